@@ -131,6 +131,23 @@ def test_each_rank_keeps_what_it_says_in_a_log_of_its_own_and_goes_on_in_it(
     assert sorted(path.name for path in tmp_path.glob("console*")) == ["console.log", "console.rank1.log"]
 
 
+def test_a_rank_writes_no_line_that_the_main_process_writes_too(tmp_path: Path) -> None:
+    @on(Callback.on_step_end)
+    def say_alike(run: Run) -> None:
+        run.print(f"{run.progress.step} steps are complete")
+        if run.driver.rank == 1 and run.progress.step == 2:
+            run.warn("the disk of rank 1 is slow")
+
+    @on(Callback.on_fit_end)
+    def warn_alike(run: Run) -> None:
+        run.warn("the end\nof all ranks")
+
+    launch(lambda: trainer(directory=tmp_path / "one", callbacks=[say_alike, warn_alike]).fit() and None)
+    launch(lambda: trainer(directory=tmp_path / "two", callbacks=[warn_alike]).fit() and None)
+    assert (tmp_path / "one" / "console.rank1.log").read_text() == "the disk of rank 1 is slow\n"
+    assert not (tmp_path / "two" / "console.rank1.log").exists()
+
+
 def test_without_a_directory_a_warning_of_another_rank_is_shown_with_its_number(caplog: pytest.LogCaptureFixture) -> None:
     def warning() -> list[str]:
         with caplog.at_level(logging.WARNING, "cadenza"):

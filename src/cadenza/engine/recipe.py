@@ -40,6 +40,7 @@ from cadenza.optim.optimizers import Optimizers
 from cadenza.optim.overriding import give_values
 from cadenza.optim.precision import precision_of
 from cadenza.records.directory import RunDirectory
+from cadenza.records.logs import RankLog
 from cadenza.run import Run
 from cadenza.status.counting import counted
 from cadenza.status.progress import Counters, Progress
@@ -173,6 +174,7 @@ class Recipe:
         given = given or settings.Given()
         accumulate, loader = self._in_effect(given)
         hooks, several = self._hooks(), self.driver.world_size > 1
+        rank_log = RankLog.of(self.directory if training else None, self.driver.rank)  # before the main process can print
         if training:
             if several:
                 facts = rank_checks.facts_of(self.model, loader) | {"override": settings.shown(given)}
@@ -205,6 +207,7 @@ class Recipe:
             progress=self._limits(loader),
             directory=self.directory if training else None,
             files=files,
+            rank_log=rank_log,
             home=self._home,
             show=self._view,
         )

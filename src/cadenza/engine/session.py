@@ -40,7 +40,8 @@ from cadenza.optim.precision import Precision
 from cadenza.optim.rates import Rates
 from cadenza.optim.settings import Given
 from cadenza.profiling.timings import Timings
-from cadenza.records.directory import RunDirectory, console_of
+from cadenza.records.directory import RunDirectory
+from cadenza.records.logs import RankLog
 from cadenza.run import ByHand, Run
 from cadenza.status.branches import Branch
 from cadenza.status.counting import counted
@@ -96,6 +97,8 @@ class Session:
     """The directory in which the main process writes; None if nothing is written."""
     files: RunDirectory | None = None
     """The files in `directory`, on the main process."""
+    rank_log: RankLog | None = None
+    """The log in `directory`, on the other ranks."""
     home: Path = field(default_factory=working_directory)
     """The working directory when the trainer was made: relative paths of callbacks start there if there is no directory."""
     show: Callable[[Run], str] = repr
@@ -159,7 +162,8 @@ class Session:
         losses = LossCheck(self.step, progress, driver, self.decide, self.warn, may_overflow=may_overflow)
         self.metrics = MetricLog(self.hooks, losses, self.files if self.is_main else None, self.decide)
         self.sync = self._new_sync()
-        self._keep = console_of(self.files, self.directory, driver.rank)
+        own = self.files.add_text if self.files is not None else self.rank_log.add if self.rank_log is not None else None
+        self._keep = own or (lambda text: None)
         self.run = self.step.run = Run(self)
 
     def _new_sync(self) -> RankSync:

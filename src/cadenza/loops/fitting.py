@@ -87,6 +87,8 @@ class Fitting(Recipe):
             files = self._opened_files(ending, resume=bool(resume))
             session, start, over = self._new_fit(files, resume, replay, given, own_loop=hand is not None)
             self._run = session.run
+            if session.rank_log is not None:
+                ending.callback(session.rank_log.settle, ends=True)
             if hand is not None:
                 session.by_hand, session.own_step = hand(session), hand.own_step
             if over:

@@ -11,10 +11,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from cadenza.files.disk import flush, read_object, replacing
 from cadenza.files.locking import FolderLock, HeldError
 from cadenza.records import media_folder
 from cadenza.records.branch_files import ROWS, cut
+from cadenza.records.logs import Log
 from cadenza.records.reading import count_in
 from cadenza.records.record import Record
 from cadenza.status.branches import Branch
@@ -86,7 +86,7 @@ class RunDirectory(RecordedRun):
             self.release()
             raise
         self._info: dict[str, Any] = {}
-        self._logs = {name: _Log(path / name) for name in (*ROWS, "console.log")}
+        self._logs = {name: Log(path / name) for name in (*ROWS, "console.log")}
         self._completed: dict[str, Any] = {}
         """The earlier outcome and counters of a run that was over, until this attempt has restored a checkpoint."""
 
@@ -185,57 +185,6 @@ class RunDirectory(RecordedRun):
     def _write_info(self) -> None:
         with replacing(self.path / "run.json") as beside:  # a reader sees a whole file at any time
             beside.write_text(json.dumps(self._info, indent=2) + "\n", encoding="utf-8")
-
-
-def console_of(directory: RunDirectory | None, path: Path | None, rank: int) -> Callable[[str], object]:
-    """Return a function that keeps the texts of a rank: in ``console.log``, on other ranks in ``console.rank3.log`` and so on.
-
-    The main process holds the directory. Each other rank appends to its own file. Without a `path`, no text is kept.
-    """
-    if directory is not None:
-        return directory.add_text
-    if path is None or rank == 0:
-        return lambda text: None
-    log = _Log(path / f"console.rank{rank}.log")
-    log.end()  # this rank has no end of the run at which to close the file
-
-    def keep(text: str) -> None:
-        with suppress(OSError):  # `_Log` warns about the line
-            path.mkdir(parents=True, exist_ok=True)  # another machine may not have the directory
-        log.add(text)
-
-    return keep
-
-
-class _Log:
-    """A file to which lines are appended, each readable at once. On a full disk, lines wait in memory and the run continues."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: FileIO | None = None
-        self._ended = False
-        self.waiting = b""
-
-    def add(self, line: str) -> None:
-        warned = bool(self.waiting)
-        self.waiting += f"{line}\n".encode(errors="backslashreplace")
-        try:
-            if self._file is None:
-                self._file = self._path.open("ab", buffering=0)
-            while self.waiting:
-                self.waiting = self.waiting[self._file.write(self.waiting) :]
-        except OSError as error:
-            if not warned:
-                logger.warning("%s cannot be written, its lines wait in memory and the run goes on: %r", self._path, error)
-        if self._ended:  # run.print after the fit
-            self.end()
-
-    def end(self) -> None:
-        """Close the file, now and after each later line."""
-        self._ended = True
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def check_new(path: Path) -> None:

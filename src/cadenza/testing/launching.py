@@ -21,13 +21,15 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # where torch documents it
 
 T = TypeVar("T")
+GRACE_S = 20.0
+"""How long the other processes may take to end after one has failed."""
 
 
 def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300) -> list[T]:
     """Call `function` in `ranks` new processes, with the variables that torchrun sets; return the results by rank.
 
     The processes are forked: the function may use all objects of this process, also from a closure, and its changes stay in its
-    own process. Results must be picklable.
+    own process. Results must be picklable. If one process fails, the others have 20 seconds to end; then they are killed.
 
     Args:
         function: The function to call. In it, ``Trainer(driver="auto")`` uses DDP.
@@ -35,7 +37,8 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300)
         timeout_s: Seconds after which running processes are killed.
 
     Raises:
-        BaseExceptionGroup: The errors of the processes, the first error first, each with its rank and traceback as a note.
+        BaseExceptionGroup: The errors of the processes, the first error first, each with its rank and traceback as a note. The
+            error of a process that ended without a result names its signal or exit code.
         TimeoutError: A process did not end in time, and none had failed.
         RuntimeError: This process has initialized CUDA, which forked processes could not use.
 
@@ -101,26 +104,39 @@ def _collected(processes: list[ForkProcess], results: list[Connection], timeout_
     deadline = time.monotonic() + timeout_s
     returned: dict[int, Any] = {}
     errors: list[BaseException] = []
-    waiting = {id(result): (rank, result) for rank, result in enumerate(results)}
-    while waiting and (ready := wait([result for _, result in waiting.values()], max(0.0, deadline - time.monotonic()))):
-        for one in ready:
-            rank, result = waiting.pop(id(one))
-            try:
-                kind, value, text = pickle.loads(result.recv_bytes())
-            except EOFError:
-                kind, value, text = "raised", RuntimeError(f"rank {rank} ended without a result: {_ended(processes[rank])}"), ""
+    waiting = dict(enumerate(results))
+    while waiting and (ready := _ready(waiting, processes, max(0.0, deadline - time.monotonic()))):
+        for rank in ready:
+            kind, value, text = _answer(rank, waiting.pop(rank), processes[rank])
             if kind == "returned":
                 returned[rank] = value
             else:
                 value.add_note(f"in rank {rank}:\n{text}")
                 errors.append(value)
-    late = [rank for rank, _ in waiting.values()]
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    late = [*waiting]
     if errors:
-        more = f"; not done after {timeout_s:g} s: ranks {late}" if late else ""
+        more = f"; ranks {late} had not ended {min(GRACE_S, timeout_s):g} s later, and were killed" if late else ""
         raise BaseExceptionGroup(f"{len(errors)} of {len(results)} ranks failed{more}", errors)
     if late:
         raise TimeoutError(f"ranks {late} of {len(results)} were not done after {timeout_s:g} s")
     return [returned[rank] for rank in range(len(results))]
+
+
+def _ready(waiting: dict[int, Connection], processes: list[ForkProcess], timeout_s: float) -> list[int]:
+    """Return the ranks that have sent a result or ended. A pipe alone does not tell: a loader's workers keep it open."""
+    ready = wait([*waiting.values(), *(processes[rank].sentinel for rank in waiting)], timeout_s)
+    return [rank for rank, result in waiting.items() if result in ready or processes[rank].sentinel in ready]
+
+
+def _answer(rank: int, result: Connection, process: ForkProcess) -> tuple[str, Any, str]:
+    try:
+        if result.poll():
+            answer: tuple[str, Any, str] = pickle.loads(result.recv_bytes())
+            return answer
+    except EOFError:
+        pass
+    return "raised", RuntimeError(f"rank {rank} ended without a result: {_ended(process)}"), ""
 
 
 def _ended(process: ForkProcess) -> str:

@@ -1,0 +1,131 @@
+"""The text files of a run directory: lines that are appended, and the files of other ranks than the main process."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from io import FileIO
+from logging import Logger, getLogger
+from pathlib import Path
+from threading import Lock
+from typing import Self
+
+logger: Logger = getLogger("cadenza")
+
+_WAIT_S = 2.0  # how long a text of another rank waits for the same one of the main process
+_LAST_WAIT_S = 0.2  # the same at the end of the run
+_KNOWN = 4096  # so many of the main process's last lines are compared
+_LARGEST_READ = 2**20  # bytes
+
+
+class Log:
+    """A file to which lines are appended, each readable at once. On a full disk, lines wait in memory and the run continues."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self._ended = False
+        self.waiting = b""
+
+    def add(self, line: str) -> None:
+        warned = bool(self.waiting)
+        self.waiting += f"{line}\n".encode(errors="backslashreplace")
+        try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            while self.waiting:
+                self.waiting = self.waiting[self._file.write(self.waiting) :]
+        except OSError as error:
+            if not warned:
+                logger.warning("%s cannot be written, its lines wait in memory and the run goes on: %r", self._path, error)
+        if self._ended:  # run.print after the fit
+            self.end()
+
+    def end(self) -> None:
+        """Close the file, now and after each later line."""
+        self._ended = True
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class RankLog:
+    """The log of a rank that is not the main process: the texts that the main process does not write as well.
+
+    A text waits for about two seconds, and is written unless ``console.log`` has its lines by then. No messages are needed for
+    this. Where ``console.log`` cannot be read, such as on a machine with its own disk, each text is written.
+
+    Args:
+        path: The file, which is made with the first text.
+        main: The ``console.log`` of the main process. Lines that it has now are not compared.
+    """
+
+    @classmethod
+    def of(cls, directory: Path | None, rank: int) -> Self | None:
+        """Return the log of a rank, such as ``console.rank3.log``; None on the main process and without a directory."""
+        return None if directory is None or rank == 0 else cls(directory / f"console.rank{rank}.log", directory / "console.log")
+
+    def __init__(self, path: Path, main: Path) -> None:
+        self._path, self._main, self._log = path, main, Log(path)
+        self._offset = _size(main)
+        self._known: dict[bytes, None] = {}
+        self._waiting: list[tuple[float, str]] = []
+        self._ended, self._lock = False, Lock()
+        self._log.end()  # the file is open while it is written only
+
+    def add(self, text: str) -> None:
+        """Keep a text. May be called from any thread."""
+        with self._lock:
+            self._waiting.append((time.monotonic() + (0.0 if self._ended else _WAIT_S), text))
+        if self._waiting[0][0] <= time.monotonic():
+            self.settle()
+
+    def settle(self, *, ends: bool = False) -> None:
+        """Write the texts that have waited; with `ends` all of them, now and after each later text."""
+        deadline = time.monotonic() + _LAST_WAIT_S
+        while ends and self._differing() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with self._lock:
+            self._ended |= ends
+            self._read_main()
+            now = time.monotonic()
+            while self._waiting and (self._ended or self._waiting[0][0] <= now):
+                self._write(self._waiting.pop(0)[1])
+
+    def _differing(self) -> bool:
+        with self._lock:
+            self._read_main()
+            return any(not self._is_known(text) for _, text in self._waiting)
+
+    def _is_known(self, text: str) -> bool:
+        return all(line in self._known for line in _encoded(text).split(b"\n"))
+
+    def _read_main(self) -> None:
+        """Read the lines that the main process has written since."""
+        if not self._waiting:
+            return
+        with suppress(OSError), self._main.open("rb") as file:
+            file.seek(max(self._offset, _size(self._main) - _LARGEST_READ))
+            lines, _, cut = file.read().rpartition(b"\n")
+            self._offset = file.tell() - len(cut)
+            self._known |= dict.fromkeys(lines.split(b"\n"))
+        for line in [*self._known][:-_KNOWN]:
+            del self._known[line]
+
+    def _write(self, text: str) -> None:
+        if self._is_known(text):
+            return
+        with suppress(OSError):  # `Log` warns about the line
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # another machine may not have the directory
+        self._log.add(text)
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

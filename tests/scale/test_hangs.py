@@ -1,0 +1,64 @@
+"""What ranks say of themselves, counted for thousands of ranks: no message or text grows with their number."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cadenza.drivers import SingleDriver
+from cadenza.drivers.base import Reduction
+from cadenza.engine.rank_checks import check_alike
+from cadenza.errors import DistributedError
+
+WORLDS = (2, 1024, 4096)
+
+
+class Rank(SingleDriver):
+    """Rank r of W, which counts what it sends. `others` says what comes back."""
+
+    def __init__(self, rank: int, ranks: int, first: Any) -> None:
+        super().__init__("cpu")
+        self.rank, self.world_size, self._first = rank, ranks, first
+        self.sent: list[tuple[str, int]] = []
+        self.differing: Any = None
+
+    def reduce(self, value: Tensor, how: Reduction = "mean") -> Tensor:
+        self.sent.append(("reduce", value.numel()))
+        return value if self._first is None else value + torch.tensor([0, 1])  # the digest of another rank is larger
+
+    def broadcast(self, value: Any) -> Any:
+        self.sent.append(("broadcast", len(pickle.dumps(value))))
+        return value if self.is_main else self._first
+
+    def gather_on_main(self, value: Any) -> list[Any]:
+        self.sent.append(("gather_on_main", len(pickle.dumps(value))))
+        self.differing = value
+        return [value, *[(10_000, {f"fact {n}": f"'{rank}'" for n in range(20)}) for rank in range(1, self.world_size)]]
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_equal_ranks_exchange_two_numbers(ranks: int) -> None:
+    driver = Rank(ranks - 1, ranks, None)
+    check_alike(driver, {f"the shape of {name}": (name, 3) for name in range(100_000)})
+    assert driver.sent == [("reduce", 2)]
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_a_rank_that_differs_sends_no_more_than_its_first_differences(ranks: int) -> None:
+    driver = Rank(ranks - 1, ranks, {f"fact {number}": "x" * 1000 for number in range(10_000)})
+    with pytest.raises(DistributedError):
+        check_alike(driver, {f"fact {number}": "y" * 1000 for number in range(10_000)})
+    assert dict(driver.sent)["gather_on_main"] < 8000
+    assert driver.differing[0] == 10_000
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_the_message_about_differences_is_as_long_for_any_number_of_ranks(ranks: int) -> None:
+    driver = Rank(0, ranks, {})
+    with pytest.raises(DistributedError, match=r"10000 differ: fact 0 is '1' on rank 1.*and 9980 more") as caught:
+        check_alike(driver, {f"fact {number}": 0 for number in range(10_000)})
+    assert len(str(caught.value)) < 3000
