@@ -138,12 +138,12 @@ class Run:
     def stop(self, reason: str, *, data: Mapping[str, Any] | None = None) -> None:
         """Request the end of the run at the end of the current step; the first request counts. One rank is enough for all.
 
-        `data` are plain values for the decision, for code to read.
+        `data` are plain values for the decision, for code to read. A request of some ranks only takes effect a step later.
         """
         self._session.request_stop(reason, data)
 
     def end_epoch(self, reason: str) -> None:
-        """Request the end of the epoch at the end of the current step; it counts as whole. One rank is enough for all."""
+        """Request the end of the epoch at the end of the current step, as `stop` does of the run. It counts as whole."""
         self._session.request_end_of_epoch(reason)
 
     def skip_batch(self, reason: str) -> None:

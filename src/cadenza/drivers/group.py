@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from cadenza.loading.shards import Shard
 
 _NO_GRADIENT, _DENSE, _SPARSE = range(3)
 _LARGEST_EXCHANGE = 64 * 2**20  # bytes: the copies that an exchange needs take no more memory
+_CONTROL: WeakKeyDictionary[Any, dict[float, Any]] = WeakKeyDictionary()  # by default group, then by timeout
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -57,8 +59,7 @@ class GroupDriver(Driver):
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self.reduces: bool = self.world_size > 1
-        # Values on the host are exchanged between hosts, which does not wait for the device.
-        self._hosts = None if "gloo" in dist.get_backend_config() else self._new_group()
+        self._hosts = self._control_group()
         self.to_device: Mover = Mover(self.device)
         self._number, self._run = self._count(), 0
 
@@ -68,6 +69,18 @@ class GroupDriver(Driver):
             return int(dist.distributed_c10d._get_default_store().add(f"cadenza/drivers/{self.rank}", 1))
         except (RuntimeError, ValueError):  # a backend without a store
             return 0
+
+    def _control_group(self) -> Any:
+        """Return the group in which this driver exchanges values on the host. Every rank must call this.
+
+        It is not the default group, with which the user's code and the reduction of gradients communicate: no collective of
+        theirs can be paired with one of ours. It connects hosts, which does not wait for the device. All drivers of a process
+        group with one timeout use the same.
+        """
+        groups = _CONTROL.setdefault(dist.group.WORLD, {})
+        if self._timeout_s not in groups:
+            groups[self._timeout_s] = self._new_group()
+        return groups[self._timeout_s]
 
     def _new_group(self) -> Any:
         """Return another group of all hosts. Every rank must call this."""

@@ -126,7 +126,7 @@ def train_steps(session: Session) -> Iterator[Any]:
         session.settle()
     step = session.own_step or train_step
     while not session.sync.leaving_epoch() and (yield from step(session)):
-        session.settle()
+        session.settle(after_step=True)
     take_stop(session)
     loader_length.check(session)
     session.finish_epoch()
@@ -214,6 +214,7 @@ def train_batch(session: Session, batch: Any) -> Iterator[Any]:
 def take_stop(session: Session) -> None:
     """Call ``on_stop``, once, if a stop was requested."""
     session.sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
+    session.metrics.deliver(session.run, wait=False)  # nor its record have been complete
     stop = session.sync.take_stop()
     if stop is not None and session.outcome is None:
         session.end(Outcome(session.sync.requests.kind, stop.why))

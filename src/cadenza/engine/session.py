@@ -22,8 +22,9 @@ from cadenza.engine import accumulating
 from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.metric_log import MetricLog
 from cadenza.engine.module_flags import ModuleFlags
-from cadenza.engine.rank_sync import RankSync, SharedSync
+from cadenza.engine.rank_sync import RankSync
 from cadenza.engine.save_blocks import SaveBlocks, Saver
+from cadenza.engine.shared_sync import SharedSync
 from cadenza.engine.step_state import Cursor, Restored, StepState
 from cadenza.engine.token_count import TokenCount
 from cadenza.engine.why_not import why_not
@@ -339,9 +340,14 @@ class Session:
 
     # -- for the loop ------------------------------------------------------------------------------
 
-    def settle(self, *, closing: bool = False) -> None:
-        """Deliver the step's record, then carry out what waits for the step boundary. Every rank must call this."""
-        if self.sync.several:
+    def settle(self, *, closing: bool = False, after_step: bool = False) -> None:
+        """Deliver the step's record, then carry out what waits for the step boundary. Every rank must call this.
+
+        With `after_step`, wait for the other ranks only if this rank has a request, has logged a number or has this to do.
+        """
+        if self.sync.several and after_step:
+            self.sync.end_step(acts=bool(self._after_step or self._after_next_step))
+        elif self.sync.several:
             self.sync.settle()
         if not self.metrics.buffer.idle:
             self.metrics.deliver(self.run, self.progress.now(), wait=closing)

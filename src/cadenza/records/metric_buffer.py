@@ -8,6 +8,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -40,6 +41,7 @@ class MetricBuffer:
         self._ways: dict[str, Reduce | None] = {}  # how each name was reduced at first; None for the default
         self._plain = True
         self._closed: deque[_OnTheWay | Record] = deque()
+        self._aside: tuple[Counters, dict[str, Loggable | Reduced], bool] | None = None
         self.idle: bool = True
         """Whether it holds neither values nor records."""
 
@@ -131,6 +133,32 @@ class MetricBuffer:
             if chosen := [value for value in side.values() if isinstance(value, Reduced) and value.how in EXTREMES]:
                 put_extremes(chosen, driver.reduce(extremes(chosen), "max"))
 
+    def set_aside(self, at: Counters) -> None:
+        """Keep the open record for `reduce_aside`, and open another one."""
+        self._aside = at, self._open, self._plain
+        self._open, self._plain, self.idle = {}, True, False
+
+    def reduce_aside(self, driver: Ranks, sums: Sequence[float], at: Counters) -> None:
+        """Reduce the record that was set aside, as `reduce` does, and close it. Every rank must call this.
+
+        Args:
+            driver: Reduces over the ranks.
+            sums: The sums of the `summary` of that record over all ranks.
+            at: The counters of the record. A rank that logged nothing there has set none aside.
+        """
+        with self._taking_up(at):
+            self.reduce(driver, sums)
+
+    @contextmanager
+    def _taking_up(self, at: Counters) -> Iterator[None]:
+        """Open the record that was set aside, for a block, and close it at these counters."""
+        later = self._open, self._plain
+        (_, self._open, self._plain), self._aside = self._aside or (at, {}, True), None
+        yield
+        self._close(at)
+        self._open, self._plain = later
+        self.idle = not self._open and not self._closed
+
     def _put(self, numbers: Mapping[str, Any], totals: Iterator[Any], ranks: int) -> None:
         """Replace numbers by what follows from the sums of their terms over all ranks."""
         for name, own in numbers.items():
@@ -188,17 +216,25 @@ class MetricBuffer:
 
         With `wait`, wait for all numbers.
         """
-        if self._open and at is not None:
-            kind = Record if self._plain else _OnTheWay
-            content = self._open if self._plain else {name: _final(value) for name, value in self._open.items()}
-            self._closed.append(kind(at, time.time(), cast("dict[str, float]", content)))
-            self._open, self._plain = {}, True
+        if wait and self._aside is not None:  # after an error: the other ranks complete it no more
+            with self._taking_up(self._aside[0]):
+                pass
+        if at is not None:
+            self._close(at)
         taken: list[Record] = []
         while self._closed and (wait or isinstance(self._closed[0], Record) or self._closed[0].arrived()):
             first = self._closed.popleft()
             taken.append(first if isinstance(first, Record) else first.record())
-        self.idle = not self._open and not self._closed
+        self.idle = not self._open and not self._closed and self._aside is None
         return taken
+
+    def _close(self, at: Counters) -> None:
+        """Close the open record at these counters, if it holds anything."""
+        if self._open:
+            kind = Record if self._plain else _OnTheWay
+            content = self._open if self._plain else {name: _final(value) for name, value in self._open.items()}
+            self._closed.append(kind(at, time.time(), cast("dict[str, float]", content)))
+            self._open, self._plain = {}, True
 
 
 class _OnTheWay:

@@ -58,7 +58,7 @@ def test_a_flag_of_one_rank_holds_for_all(tmp_path: Path) -> None:
     end = [("epoch", 5), ("save", 5), ("log", 5)]
     seen = {flag: events for flag, (events, _) in first.items()}
     assert seen == {flag: events for flag, (events, _) in second.items()}
-    assert seen["should_training_stop"] == seen["should_epoch_stop"] == [("epoch", 3), ("save", 3), ("log", 3)]
+    assert seen["should_training_stop"] == seen["should_epoch_stop"] == [("epoch", 4), ("save", 4), ("log", 4)]  # a step later
     assert seen["should_save"] == [("save", 3), *end]
     assert seen["should_log"] == [("log", 3), *end]
     assert seen["should_evaluate"] == [("log", 3), ("evaluation", 3), *end]

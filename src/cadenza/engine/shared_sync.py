@@ -1,0 +1,320 @@
+"""What the ranks of a run exchange with each step: flags, sample counts, sums of logged numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cadenza.drivers.base import Driver
+from cadenza.engine.accumulating import units_of
+from cadenza.engine.outputs import count_in
+from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress
+from cadenza.engine.silence import Silence
+from cadenza.engine.step_state import Cursor, StepState
+from cadenza.engine.token_count import TokenCount
+from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.moments import Callback, Moment
+from cadenza.hooks.parts import lengths_in
+from cadenza.optim.parameters import parameters_of
+from cadenza.records.metric_buffer import MetricBuffer
+from cadenza.records.scalars import as_number, quotient, widened
+from cadenza.status.decisions import Decision
+from cadenza.status.progress import Counters, Progress
+
+
+class SharedSync(RankSync):
+    """The exchange among several ranks. No rank waits for another in a step in which nothing was requested or logged.
+
+    With a batch, while they compute, ranks exchange the numbers of samples and tokens, whether a stop was requested, the time,
+    and whether a hook may still make a request or log in this step. Only if one may, a second exchange starts at the step
+    boundary: the sums of what each rank requests and logs. A rank with nothing of its own goes on, and reads the sums with the
+    next batch, when they have arrived. A rank with a request or a logged number reads them immediately:
+
+    - If all ranks have something, all know it at this boundary. Requests take effect and the record is complete, as in one
+      process.
+    - Otherwise all ranks know it at the next boundary, where requests take effect and the record is completed.
+
+    If no listener is due for some steps on any rank, nothing is exchanged in these steps; a signal and unexpected requests are
+    exchanged at the end of this quiet window. At the end of an epoch and of the run, all ranks wait.
+
+    Numbers that only the outputs of a batch say are sent with the next exchange. If the run depends on samples or tokens, there
+    is no quiet window. If it depends on tokens that only the outputs say, a batch is exchanged when it is over: all ranks then
+    know its tokens before ``on_batch_end``.
+    """
+
+    several = True
+
+    def __init__(
+        self,
+        driver: Driver,
+        model: nn.Module,
+        hooks: Hooks,
+        progress: Progress,
+        cursor: Cursor,
+        step: StepState,
+        buffer: MetricBuffer,
+        decide: Decide,
+        *,
+        stepped: Sequence[Optimizer] = (),
+        own_loop: bool = False,
+        tokens: TokenCount | None = None,
+    ) -> None:
+        super().__init__(progress, cursor, step, decide, tokens)
+        self._driver, self._model, self._hooks, self._buffer = driver, model, hooks, buffer
+        self._stepped = stepped  # the optimizers of a step_fn
+        self._by_hand = own_loop or bool(stepped)  # code that may speak at any time calls the user's own module
+        self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
+        self._settled = False  # no request can have come since the last exchange
+        self._quiet = self._leave_sent = False
+        self._given: int | None = 0
+        self._tokens = 0  # those of this rank that are not sent yet
+        schedules = (one.schedule for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None)
+        units = {length.unit for schedule in schedules for length in lengths_in(schedule) or ()}
+        self._by_tokens = progress.max_tokens is not None  # all ranks must know the tokens of each batch
+        self._exact = self._by_tokens  # no quiet window: the counters must be those of this step
+        self.depends_on(units | units_of(step.most, progress))
+        self._silence = Silence()
+        self._announced: Callable[[], Tensor] | None = None  # what ranks exchange with a batch
+        self._boundary: tuple[Counters, Callable[[], Tensor]] | None = None  # what they exchange at the end of a step
+        self._late: tuple[Counters, list[float]] | None = None  # sums of which all ranks know that only some have something
+        self._held_back: AbstractContextManager[None] | None = None
+
+    def depends_on(self, units: Collection[str]) -> None:
+        self._by_tokens |= "token" in units
+        self._exact |= not {"sample", "token"}.isdisjoint(units)
+
+    def over(self) -> bool:
+        if self._progress.finished:
+            return True
+        self.leaves()
+        return self._ends
+
+    def leaving_epoch(self) -> bool:
+        return self._cursor.exhausted or self._progress.finished or self.leaves()
+
+    def leaves(self) -> bool:
+        if not self._settled:
+            self.settle()
+        self._settled = self._leave  # no request comes before the epoch is left
+        return self._leave
+
+    # -- a batch -----------------------------------------------------------------------------------
+
+    def begin_batch(self, batch: Any) -> None:
+        step, window, driver = self._step, self._step.window, self._driver
+        self.agree_on_skip(Callback.on_batch_start)
+        self._count(batch)
+        if not self._announces_late:
+            self._announce()
+        if self._by_hand and not driver.shards:
+            driver.share_buffers(self._model)  # as the wrapper of DDP does, which a step_fn does not call
+        if not step.skipping and window.seen < window.size and not self._progress.at_last_batch and self._may_hold_back():
+            self._held_back = driver.no_sync(self._model)  # gradients are reduced once a step, with its last batch
+            self._held_back.__enter__()
+
+    def end_batch(self) -> tuple[int, int]:
+        step, window = self._step, self._step.window
+        if self._held_back is not None:
+            self.close()
+            window.unreduced |= not step.skipping
+        else:
+            window.unreduced &= step.skipping
+        if self._stepped:  # the gradients that no update has dropped, so that a checkpoint holds those of all ranks
+            self._driver.average_gradients(dict.fromkeys(parameters_of(self._stepped)))
+        return self._summed()
+
+    def close(self) -> None:
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            held_back.__exit__(None, None, None)
+
+    def agree_on_skip(self, moment: Moment) -> None:
+        if self._hooks.calls(moment) and self._driver.any_rank(self._step.skipping):
+            self._step.skip()  # else the others would wait for its gradients
+
+    def _may_hold_back(self) -> bool:
+        """Return whether gradients may be left on each rank until the last batch of the window, by a rule that all ranks share.
+
+        If they can only be reduced in a backward pass, the last batch must have one: the length of the epoch is known, and no
+        hook can skip a batch.
+        """
+        if self._driver.reduces_later:
+            return True
+        listeners = self._hooks.by_moment
+        may_skip = self._by_hand or listeners.get(Callback.on_batch_start) or listeners.get(Callback.on_before_backward)
+        return self._progress.batches_per_epoch is not None and not may_skip
+
+    @property
+    def _announces_late(self) -> bool:
+        """Whether a batch is announced when it is over, because only its outputs say how many tokens it has."""
+        return self._by_tokens and self.tokens.function is None
+
+    def _count(self, batch: Any) -> None:
+        """Count `batch` before the forward pass."""
+        source = self._cursor.source
+        alike = source.replicated_at == self._progress.batch_in_epoch and self._driver.rank > 0
+        self._given = None if alike else source.size_of(batch)  # a batch that all ranks train on counts once
+        self._samples += self._given or 0
+        if self.tokens.function is not None and not alike:
+            self._tokens += self.tokens.in_batch
+
+    def _count_outputs(self) -> None:
+        """Count what only the outputs of the batch say."""
+        reported = count_in(self._step.outputs, "samples")
+        tokens = self.tokens.of(self._step)
+        if self._given is not None:
+            self._samples += 0 if reported is None else reported - self._given
+            self._tokens += tokens if self.tokens.function is None else 0
+
+    def _announce(self) -> None:
+        """Start the exchange for a batch, unless this is a quiet step."""
+        progress = self._progress
+        if self._silence.covers(progress.step):
+            return
+        may_speak = self._may_speak()
+        quiet = 0 if may_speak else self._next_call(asking=False) - progress.step - 2
+        passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
+        flags = [self._samples, self._tokens, self.requests.leave, may_speak, passed_ns]
+        self._samples = self._tokens = 0
+        self._announced = self._driver.reduce_later(torch.tensor([*flags, *Silence.votes(quiet)]))
+
+    def _summed(self) -> tuple[int, int]:
+        """Return the samples and the tokens in the announced batches of all ranks."""
+        self._collect()
+        self._count_outputs()
+        if self._announces_late:
+            self._announce()
+        if self._announced is None:
+            self._leave_sent, self._quiet = False, True
+            return 0, 0
+        samples, tokens, leave, may_speak, passed_ns, *votes = self._announced().tolist()
+        self._announced = None
+        self._leave_sent, self._quiet = bool(leave), not may_speak
+        ranks, progress = self._driver.world_size, self._progress
+        if isinstance(progress, SharedProgress):
+            progress.agree(passed_ns / ranks / 1e9)
+        if leave or self._exact:
+            votes = [0] * len(votes)
+        self._silence.agree(votes, ranks, progress.step, progress.elapsed_s)
+        return int(samples), int(tokens)
+
+    def _may_speak(self) -> bool:
+        """Return whether a hook may still make a request, or log, in this step."""
+        if self._by_hand or self._buffer.holds_numbers:
+            return True
+        return self._next_call(asking=True) <= self._progress.step + 1
+
+    def _next_call(self, *, asking: bool) -> float:
+        return self._hooks.next_call(self._progress, self._step.most, asking=asking)
+
+    # -- the step boundary -------------------------------------------------------------------------
+
+    def end_step(self, *, acts: bool) -> None:
+        if self.broken:
+            return
+        self._collect()
+        progress, requests = self._progress, self.requests
+        ends = self._cursor.exhausted or progress.finished or progress.batch_in_epoch == progress.batches_per_epoch
+        if ends or self._leave_sent or self._late is not None:  # as all ranks know
+            self.settle()
+            return
+        quiet, self._quiet = self._quiet, False
+        self._leave, self._settled = False, True
+        if quiet:
+            return
+        speaks = acts or requests.leave or self._buffer.holds_numbers or (self._exact and bool(self._samples or self._tokens))
+        self._boundary = progress.now(), self._driver.reduce_later(self._own(speaks=speaks))
+        if not speaks:
+            return
+        sums = self._boundary[1]().tolist()
+        if sums[0] == self._driver.world_size:
+            self._boundary = None
+            self._complete(sums)
+        else:
+            self._buffer.set_aside(self._boundary[0])  # all ranks complete it at the next boundary
+
+    def settle(self) -> None:
+        if self.broken:
+            return
+        self._collect()
+        self._complete_late()
+        self._complete(self._driver.reduce(self._own(speaks=True), "sum").tolist())
+
+    def _own(self, *, speaks: bool) -> Tensor:
+        """Return what the ranks exchange at a boundary: what `_complete` receives the sums of."""
+        own = [speaks, self.requests.leave, self._samples, self._tokens, *self._buffer.summary(first=self._driver.rank == 0)]
+        self._samples = self._tokens = 0
+        return torch.tensor(own, dtype=torch.float64)
+
+    def _complete(self, sums: Sequence[float]) -> None:
+        """Complete the open record, and exchange requests if there are any."""
+        _, leave, samples, tokens, *numbers = sums
+        self._progress.add(int(samples), int(tokens))
+        self._buffer.reduce(self._driver, numbers)
+        if leave:
+            self._exchange_requests()
+        self._leave, self._ends, self._settled = bool(leave), bool(leave) and self.requests.ends_run, True
+        self._leave_sent = self._quiet = False
+
+    def _collect(self) -> None:
+        """Read the sums of the last boundary, on all ranks: those of a rank that has read them already are the same."""
+        if self._boundary is None:
+            return
+        (at, arrived), self._boundary = self._boundary, None
+        speaks, _, samples, tokens, *numbers = arrived().tolist()
+        self._progress.add(int(samples), int(tokens))
+        if speaks:
+            self._late = at, numbers
+
+    def _complete_late(self) -> None:
+        """Complete the record of the last boundary, where only some ranks had something."""
+        if self._late is not None:
+            (at, numbers), self._late = self._late, None
+            self._buffer.reduce_aside(self._driver, numbers, at)
+
+    def take_requests(self) -> None:
+        self._collect()
+        self._complete_late()
+        self._exchange_requests()
+        self._leave = self._settled = True
+        self._ends = self.requests.ends_run
+
+    def take_stop(self) -> Decision | None:
+        return self.requests.stop or self.requests.signalled  # a signal is recorded when all ranks know of it
+
+    def mean_loss(self) -> Tensor | None:
+        own, reduce, window = super().mean_loss(), self._driver.reduce, self._step.last_window
+        if self._driver.world_size == 1 or (own is None and not self._by_hand):
+            return own
+        own = torch.zeros((), device=self._driver.device) if own is None else widened(own)
+        weight = as_number(window.total if window.weights or self._by_hand else 1.0, own.device, own.dtype)
+        total = reduce(torch.stack([own * weight, weight]), "sum")
+        return quotient(total[0], total[1])
+
+    def _exchange_requests(self) -> None:
+        requests = self.requests
+        self._note_signal()
+        everyone = self._driver.gather((requests.stop, requests.end_epoch, requests.signalled, requests.signal))
+        stops, ends, signalled, signals = zip(*everyone, strict=True)
+        requests.stop, requests.end_epoch = self._first(stops), self._first(ends)
+        requests.signalled = self._first(signalled)
+        requests.signal = next((signal for signal in signals if signal is not None), None)
+        requests.leave = True
+
+    def _first(self, decisions: Sequence[Decision | None]) -> Decision | None:
+        """Return the first rank's decision. If another rank made it, record that it takes effect on this one."""
+        for rank, decision in enumerate(decisions):
+            if decision is not None:
+                if rank != self._driver.rank and " on rank " not in decision.who:
+                    who, own = f"{decision.who} on rank {rank}", decisions[self._driver.rank]
+                    if own is not None and own.who == who:
+                        return own
+                    return self._decide(decision.what, decision.why, who=who, data=decision.data)
+                return replace(decision)
+        return None
