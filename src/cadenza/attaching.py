@@ -16,6 +16,7 @@ from cadenza.engine import updating
 from cadenza.engine.by_hand import ByHand
 from cadenza.engine.loop import BATCHES_DONE, STEP, train_batch
 from cadenza.engine.session import Session, session_of
+from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
 from cadenza.loading.rng import RNGState
 from cadenza.loops.keeping import Kept, pair_of
@@ -47,8 +48,9 @@ def attach(
         resume: As in `Trainer.fit`.
         strict: As in `Trainer.fit`.
         override: As in `Trainer.fit`.
-        arguments: Those of `Trainer` but the loader, ``compute_loss``, ``step_fn`` and ``accumulate``: limits such as
-            ``max_steps``, ``callbacks``, ``directory``, ``precision``, ``seed``, ``device``, ``driver``.
+        arguments: Those of `Trainer` but the loader, ``compute_loss``, ``step_fn``, ``accumulate`` and ``max_epochs``:
+            ``callbacks``, ``directory``, ``precision``, ``seed``, ``device``, ``driver``; ``max_steps``, or no limit: then the
+            run ends when the loop is left.
 
     Raises:
         TypeError, ValueError: An argument is wrong.
@@ -66,6 +68,8 @@ def attach(
     for name in ("loader", "compute_loss", "step_fn", "accumulate"):
         if name in arguments:
             raise TypeError(f"attach(...) takes no {name}=: the loop brings its own data, and decides what a step is.")
+    if arguments.get("max_epochs") is not None:
+        raise TypeError("attach(...) takes no max_epochs=: the loop has no epochs. Give max_steps=, or leave the loop.")
     if not isinstance(model, nn.Module):
         model = nn.ModuleDict(model) if isinstance(model, Mapping) else nn.ModuleList(model)
     kept = Kept()
@@ -77,7 +81,9 @@ def attach(
 class Loop:
     """A run around a loop of your own, for ``with``. Its moments come in the order of `Callback`.
 
-    A step has batches only if the loop says so with `batch`. The run is one epoch. Between two steps, in `over`, the record of
+    A step has batches only if the loop says so with `batch`. The run has no epochs: ``on_epoch_start`` and ``on_epoch_end`` are
+    called once, around all steps. It ends at a limit, after a request to stop, or when the loop leaves the ``with`` block: then
+    its outcome is ``stopped``. Between two steps, in `over`, the record of
     the step is delivered and checkpoints are saved. So a run that continues begins with `over`: what the loop needs then must
     be saved, by `keep` or in ``run.state``.
     """
@@ -174,13 +180,15 @@ class Loop:
     def batch(self, batch: Any = None) -> Iterator[Any]:
         """Return the context of a batch, from ``on_batch_start`` to ``on_batch_end``; it gives the batch on the device.
 
-        The batches of a step need it only for callbacks at these moments, and for the counters of batches and samples. The
-        number of batches in a step must be the same on all ranks.
+        The batches of a step need it only for callbacks at these moments, and for the counters of batches, samples and tokens.
+        The number of batches in a step must be the same on all ranks.
         """
         if self._at is not STEP:
             raise RuntimeError("loop.batch(...) must be used inside of `with loop.step():`, and not inside of another batch.")
-        driver = session_of(self.run).driver
-        moved = driver.to_device(batch)
+        session = session_of(self.run)
+        if session.tokens is not None:
+            session.sync.tokens.read(batch)
+        moved = session.driver.to_device(batch)
         self._advance(moved)
         try:
             yield moved
@@ -286,6 +294,11 @@ def own_step(session: Session) -> Generator[Any, Any, bool]:
         hooks.on_step_start(run)
         while (batch := (yield STEP)) is not BATCHES_DONE:
             yield from train_batch(session, batch)
+        if session.progress.max_tokens is not None and not (step.window.seen or session.progress.tokens):
+            raise DataError(
+                f"max_tokens={session.progress.max_tokens} counts the tokens of batches, and this step has none. Surround each "
+                "batch with `with loop.batch(batch):`, or give max_steps=."
+            )
         step.finish()
         session.finish_step()
     except BaseException as error:
@@ -301,6 +314,8 @@ Attached.own_step = staticmethod(own_step)
 
 class OwnData:
     """Stands for the data that an attached loop brings itself: a loader without batches, and with no position to save."""
+
+    has_epochs = False
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())

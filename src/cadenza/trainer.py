@@ -116,7 +116,8 @@ class Trainer(Fitting):
         compile: Compile = False,
     ) -> None:
         check_parts(model, optimizer, loader, compute_loss, step_fn)
-        limits = checked_lengths(max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens)
+        ends_itself = not getattr(loader, "has_epochs", True)  # the data of cadenza.attach
+        limits = checked_lengths(ends_itself=ends_itself, max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens)
         check_recipe(precision, seed)
         given, notes = listed(adapted(callbacks)), list[str]()
         if progress:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Run, on, supervised
+from cadenza import Callback, Run, Trainer, attach, on, supervised
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.engine import throughput as module
 from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
@@ -180,6 +180,29 @@ def test_a_batch_that_is_skipped_is_not_the_one_that_is_counted() -> None:
     trained(skip, log)
     assert log._speed is not None
     assert log._speed._flops == FLOPS
+
+
+def test_the_operations_of_a_loop_of_ones_own_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, loss = Clock(monkeypatch), nn.MSELoss()
+    for over in ("steps", "attach"):
+        model, seconds = Network(), clock.lasting(0.5, Callback.on_step_start)
+        log = LogTraining(1, throughput=("mfu",), peak_flops=float(FLOPS))
+        arguments: dict[str, Any] = {"callbacks": [seconds, log], "max_steps": 2, "progress": False, "device": "cpu"}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if over == "steps":
+            trainer = Trainer(model, optimizer, batches(), **arguments)
+            for step in trainer.steps():
+                for inputs, targets in step:
+                    step.backward(loss(model(inputs), targets))
+            run = trainer.run
+        else:
+            with attach(model, optimizer, **arguments) as loop:
+                for inputs, targets in batches(2):
+                    with loop.step(), loop.batch((inputs, targets)):
+                        loop.backward(loss(model(inputs), targets))
+                        loop.update()
+            run = loop.run
+        assert [value for _, value in run.history["train/mfu"]] == [2.0, 2.0], over
 
 
 def test_given_operations_are_not_counted() -> None:

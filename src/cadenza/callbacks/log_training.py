@@ -28,7 +28,8 @@ class LogTraining(Callback):
         lr: Log ``train/lr``, the rate of the next update, with the factor of `Warmup`. Several parameter groups, over all
             optimizers, are logged as ``train/lr/0``, ``train/lr/1``, ...
         throughput: Log ``train/samples_per_s`` and ``train/steps_per_s`` since the last time, of all ranks and without the time
-            of evaluations and saves; and ``train/tokens_per_s`` if tokens are counted. Or a choice of ``"samples"``,
+            of evaluations and saves; and ``train/tokens_per_s`` if tokens are counted. Samples are left out in a loop of
+            ``cadenza.attach`` without ``loop.batch``, which counts none. Or a choice of ``"samples"``,
             ``"steps"``, ``"tokens"`` and ``"mfu"``. The last one logs ``train/mfu``, the model FLOP/s utilization: the floating
             point operations of the batches since the last time, by their time and by the peak of the device, 0 to 1.
         prefix: The prefix of the names.

@@ -149,7 +149,7 @@ class Timer(Callback):
 
     def _end_epoch(self, run: Run) -> None:
         self._began.pop("step", None)  # the fetch that found no batch
-        whole = not run.progress.batch_in_epoch  # else a limit or a stop ends it
+        whole = run.progress.has_epochs and not run.progress.batch_in_epoch  # else a limit or a stop ends it
         passed_s = self._end("epoch", complete=whole)
         if whole:
             run.log(f"{self.prefix}/epoch_s", passed_s)

@@ -17,6 +17,7 @@ from cadenza.errors import CadenzaError
 from cadenza.records.formats import amount, clock, counted, number, precise
 from cadenza.records.record import Record
 from cadenza.report.best import best_of
+from cadenza.status.progress import Counters
 
 INTERRUPTED = 130
 _EARLIER = 10  # records of the past that plain lines begin with
@@ -104,7 +105,8 @@ def _follow(
 def _print_records(records: list[Record]) -> None:
     for record in records:
         values = "  ".join(f"{clean(name)} {number(value)}" for name, value in record.values.items())
-        say(f"epoch {record.at.epoch}, step {record.step}: {values}")
+        epoch = "" if _has_no_epochs(record.at) else f"epoch {record.at.epoch}, "
+        say(f"{epoch}step {record.step}: {values}")
 
 
 def _print_all(run: Following) -> None:
@@ -149,9 +151,14 @@ def lines(run: Following, columns: int, rows: int) -> list[str]:
 
 def _title(run: Following) -> str:
     at = run.story.reached
-    epochs = f"epoch {at.epoch:,}" + (f" of {run.epochs:,}" if run.epochs else "")
+    epochs = f"epoch {at.epoch:,}" + (f" of {run.epochs:,}, " if run.epochs else ", ")
     steps = f"step {at.step:,}" + (f" of {run.steps:,}" if run.steps else "")
-    return clean(f"{run.story.name}: {run.state}, {epochs}, {steps}")
+    return clean(f"{run.story.name}: {run.state}, {'' if _has_no_epochs(at) else epochs}{steps}")
+
+
+def _has_no_epochs(at: Counters) -> bool:
+    """Return whether the steps are those of a loop of ``cadenza.attach``: no loader gave them a batch."""
+    return at.step > 0 and at.batch == 0
 
 
 def _progress(run: Following, columns: int) -> list[str]:
@@ -160,7 +167,7 @@ def _progress(run: Following, columns: int) -> list[str]:
     parts += [f"{clock(left)} left"] if left is not None else []
     if rates and not run.is_over:
         units = zip(rates, ("steps", "samples", "tokens"), strict=True)
-        parts += [f"{amount(rate)} {unit}/s" for rate, unit in units if rate or unit != "tokens"]
+        parts += [f"{amount(rate)} {unit}/s" for rate, unit in units if rate or unit == "steps"]
     told = [", ".join(parts)] if parts else []
     if run.is_over:
         told.append(clean(run.ending))

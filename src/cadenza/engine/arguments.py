@@ -93,9 +93,12 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def checked_lengths(**limits: int | None) -> dict[str, int | None]:
-    """Return the lengths as plain integers; raise `TypeError` or `ValueError` for an invalid one, or if no limit is set."""
-    if all(limit is None for limit in limits.values()):
+def checked_lengths(*, ends_itself: bool = False, **limits: int | None) -> dict[str, int | None]:
+    """Return the lengths as plain integers; raise `TypeError` or `ValueError` for an invalid one, or if none is set.
+
+    A run that `ends_itself`, which the user's own loop does, needs none.
+    """
+    if not ends_itself and all(limit is None for limit in limits.values()):
         raise ValueError("a run needs an end: expected max_epochs=, max_steps= or max_tokens=; got none of them")
     return {name: None if limit is None else checked_length(name, limit) for name, limit in limits.items()}
 

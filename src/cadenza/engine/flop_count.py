@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,11 +28,14 @@ class FlopCount:
         self.total: int = 0
         """The operations counted so far."""
         self._own: tuple[Any, Any] | None = None
+        self._whole = ExitStack()  # in a loop of the user's own: the forward pass is outside of the engine
 
     def begin(self) -> None:
         """Count from now on what the loop computes."""
         session = self._session
-        if self._own is None:
+        if session.own_loop:
+            self._whole.callback(self._add, self._whole.enter_context(_counting()))
+        elif self._own is None:
             self._own = session.compute, session.step_fn
             if session.step_fn is not None:
                 session.step_fn = self._counted(session.step_fn)
@@ -42,6 +45,7 @@ class FlopCount:
 
     def end(self) -> int:
         """Count no more, and return the operations."""
+        self._whole.close()
         if self._own is not None:
             self._session.compute, self._session.step_fn = self._own
             vars(self._session.precision).pop("backward", None)
@@ -52,10 +56,13 @@ class FlopCount:
         def counted(*arguments: Any) -> Any:
             with _counting() as counter:
                 result = function(*arguments)
-            self.total += counter.get_total_flops()
+            self._add(counter)
             return result
 
         return counted
+
+    def _add(self, counter: Any) -> None:
+        self.total += counter.get_total_flops()
 
 
 def is_compiled(module: nn.Module) -> bool:

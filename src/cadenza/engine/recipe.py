@@ -250,7 +250,8 @@ class Recipe:
     def _limits(self, loader: Iterable[Any]) -> Progress:
         kind = Progress if self.driver.world_size == 1 else SharedProgress
         batches = num_batches(loader, self.driver.data_shard())
-        return kind(**{name: getattr(self, name) for name in LIMITS}, batches_per_epoch=batches)
+        limits = {name: getattr(self, name) for name in LIMITS}
+        return kind(**limits, batches_per_epoch=batches, has_epochs=getattr(loader, "has_epochs", True))
 
 
 def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:

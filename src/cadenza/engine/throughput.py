@@ -122,7 +122,9 @@ class Throughput:
             "tokens": now.tokens - before.tokens,
             "mfu": (now.batch - before.batch) * (self._flops or 0) / (self._peak or 1),
         }
-        return {name if name == "mfu" else f"{name}_per_s": done[name] / passed_s for name in parts}
+        counted = {"samples": now.samples, "mfu": now.batch}  # 0 in a loop of cadenza.attach without loop.batch()
+        known = [name for name in parts if counted.get(name, 1)]
+        return {name if name == "mfu" else f"{name}_per_s": done[name] / passed_s for name in known}
 
 
 def peak_of(run: Run, given: float | None, flops: float | None) -> float:

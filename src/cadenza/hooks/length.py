@@ -99,6 +99,8 @@ def amount(count: Fraction | int, unit: str) -> str:
 
 def check_length(schedule: object, length: Length, limits: Progress) -> None:
     """Raise `ScheduleError` if a run with these limits cannot tell where the point is."""
+    if length.unit == "epoch" and not length.whole and not limits.has_epochs:
+        raise ScheduleError(f"'{schedule}': {_NO_EPOCHS}.")
     if length.unit == "epoch" and not length.whole and limits.batches_per_epoch is None:
         raise ScheduleError(
             f"'{schedule}' needs a loader that knows its length (has __len__); this one does not. "
@@ -114,6 +116,8 @@ def check_length(schedule: object, length: Length, limits: Progress) -> None:
 def too_late(length: Length, limits: Progress, accumulate: int, *, begun: bool = False) -> str | None:
     """Return why a run with these limits ends before this length is complete, or begun; None if it may not."""
     count, unit = length.count, length.unit
+    if unit == "epoch" and count and not limits.has_epochs:
+        return _NO_EPOCHS
     if unit == "epoch" and not length.whole:
         count, unit = count * (limits.batches_per_epoch or 0), "batch"
     if unit not in ("epoch", "step", "batch") or not count:
@@ -126,6 +130,8 @@ def too_late(length: Length, limits: Progress, accumulate: int, *, begun: bool =
         return f"the run ends before the first {unit} is over"
     return f"the run ends after {'' if known else 'at most '}{amount(total, unit) if total != 1 else '1 ' + unit}"
 
+
+_NO_EPOCHS = 'a loop of cadenza.attach has no epochs. Use a schedule in "steps" or "min" instead'
 
 _UNITS: dict[str, tuple[Unit, int]] = {
     **dict.fromkeys(("epoch", "epochs"), ("epoch", 1)),

@@ -22,9 +22,9 @@ def card(story: Story, head: Html | None) -> Html:
     at, arguments = story.reached, story.info.get("arguments")
     model = arguments.get("model") if isinstance(arguments, Mapping) else None
     rows: dict[str, object] = {
-        "epochs": f"{at.epoch:,}",
+        "epochs": f"{at.epoch:,}" if at.batch or not at.step else None,
         "steps": f"{at.step:,}",
-        "samples": f"{at.samples:,}",
+        "samples": f"{at.samples:,}" if at.samples else None,
         "tokens": f"{at.tokens:,}" if at.tokens else None,
         "took": story.took,
         "device": story.info.get("device"),

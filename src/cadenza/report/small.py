@@ -30,8 +30,9 @@ def small(run: Run) -> str:
     """
     story = story_of(run)
     at = story.reached
-    far = f"{counted(at.epoch, 'epoch')}, {counted(at.step, 'step')}, {counted(at.samples, 'sample')}"
-    far += f", {counted(at.tokens, 'token')}" if at.tokens else ""
+    amounts = {"epoch": at.epoch if run.progress.has_epochs else None, "step": at.step}
+    amounts |= {"sample": at.samples if run.progress.has_epochs else at.samples or None, "token": at.tokens or None}
+    far = ", ".join(counted(amount, unit) for unit, amount in amounts.items() if amount is not None)
     ending = story.ending if story.kind else "in progress"
     lines = [element("div", element("b", story.name), f" · {ending} · {far}")]
     for one in story.faults:

@@ -173,7 +173,7 @@ def story_at(path: Path, *, names: Collection[str] | None = None, checkpoints: b
     watched = {name for name, _, _ in story.watched}
     _read_metrics(path / "metrics.jsonl", story, None if names is None else {*names, *watched})
     known = [decision.when for decision in story.decisions[-1:]] + [at for at in [final_counters(story.info)] if at]
-    story.reached = max([story.reached, *known], key=lambda at: (at.batch, at.epoch))
+    story.reached = max([story.reached, *known], key=lambda at: (at.batch, at.step, at.epoch))
     if checkpoints and (path / "checkpoints").is_dir():
         from cadenza.checkpoint.store import Store  # imported here: it needs torch, and who reads only the rest does not
 

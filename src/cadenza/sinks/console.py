@@ -24,9 +24,10 @@ class Console(Callback):
 
     After the outcome, a line for each result of ``Checkpoint(keep_best=...)`` has its best value, the step and the checkpoint.
 
-    A line shows the completed epochs and steps of the record, its values, and the time since the fit began. Of a throughput in
-    samples and in steps, it shows the samples. In a terminal, a line that is too wide goes on below, and no value is cut.
-    ``console.log`` in the directory of the run has the whole lines.
+    A line shows the completed epochs and steps of the record, its values, and the time since the fit began. A loop of
+    ``cadenza.attach`` has no epochs, so none are shown. Of a throughput in samples and in steps, a line shows the samples. In a
+    terminal, a line that is too wide goes on below, and no value is cut. ``console.log`` in the directory of the run has the
+    whole lines.
 
     Args:
         every: Print at most one record with the same names per interval, such as ``"500 steps"``. None prints all.
@@ -86,12 +87,16 @@ class Console(Callback):
             run.print(self._line(run, record))
 
     def _print_epoch_start(self, run: Run) -> None:
+        if not run.progress.has_epochs:
+            return
         self._epoch, self._epoch_began = run.progress.now(), time.time()
         total = run.progress.max_epochs
         run.print(f"epoch {self._epoch.epoch + 1}{f' of {total}' if total else ''} begins")
 
     def _print_epoch_end(self, run: Run) -> None:
         done, began = run.progress, self._epoch
+        if not done.has_epochs:
+            return
         ends = "is over" if done.epoch > began.epoch else "is left"
         steps = counted(done.step - began.step, "step")
         run.print(f"epoch {began.epoch + 1} {ends} after {steps}, {_passed(time.time() - self._epoch_began)}")
@@ -99,7 +104,8 @@ class Console(Callback):
     def _print_outcome(self, run: Run) -> None:
         if run.outcome is not None:
             done, kind = run.progress, run.outcome.kind
-            length = f"{counted(done.epoch, 'epoch')}, {counted(done.step, 'step')}"
+            length = f"{counted(done.epoch, 'epoch')}, " if done.has_epochs else ""
+            length += counted(done.step, "step")
             run.print(f"{kind} after {length}, {_passed(time.time() - self._began)}: {run.outcome.reason}")
             for line in best_lines(run):
                 run.print(line)
@@ -117,7 +123,7 @@ class Console(Callback):
     def _line(self, run: Run, record: Record) -> str:
         at, (epochs, steps) = record.at, self._counter_widths
         parts = [
-            f"epoch {at.epoch:>{epochs}}",
+            *([f"epoch {at.epoch:>{epochs}}"] if run.progress.has_epochs else ()),
             f"step {at.step:>{steps}}",
             *[self._aligned(name, number(value)) for name, value in record.values.items() if not _repeats(name, record.values)],
             *(f"{type(value).__name__.lower()} {name}" for name, value in record.media.items()),

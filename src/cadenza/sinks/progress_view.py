@@ -163,6 +163,7 @@ class FitView:
     def _row(self, step: int, facts: Sequence[str]) -> Row:
         progress = self.run.progress
         label = f"epoch {progress.epoch}" + (f"/{progress.max_epochs}" if progress.max_epochs is not None else "")
+        label = label if progress.has_epochs else "train"
         return Row(label, "step", step, progress.total("step", self.run.info.accumulate), tuple(facts))
 
     def _loss(self) -> list[str]:
@@ -228,11 +229,9 @@ class EvaluationView:
 
 
 def _rates(before: Sequence[int], done: Sequence[int], passed_s: float) -> list[str]:
-    """Return samples and, if they are counted, tokens per second, of two readings of these counters."""
-    rates = [(now - then) / passed_s for then, now in zip(before, done, strict=True)]
-    return [
-        f"{amount(rate)} {unit}/s" for rate, unit in zip(rates, ("samples", "tokens"), strict=True) if rate or unit == "samples"
-    ]
+    """Return samples and tokens per second, if they are counted, of two readings of these counters."""
+    counters = zip(before, done, ("samples", "tokens"), strict=True)
+    return [f"{amount((now - then) / passed_s)} {unit}/s" for then, now, unit in counters if now]
 
 
 def _speed(per_s: float, unit: str = "step") -> str:

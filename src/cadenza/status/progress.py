@@ -68,6 +68,7 @@ class Progress:
         "_began",
         "_epoch",
         "_fractions_from",
+        "_has_epochs",
         "_last_epoch",
         "_last_step",
         "_last_token",
@@ -88,8 +89,10 @@ class Progress:
         max_steps: int | None = None,
         max_tokens: int | None = None,
         batches_per_epoch: int | None = None,
+        has_epochs: bool = True,
     ) -> None:
         self._max_epochs, self._max_steps, self._max_tokens = max_epochs, max_steps, max_tokens
+        self._has_epochs = has_epochs
         self._last_step = math.inf if max_steps is None else max_steps
         self._last_epoch = math.inf if max_epochs is None else max_epochs
         self._last_token = math.inf if max_tokens is None else max_tokens
@@ -109,6 +112,11 @@ class Progress:
     def epoch(self) -> int:
         """Whole passes over the training loader."""
         return self._epoch
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether epochs are counted: not in a loop of ``cadenza.attach``."""
+        return self._has_epochs
 
     @property
     def step(self) -> int:
