@@ -19,9 +19,9 @@ from cadenza.engine.session import Session, session_of
 from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
 from cadenza.loading.rng import RNGState
-from cadenza.loops.keeping import Kept, pair_of
+from cadenza.loops.keeping import Kept
 from cadenza.loops.leaving import end_with
-from cadenza.loops.unkept import Unkept, advice, loop_frame
+from cadenza.loops.unkept import Unkept, loop_frame
 from cadenza.optim.optimizers import Optimizers
 from cadenza.run import Run
 from cadenza.trainer import Trainer
@@ -92,7 +92,6 @@ class Loop:
         self.trainer: Trainer = trainer
         """The arguments of the run, and its plan: ``loop.trainer.plan()``."""
         self._kept, self._arguments = kept, arguments
-        self._held: list[Any] = []
         self._course: Generator[Any, Any, None] | None = None
         self._at: Any = OVER
         self._rng: RNGState | None = None
@@ -109,7 +108,7 @@ class Loop:
         if self.run.progress.step:
             self._rng = RNGState.capture()  # the loop may draw random numbers until its first step
         if session_of(self.run).savers:
-            self._frame, self._first = loop_frame(sys._getframe(1)), self.run.progress.step
+            self._frame = loop_frame(sys._getframe(1))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -143,8 +142,7 @@ class Loop:
             TypeError: `held` has no state.
             ValueError: The name is in use.
         """
-        self._kept.keep(name, pair_of(name, held))
-        self._held.append(held)
+        self._kept.keep(name, held)
 
     def over(self) -> bool:
         """Return whether the run is over: at a limit, or because a stop was requested. Every rank must call this.
@@ -234,20 +232,14 @@ class Loop:
         if self._rng is not None:
             self._rng.restore()
             self._rng = None
-            if waiting := self._kept.waiting:
-                self.run.warn(
-                    f"the checkpoint holds {waiting}, which this loop does not keep. Call loop.keep(...) before the loop"
-                )
+            self._kept.warn_of_missing(self.run, "loop.keep")
 
     def _look_for_unkept(self) -> None:
         """Warn of what moves in the first steps and is not kept."""
         if self._frame is not None:
-            self._unkept, self._frame = Unkept(self._frame, [*self._held, *self.trainer.callbacks]), None
+            self._unkept, self._frame = Unkept(self._frame, session_of(self.run), self._kept.held), None
         elif self._unkept is not None:
-            moved, again = self._unkept.look(self.run.progress.step - self._first)
-            if moved:
-                self.run.warn(advice(moved))
-            self._unkept = self._unkept if again else None
+            self._unkept = self._unkept.after_step()
 
     @property
     def _between_steps(self) -> bool:

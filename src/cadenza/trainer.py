@@ -222,7 +222,8 @@ class Trainer(Fitting):
     ) -> Steps:
         """Return the steps of a run, for a loop of your own; see `Steps`. Every rank must call this.
 
-        The arguments and the errors are those of `fit`. The run begins with the first step.
+        The arguments and the errors are those of `fit`. The run begins with the first step. If it ends because the loop is left
+        with ``break``, an error of a hook at its end is raised inside of ``with trainer.steps() as steps:`` alone.
 
         >>> from cadenza.testing import tiny_trainer
         >>> trainer = tiny_trainer(epochs=1, accumulate=2)
@@ -233,7 +234,7 @@ class Trainer(Fitting):
         'finished'
         """
         course = self._course(resume, strict=strict, replay=replay, override=override, hand=InWindow)
-        return Steps(course, lambda: self.run)
+        return Steps(course, lambda: self.run, self.callbacks)
 
     def start(
         self,

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from cadenza import Callback, Loop, Run, attach
+from cadenza import Callback, Loop, Run, Steps, Trainer, attach
 from cadenza.callbacks import Checkpoint
+from cadenza.testing import prove_resume
 
 MODULE = SimpleNamespace(rng=random.Random(1))
 
@@ -140,3 +141,136 @@ def test_a_generator_that_moves_later_is_named_once(tmp_path: Path, caplog: pyte
     with begun(tmp_path) as loop:
         play(loop, lambda: steps.append(own.random() if len(steps) > 1 else 0))
     assert [text.partition(" ")[0] for text in warned(caplog)] == ["own"]
+
+
+# -- in a loop over trainer.steps() -----------------------------------------------------------------
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    """A data set that draws numbers."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(4)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index + self.dice.random()])
+
+
+def trainer(directory: Path, data: Any, *, save: bool = True, **arguments: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    callbacks = [Checkpoint("2 steps")] if save else []
+    return Trainer(model, optimizer, data, callbacks=callbacks, directory=directory, max_steps=6, progress=False, **arguments)
+
+
+def train(steps: Any, *draw: Any) -> None:
+    for step in steps:
+        for batch in step:
+            for one in draw:
+                one()
+            step.backward(step.run.model(batch).square().mean())
+
+
+def shuffled(data: Any) -> Any:
+    return DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def test_steps_name_what_the_loop_does_not_keep(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own, chance, dice = torch.Generator(), np.random.default_rng(1), random.Random(6)
+    others = iter(DataLoader(TensorDataset(torch.zeros(99))))
+    loader, still = shuffled(torch.ones(12, 1)), random.Random(8)
+    draw: list[Any] = [
+        lambda: torch.rand(1, generator=own),
+        chance.random,
+        dice.random,
+        lambda: next(others),
+        random.random,
+        np.random.rand,
+    ]
+    for _, step in enumerate(trainer(tmp_path, loader).steps()):
+        for batch in step:
+            for one in draw:
+                one()
+            step.backward(step.run.model(batch).square().mean())
+    assert still.random()
+    [text] = warned(caplog)
+    assert sorted(text.partition(" moved")[0].split(", ")) == ["chance", "dice", "others", "own"]
+    assert "Write `with trainer.steps(...) as steps:` and, before the loop, steps.keep(" in text
+    assert "steps.keep('dice', dice)" in text
+
+
+def test_steps_name_neither_what_is_kept_nor_what_the_trainer_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loader, dice = shuffled(torch.ones(12, 1)), random.Random(6)
+    steps = trainer(tmp_path / "kept", loader).steps()
+    steps.keep("dice", dice)
+    train(steps, dice.random, random.random)
+    train(trainer(tmp_path / "no checkpoint", loader, save=False).steps(), dice.random)
+    assert warned(caplog) == []
+
+
+def test_a_generator_of_the_data_set_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loader = shuffled(Noisy())
+    for step in trainer(tmp_path, loader).steps():
+        for batch in step:
+            step.backward(step.run.model(batch).square().mean())
+    assert [text.partition(" moved")[0] for text in warned(caplog)] == ["loader.dataset.dice"]
+
+
+def test_what_steps_keep_is_restored(tmp_path: Path) -> None:
+    def make(directory: Path) -> Trainer:
+        return trainer(directory, shuffled(torch.ones(12, 1)), seed=1)
+
+    def loop(steps: Steps, *, keeps: bool = True) -> None:
+        dice = random.Random(6)
+        if keeps:
+            steps.keep("dice", dice)
+        for step in steps:
+            for batch in step:
+                step.backward(step.run.model(batch).square().mean() * dice.random())
+
+    prove_resume(make, at=[2, 4], loop=loop, in_process=True)
+    with pytest.raises(AssertionError, match="differs from the whole one"):
+        prove_resume(make, at=[2], loop=lambda steps: loop(steps, keeps=False), in_process=True)
+
+
+def test_each_loop_of_a_trainer_keeps_its_own_objects(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one, dice = trainer(tmp_path / "one", shuffled(torch.ones(12, 1))), [random.Random(6)]
+
+    def loop(one: Trainer, until: int, *, resume: bool = False, **kept: Any) -> None:
+        with one.steps(resume=resume) as steps:
+            for name, held in kept.items():
+                steps.keep(name, held)
+            for step in steps:
+                if step.run.progress.step == until:
+                    raise InterruptedError
+                for batch in step:
+                    step.backward(step.run.model(batch).square().mean() * dice[-1].random())
+
+    with pytest.raises(InterruptedError):
+        loop(one, 2, dice=dice[-1])
+    dice.append(random.Random(7))
+    loop(one, 9, resume=True, dice=dice[-1])
+    whole = random.Random(6)
+    assert [whole.random() for _ in range(7)][-1] == dice[-1].random()
+    again = trainer(tmp_path / "again", shuffled(torch.ones(12, 1)))
+    with pytest.raises(InterruptedError):
+        loop(again, 2, dice=dice[-1])
+    loop(again, 9, resume=True, other=dice[-1])
+    assert "the checkpoint holds ['dice'], which this loop does not keep. Call steps.keep(...) before the loop" in caplog.text
+
+
+def test_objects_are_kept_before_the_loop(tmp_path: Path) -> None:
+    steps, own = trainer(tmp_path, shuffled(torch.ones(12, 1))).steps(), random.Random(6)
+    with pytest.raises(TypeError, match=r"keep\('none', ...\) expected an object with state_dict"):
+        steps.keep("none", object())
+    steps.keep("own", own)
+    with pytest.raises(ValueError, match="called twice"):
+        steps.keep("own", own)
+    for _ in steps:
+        with pytest.raises(RuntimeError, match="must be called before the loop"):
+            steps.keep("late", own)
+        break

@@ -1,4 +1,4 @@
-"""State of the user's own in the checkpoints of a run: what `Loop.keep` takes."""
+"""State of the user's own in the checkpoints of a run: what `Loop.keep` and `Steps.keep` take."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cadenza.hooks.moments import Callback
+from cadenza.run import Run
 from cadenza.status.shown import brief
 
 Pair = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -22,21 +23,27 @@ class Kept(Callback):
     each_rank: bool = True  # an environment has its own state on each rank
 
     def __init__(self) -> None:
+        self.held: list[Any] = []
+        """The objects that were given."""
         self._pairs: dict[str, Pair] = {}
         self._waiting: dict[str, Any] = {}
 
-    def keep(self, name: str, pair: Pair) -> None:
-        """Save the state of an object from now on, and restore it now if a checkpoint has it."""
+    def keep(self, name: str, held: Any) -> None:
+        """Save the state of an object from now on, and restore it now if a checkpoint has it. See `Loop.keep`."""
+        pair = pair_of(name, held)
         if name in self._pairs:
-            raise ValueError(f"loop.keep({name!r}, ...) was called twice. Give each object a name of its own.")
+            raise ValueError(f"keep({name!r}, ...) was called twice. Give each object a name of its own.")
         self._pairs[name] = pair
+        self.held.append(held)
         if name in self._waiting:
             pair[1](self._waiting.pop(name))
 
-    @property
-    def waiting(self) -> list[str]:
-        """The names in the checkpoint for which no object was kept."""
-        return [*self._waiting]
+    def warn_of_missing(self, run: Run, call: str) -> None:
+        """Warn of names in the checkpoint for which no object was kept. `call` is what the user writes: ``loop.keep``."""
+        if self._waiting:
+            run.warn(
+                f"the checkpoint holds {[*self._waiting]}, which this loop does not keep. Call {call}(...) before the loop"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {name: save() for name, (save, _) in self._pairs.items()} | self._waiting
@@ -64,7 +71,7 @@ def pair_of(name: str, held: Any) -> Pair:
     if callable(getattr(held, "state_dict", None)) and callable(getattr(held, "load_state_dict", None)):
         return held.state_dict, held.load_state_dict
     raise TypeError(
-        f"loop.keep({name!r}, ...) expected an object with state_dict and load_state_dict, a random generator, or a pair of "
+        f"keep({name!r}, ...) expected an object with state_dict and load_state_dict, a random generator, or a pair of "
         f"functions (save, restore); got {brief(held)}"
     )
 

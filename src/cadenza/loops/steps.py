@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from torch import nn
 
 from cadenza.engine.loop import BATCHES_DONE
 from cadenza.engine.session import Session, session_of
+from cadenza.hooks.moments import BaseCallback
+from cadenza.loops.keeping import Kept
 from cadenza.loops.leaving import end_with, error_leaving
+from cadenza.loops.unkept import Unkept, loop_frame
 from cadenza.run import Run
 
 T = TypeVar("T")
@@ -115,13 +118,19 @@ class Steps:
     The run begins with the first step and ends when the loop does: at a limit, or because it is left. ``break`` and ``return``
     complete the current step and stop the run, as `Run.stop` does; an error ends it as an error in `Trainer.fit` does.
 
+    After ``break``, Python ends the run when it deletes this object: at once in CPython, unless a name still refers to it; then
+    when that name is deleted. An error of a hook at this end, as in ``on_fit_end``, is printed as "Exception ignored" and not
+    raised. ``with trainer.steps() as steps:`` ends the run at the end of the block, and raises the error.
+
     A ``for`` loop does not tell its iterator why it is left. The error is looked up in the frame of the loop; where Python does
     not hold it as an object yet (Python 3.11, for an error that C code raised in the loop itself), callbacks receive a
     `LoopError` that names the line. Inside ``with trainer.steps() as steps:`` they always receive the error itself.
     """
 
-    def __init__(self, course: Generator[Any, None, None], began: Callable[[], Run]) -> None:
-        self._course, self._began = course, began
+    def __init__(self, course: Generator[Any, None, None], began: Callable[[], Run], callbacks: list[BaseCallback]) -> None:
+        self._course, self._began, self._callbacks = course, began, callbacks
+        self._kept: Kept | None = None
+        self._unkept: Unkept | None = None
         self._step: Step | None = None
         self._frames: tuple[int, ...] = ()
         """The ids of the frame that asks for steps and of its caller: the loop, if a generator such as tqdm is between."""
@@ -144,11 +153,55 @@ class Steps:
         try:
             next(self._course)
         except BaseException:
-            self._over, self._frames = True, ()
+            self._over, self._frames, self._unkept = True, (), None
             raise
-        session = session_of(self._began()) if self._step is None else self._step._session
+        session = self._begin(frame) if self._step is None else self._step._session
+        if self._unkept is not None:
+            self._unkept = self._unkept.after_step()
         self._step = session.step.owner = step = Step(session, self._course)
         return step
+
+    def _begin(self, frame: FrameType) -> Session:
+        session = session_of(self._began())
+        if self._kept is not None:
+            self._kept.warn_of_missing(session.run, "steps.keep")
+        if session.savers:
+            held = self._kept.held if self._kept is not None else []
+            self._unkept = Unkept(loop_frame(frame), session, held, loop=self)
+        return session
+
+    def keep(self, name: str, held: Any) -> None:
+        """Save the state of an object of your own in every checkpoint; in a run that continues, it is restored at the start.
+
+        Call this before the loop, on every rank, in ``with trainer.steps() as steps:``. An error in the loop deletes no object
+        that has a name, and only the ``with`` block ends the run with it. If the run writes checkpoints, a warning after the
+        first steps names the generators and iterators that moved in the loop and were not kept.
+
+        Args:
+            name: Its name in the checkpoint.
+            held: As in `Loop.keep`: an object with ``state_dict`` and ``load_state_dict``, a random generator, or a pair of
+                functions ``(save, restore)``.
+
+        Raises:
+            TypeError: `held` has no state.
+            ValueError: The name is in use.
+            RuntimeError: The run has begun.
+
+        >>> import random
+        >>> from cadenza.testing import tiny_trainer
+        >>> dice = random.Random(6)
+        >>> with tiny_trainer(steps=2).steps() as steps:
+        ...     steps.keep("dice", dice)
+        ...     for step in steps:
+        ...         for inputs, _ in step:
+        ...             step.backward(step.run.model(inputs).square().mean() * dice.random())
+        """
+        if self._step is not None or self._over:
+            raise RuntimeError("steps.keep(...) must be called before the loop: the checkpoint is restored at its first step.")
+        if self._kept is None:  # that of an earlier loop holds other objects
+            self._kept = Kept()
+            self._callbacks[:] = [*(one for one in self._callbacks if not isinstance(one, Kept)), self._kept]
+        self._kept.keep(name, held)
 
     def __enter__(self) -> Self:
         return self
@@ -166,7 +219,7 @@ class Steps:
 
     def _leave(self, error: BaseException | None) -> None:
         """Complete the step and stop the run; or end it with the error that leaves the loop."""
-        over, self._over, self._frames = self._over, True, ()
+        over, self._over, self._frames, self._unkept = self._over, True, (), None
         if over or self._step is None:
             return
         if error is None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import gc
+import inspect
 import operator
 import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from cadenza.engine.session import Session
 
 _DEPTH = 3  # attributes and items from a name in the loop
 _MOST = 20_000  # objects that are looked at
@@ -25,20 +29,33 @@ class Unkept:
 
     Args:
         frame: The frame of the loop: its names and those of its module are searched.
-        saved: The objects that checkpoints save, with all that they hold.
+        session: The session of the run. What its callbacks hold is kept, and so is the order of its loader.
+        kept: The objects that the user keeps.
+        loop: What the loop iterates over, or None: iterators that read it are not looked at.
     """
 
-    def __init__(self, frame: FrameType, saved: Iterable[object]) -> None:
-        covered = {id(one) for _, one in _reached((("", one) for one in saved), depth=2 * _DEPTH)} | _global_generators()
+    def __init__(self, frame: FrameType, session: Session, kept: Iterable[object], loop: object = None) -> None:
+        self._session, self._first = session, session.progress.step
+        self._advice = _IN_ATTACH if loop is None else _IN_STEPS
+        saved = [*kept, *session.hooks.callbacks.values()]
+        covered = {id(one) for _, one in _reached((("", one) for one in saved), depth=2 * _DEPTH)}
+        covered |= _global_generators() | _order_of(session.loader)
         names = {**frame.f_globals, **frame.f_locals} if frame.f_code.co_name != "<module>" else frame.f_locals
         named = ((name, one) for name, one in [*names.items()] if not name.startswith("__"))
         self._found: list[tuple[str, Any, object]] = []
         for path, one in _reached(named, depth=_DEPTH):
-            if id(one) not in covered and (state := _position(one)) is not None:
+            if id(one) not in covered and (state := _position(one)) is not None and not _reads(one, loop):
                 self._found.append((path, one, state))
         self._steps = 0
 
-    def look(self, step: int) -> tuple[list[str], bool]:
+    def after_step(self) -> Self | None:
+        """Warn of what has moved. Return what looks after the next step; None if nothing does."""
+        moved, again = self._look(self._session.progress.step - self._first)
+        if moved:
+            self._session.warn(_advice(moved, self._advice))
+        return self if again else None
+
+    def _look(self, step: int) -> tuple[list[str], bool]:
         """Return the paths of what has moved, and whether to look again later. `step` counts from the first look."""
         if step not in _LOOKS or step == self._steps:
             return [], step < _LOOKS[-1]
@@ -50,18 +67,45 @@ class Unkept:
 
 
 def loop_frame(frame: FrameType) -> FrameType:
-    """Return the frame of a loop: `frame`, or the first one outside of ``contextlib``."""
-    while frame.f_globals.get("__name__") == "contextlib" and frame.f_back is not None:
+    """Return the frame of a loop: `frame`, or the first one outside of ``contextlib`` and of a progress bar's generator."""
+    while frame.f_back is not None and (frame.f_globals.get("__name__") == "contextlib" or _is_of_another_module(frame)):
         frame = frame.f_back
     return frame
 
 
-def advice(paths: list[str]) -> str:
+def _is_of_another_module(frame: FrameType) -> bool:
+    """Return whether a frame is a generator of another module than the code that reads it."""
+    caller = frame.f_back
+    if caller is None or not frame.f_code.co_flags & inspect.CO_GENERATOR:
+        return False
+    return frame.f_globals is not caller.f_globals
+
+
+def _order_of(loader: object) -> set[int]:
+    """Return the ids of what gives the order of a loader, which checkpoints hold; not those of its data set."""
+    data = {id(one) for _, one in _reached([("", getattr(loader, "dataset", None))], depth=2 * _DEPTH)}
+    return {id(one) for _, one in _reached([("", loader)], depth=2 * _DEPTH)} - data
+
+
+def _reads(one: object, loop: object, depth: int = 3) -> bool:
+    """Return whether an iterator reads the loop, as ``enumerate(steps)`` does."""
+    if loop is None:
+        return False
+    if one is loop or not depth:
+        return one is loop
+    return any(_reads(part, loop, depth - 1) for part in gc.get_referents(one) if part is loop or isinstance(part, Iterator))
+
+
+_IN_ATTACH = "Before the loop, call {}", "loop"
+_IN_STEPS = "Write `with trainer.steps(...) as steps:` and, before the loop, {}", "steps"
+
+
+def _advice(paths: list[str], form: tuple[str, str]) -> str:
     """Return a sentence that names them, and says what to do."""
-    keep = ", ".join(f"loop.keep({path!r}, {path})" for path in paths)
+    calls = ", ".join(f"{form[1]}.keep({path!r}, {path})" for path in paths)
     return (
         f"{', '.join(paths)} moved in the first steps, and checkpoints do not hold it: a run that continues would differ. "
-        f"Before the loop, call {keep}; an iterator needs state_dict and load_state_dict, or two functions (save, restore)"
+        f"{form[0].format(calls)}; an iterator needs state_dict and load_state_dict, or two functions (save, restore)"
     )
 
 
