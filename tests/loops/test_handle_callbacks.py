@@ -135,7 +135,7 @@ def test_callbacks_of_cadenza_work_from_their_attachment_on(tmp_path: Path, star
     assert (second.rows, second.ended, first.ended) == ([step], True, False)
     handle.attach(Evaluate(tiny_loader(), every="1 step"))  # its name is free again
     handle.step_once()
-    with pytest.raises(CallbackError, match="writes the checkpoints of the run"):
+    with pytest.raises(CallbackError, match=r"writes the checkpoints of the run.*begin a new one without it"):
         handle.detach(saves)
     handle.stop("enough")
     handle.join(60)
@@ -179,10 +179,13 @@ def test_two_schedules_for_one_optimizer_are_refused(started: Any) -> None:
         handle.attach(LearningRate(constant))
 
 
-def test_a_callback_of_another_system_is_refused(started: Any) -> None:
+def test_a_callback_of_another_system_is_refused_with_what_to_do(started: Any) -> None:
     transformers = pytest.importorskip("transformers")
-    with pytest.raises(CallbackError, match="is a callback of another system"):
-        started().attach(transformers.PrinterCallback())
+    handle, foreign = started(), transformers.PrinterCallback()
+    with pytest.raises(CallbackError, match=r"is a callback of another system.*Give it to Trainer\(callbacks=\[...\]\)"):
+        handle.attach(foreign)
+    with pytest.raises(CallbackError, match=r"is a callback of another system.*Stop the run with handle\.stop"):
+        handle.detach(foreign)
 
 
 def test_records_reach_an_attached_callback(started: Any) -> None:

@@ -247,6 +247,43 @@ def test_a_step_that_is_over_and_a_second_backward_pass_are_refused() -> None:
                 earlier[0].update()
 
 
+def broken_inside_with(one: Trainer) -> None:
+    with one.steps() as steps:
+        for _ in steps:
+            break
+
+
+def fails_at_its_end() -> Trainer:
+    @on(Callback.on_fit_end)
+    def fail(run: Run) -> None:
+        raise OSError("the file is gone")
+
+    return trainer(callbacks=[fail])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_after_break_an_error_of_a_hook_is_raised_inside_with_and_printed_in_a_for_loop_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: printed.append(str(one.exc_value)))
+    for _ in fails_at_its_end().steps():
+        break
+    assert [text.partition("\n")[0] for text in printed] == ["the file is gone"]
+    with pytest.raises(OSError, match="the file is gone"):
+        broken_inside_with(fails_at_its_end())
+
+
+def test_the_run_goes_on_while_a_name_refers_to_the_steps() -> None:
+    one = trainer()
+    steps = one.steps()
+    for _ in steps:
+        break
+    assert one.run.outcome is None
+    del steps
+    assert one.run.outcome is not None
+
+
 def test_the_run_is_that_of_the_last_loop() -> None:
     one = trainer(loss_of, max_steps=1)
     with pytest.raises(AttributeError, match="none has begun"):

@@ -61,7 +61,10 @@ def detach(session: Session, callback: BaseCallback, *, who: str) -> str:
     if name is None:
         raise CallbackError(f"{brief(callback)} is not in this run. Its callbacks are {', '.join(hooks.callbacks) or 'none'}.")
     if callback.phase is Phase.SAVE:
-        raise CallbackError(f"{name} writes the checkpoints of the run, also the last one, and cannot be detached.")
+        raise CallbackError(
+            f"{name} writes the checkpoints of the run, also the last one, and cannot be detached. Stop the run with "
+            "handle.stop(...), and begin a new one without it."
+        )
     try:
         if session.cursor.in_epoch:
             hooks.call(_listeners(hooks, name, Callback.on_epoch_end), session.run)

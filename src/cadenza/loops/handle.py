@@ -140,7 +140,7 @@ class Handle:
             CallbackError, OrderError, ScheduleError: It is no native callback, or does not fit this run.
             RuntimeError: The run is over, or has other ranks.
         """
-        _check_native(callback)
+        _check_native(callback, "Give it to Trainer(callbacks=[...]) before the run begins.")
         self._at_boundary("attach", lambda session, who: coming_and_going.attach(session, callback, who=who))
 
     def detach(self, callback: BaseCallback) -> None:
@@ -153,7 +153,7 @@ class Handle:
             CallbackError: It is not in the run; or it writes checkpoints, which end with the run; or it is no native callback.
             RuntimeError: The run is over, or has other ranks.
         """
-        _check_native(callback)
+        _check_native(callback, "Stop the run with handle.stop(...), and begin a new one without it.")
         self._at_boundary("detach", lambda session, who: coming_and_going.detach(session, callback, who=who))
 
     def stop(self, reason: str) -> None:
@@ -309,9 +309,8 @@ def _over() -> RuntimeError:
     return RuntimeError("the run is over, or has ended before its next step. See handle.run.outcome.")
 
 
-def _check_native(callback: object) -> None:
+def _check_native(callback: object, instead: str) -> None:
     if base_of(callback) is not None:
         raise CallbackError(
-            f"{brief(callback)} is a callback of another system, which follows a run from its start to its end. Put it in "
-            "Trainer(callbacks=[...])."
+            f"{brief(callback)} is a callback of another system, which follows a run from its start to its end. {instead}"
         )
