@@ -1,4 +1,4 @@
-"""What all tests rely on: one thread, quick workers, a Ctrl-C that arrives, and a browser for those that look at pages."""
+"""What all tests rely on: one thread, quick workers, long files first, a Ctrl-C that arrives, and a browser."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ multiprocessing.set_forkserver_preload(["torch", "cadenza"])
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts its background jobs so, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+LONG_FILES = (
+    "tests/distributed/test_ray.py",
+    "tests/checkpoint/test_kill.py",
+    "tests/recipes/test_ray_tune.py",
+    "tests/contracts/test_typing.py",
+    "tests/test_site.py",
+)
+"""The files that take longest. Started last, one of them would run alone, and the other cores would wait."""
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -54,6 +63,12 @@ def environment() -> Iterator[None]:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest files first, the others in the order in which they were collected."""
+    turns = {name: turn for turn, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: turns.get(item.nodeid.partition("::")[0], len(turns)))
 
 
 def pytest_collection_finish() -> None:
