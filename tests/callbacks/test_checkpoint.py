@@ -15,6 +15,7 @@ from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
+from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.engine.session import session_of
 from cadenza.errors import MonitorError
 from cadenza.hooks.dispatch import hooks_of
@@ -260,10 +261,10 @@ class SlowFiles(LocalFiles):
         self.go = threading.Event()
         self.threads: set[str] = set()
 
-    def write(self, path: str, content: bytes) -> None:
+    def write(self, path: str, content: bytes) -> Facts:
         self.threads.add(threading.current_thread().name)
         self.go.wait()
-        super().write(path, content)
+        return super().write(path, content)
 
 
 class Slow(Checkpoint):

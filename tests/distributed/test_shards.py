@@ -18,6 +18,7 @@ from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Content, Store
 from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.checkpoint.store.shards import Shard
+from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.commands.main import main as cadenza
 from cadenza.drivers import DdpDriver, Driver, SingleDriver
 from cadenza.drivers.sharding import all_laid_out, optimizer_laid_out
@@ -168,10 +169,11 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_no_checkpoint_and_the_olde
     def killed() -> None:
         driver, write = sharded(), LocalFiles.write_tensors
 
-        def die(self: LocalFiles, path: str, *arguments: Any) -> None:
-            write(self, path, *arguments)
+        def die(self: LocalFiles, path: str, *arguments: Any) -> Facts:
+            facts = write(self, path, *arguments)
             if driver.rank == 1 and "step-00000006" in path and "state" in path:
                 os.kill(os.getpid(), signal.SIGKILL)
+            return facts
 
         setattr(LocalFiles, "write_tensors", die)  # noqa: B010  # in this process only
         trainer(tmp_path / "cut", 7, driver).fit()
@@ -190,10 +192,10 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_committed_on_any_rank(
     def full() -> tuple[list[str], list[str]]:
         driver, write = sharded(), LocalFiles.write_tensors
 
-        def fail(self: LocalFiles, path: str, *arguments: Any) -> None:
+        def fail(self: LocalFiles, path: str, *arguments: Any) -> Facts:
             if driver.rank == 1 and "step-00000003" in path:
                 raise OSError(28, "No space left on device")
-            write(self, path, *arguments)
+            return write(self, path, *arguments)
 
         setattr(LocalFiles, "write_tensors", fail)  # noqa: B010  # in this process only
         run = trainer(tmp_path, 7, driver).fit()

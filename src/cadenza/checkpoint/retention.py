@@ -209,7 +209,7 @@ class Retention:
         self.under_way = None
         self.read()
         kept = self.kept()
-        resumable, _ = self.store.latest(branch=self.store.branch)
+        resumable = self.store.newest_whole()
         for one in (newest, resumable):
             if one is not None and any(one.name == known.name for known in self.known):
                 kept.setdefault(one.name, [{"callback": "", "rule": NEWEST}])

@@ -215,10 +215,10 @@ def _present(directory: RecordedRun | None, entries: list[Entry]) -> Branch:
 def _first(found: Iterable[_Found], skipped: list[str], *, exact: bool = True) -> Loaded | None:
     """Return the first usable checkpoint. Append the reasons why earlier ones were skipped to `skipped`."""
     for one in found:
-        problem = one.store.problem(one.entry, exact=exact)
-        if problem is None:
-            return one.store.read(one.entry.saved, lazily=True)
-        skipped.append(problem)
+        found = one.store.read_or_problem(one.entry, exact=exact)
+        if not isinstance(found, str):
+            return found
+        skipped.append(found)
     return None
 
 

@@ -328,6 +328,7 @@ class CheckpointWriter:
         for sentence in (*changes, *missing):
             session.warn(sentence)
         newest = max(retention.known, key=lambda one: one.rank, default=None)
+        self.store.trust(self.store.branch.at)
         if newest is not None and newest.name == self.store.branch.at and not newest.abandoned and not changed:
             retention.apply()
 

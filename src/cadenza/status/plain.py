@@ -20,8 +20,11 @@ from cadenza.status.tensor_parts import allowed, built, is_built_of_tensors, par
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy on the host that shares memory with nothing."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    """Return a contiguous copy on the host that shares memory with nothing. The numbers are copied once."""
+    detached = tensor.detach()
+    if detached.layout is not torch.strided:
+        return detached.to("cpu", copy=True)
+    return torch.empty(detached.shape, dtype=detached.dtype, device="cpu").copy_(detached)
 
 
 def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, dict[str, Any]]:

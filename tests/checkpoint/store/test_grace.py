@@ -14,6 +14,7 @@ from cadenza import Callback, Run, load_weights, on
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.files import LocalFiles
+from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.testing import tiny_model, tiny_run, tiny_trainer
 
 
@@ -22,12 +23,12 @@ class SlowFiles(LocalFiles):
 
     fails = False
 
-    def write_tensors(self, path: str, *arguments: object) -> None:
+    def write_tensors(self, path: str, *arguments: object) -> Facts:
         if "state" in path and ".tmp-" in path:
             time.sleep(0.1)
         if "state" in path and self.fails and arguments[0]:
             raise KeyboardInterrupt("killed")  # as a kill would: nothing after it takes place
-        super().write_tensors(path, *arguments)  # type: ignore[arg-type]
+        return super().write_tensors(path, *arguments)  # type: ignore[arg-type]
 
 
 def names_written(directory: Path, grace_s: float | None, *, fails: bool = False) -> list[tuple[str, bool]]:

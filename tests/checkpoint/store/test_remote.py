@@ -14,6 +14,7 @@ from cadenza import Trainer, load_weights
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.files import RemoteFiles
+from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.errors import CheckpointDamagedError, CheckpointError
 from cadenza.testing import tiny_model, tiny_trainer
 from tests.checkpoint.store.contents import content, filled, step_in
@@ -73,11 +74,11 @@ class FullDisk(RemoteFiles):
 
     room = 2
 
-    def write(self, path: str, content: bytes) -> None:
+    def write(self, path: str, content: bytes) -> Facts:
         self.room -= 1
         if self.room < 0:
             raise OSError(28, "No space left on device")
-        super().write(path, content)
+        return super().write(path, content)
 
 
 def test_a_write_that_fails_leaves_nothing(memory: Any) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints on disk."""
 
-from cadenza.checkpoint.store.checkpoints import Entry, Loaded, Store
+from cadenza.checkpoint.store.checkpoints import Entry, Store
 from cadenza.checkpoint.store.content import Content
+from cadenza.checkpoint.store.reading import Loaded
 from cadenza.checkpoint.store.shards import Stored
 from cadenza.status.branches import Branch, Point, Saved
 

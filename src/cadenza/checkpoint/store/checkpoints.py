@@ -8,11 +8,9 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from cadenza.checkpoint.store.content import Content
 from cadenza.checkpoint.store.files import Files, files_at
@@ -27,20 +25,13 @@ from cadenza.checkpoint.store.manifest import (
     files_in,
     listed,
 )
-from cadenza.checkpoint.store.shards import (
-    Part,
-    Stored,
-    header_of,
-    index_of,
-    joined_index,
-    part_file,
-    stored_in,
-)
+from cadenza.checkpoint.store.reading import Loaded, loaded_from
+from cadenza.checkpoint.store.shards import Part, header_of, index_of, joined_index, part_file
+from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.drivers.agreeing import Gather, agreed
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.status.branches import Branch, Rank, Saved, owner_of, present
 from cadenza.status.counting import counted
-from cadenza.status.plain import decode
 from cadenza.version import __version__
 
 _NAMING = threading.Lock()
@@ -64,16 +55,6 @@ class Entry(NamedTuple):
         return None if self.manifest is None else Branch.of(self.manifest, self.manifest["run"])
 
 
-class Loaded(NamedTuple):
-    """A checkpoint's content, verified."""
-
-    name: str
-    manifest: dict[str, Any]
-    model: dict[str, Any]
-    """Tensors, or a `Stored` for each that was read lazily."""
-    state: Any
-
-
 class Store:
     """The checkpoints in a folder or URL. Only the main process may write there; any process may read.
 
@@ -88,6 +69,7 @@ class Store:
         self.run = run
         self.branch: Branch = branch or Branch(owner_of(run))
         self._parent = self.branch.at
+        self._whole: set[str] = set()  # the checkpoints that this store has written or verified
         self._tag = re.sub(r"\W", "", run)[:12]
         self.notes: str = f".kept-{self._tag}.json"
         """The file in which the run notes which rules keep which checkpoints."""
@@ -162,6 +144,7 @@ class Store:
         manifest = self.manifest(saved)
         for name, said in files_in(manifest).items():
             check_file(self.files, saved.name, name, said)
+        self._whole.add(saved.name)
         return manifest
 
     def manifest(self, saved: Saved) -> dict[str, Any]:
@@ -192,27 +175,26 @@ class Store:
             CheckpointDamagedError: As `verify`.
             CheckpointFormatError: As `verify`; or a file has the right checksum, but not the expected format.
         """
-        manifest = self.verify(saved)
-        tensors: dict[str, Any] = self._parsed(saved, "state.safetensors", self._tensors_apart)
-        model: dict[str, Any] = self._parsed(saved, "model.safetensors", self.files.read_tensors)
-        if INDEX in manifest["files"]:
-            stored = self._parsed(saved, INDEX, lambda path: self._stored(saved, path, manifest))
-            for held, parts in zip((model, tensors), stored, strict=True):
-                held |= parts if lazily else {name: one.read() for name, one in parts.items()}
-        state = self._parsed(saved, "state.json", lambda path: decode(json.loads(self.files.read(path)), tensors))
-        return Loaded(saved.name, manifest, model, state)
+        loaded = loaded_from(self.files, saved.name, self.manifest(saved), lazily=lazily)
+        self._whole.add(saved.name)
+        return loaded
 
-    def _tensors_apart(self, path: str) -> dict[str, Tensor]:
-        """Return the tensors of a file, each in memory of its own.
+    def read_or_problem(self, entry: Entry, *, exact: bool = True, lazily: bool = True) -> Loaded | str:
+        """Return a checkpoint's content; a sentence on why it cannot be used or, if `exact`, not be continued.
 
-        In the file they are adjacent and 8-byte aligned. torch allocates each tensor 64-byte aligned, and some builds of its
-        kernels round differently elsewhere: an optimizer that keeps these tensors would not continue bit for bit.
+        Raises:
+            CheckpointFormatError: A file has the right checksum, but not the expected format: another program wrote it.
         """
-        return {name: tensor.clone() for name, tensor in self.files.read_tensors(path).items()}
-
-    def _stored(self, saved: Saved, path: str, manifest: Mapping[str, Any]) -> list[dict[str, Stored]]:
-        index = json.loads(self.files.read(path))
-        return [stored_in(self.files, saved.name, index[part], manifest["files"]) for part in ("model", "state")]
+        try:
+            manifest = self.manifest(entry.saved)
+        except (CheckpointDamagedError, CheckpointFormatError) as error:
+            return str(error)
+        if exact and (problem := _not_exact(entry.saved.name, manifest)):
+            return problem
+        try:
+            return self.read(entry.saved, lazily=lazily)
+        except CheckpointDamagedError as error:
+            return str(error)
 
     def latest(self, *, exact: bool = True, branch: Branch | None = None) -> tuple[Saved | None, list[str]]:
         """Return the newest checkpoint of a branch that verifies, and the reason why each newer one was skipped.
@@ -240,19 +222,44 @@ class Store:
             manifest = self.verify(entry.saved)
         except (CheckpointDamagedError, CheckpointFormatError) as error:
             return str(error)
-        if not exact:
-            return None
-        if manifest.get("weights_only"):
-            return f"{entry.saved.name}: it holds weights only"
-        reason = f"{entry.saved.name}: written in the middle of a step ({manifest['reason']})"
-        return None if manifest["exact"] else reason
+        return _not_exact(entry.saved.name, manifest) if exact else None
+
+    def newest_whole(self) -> Saved | None:
+        """Return the newest checkpoint of the branch that writes at which a run can continue; None if there is none.
+
+        The files of a checkpoint that this store has written or verified are not read again: their sizes are compared.
+        """
+        for entry in on_line(self.entries(), self.branch):
+            if entry.saved.name not in self._whole:
+                problem = self.problem(entry)
+            elif entry.manifest is not None:
+                problem = _not_exact(entry.saved.name, entry.manifest) or self._other_sizes(entry.saved.name, entry.manifest)
+            else:
+                problem = "its manifest cannot be read"
+            if problem is None:
+                return entry.saved
+        return None
+
+    def trust(self, name: str | None) -> None:
+        """Take a checkpoint as verified: it was read by this process when the run was resumed."""
+        self._whole |= set() if name is None else {name}
+
+    def _other_sizes(self, name: str, manifest: Mapping[str, Any]) -> str | None:
+        for file, said in files_in(manifest).items():
+            try:
+                found = self.files.size(f"{name}/{file}")
+            except OSError as error:
+                return f"{name}: {file}: {error}"
+            if found != said["size"]:
+                return f"{name}: {file} has {found} bytes instead of {said['size']}"
+        return None
 
     def prune(self, keep: Iterable[str]) -> list[str]:
         """Delete the checkpoints of this run, except `keep` and the newest of the branch that verifies.
 
         Folders of other runs, unfinished and damaged ones stay. Returns the names of the deleted checkpoints.
         """
-        newest, _ = self.latest(branch=self.branch)
+        newest = self.newest_whole()
         kept = {*keep, *([] if newest is None else [newest.name])}
         return self.delete(entry.saved.name for entry, _ in self.ranked() if entry.saved.name not in kept)
 
@@ -284,17 +291,6 @@ class Store:
         """Return a name that readers skip, with a tag of this run."""
         return f".{kind}-{name}-{self._tag}-{uuid.uuid4().hex[:8]}"
 
-    def _parsed(self, saved: Saved, name: str, parse: Callable[[str], Any]) -> Any:
-        from safetensors import SafetensorError
-
-        try:
-            return parse(f"{saved.name}/{name}")
-        except (SafetensorError, ValueError, TypeError, LookupError, RecursionError) as error:
-            raise CheckpointFormatError(
-                f"{saved.name}: {name} does not have the format that cadenza writes ({error}). Another program "
-                "wrote it, and nothing of it is used."
-            ) from None
-
     def _new_folder(self, content: Content) -> str:
         """Create the folder to write in, and return its name. It is hidden if a rename commits it, else the manifest does."""
         name = self.next_name(int(content.facts["step"])).name
@@ -304,13 +300,14 @@ class Store:
             self.files.write(f"{folder}/{OWNER}", self.run.encode())  # first: after a kill it names the writer of the folder
         return folder
 
-    def _fill(self, folder: str, content: Content) -> dict[str, Any]:
-        self.files.write_tensors(f"{folder}/model.safetensors", content.model)
-        self.files.write_tensors(f"{folder}/state.safetensors", content.tensors)
-        self.files.write(f"{folder}/state.json", json.dumps(content.plain, allow_nan=False).encode())
-        for name, source in content.files.items():
-            self.files.add(f"{folder}/{name}", source)
-        return {name: self.files.checksum(f"{folder}/{name}") for name in (*FILES, *content.files)}
+    def _fill(self, folder: str, content: Content) -> dict[str, Facts]:
+        files = self.files
+        return {
+            FILES[0]: files.write_tensors(f"{folder}/{FILES[0]}", content.model),
+            FILES[1]: files.write_tensors(f"{folder}/{FILES[1]}", content.tensors),
+            FILES[2]: files.write(f"{folder}/{FILES[2]}", json.dumps(content.plain, allow_nan=False).encode()),
+            **{name: files.add(f"{folder}/{name}", source) for name, source in content.files.items()},
+        }
 
     def _write_part(self, folder: str, content: Content, rank: int, ranks: int) -> Part:
         files = {} if rank else self._fill(folder, content)
@@ -318,15 +315,14 @@ class Store:
             held = {key: shard for key, shard in shards.items() if shard.part.numel()}
             if held:
                 file = part_file(name, rank, ranks)
-                self.files.write_tensors(f"{folder}/{file}", {key: shard.part for key, shard in held.items()}, header_of(held))
-                files[file] = self.files.checksum(f"{folder}/{file}")
+                parts = {key: shard.part for key, shard in held.items()}
+                files[file] = self.files.write_tensors(f"{folder}/{file}", parts, header_of(held))
         return Part(files, index_of(content.model_shards), index_of(content.shards), content.facts["finite"])
 
     def _commit_parts(self, folder: str, facts: Mapping[str, Any], parts: Sequence[Part]) -> Saved:
         index = joined_index(parts)
-        self.files.write(f"{folder}/{INDEX}", json.dumps(index).encode())
         files = {name: facts for part in parts for name, facts in part.files.items()}
-        files[INDEX] = self.files.checksum(f"{folder}/{INDEX}")
+        files[INDEX] = self.files.write(f"{folder}/{INDEX}", json.dumps(index).encode())
         finite = all(part.finite for part in parts)
         return self._commit(folder, {**facts, "finite": finite, "ranks": len(parts)}, files)
 
@@ -349,6 +345,7 @@ class Store:
                 saved = self.next_name(int(facts["step"]))
                 self.files.rename(folder, saved.name)
         self._parent = saved.name
+        self._whole.add(saved.name)
         return saved
 
     def _discard(self, folder: str) -> None:
@@ -367,6 +364,13 @@ class Store:
             self.files.rename(name, trash)
             name = trash
         self.files.remove(name)
+
+
+def _not_exact(name: str, manifest: Mapping[str, Any]) -> str | None:
+    """Return a sentence on why a run cannot continue at a checkpoint; None if it can."""
+    if manifest.get("weights_only"):
+        return f"{name}: it holds weights only"
+    return None if manifest["exact"] else f"{name}: written in the middle of a step ({manifest['reason']})"
 
 
 def _unwritten(rank: int, problem: str) -> OSError:

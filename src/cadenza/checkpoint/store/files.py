@@ -7,22 +7,26 @@ import json
 import os
 import re
 import shutil
-import zlib
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from torch import Tensor
 
 from cadenza.checkpoint.store.link_names import is_link_name, target_in
+from cadenza.checkpoint.store.tensor_files import CHUNK, Facts, Sum, facts_of, facts_of_file, pieces
 from cadenza.errors import MissingExtraError
 from cadenza.files.disk import flush, open_regular, replacing
 
-CHUNK = 1 << 20
-
 
 class Files(Protocol):
-    """The file operations of a `Store`. Paths are relative to its folder or URL, with ``/``."""
+    """The file operations of a `Store`. Paths are relative to its folder or URL, with ``/``.
+
+    What writes a file returns its size and checksum, which are computed of the bytes in memory: nothing is read back.
+    """
 
     atomic: bool
     """Whether a folder can appear whole, by a rename."""
@@ -36,23 +40,29 @@ class Files(Protocol):
     def make(self, folder: str) -> None:
         """Make a folder, and the folders that contain it, so that their names survive a power cut."""
 
-    def write(self, path: str, content: bytes) -> None:
+    def open(self, path: str) -> BinaryIO:
+        """Open a file to read it from its beginning to its end. Raises the errors of `read`."""
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes, without reading it. Raises FileNotFoundError, and OSError."""
+
+    def write(self, path: str, content: bytes) -> Facts:
         """Write a file so that its content survives a power cut."""
 
-    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
+    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> Facts:
         """Write a safetensors file so that its content survives a power cut. Raises OSError."""
 
-    def add(self, path: str, source: Path) -> None:
-        """Add a local file, which stays where it is, so that its content survives a power cut. Missing folders are made."""
+    def add(self, path: str, source: Path) -> Facts:
+        """Add a local file, which stays where it is, so that its content survives a power cut. Missing folders are made.
 
-    def read_tensors(self, path: str) -> dict[str, Tensor]:
-        """Return the tensors of a safetensors file, on the host."""
+        The local file is read once: for its checksum, and to copy it where it cannot be linked.
+        """
 
     def read_part(self, path: str, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a part of one tensor of a safetensors file, on the host. Raises OSError."""
 
-    def checksum(self, path: str) -> dict[str, Any]:
-        """Return ``size``, in bytes, and ``crc32``, in hexadecimal digits, of a file. Raises FileNotFoundError."""
+    def checksum(self, path: str) -> Facts:
+        """Read a file; return ``size``, in bytes, and ``crc32``, in hexadecimal digits. Raises FileNotFoundError."""
 
     def rename(self, old: str, new: str) -> None:
         """Rename a folder, so that its new name survives a power cut."""
@@ -99,37 +109,41 @@ class LocalFiles:
             missing.mkdir(exist_ok=True)
             flush(missing.parent)
 
-    def write(self, path: str, content: bytes) -> None:
+    def open(self, path: str) -> BinaryIO:
+        return open_regular(self.root / path, follow=False)
+
+    def size(self, path: str) -> int:
+        return (self.root / path).lstat().st_size
+
+    def write(self, path: str, content: bytes) -> Facts:
+        return self._write(path, [content])
+
+    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> Facts:
+        return self._write(path, pieces(tensors, header))
+
+    def _write(self, path: str, content: Iterable[bytes | memoryview]) -> Facts:
+        total = Sum()
         with (self.root / path).open("wb") as file:
-            file.write(content)
+            for piece in content:
+                total.add(piece)
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
+        return total.facts
 
-    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        target = self.root / path
-        try:
-            save_file(tensors, target, header)
-        except SafetensorError as error:  # also raised when the disk is full
-            raise OSError(f"{target}: {error}") from error
-        flush(target)
-
-    def add(self, path: str, source: Path) -> None:
+    def add(self, path: str, source: Path) -> Facts:
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(source, target)  # no second copy of the data
         except OSError:  # another disk, or one without hard links
-            shutil.copyfile(source, target)
-        flush(target)
+            with source.open("rb") as file:
+                facts = self._write(path, iter(partial(file.read, CHUNK), b""))
+        else:
+            flush(target)
+            facts = self.checksum(path)
         flush(target.parent)
-
-    def read_tensors(self, path: str) -> dict[str, Tensor]:
-        from safetensors.torch import load_file
-
-        return load_file(self.root / path)
+        return facts
 
     def read_part(self, path: str, name: str, region: tuple[slice, ...]) -> Tensor:
         from safetensors import SafetensorError, safe_open
@@ -141,12 +155,9 @@ class LocalFiles:
             raise OSError(f"{path}: {error}") from error
         return part
 
-    def checksum(self, path: str) -> dict[str, Any]:
-        size = crc = 0
-        with open_regular(self.root / path, follow=False) as file:
-            while chunk := file.read(CHUNK):
-                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-        return {"size": size, "crc32": f"{crc:08x}"}
+    def checksum(self, path: str) -> Facts:
+        with self.open(path) as file:
+            return facts_of_file(file)
 
     def rename(self, old: str, new: str) -> None:
         if not (self.root / old).is_symlink():  # its target may be gone
@@ -235,22 +246,24 @@ class RemoteFiles:
     def make(self, folder: str) -> None:
         self._system.makedirs(f"{self.root}/{folder}", exist_ok=True)
 
-    def write(self, path: str, content: bytes) -> None:
+    def open(self, path: str) -> BinaryIO:
+        return BytesIO(self.read(path))
+
+    def size(self, path: str) -> int:
+        return int(self._system.info(f"{self.root}/{path}")["size"])
+
+    def write(self, path: str, content: bytes) -> Facts:
         self._system.pipe_file(f"{self.root}/{path}", content)
+        return facts_of(content)
 
-    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
-        from safetensors.torch import save
+    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> Facts:
+        return self.write(path, b"".join(pieces(tensors, header)))
 
-        self.write(path, save(tensors, header))
-
-    def add(self, path: str, source: Path) -> None:
+    def add(self, path: str, source: Path) -> Facts:
         self._system.makedirs(f"{self.root}/{path}".rpartition("/")[0], exist_ok=True)
         self._system.put_file(str(source), f"{self.root}/{path}")
-
-    def read_tensors(self, path: str) -> dict[str, Tensor]:
-        from safetensors.torch import load
-
-        return load(self.read(path))
+        with source.open("rb") as file:
+            return facts_of_file(file)
 
     def read_part(self, path: str, name: str, region: tuple[slice, ...]) -> Tensor:
         from safetensors.torch import load
@@ -270,9 +283,8 @@ class RemoteFiles:
             self._headers[path] = (8 + size, json.loads(self._system.cat_file(full, start=8, end=8 + size)))
         return self._headers[path]
 
-    def checksum(self, path: str) -> dict[str, Any]:
-        content = self.read(path)
-        return {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    def checksum(self, path: str) -> Facts:
+        return facts_of(self.read(path))
 
     def rename(self, old: str, new: str) -> None:
         self._system.mv(f"{self.root}/{old}", f"{self.root}/{new}", recursive=True)

@@ -89,6 +89,11 @@ def check_file(files: Files, checkpoint: str, name: str, said: Mapping[str, Any]
         raise CheckpointDamagedError(f"{checkpoint}: {name} is missing") from None
     except OSError as error:
         raise CheckpointDamagedError(f"{checkpoint}: {name} cannot be read: {error}") from None
+    check_sums(checkpoint, name, found, said)
+
+
+def check_sums(checkpoint: str, name: str, found: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+    """Raise `CheckpointDamagedError` if a file does not have the size and the checksum of its entry."""
     if found["size"] != said["size"]:
         raise CheckpointDamagedError(f"{checkpoint}: {name} has {found['size']} bytes instead of {said['size']}")
     if found["crc32"] != said["crc32"]:

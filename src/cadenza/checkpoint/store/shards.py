@@ -18,6 +18,7 @@ from torch import Tensor
 from cadenza.checkpoint.store.files import Files
 from cadenza.drivers.sharding import Region, region_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError
+from cadenza.status.plain import host_copy
 from cadenza.status.tensor_parts import is_built_of_tensors
 
 
@@ -43,11 +44,10 @@ class Shard:
                 f"a shard of the class {type(part).__name__} cannot be saved: expected plain tensors. With FSDP, use an "
                 "optimizer with plain states."
             )
-        part = part.to("cpu", copy=True).contiguous()
         offsets = tuple(cut.start for cut in region_of(tensor))
         if not detached.placements[0].is_shard() and detached.device_mesh.get_local_rank():
             part = part.new_empty(0)  # all have the same, and the first one writes it
-        return Shard(part, tuple(tensor.shape), offsets)
+        return Shard(host_copy(part), tuple(tensor.shape), offsets)
 
 
 @dataclass(frozen=True, slots=True)

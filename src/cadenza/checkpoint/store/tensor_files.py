@@ -1,0 +1,177 @@
+"""The safetensors format, written and read in one pass with a checksum, so that no file is read a second time to verify it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 20
+Facts = dict[str, Any]
+"""``size``, in bytes, and ``crc32``, in hexadecimal digits, of a file."""
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
+    "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Sum:
+    """The size and the checksum of bytes that are written or read."""
+
+    def __init__(self) -> None:
+        self.size: int = 0
+        self.crc: int = 0
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        """Add the next bytes."""
+        self.size += len(chunk)
+        self.crc = zlib.crc32(chunk, self.crc)
+
+    @property
+    def facts(self) -> Facts:
+        """Size and checksum of the bytes so far."""
+        return {"size": self.size, "crc32": f"{self.crc:08x}"}
+
+
+def facts_of(content: bytes) -> Facts:
+    """Return size and checksum of the bytes of a file.
+
+    >>> facts_of(b"abc")
+    {'size': 3, 'crc32': '352441c2'}
+    """
+    total = Sum()
+    total.add(content)
+    return total.facts
+
+
+def facts_of_file(file: BinaryIO) -> Facts:
+    """Return size and checksum of the rest of an open file, which is read to its end."""
+    return _rest(file, Sum())
+
+
+def pieces(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file in pieces of at most 1 MiB, without a copy of the numbers.
+
+    Args:
+        tensors: Contiguous tensors on the host, by name.
+        header: Texts for the header.
+
+    Raises:
+        ValueError: The format has no name for a number format.
+    """
+    if sys.byteorder == "big":  # the numbers in the file are little-endian
+        from safetensors.torch import save
+
+        yield save(dict(tensors), None if header is None else dict(header))
+        return
+    for name, one in tensors.items():
+        if one.dtype not in _NAMES:
+            raise ValueError(f"the tensor {name!r} has the number format {one.dtype}, which a safetensors file cannot hold")
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that all numbers are aligned
+    entries: dict[str, Any] = {} if header is None else {"__metadata__": dict(header)}
+    at = 0
+    for name in order:
+        one, start = tensors[name], at
+        at += one.nbytes
+        entries[name] = {"dtype": _NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [start, at]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        data = _bytes_of(tensors[name])
+        yield from (data[start : start + CHUNK] for start in range(0, len(data), CHUNK))
+
+
+def read_tensors(file: BinaryIO, size: int) -> tuple[dict[str, Tensor] | ValueError, Facts]:
+    """Read a whole safetensors file once; return its tensors, and its size and checksum.
+
+    Each tensor is in memory of its own, which torch has aligned. In the file they are adjacent and 8-byte aligned, and some
+    builds of torch's kernels round differently there: an optimizer that kept such tensors would not continue bit for bit.
+
+    Args:
+        file: The open file.
+        size: The size that the file is expected to have, in bytes. No more memory is taken.
+
+    Returns:
+        The tensors, and the facts. If the bytes have another format, the error in place of the tensors.
+    """
+    total = Sum()
+    found: dict[str, Tensor] | ValueError
+    try:
+        found = _tensors_in(file, size, total)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        found = ValueError(str(error))
+    return found, _rest(file, total)
+
+
+def _tensors_in(file: BinaryIO, size: int, total: Sum) -> dict[str, Tensor]:
+    length = int.from_bytes(_read(file, 8, total), "little")
+    if 8 + length > size:
+        raise ValueError(f"its header has {length} bytes, more than the file")
+    entries = json.loads(_read(file, length, total))
+    entries.pop("__metadata__", None)
+    tensors: dict[str, Tensor] = {}
+    at, end = 0, size - 8 - length
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if not all(type(one) is int and one >= 0 for one in (*shape, start, stop)) or start != at or stop > end:
+            raise ValueError(f"the tensor {name!r} is not where it can be")
+        count = dtype.itemsize
+        for one in shape:
+            count *= one
+        if count != stop - start:
+            raise ValueError(f"the tensor {name!r} has {stop - start} bytes instead of {count}")
+        tensors[name] = torch.empty(shape, dtype=dtype)
+        _fill(tensors[name], file, total)
+        at = stop
+    return tensors
+
+
+def _fill(tensor: Tensor, file: BinaryIO, total: Sum) -> None:
+    if sys.byteorder == "big":
+        _byte_swapped(tensor, _read(file, tensor.nbytes, total))
+        return
+    data = _bytes_of(tensor)
+    for start in range(0, len(data), CHUNK):
+        piece = data[start : start + CHUNK]
+        filled = 0
+        while filled < len(piece):
+            more = file.readinto(piece[filled:])  # type: ignore[attr-defined]  # all binary files have it
+            if not more:
+                raise ValueError("the file ends before its last tensor")
+            filled += more
+        total.add(piece)
+
+
+def _byte_swapped(tensor: Tensor, content: bytes) -> None:
+    width = tensor.dtype.itemsize // (2 if tensor.dtype.is_complex else 1)
+    numbers = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    tensor.copy_(numbers.view(-1, width).flip(1).contiguous().view(-1).view(tensor.dtype).view(tensor.shape))
+
+
+def _read(file: BinaryIO, count: int, total: Sum) -> bytes:
+    content = file.read(count)
+    total.add(content)
+    if len(content) < count:
+        raise ValueError("the file ends too early")
+    return content
+
+
+def _rest(file: BinaryIO, total: Sum) -> Facts:
+    while chunk := file.read(CHUNK):
+        total.add(chunk)
+    return total.facts
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host; it can be written to."""
+    data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return data
