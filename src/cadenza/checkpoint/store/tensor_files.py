@@ -173,5 +173,7 @@ def _rest(file: BinaryIO, total: Sum) -> Facts:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host; it can be written to."""
-    data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    import numpy  # here: without it torch gives no view of the memory, and its own error does not name the package
+
+    data: memoryview = numpy.asarray(tensor.detach().reshape(-1).view(torch.uint8)).data
     return data
