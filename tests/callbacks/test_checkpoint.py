@@ -15,7 +15,6 @@ from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.engine.session import session_of
 from cadenza.errors import MonitorError
 from cadenza.hooks.dispatch import hooks_of
@@ -261,7 +260,7 @@ class SlowFiles(LocalFiles):
         self.go = threading.Event()
         self.threads: set[str] = set()
 
-    def write(self, path: str, content: bytes) -> Facts:
+    def write(self, path: str, content: bytes) -> dict[str, Any]:
         self.threads.add(threading.current_thread().name)
         self.go.wait()
         return super().write(path, content)
