@@ -138,6 +138,17 @@ def returned(one: Trainer) -> None:
                 return
 
 
+def broken_while_held(one: Trainer) -> None:
+    steps = one.steps()
+    for step in steps:
+        for batch in step:
+            step.backward(loss_of(one.model, batch))
+        if one.run.progress.step == 3:
+            break
+    assert one.run.outcome is not None  # the run is over here, and not when the variable is deleted
+    assert [*steps] == []
+
+
 def closed(one: Trainer) -> None:
     steps = one.steps()
     for _ in range(4):
@@ -147,7 +158,7 @@ def closed(one: Trainer) -> None:
     steps.close()
 
 
-@pytest.mark.parametrize("leave", [broken, returned, closed])
+@pytest.mark.parametrize("leave", [broken, returned, broken_while_held, closed])
 def test_a_loop_that_is_left_completes_its_step_and_stops_the_run(leave: Callable[[Trainer], None], tmp_path: Path) -> None:
     recorder = Recorder()
     one = trainer(callbacks=[recorder, Checkpoint("100 steps")], directory=tmp_path)
@@ -175,6 +186,16 @@ def fails(one: Trainer, error: Callable[[], object]) -> None:
                 error()
 
 
+def fails_while_held(one: Trainer, error: Callable[[], object]) -> None:
+    """A caller may hold the steps too, as in ``train(trainer.steps())``."""
+    steps = one.steps()
+    for step in steps:
+        for batch in step:
+            step.backward(loss_of(one.model, batch))
+        if one.run.progress.step == 2:
+            error()
+
+
 def fails_inside_with(one: Trainer, error: Callable[[], object]) -> None:
     with one.steps() as steps:
         for _ in steps:
@@ -185,7 +206,7 @@ def on_purpose() -> None:
     raise ValueError("on purpose")
 
 
-@pytest.mark.parametrize("loop", [fails, fails_inside_with])
+@pytest.mark.parametrize("loop", [fails, fails_while_held, fails_inside_with])
 def test_an_error_in_the_loop_ends_the_run_as_in_fit(loop: Callable[..., None], tmp_path: Path) -> None:
     recorder, errors = Recorder(), []
     keep = on(Callback.on_exception)(lambda run, error: errors.append(error))

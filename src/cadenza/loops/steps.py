@@ -116,7 +116,8 @@ class Steps:
     """The steps of a run, to iterate over in a loop of your own.
 
     The run begins with the first step and ends when the loop does: at a limit, or because it is left. ``break`` and ``return``
-    complete the current step and stop the run, as `Run.stop` does; an error ends it as an error in `Trainer.fit` does.
+    complete the current step and stop the run, as `Run.stop` does; an error ends it as an error in `Trainer.fit` does. This is
+    the same if a variable holds the steps: no second loop continues the run.
 
     After ``break``, Python ends the run when it deletes this object: at once in CPython, unless a name still refers to it; then
     when that name is deleted. An error of a hook at this end, as in ``on_fit_end``, is printed as "Exception ignored" and not
@@ -134,19 +135,21 @@ class Steps:
         self._step: Step | None = None
         self._frames: tuple[int, ...] = ()
         """The ids of the frame that asks for steps and of its caller: the loop, if a generator such as tqdm is between."""
-        self._over = False
+        self._over = self._inside_with = False
 
     def __repr__(self) -> str:
         return f"<Steps: {'over' if self._over else self._step or 'not begun'}>"
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[Step]:
+        return self if self._inside_with else _Loop(self)
 
     def __next__(self) -> Step:
         """Complete the step, and return the next one. Every rank must call this."""
+        return self._next(sys._getframe(1))
+
+    def _next(self, frame: FrameType) -> Step:
         if self._over:
             raise StopIteration
-        frame = sys._getframe(1)
         self._frames = id(frame), id(frame.f_back)  # ids: with the frames themselves, the loop would hold what it iterates over
         if self._step is not None and self._step._open:
             self._step.leave()
@@ -204,6 +207,7 @@ class Steps:
         self._kept.keep(name, held)
 
     def __enter__(self) -> Self:
+        self._inside_with = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -214,6 +218,10 @@ class Steps:
         self._leave(None)
 
     def __del__(self) -> None:
+        self._look_and_leave()
+
+    def _look_and_leave(self) -> None:
+        """Leave the loop, with the error that is leaving it now if there is one."""
         if not self._over and self._step is not None:
             self._leave(error_leaving(self._frames))
 
@@ -232,3 +240,21 @@ class Steps:
         step.run.stop("the loop was left")
         for _ in self._course:  # ranks that have not left complete their step
             session_of(step.run).step.left = True
+
+
+class _Loop:
+    """What a ``for`` loop over `Steps` holds, and nothing else: it is deallocated when the loop is left."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Step:
+        return self._steps._next(sys._getframe(1))
+
+    def __del__(self) -> None:
+        self._steps._look_and_leave()
