@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Loop, Run, attach, on
-from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, FindBatchSize, FindLearningRate, Limit, LogTraining
 from cadenza.testing import Recorder, launch, prove_resume
 
 
@@ -281,3 +281,12 @@ def test_prove_resume_finds_what_a_loop_does_not_keep() -> None:
         prove_resume(make, at=[2], loop=partial(steps_of, keeps=False), in_process=True)
     with pytest.raises(TypeError, match="needs loop="):
         prove_resume(make, at=[2], in_process=True)
+
+
+NEEDS_A_LOADER = [Limit(train=3), FindLearningRate(), FindBatchSize(lambda size: [torch.ones(size, 2)], max_size=4)]
+
+
+@pytest.mark.parametrize("callback", NEEDS_A_LOADER)
+def test_a_callback_that_needs_the_loader_of_a_trainer_is_refused_before_the_first_step(callback: Callback) -> None:
+    with pytest.raises(ValueError, match=r"a loop of cadenza\.attach"):
+        play(callbacks=[callback])

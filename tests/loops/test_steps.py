@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, Steps, Trainer, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining
+from cadenza.engine.evaluation_batches import FITS
 from cadenza.errors import LossError
 from cadenza.testing import Recorder, prove_resume
 
@@ -303,6 +304,17 @@ def test_the_run_goes_on_while_a_name_refers_to_the_steps() -> None:
     assert one.run.outcome is None
     del steps
     assert one.run.outcome is not None
+
+
+def test_of_two_loops_that_take_turns_each_ends_its_own_run() -> None:
+    first, second = trainer(), trainer()
+    one, other = first.steps(), second.steps()
+    next(one)
+    next(other)
+    one.close()
+    assert [session.run for session in FITS.under_way] == [second.run]
+    other.close()
+    assert FITS.under_way == []
 
 
 def test_the_run_is_that_of_the_last_loop() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cadenza.engine.session import session_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least_or_none
 from cadenza.hooks.order import Phase
@@ -21,6 +22,9 @@ class Limit(Callback):
         train: The number of batches in an epoch. None: all.
         evaluation: The number of batches in an evaluation or prediction. None: all.
 
+    Raises:
+        ValueError: A number is below 1; or `train` is given in a loop of ``cadenza.attach``, which has no loader.
+
     >>> from cadenza.testing import tiny_run
     >>> tiny_run(callbacks=[Limit(train=3)], epochs=2).progress.batch
     6
@@ -35,6 +39,11 @@ class Limit(Callback):
 
     def on_setup(self, run: Run) -> None:
         if self.train is not None:
+            if session_of(run).own_step is not None:
+                raise ValueError(
+                    f"Limit(train={self.train}) limits the batches of a loader, and a loop of cadenza.attach(...) has none. "
+                    "Give attach(max_steps=...), and Limit(evaluation=...) for evaluations."
+                )
             run.replace_loader(Limited(run.loader, self.train))
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:

@@ -82,6 +82,10 @@ class Fits(threading.local):
     def __init__(self) -> None:
         self.under_way: list[Session] = []
 
+    def leave(self, session: Session) -> None:
+        """Note that a run is over. Loops of the user's own may take turns, and one may end in another thread."""
+        self.under_way = [one for one in self.under_way if one is not session]
+
 
 FITS = Fits()
 

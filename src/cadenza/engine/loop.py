@@ -69,7 +69,7 @@ def course(session: Session) -> Iterator[Any]:
                 hooks.on_fit_end(run)
             finally:
                 session.close()
-                FITS.under_way.pop()
+                FITS.leave(session)
 
 
 def begin(session: Session) -> None:

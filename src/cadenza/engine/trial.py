@@ -37,7 +37,13 @@ def try_steps(session: Session, steps: int, callbacks: Sequence[Callback], *, lo
 
     Raises:
         DataError: The loader of the run can be read only once.
+        ValueError: The run is a loop of ``cadenza.attach``, which brings its own data.
     """
+    if session.own_step is not None:
+        raise ValueError(
+            "a loop of cadenza.attach(...) cannot be tried before the training: it brings its own data. Use a Trainer with a "
+            "loader and compute_loss, and give what it finds to the loop."
+        )
     read = apart(session.loader) if loader is None else loader
     held = RestorePoint([read], data=False)  # before it is opened: a sampler may draw then
     try:

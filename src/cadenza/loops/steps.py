@@ -119,9 +119,9 @@ class Steps:
     complete the current step and stop the run, as `Run.stop` does; an error ends it as an error in `Trainer.fit` does. This is
     the same if a variable holds the steps: no second loop continues the run.
 
-    After ``break``, Python ends the run when it deletes this object: at once in CPython, unless a name still refers to it; then
-    when that name is deleted. An error of a hook at this end, as in ``on_fit_end``, is printed as "Exception ignored" and not
-    raised. ``with trainer.steps() as steps:`` ends the run at the end of the block, and raises the error.
+    After ``break``, Python ends the run when it deletes the iterator of the loop: at once in CPython. An error of a hook at
+    this end, as in ``on_fit_end``, is printed as "Exception ignored" and not raised. ``with trainer.steps() as steps:`` ends
+    the run at the end of the block, and raises the error.
 
     A ``for`` loop does not tell its iterator why it is left. The error is looked up in the frame of the loop; where Python does
     not hold it as an object yet (Python 3.11, for an error that C code raised in the loop itself), callbacks receive a
@@ -176,8 +176,7 @@ class Steps:
     def keep(self, name: str, held: Any) -> None:
         """Save the state of an object of your own in every checkpoint; in a run that continues, it is restored at the start.
 
-        Call this before the loop, on every rank, in ``with trainer.steps() as steps:``. An error in the loop deletes no object
-        that has a name, and only the ``with`` block ends the run with it. If the run writes checkpoints, a warning after the
+        Call this before the loop, on every rank. If the run writes checkpoints, a warning after the
         first steps names the generators and iterators that moved in the loop and were not kept.
 
         Args:
