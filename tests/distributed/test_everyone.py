@@ -260,7 +260,7 @@ def test_what_cannot_be_done_with_several_processes_or_without_gpus_says_so_on_a
 
     for told, kind in on_two(refused):
         assert "FindBatchSize works in one process; got 2" in told[0]
-        assert "to be on GPU" in told[1]  # torch's own word: such layers train on GPUs alone
+        assert "SyncBatchNorm trains on GPUs only, and the ranks are on the CPU" in told[1]
         assert kind == "SyncBatchNorm"
 
 

@@ -126,6 +126,9 @@ class Driver(ABC):
     def check(self, *, optimizer: object, precision: str) -> None:  # noqa: B027  # most accept all arguments
         """Raise `ValueError` for arguments of a trainer that this driver does not support."""
 
+    def check_trainable(self, model: nn.Module) -> None:  # noqa: B027  # most train all layers
+        """Raise `ValueError` if a layer of `model` cannot be trained with this driver."""
+
     def settle(self, model: nn.Module) -> None:  # noqa: B027  # most keep nothing of a forward pass
         """Free the memory that forward passes without a backward pass have kept. Every rank must call this."""
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from inspect import signature
 from typing import Any
 from weakref import WeakValueDictionary
 
+from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.drivers.group import GroupDriver
+
+CommHook = Callable[[Any, Any], Any]
+"""A communication hook of DDP: called with its state and a ``GradBucket``; returns a ``torch.futures.Future[Tensor]``."""
 
 
 class DdpDriver(GroupDriver):
@@ -22,12 +28,24 @@ class DdpDriver(GroupDriver):
     Args:
         device: ``"cpu"`` or ``"cuda"``; None takes the CUDA device of this rank if there is one.
         find_unused_parameters: Find after each forward pass the parameters that took no part. Needed if there are any; slower.
+        static_graph: Each step uses the same parameters in the same order, which DDP then need not find out anew. Gradients
+            are reduced with each batch of an accumulation window, not once a step.
+        gradient_as_bucket_view: Gradients are views of the memory in which they are reduced: less memory and one copy less.
+        bucket_cap_mb: The size in MiB of the parts in which gradients are reduced. None: torch's default.
+        broadcast_buffers: Copy the buffers of rank 0, such as BatchNorm statistics, to all ranks before each forward pass of
+            the training. False: they are copied before an evaluation, and by a resume.
+        comm_hook: How gradients are reduced: a function ``hook(state, bucket)``, for which `state` is None, or a pair ``(state,
+            hook)``; see ``torch.distributed.algorithms.ddp_comm_hooks``. It does not reduce the gradients of a ``step_fn``.
+            No checkpoint holds its state, so a run with PowerSGD does not resume bit-identically.
+        process_group: The group of all ranks in which gradients are reduced. None: the default group.
         share_data: Split each loader over the ranks, unless it has a distributed sampler. False: the loaders return
             different shards on each rank, as streams must.
         timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised.
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
+        TypeError: `comm_hook` is no function and no pair.
+        ValueError: `process_group` has not all ranks. When a run starts: a model on the CPU has SyncBatchNorm layers.
 
     >>> import torch.distributed as dist
     >>> from cadenza.testing import tiny_run
@@ -43,19 +61,39 @@ class DdpDriver(GroupDriver):
         device: str | None = None,
         *,
         find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+        comm_hook: CommHook | tuple[object, CommHook] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         share_data: bool = True,
         timeout_s: float = 600,
     ) -> None:
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
         self.find_unused_parameters = find_unused_parameters
+        self._broadcast_buffers, self._comm_hook = broadcast_buffers, _state_and_hook(comm_hook)
+        self._given = {
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "bucket_cap_mb": bucket_cap_mb,
+            "process_group": process_group,
+        }
+        if process_group is not None and dist.get_world_size(process_group) != self.world_size:
+            raise ValueError(
+                f"process_group must have all ranks ({self.world_size}), since all train one model; got a group of "
+                f"{max(0, dist.get_world_size(process_group))}. Leave it out, or make it with dist.new_group()."
+            )
         self._wrappers: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._run += 1
+        self.check_trainable(model)
         model = model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         wrapper = self._wrappers[id(model)] = DistributedDataParallel(model, **self._options())
+        self._register_hook(wrapper)
         return wrapper
 
     def renew(self, model: nn.Module) -> None:
@@ -66,17 +104,43 @@ class DdpDriver(GroupDriver):
             training = model.training
             DistributedDataParallel.__init__(model, model.module, **self._options())
             model.training = training
+            self._register_hook(model)
 
     def _options(self) -> dict[str, Any]:
-        devices = [self.device] if self.device.type == "cuda" else None
-        return {"device_ids": devices, "find_unused_parameters": self.find_unused_parameters}
+        options = {"device_ids": [self.device] if self.device.type == "cuda" else None, **self._given}
+        if not self._broadcast_buffers:
+            named = signature(DistributedDataParallel.__init__).parameters
+            options["forward_sync_buffers" if "forward_sync_buffers" in named else "broadcast_buffers"] = False  # before 2.13
+        return {**options, "find_unused_parameters": self.find_unused_parameters}
+
+    def _register_hook(self, wrapper: DistributedDataParallel) -> None:
+        if self._comm_hook is not None:
+            wrapper.register_comm_hook(*self._comm_hook)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         return inner
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        # With a static graph the first backward pass must reduce. All do, so that a run that resumes adds in the same order.
+        if isinstance(model, DistributedDataParallel) and not self._given["static_graph"]:
+            return model.no_sync()
+        return nullcontext()
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         self.average_gradients(parameters)
+
+
+def _state_and_hook(given: Any) -> tuple[object, CommHook] | None:
+    if given is None:
+        return None
+    state, hook = given if isinstance(given, tuple) and len(given) == 2 else (None, given)
+    if not callable(hook):
+        raise TypeError(f"comm_hook must be a function hook(state, bucket), or a pair (state, hook); got {given!r}")
+
+    @wraps(hook, assigned=["__name__"], updated=())  # torch rejects annotations that are strings, as in many files
+    def called(state, bucket):  # type: ignore[no-untyped-def]
+        return hook(state, bucket)
+
+    del called.__wrapped__
+    return state, called

@@ -130,6 +130,13 @@ class GroupDriver(Driver):
     def barrier(self) -> None:
         self.any_rank(False)
 
+    def check_trainable(self, model: nn.Module) -> None:
+        if self.device.type == "cpu" and any(isinstance(one, nn.SyncBatchNorm) for one in model.modules()):
+            raise ValueError(
+                "SyncBatchNorm trains on GPUs only, and the ranks are on the CPU: expected BatchNorm layers there. Leave out "
+                "ConvertSyncBatchNorm and torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)."
+            )
+
     def data_shard(self) -> Shard:
         return replace(super().data_shard(), share_data=self.share_data)
 

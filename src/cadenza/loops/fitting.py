@@ -160,6 +160,7 @@ class Fitting(Recipe):
     def _begin(self, session: Session, start: Start, resume: object, *, strict: bool) -> None:
         """Set up the run, and restore it if it resumes."""
         self._set_up(session)
+        self.driver.check_trainable(session.module)  # after the callbacks, which may change layers
         before, self._last_progress = self._last_progress, session.progress
         if start.loaded is None:
             tell_given(session)

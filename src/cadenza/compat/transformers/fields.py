@@ -171,9 +171,9 @@ FIELDS: Mapping[str, Field] = {
     "ddp_find_unused_parameters": _used(
         "`DdpDriver(find_unused_parameters=...)`; `None`: as there, unless activations are checkpointed"
     ),
-    "ddp_bucket_cap_mb": _warns("Gradients are reduced in buckets of torch's size"),
-    "ddp_broadcast_buffers": _warns("Buffers are broadcast before each forward pass, as torch does by default"),
-    "ddp_static_graph": _warns("The graph is not taken to be static"),
+    "ddp_bucket_cap_mb": _used("`DdpDriver(bucket_cap_mb=...)`"),
+    "ddp_broadcast_buffers": _used("`DdpDriver(broadcast_buffers=...)`; `None`: `True`"),
+    "ddp_static_graph": _used("`DdpDriver(static_graph=...)`"),
     "ddp_backend": _warns(
         "The backend is gloo between CPUs and NCCL between CUDA devices, or that of an existing process group"
     ),

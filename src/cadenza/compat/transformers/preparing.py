@@ -69,7 +69,14 @@ def driver_for(arguments: Any, given: str | Driver, device: Any, model: nn.Modul
     if given in ("auto", "ddp") and launched():
         unused = arguments.ddp_find_unused_parameters
         unused = not arguments.activation_checkpointing if unused is None else unused
-        driver: Driver = DdpDriver(device, find_unused_parameters=unused, timeout_s=arguments.ddp_timeout)
+        driver: Driver = DdpDriver(
+            device,
+            find_unused_parameters=unused,
+            static_graph=bool(arguments.ddp_static_graph),
+            bucket_cap_mb=arguments.ddp_bucket_cap_mb,
+            broadcast_buffers=arguments.ddp_broadcast_buffers is not False,
+            timeout_s=arguments.ddp_timeout,
+        )
     else:
         driver = driver_of(given, device)
     if driver.world_size > 1 and not arguments.average_tokens_across_devices:

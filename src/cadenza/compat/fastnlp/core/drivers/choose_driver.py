@@ -35,7 +35,7 @@ REFUSED: Mapping[str, str] = {
 """The names of fastNLP's other drivers, and what to use instead."""
 
 _WITHOUT_EFFECT = {
-    "ddp_kwargs": "pass driver=cadenza.drivers.DdpDriver(find_unused_parameters=...)",
+    "ddp_kwargs": "pass driver=cadenza.drivers.DdpDriver(...), which takes the arguments of DDP",
     "fsdp_kwargs": "pass driver=cadenza.drivers.FsdpDriver(shard=...)",
     "gradscaler_kwargs": "the loss scale starts with torch's defaults",
 }
