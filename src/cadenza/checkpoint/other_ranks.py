@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from sys import maxsize
 from typing import Any, NamedTuple
 
 from cadenza.engine.session import Session
@@ -18,15 +19,15 @@ _OF_RANKS = ("ranks", "batches an epoch", "accumulate")  # what follows from the
 
 
 def data_of(session: Session) -> dict[str, Any]:
-    """Return what a checkpoint must hold for a run on another number of ranks; nothing if one rank did all."""
-    progress, shard = session.progress, session.cursor.source.shard
+    """Return which orders are permutations, and what a run on another number of ranks needs if not one rank did all."""
+    progress, shard, order = session.progress, session.cursor.source.shard, {"permuted": session.cursor.permuted}
     if shard.world_size == 1 and not shard.consumed:
-        return {}
+        return order
     inherited = shard.consumed if progress.batch_in_epoch and progress.epoch == progress.origin.epoch else ()
     if shard.world_size == 1 and not inherited:
-        return {}
+        return order
     past = [list(turns) for turns in inherited]
-    return {"data": {"dealt": shard.share_data, "batches": length_of(session.loader), "past": past}}
+    return {**order, "data": {"dealt": shard.share_data, "batches": length_of(session.loader), "past": past}}
 
 
 class Written(NamedTuple):
@@ -48,6 +49,8 @@ class Written(NamedTuple):
     """Batches of each rank in an epoch; None if unknown."""
     found: int | None = None
     """Batches of each rank in an epoch, where the length of the loader turned out wrong."""
+    permuted: int = maxsize
+    """See `resumable`. Older versions drew the order of any number of samples with ``torch.randperm``."""
 
     @staticmethod
     def read(name: str, state: Mapping[str, Any]) -> Written:
@@ -59,8 +62,8 @@ class Written(NamedTuple):
         past = tuple((others, turns) for others, turns in data["past"])
         accumulate = config["accumulate"]
         each = max(accumulate.values()) if isinstance(accumulate, Mapping) else accumulate
-        found = state.get("batches_found")
-        return Written(name, ranks, each, data["batches"], data["dealt"], past, at, over, per_epoch, found)
+        found, permuted = state.get("batches_found"), state.get("permuted", maxsize)
+        return Written(name, ranks, each, data["batches"], data["dealt"], past, at, over, per_epoch, found, permuted)
 
     def must_agree(
         self, session: Session, saved: Mapping[str, Any], current: Mapping[str, Any], declared: Collection[str]
@@ -113,6 +116,7 @@ class Written(NamedTuple):
         past = self.restore_counters(session.progress, session.loader, session.driver.data_shard())
         if self.over and session.driver.world_size != self.ranks:
             session.cursor.restore(in_epoch=session.cursor.in_epoch, exhausted=True)
+        session.cursor.permuted = self.permuted
         session.open_loader(past)
 
     def restore_counters(self, progress: Progress, loader: object, shard: Shard) -> Consumed:

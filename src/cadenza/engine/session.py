@@ -300,7 +300,8 @@ class Session:
     def new_source(self, past: Consumed = ()) -> ResumableLoader:
         """Return the training loader, readable from any batch of an epoch on."""
         shard, pin = self.driver.data_shard().resumed(past), self.device.type == "cuda"
-        return changed(resumable(self.loader, self.data_seed, replay=self.replay, shard=shard, pin=pin), self.change)
+        options: dict[str, Any] = {"replay": self.replay, "shard": shard, "pin": pin, "permuted": self.cursor.permuted}
+        return changed(resumable(self.loader, self.data_seed, **options), self.change)
 
     def _check_in_setup(self, verb: str) -> None:
         if hasattr(self.cursor, "source"):

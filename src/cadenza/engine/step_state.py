@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from cadenza.engine.window import AccumulationWindow
 from cadenza.loading import ResumableLoader
+from cadenza.loading.orders import PERMUTED
 from cadenza.loading.rng import RNGState
 from cadenza.status.outputs import Outputs
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class Cursor:
     """The position of a run in its training loader, and between or inside steps. Written by the loop."""
 
-    __slots__ = ("at_boundary", "batches", "exhausted", "in_epoch", "source")
+    __slots__ = ("at_boundary", "batches", "exhausted", "in_epoch", "permuted", "source")
 
     source: ResumableLoader
     """The training loader, readable from any batch of an epoch on."""
@@ -35,6 +36,8 @@ class Cursor:
         """Whether the loader has no more batches in this epoch."""
         self.at_boundary: bool = True
         """Whether the run is between two steps, after all hooks of the last one, and of the epoch if it is over."""
+        self.permuted: int = PERMUTED
+        """The largest number of samples with the order of ``torch.randperm``; see `resumable`."""
 
     def resume(self, source: ResumableLoader) -> None:
         """Read from `source`, which is at another position."""

@@ -115,7 +115,7 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
         hooks=Hooks(callbacks),
         progress=Progress(max_steps=steps),
     )
-    twin.step.derived = session.step.derived
+    twin.step.derived, twin.cursor.permuted = session.step.derived, session.cursor.permuted
     twin.extra_parameters = session.extra_parameters
     twin.state.update(deepcopy(dict(session.state)))
     twin.progress.begin(Counters(), num_batches(loader, session.driver.data_shard()))

@@ -1,49 +1,61 @@
-"""The indices of torch's own samplers, without a Python integer for each sample of the epoch."""
+"""The orders of torch's own samplers, which can be read at any position."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-CHUNK = 1024  # indices that are converted to Python integers at a time, if they are read one by one
+from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation, Unshuffled
+from cadenza.loading.rounds import PositionBatches
 
 
-def fast_indices(
-    sampler: Any, generator: torch.Generator | None, seed: int, skip: int, *, batched: bool
-) -> Iterator[Any] | None:
-    """Return the items of a sampler from number `skip` on, in the sampler's own order; None for an unknown sampler.
+def known_batches(sampler: Any, *, batched: bool) -> PositionBatches | None:
+    """Return the batches of positions that a sampler yields in an epoch; None for an unknown sampler.
 
-    Known are `SequentialSampler`, and `RandomSampler` without replacement, alone or in a `BatchSampler`, but no subclasses. The
-    permutation of an epoch stays a tensor, and skipped items are not read.
+    Known are `SequentialSampler`, and `RandomSampler` without replacement, alone or in a `BatchSampler`, but no subclasses.
+
+    Args:
+        sampler: The user's sampler.
+        batched: Whether it yields batches of indices. Without it, each index is a batch.
+    """
+    if not batched:
+        return PositionBatches.of(len(sampler), 1) if _is_known(sampler) else None
+    if type(sampler) is not BatchSampler or not _is_known(sampler.sampler):
+        return None
+    inner: Any = sampler.sampler
+    samples, size = len(inner), sampler.batch_size
+    return PositionBatches.of(samples // size * size if sampler.drop_last else samples, size)
+
+
+def known_order(
+    sampler: Any, generator: torch.Generator | None, seed: int, *, permuted: int = PERMUTED, batched: bool
+) -> Order | None:
+    """Return the order of the samples in an epoch of a sampler that `known_batches` knows; None for an unknown sampler.
 
     Args:
         sampler: The user's sampler.
         generator: The seeded generator of the sampler. None: the sampler draws a seed from torch's global generator.
-        seed: The seed of torch's global generator, for a sampler that draws from it.
-        skip: The number of batches to skip or, without `batched`, of indices.
+        seed: The seed of torch's global generator, for a sampler that draws from it, and the key of a `KeyedOrder`.
+        permuted: The largest number of samples with the sampler's own order. More samples get a `KeyedOrder`.
         batched: Whether the sampler yields batches of indices.
     """
-    inner: Any = sampler
-    size, end = 1, None
-    if batched:
-        if type(sampler) is not BatchSampler:
-            return None
-        inner, size = sampler.sampler, sampler.batch_size
-        end = len(inner) // size * size if sampler.drop_last else None
-    if type(inner) is SequentialSampler:
-        count = len(inner)
-        order: range | Tensor = range(count)
-    elif type(inner) is RandomSampler and not inner.replacement and inner.num_samples == len(inner.data_source):
-        count = inner.num_samples
-        order = torch.randperm(count, generator=_generator_of_sampler(generator, seed))
-    else:
+    if known_batches(sampler, batched=batched) is None:
         return None
-    end = count if end is None else end
-    return _batches(order, skip * size, end, size) if batched else _one_by_one(order, skip, end)
+    inner: Any = sampler.sampler if batched else sampler
+    if type(inner) is SequentialSampler:
+        return Unshuffled()
+    samples = len(inner)
+    if samples > permuted:
+        return KeyedOrder(samples, seed)
+    return Permutation(samples, _generator_of_sampler(generator, seed))
+
+
+def _is_known(sampler: Any) -> bool:
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
 
 
 def _generator_of_sampler(generator: torch.Generator | None, seed: int) -> torch.Generator:
@@ -52,18 +64,3 @@ def _generator_of_sampler(generator: torch.Generator | None, seed: int) -> torch
         return generator
     drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed))
     return torch.Generator().manual_seed(int(drawn.item()))
-
-
-def _batches(order: range | Tensor, first: int, end: int, size: int) -> Iterator[list[int]]:
-    for start in range(first, end, size):
-        yield _as_list(order[start : min(start + size, end)])
-
-
-def _one_by_one(order: range | Tensor, first: int, end: int) -> Iterator[int]:
-    for start in range(first, end, CHUNK):
-        yield from _as_list(order[start : min(start + CHUNK, end)])
-
-
-def _as_list(indices: range | Tensor) -> list[int]:
-    listed: list[int] = indices.tolist() if isinstance(indices, Tensor) else list(indices)
-    return listed

@@ -16,9 +16,11 @@ from cadenza.errors import DataError
 from cadenza.loading.loaders import Limited, length_of, set_loader_epoch
 from cadenza.loading.mixed_loader import MixedLoader, num_mixed_batches
 from cadenza.loading.mixture import Mixture
+from cadenza.loading.orders import PERMUTED
 from cadenza.loading.persistent_workers import PersistentWorkers, has_persistent_workers
 from cadenza.loading.resumable_base import END, LimitedLoader, ResumableLoader
 from cadenza.loading.rng import derive_seed, isolated_rng
+from cadenza.loading.rounds import PositionBatches, batches_of_rank
 from cadenza.loading.sample_counts import uses_torch_iteration, with_sample_counts
 from cadenza.loading.seeded import ResumableSampler, SeededCollate, SeededDataset, SeededWorkerInit
 from cadenza.loading.shards import Shard
@@ -30,7 +32,13 @@ logger: logging.Logger = logging.getLogger("cadenza")
 
 
 def resumable(
-    loader: Iterable[Any], seed: int, *, replay: bool = False, shard: Shard | None = None, pin: bool = False
+    loader: Iterable[Any],
+    seed: int,
+    *,
+    replay: bool = False,
+    shard: Shard | None = None,
+    pin: bool = False,
+    permuted: int = PERMUTED,
 ) -> ResumableLoader:
     """Return `loader` in a form that can be resumed at any batch.
 
@@ -42,22 +50,25 @@ def resumable(
         replay: Skip batches by reading them, for all loaders but the first two.
         shard: The shard that this rank reads; None: everything. Positions and `skip` count the batches of this rank.
         pin: Whether a ``DataLoader`` with workers pins its batches in its own thread, also without ``pin_memory=True``.
+        permuted: The largest number of samples in a shuffled epoch with the order of ``torch.randperm``. Above it, each batch
+            of indices is computed when it is read (`cadenza.loading.orders.KeyedOrder`).
     """
     if isinstance(loader, Mixture):
-        open_loader = partial(resumable, replay=replay, pin=pin)
+        open_loader = partial(resumable, replay=replay, pin=pin, permuted=permuted)
         return MixedLoader(loader, seed, shard or Shard(), open_loader, num_batches)
     shard = (shard or Shard()).for_loader(loader)
     if isinstance(loader, Limited):
-        return LimitedLoader(resumable(loader.loader, seed, replay=replay, shard=shard, pin=pin), shard.limit(loader.count))
+        inner = resumable(loader.loader, seed, replay=replay, shard=shard, pin=pin, permuted=permuted)
+        return LimitedLoader(inner, shard.limit(loader.count))
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not replay:
         return _Stateful(loader, loader, seed, shard)
     if isinstance(loader, DataLoader) and uses_torch_iteration(loader):
         if not isinstance(loader.dataset, IterableDataset):
-            return _MapStyle(loader, seed, shard, pin=pin)
+            return _MapStyle(loader, seed, shard, pin=pin, permuted=permuted)
         if hasattr(loader.dataset, "state_dict") and not loader.num_workers and not replay:
             return _Stateful(with_sample_counts(loader), loader.dataset, seed, shard)
     if isinstance(loader, TensorBatches):
-        return _InMemory(loader, seed, shard)
+        return _InMemory(loader, seed, shard, permuted)
     if isinstance(loader, list | tuple):
         return _Listed(loader, shard)
     return _Sequential(loader, seed, replay, shard)
@@ -85,20 +96,20 @@ def num_batches(loader: object, shard: Shard) -> int | None:
     if batches is not None and shard.consumed and shard.even:
         if not splits_samples:
             return shard.consumed_rounds + max(0, batches - shard.consumed_batches) // shard.world_size
-        return shard.consumed_rounds + sum(1 for _ in shard.rounds(map(range, _sizes(loader, batches))))
+        return shard.consumed_rounds + len(batches_of_rank(_positions_of(loader, batches), shard))
     size = getattr(getattr(loader, "batch_sampler", loader), "batch_size", 2) if splits_samples else None
     return shard.length(batches, size)
 
 
-def _sizes(loader: Any, batches: int) -> list[int]:
-    """Return the number of samples in each batch of a loader; 2 for each if its sampler has no batch size."""
+def _positions_of(loader: Any, batches: int) -> PositionBatches:
+    """Return the batches of a loader, with 2 samples in each if its sampler has no batch size."""
     sampler = getattr(loader, "batch_sampler", loader)
     size, samples = getattr(sampler, "batch_size", None), length_of(getattr(sampler, "sampler", None))
     samples = loader.samples if isinstance(loader, TensorBatches) else samples
     if not isinstance(size, int) or samples is None:
-        return [2] * batches
+        return PositionBatches.of(2 * batches, 2)
     last = samples - size * (batches - 1)
-    return [size] * (batches - 1) + [last if 0 < last < size else size]
+    return PositionBatches.of(size * (batches - 1) + (last if 0 < last < size else size), size)
 
 
 def _is_map_style(loader: DataLoader[Any]) -> bool:
@@ -109,11 +120,12 @@ def _is_map_style(loader: DataLoader[Any]) -> bool:
 class _MapStyle(ResumableLoader):
     """A DataLoader over a map-style dataset. Skipped batches are not loaded, and workers that die are replaced."""
 
-    def __init__(self, loader: DataLoader[Any], seed: int, shard: Shard, *, pin: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, shard: Shard, *, pin: bool, permuted: int) -> None:
         self._given, self.shard = loader, shard
         self._pins = pin and loader.num_workers > 0 and not loader.pin_memory
         batched = loader.batch_sampler is not None
-        self._sampler = ResumableSampler(loader.batch_sampler if batched else loader.sampler, seed, shard, batched=batched)
+        sampler = loader.batch_sampler if batched else loader.sampler
+        self._sampler = ResumableSampler(sampler, seed, shard, batched=batched, permuted=permuted)
         self._dataset = SeededDataset(loader.dataset)
         self._loader = self._build()
 
@@ -251,26 +263,30 @@ class _Listed(ResumableLoader):
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         set_loader_epoch(self._batches, epoch)
         shard, own = self.shard.at_round(skip)
-        batches = islice(self._batches, shard.consumed_batches, None)
-        return islice(batches if shard.world_size == 1 else shard.shard_batches(batches), own, None)
+        if not shard.share_data:
+            return shard.until_any_ends(islice(self._batches, own, None))
+        positions = batches_of_rank(PositionBatches.of(len(self._batches), 1), shard, splits=False)
+        return (self._batches[one.start] for one in positions.since(own))
 
 
 class _InMemory(ResumableLoader):
     """`TensorBatches`, which can be read at any index."""
 
-    def __init__(self, loader: TensorBatches[Any], seed: int, shard: Shard) -> None:
-        self._loader, self._seed, self.shard = loader, seed, shard
+    def __init__(self, loader: TensorBatches[Any], seed: int, shard: Shard, permuted: int) -> None:
+        self._loader, self._seed, self.shard, self._permuted = loader, seed, shard, permuted
         self._replicated_at: int | None = None
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         self._replicated_at = None
-        return self._loader.batches(epoch, skip, seed=self._seed, shard=self.shard, on_replicated=self._on_replicated)
+        return self._loader.batches(
+            epoch, skip, seed=self._seed, shard=self.shard, on_replicated=self._on_replicated, permuted=self._permuted
+        )
 
     def _on_replicated(self, number: int) -> None:
         self._replicated_at = number
 
     def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
-        return self._loader.indices(epoch, number, seed=self._seed, shard=self.shard)
+        return self._loader.indices(epoch, number, seed=self._seed, shard=self.shard, permuted=self._permuted)
 
     @property
     def replicated_at(self) -> int | None:

@@ -15,9 +15,11 @@ import torch
 from torch.utils.data import get_worker_info
 
 from cadenza.errors import DataError, add_note
-from cadenza.loading.indices import fast_indices
+from cadenza.loading.indices import known_batches, known_order
 from cadenza.loading.loaders import set_loader_epoch
+from cadenza.loading.orders import PERMUTED
 from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, seed_host
+from cadenza.loading.rounds import batches_of_rank
 from cadenza.loading.sample_counts import CountedBatch
 from cadenza.loading.shards import Shard
 from cadenza.status.preemption import spare_this_worker
@@ -134,14 +136,17 @@ class ResumableSampler:
             generator is used instead.
         shard: The shard that this rank reads; None: everything.
         batched: Whether the sampler yields batches of indices.
+        permuted: See `resumable`.
     """
 
-    def __init__(self, sampler: Any, seed: int, shard: Shard | None = None, *, batched: bool = True) -> None:
+    def __init__(
+        self, sampler: Any, seed: int, shard: Shard | None = None, *, batched: bool = True, permuted: int = PERMUTED
+    ) -> None:
         self.sampler: Any = sampler
         self.seed: int = seed
         self._order_seed = seed
         self.shard: Shard = shard or Shard()
-        self._batched = batched
+        self._batched, self._permuted = batched, permuted
         self._generator: torch.Generator | None = None
         self.epoch = self.skip = 0
         self.replicated_at: int | None = None
@@ -158,13 +163,11 @@ class ResumableSampler:
 
     def __iter__(self) -> Iterator[SeededIndex]:
         seed, epoch, skip, shard = self.seed, self.epoch, self.skip, self.shard
-        first = skip if shard.world_size == 1 and not shard.consumed else 0
-        for batch, index in enumerate(self._sharded(first), first):
-            if batch >= skip:
-                # A batch that all ranks train on has the same random numbers on all of them.
-                replicated = self.replicated_at == shard.consumed_rounds + batch
-                global_index = shard.global_index(batch) - (shard.rank if replicated else 0)
-                yield SeededIndex(index, derive_seed(seed, epoch, global_index), epoch)
+        for batch, index in enumerate(self._read(skip), skip):
+            # A batch that all ranks train on has the same random numbers on all of them.
+            replicated = self.replicated_at == shard.consumed_rounds + batch
+            global_index = shard.global_index(batch) - (shard.rank if replicated else 0)
+            yield SeededIndex(index, derive_seed(seed, epoch, global_index), epoch)
 
     def indices(self, epoch: int, shard: Shard, skip: int) -> list[Any] | None:
         """Return the indices in batch `skip` of an epoch; None if there are fewer batches. The position does not change."""
@@ -179,28 +182,33 @@ class ResumableSampler:
         batch_size = getattr(self.sampler, "batch_size", 2) if self._batched else None
         return self.shard.length(len(self.sampler), batch_size) or 0
 
-    def _sharded(self, first: int) -> Iterator[Any]:
-        """Yield the items of this rank's shard, from number `first` on."""
-        shard, drawn = self.shard, self._drawn(first)
-        self.replicated_at = None
-        if not shard.share_data or (shard.world_size == 1 and not shard.consumed):
-            yield from drawn
-        elif not self._batched or not shard.even:
-            yield from shard.shard_batches(islice(drawn, shard.consumed_batches, None))
-        else:
-            yield from shard.shard_indices(drawn, self._on_replicated)
-
-    def _on_replicated(self, number: int) -> None:
-        self.replicated_at = number
-
-    def _drawn(self, skip: int) -> Iterator[Any]:
-        """Yield the items of the user's sampler in this epoch, from number `skip` on."""
+    def _read(self, skip: int) -> Iterator[Any]:
+        """Return the items of this rank's shard, from number `skip` on."""
         seed = derive_seed(self._order_seed, self.epoch)
         set_loader_epoch(self.sampler, self.epoch)  # a copy of the sampler has not received it yet
         if self._generator is not None:
             self._generator.manual_seed(seed)
-        fast = fast_indices(self.sampler, self._generator, seed, skip, batched=self._batched)
-        return islice(self._iterated(seed), skip, None) if fast is None else fast
+        batches = known_batches(self.sampler, batched=self._batched)
+        order = known_order(self.sampler, self._generator, seed, permuted=self._permuted, batched=self._batched)
+        self.replicated_at = None
+        if batches is None or order is None:
+            return islice(self._sharded(self._iterated(seed)), skip, None)
+        own = batches_of_rank(batches, self.shard, splits=self._batched)
+        self.replicated_at = own.replicated_at
+        indices = order.read(own.since(skip))
+        return (one.tolist() for one in indices) if self._batched else (int(one) for one in indices)
+
+    def _sharded(self, drawn: Iterator[Any]) -> Iterator[Any]:
+        """Return the items of this rank's shard from those of the whole sampler."""
+        shard = self.shard
+        if not shard.share_data or (shard.world_size == 1 and not shard.consumed):
+            return drawn
+        if not self._batched or not shard.even:
+            return shard.shard_batches(islice(drawn, shard.consumed_batches, None))
+        return shard.shard_indices(drawn, self._on_replicated)
+
+    def _on_replicated(self, number: int) -> None:
+        self.replicated_at = number
 
     def _iterated(self, seed: int) -> Iterator[Any]:
         """Iterate the user's sampler with an RNG state of its own, because the model draws from the same generators."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation
 from cadenza.loading.rng import derive_seed
+from cadenza.loading.rounds import PositionBatches, RankBatches, batches_of_rank
 from cadenza.loading.shards import Shard
 from cadenza.status.counting import counted
 
@@ -113,6 +114,7 @@ class TensorBatches(Generic[BatchT]):
         seed: int = 0,
         shard: Shard | None = None,
         on_replicated: Callable[[int], object] = lambda number: None,
+        permuted: int = PERMUTED,
     ) -> Iterator[BatchT]:
         """Return the batches of an epoch from number `skip` on. Skipped batches are not read.
 
@@ -122,20 +124,24 @@ class TensorBatches(Generic[BatchT]):
             seed: The seed of the order, if the loader has none.
             shard: The shard that this rank reads; None: everything.
             on_replicated: See `Shard.shard_indices`.
+            permuted: See `resumable`.
         """
         shard, own = (shard or Shard()).at_round(skip)
-        order = self._order(derive_seed(seed if self.seed is None else self.seed, epoch)) if self.shuffle else None
-        batches = self._read(self._slices(own, shard, on_replicated), order)
+        order = self._order(derive_seed(seed if self.seed is None else self.seed, epoch), permuted) if self.shuffle else None
+        mine = self._batches_of(shard)
+        if mine.replicated_at is not None:
+            on_replicated(mine.replicated_at)
+        batches = self._read(mine.since(own), order)
         return batches if shard.world_size == 1 else shard.until_any_ends(batches)
 
-    def indices(self, epoch: int, number: int, *, seed: int, shard: Shard) -> list[int] | None:
+    def indices(self, epoch: int, number: int, *, seed: int, shard: Shard, permuted: int = PERMUTED) -> list[int] | None:
         """Return the indices of the rows in batch `number` of `batches`, from 0; None if there are fewer batches."""
         shard, own = shard.at_round(number)
-        positions = next(self._slices(own, shard, lambda number: None), None)
+        positions = next(self._batches_of(shard).since(own), None)
         if positions is None or not self.shuffle:
             return None if positions is None else list(positions)
-        order = self._order(derive_seed(seed if self.seed is None else self.seed, epoch))
-        rows: list[int] = order[positions[0] : positions[-1] + 1].tolist()
+        order = self._order(derive_seed(seed if self.seed is None else self.seed, epoch), permuted)
+        rows: list[int] = order.at(positions).tolist()
         return rows
 
     @property
@@ -143,26 +149,21 @@ class TensorBatches(Generic[BatchT]):
         """The number of samples in the batches of an epoch."""
         return self.samples - self.samples % self.batch_size if self.drop_last else self.samples
 
-    def _order(self, seed: int) -> Tensor:
-        """Return the order, shape (N,), int64. It is drawn on the host, so that it is the same on every device."""
-        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(seed)).to(self.device)
+    def _order(self, seed: int, permuted: int) -> Order:
+        if self.samples > permuted:
+            return KeyedOrder(self.samples, seed, self.device)
+        return Permutation(self.samples, torch.Generator().manual_seed(seed), self.device)
 
-    def _slices(self, skip: int, shard: Shard, on_replicated: Callable[[int], object]) -> Iterator[Sequence[int]]:
-        """Yield the positions in the order for each batch of this rank. They are contiguous, also in split rounds."""
-        size, end = self.batch_size, self._end
-        whole = shard.world_size == 1 and not shard.consumed
-        first = skip if whole else 0
-        slices = (range(start, min(start + size, end)) for start in range(first * size, end, size))
-        return slices if whole else islice(shard.shard_indices(slices, on_replicated), skip, None)
+    def _batches_of(self, shard: Shard) -> RankBatches:
+        return batches_of_rank(PositionBatches.of(self._end, self.batch_size), shard)
 
-    def _read(self, slices: Iterable[Sequence[int]], order: Tensor | None) -> Iterator[Any]:
+    def _read(self, batches: Iterable[range], order: Order | None) -> Iterator[Any]:
         tensors, pack = self._tensors, self._pack
-        for positions in slices:
-            rows = slice(positions[0], positions[-1] + 1)
-            if order is None:
-                yield pack([tensor[rows] for tensor in tensors])
-            else:
-                index = order[rows]
+        if order is None:
+            for positions in batches:
+                yield pack([tensor[positions.start : positions.stop] for tensor in tensors])
+        else:
+            for index in order.read(batches):
                 yield pack([tensor.index_select(0, index) for tensor in tensors])
 
     @property

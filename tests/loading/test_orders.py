@@ -1,0 +1,197 @@
+"""The order of a shuffled epoch: torch's permutation for up to 2**20 samples, and above it a bijection that takes no memory."""
+
+from __future__ import annotations
+
+from math import sqrt
+from pathlib import Path
+from sys import maxsize
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from cadenza import Callback, Run, Trainer, on
+from cadenza.callbacks import Checkpoint
+from cadenza.engine.session import session_of
+from cadenza.loading import Shard, TensorBatches, resumable
+from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation
+from cadenza.loading.rng import derive_seed
+from tests.loading.data import Numbers, loader_of, plain, seeded
+
+
+def keyed(samples: int, key: int) -> Tensor:
+    return KeyedOrder(samples, key).at(range(samples))
+
+
+def permuted(samples: int, key: int) -> Tensor:
+    return Permutation(samples, seeded(key)).at(range(samples))
+
+
+@pytest.mark.parametrize("samples", [*range(40), 97, 1000, 1024, 65537, 10**6])
+def test_each_sample_has_one_position(samples: int) -> None:
+    assert torch.equal(keyed(samples, key=samples).sort().values, torch.arange(samples))
+
+
+def test_keys_and_numbers_of_samples_give_different_orders() -> None:
+    assert torch.equal(keyed(1000, 1), keyed(1000, 1))
+    assert (keyed(1000, 1) == keyed(1000, 2)).sum() < 10
+    assert (keyed(1000, 1)[:999] == keyed(999, 1)).sum() < 10
+
+
+def test_the_order_is_the_same_in_every_version() -> None:
+    assert keyed(10, 1).tolist() == [7, 0, 9, 4, 1, 8, 5, 6, 3, 2]
+    assert KeyedOrder(10**9, 1).at(range(4)).tolist() == [228548711, 56908761, 889733943, 113470416]
+
+
+@pytest.mark.parametrize("samples", [5, 10**6, 10**9, 2**40, 2**62])
+def test_a_batch_has_the_same_samples_wherever_reading_begins(samples: int) -> None:
+    order = KeyedOrder(samples, 3)
+    batches = [range(start, min(start + 700, samples)) for start in range(max(samples - 2500, 0), samples, 700)]
+    read = list(order.read(batches))
+    assert all(torch.equal(one, order.at(batch)) for one, batch in zip(read, batches, strict=True))
+    assert all(((one >= 0) & (one < samples)).all() for one in read)
+
+
+# -- statistics: the same bounds hold for torch's permutation ----------------------------------------
+
+
+def surprise(counts: Tensor) -> float:
+    """Return by how many standard deviations the chi-square of counts exceeds that of a uniform distribution."""
+    expected, free = counts.sum() / counts.numel(), counts.numel() - 1
+    return float((((counts - expected) ** 2 / expected).sum() - free) / sqrt(2 * free))
+
+
+def counted(values: Tensor, kinds: int) -> Tensor:
+    return torch.bincount(values, minlength=kinds).double()
+
+
+ORDERS = pytest.mark.parametrize("order", [keyed, permuted])
+
+
+@ORDERS
+@pytest.mark.parametrize("samples", [16, 50])
+def test_over_many_epochs_each_sample_is_at_each_position_equally_often(order: Any, samples: int) -> None:
+    drawn = torch.stack([order(samples, key) for key in range(1000)])  # shape (epochs, samples)
+    pairs = torch.arange(samples) * samples + drawn
+    table = counted(pairs.flatten(), samples**2).view(samples, samples)
+    free = (samples - 1) ** 2  # rows and columns of the table have fixed sums
+    expected = 1000 / samples
+    assert abs(float(((table - expected) ** 2 / expected).sum()) - free) < 5 * sqrt(2 * free)
+    steps = (drawn[:, 1:] - drawn[:, :-1]) % samples
+    assert abs(surprise(counted(steps.flatten(), samples)[1:])) < 5
+    fixed = (drawn == torch.arange(samples)).double().sum(1).mean()
+    assert abs(fixed - 1) < 5 / sqrt(1000), "the number of fixed points is Poisson with mean 1"
+
+
+@ORDERS
+@pytest.mark.parametrize("samples", [PERMUTED + 1, 2_000_003])
+def test_in_an_epoch_of_many_samples_no_two_positions_are_related(order: Any, samples: int) -> None:
+    drawn = order(samples, 3)
+    blocks = drawn * 256 // samples
+    assert abs(surprise(counted(torch.arange(samples) * 256 // samples * 256 + blocks, 2**16))) < 5, "position and sample"
+    for distance in (1, 2, 1024, 1025, 1415):  # 1025 and 1415 samples are about a row of each
+        first, second = drawn[:-distance], drawn[distance:]
+        assert abs(surprise(counted(blocks[:-distance] * 256 + blocks[distance:], 2**16))) < 5
+        assert abs(surprise(counted((second - first) % samples * 4096 // samples, 4096))) < 5
+        assert abs(surprise(counted(first % 61 * 61 + second % 61, 61**2))) < 5
+    assert (drawn == torch.arange(samples)).sum() < 10
+    assert (drawn == order(samples, 4)).sum() < 10
+
+
+# -- loaders -------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"permuted": 10}
+
+
+def test_loaders_with_more_samples_than_the_limit_have_a_keyed_order() -> None:
+    torchs = plain(resumable(loader_of(Numbers(), shuffle=True), 1).batches(2, 0))
+    source = resumable(loader_of(Numbers(), shuffle=True), 1, **SMALL)
+    ours = plain(source.batches(2, 0))
+    assert ours != torchs
+    assert sorted(number for batch in ours for number in batch) == list(range(22))
+    assert plain(source.batches(2, 0)) == ours != plain(source.batches(1, 0))
+    for skip in range(len(ours)):
+        assert plain(source.batches(2, skip)) == ours[skip:]
+    assert source.indices(2, 3) == ours[3]
+
+
+def test_a_generator_of_the_sampler_determines_the_key() -> None:
+    orders = [
+        plain(resumable(loader_of(Numbers(), shuffle=True, generator=seeded(given)), seed, **SMALL).batches(0, 0))
+        for given, seed in ((5, 1), (5, 2), (6, 1))
+    ]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_and_ranks_read_a_keyed_order_as_one_process_does(workers: int) -> None:
+    def loader() -> DataLoader[Any]:
+        return loader_of(Numbers("torch", samples=48), shuffle=True, num_workers=workers)
+
+    whole = plain(resumable(loader(), 1, **SMALL).batches(1, 0))
+    shards = [plain(resumable(loader(), 1, shard=Shard(rank, 3), **SMALL).batches(1, 0)) for rank in range(3)]
+    assert [batch for round_ in zip(*shards, strict=True) for batch in round_] == whole
+
+
+def test_tensors_in_memory_have_a_keyed_order_too() -> None:
+    batches = TensorBatches(torch.arange(22), batch_size=4, shuffle=True)
+    source = resumable(batches, 1, **SMALL)
+    ours = plain([one for (one,) in source.batches(0, 0)])
+    assert sorted(number for batch in ours for number in batch) == list(range(22))
+    assert ours != plain([one for (one,) in resumable(batches, 1).batches(0, 0)])
+    assert [source.indices(0, number) for number in range(6)] == ours
+    assert plain([one for (one,) in source.batches(0, 4)]) == ours[4:]
+
+
+# -- runs ----------------------------------------------------------------------------------------------
+
+MANY = PERMUTED + 3
+
+
+def trained(directory: Path, steps: int, *callbacks: Callback) -> list[Tensor]:
+    """Train on batches of a shuffled epoch of a million samples; return the numbers of the samples in each batch."""
+    seen: list[Tensor] = []
+
+    @on(Callback.on_batch_start)
+    def see(run: Run, batch: tuple[Tensor, ...]) -> None:
+        seen.append(batch[0].clone())
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        result: Tensor = model(batch[0][:2, None].float()).square().mean()
+        return result
+
+    Trainer(
+        nn.Linear(1, 1), lambda parameters: torch.optim.SGD(parameters, 1e-9),
+        TensorBatches(torch.arange(MANY), batch_size=2**18, shuffle=True), loss,
+        max_steps=steps, seed=1, directory=directory, device="cpu", callbacks=[see, *callbacks, Checkpoint("2 steps")],
+        progress=False,
+    ).fit(resume="auto")  # fmt: skip
+    return seen
+
+
+def epoch_of(order: Order) -> list[Tensor]:
+    return [order.at(range(start, min(start + 2**18, MANY))) for start in range(0, MANY, 2**18)]
+
+
+def order_of(epoch: int, *, keyed: bool) -> Order:
+    seed = derive_seed(1, epoch)
+    return KeyedOrder(MANY, seed) if keyed else Permutation(MANY, seeded(seed))
+
+
+def test_a_run_of_an_older_version_keeps_torchs_order_and_a_new_run_its_keyed_order(tmp_path: Path) -> None:
+    @on(Callback.on_save)
+    def as_in_older_versions(run: Run, checkpoint: Any) -> None:
+        del checkpoint.state["permuted"]
+
+    @on(Callback.on_setup)
+    def in_torchs_order(run: Run) -> None:
+        session_of(run).cursor.permuted = maxsize
+
+    expected = {kind: [one for epoch in (0, 1) for one in epoch_of(order_of(epoch, keyed=kind))] for kind in (True, False)}
+    first = trained(tmp_path / "new", 2)
+    assert all(map(torch.equal, first + trained(tmp_path / "new", 8), expected[True]))
+    first = trained(tmp_path / "old", 2, in_torchs_order, as_in_older_versions)
+    second = trained(tmp_path / "old", 4)  # its checkpoint says which order the run has
+    assert all(map(torch.equal, first + second + trained(tmp_path / "old", 8), expected[False]))
