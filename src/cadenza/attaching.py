@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from types import FrameType, TracebackType
@@ -23,7 +23,9 @@ from cadenza.loops.keeping import Kept
 from cadenza.loops.leaving import end_with
 from cadenza.loops.unkept import Unkept, loop_frame
 from cadenza.optim.optimizers import Optimizers
+from cadenza.optim.parameters import distinct_gradients
 from cadenza.run import Run
+from cadenza.status.shown import brief
 from cadenza.trainer import Trainer
 
 BETWEEN: Any = object()  # what the course of an attached loop yields when the next step may begin
@@ -70,12 +72,21 @@ def attach(
             raise TypeError(f"attach(...) takes no {name}=: the loop brings its own data, and decides what a step is.")
     if arguments.get("max_epochs") is not None:
         raise TypeError("attach(...) takes no max_epochs=: the loop has no epochs. Give max_steps=, or leave the loop.")
-    if not isinstance(model, nn.Module):
-        model = nn.ModuleDict(model) if isinstance(model, Mapping) else nn.ModuleList(model)
-    kept = Kept()
-    callbacks = [*arguments.pop("callbacks", ()), kept]
-    trainer = Trainer(model, optimizers, OwnData(), step_fn=_no_step_fn, callbacks=callbacks, **arguments)
+    kept, callbacks = Kept("loop"), arguments.pop("callbacks", ())
+    if isinstance(callbacks, Iterable):  # else the trainer says what is wrong
+        callbacks = [*callbacks, kept]
+    trainer = Trainer(_one_module(model), optimizers, OwnData(), step_fn=_no_step_fn, callbacks=callbacks, **arguments)
     return Loop(trainer, kept, {"resume": resume, "strict": strict, "replay": False, "override": override})
+
+
+def _one_module(model: Any) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, Mapping) and all(isinstance(one, nn.Module) for one in model.values()):
+        return nn.ModuleDict(model)
+    if isinstance(model, Sequence) and all(isinstance(one, nn.Module) for one in model):
+        return nn.ModuleList(model)
+    raise TypeError(f"attach(...): model must be an nn.Module, or a sequence or mapping of them; got {brief(model)}")
 
 
 class Loop:
@@ -97,31 +108,38 @@ class Loop:
         self._rng: RNGState | None = None
         self._frame: FrameType | None = None  # of the loop, until its first `over`
         self._unkept: Unkept | None = None
+        self._first = 0  # the number of steps with which this run began
 
     def __repr__(self) -> str:
-        return f"<Loop: {'not begun' if self._course is None else self.run!r}>"
+        return f"<Loop: {'not begun' if self._course is None else repr(self.run)}>"
 
     def __enter__(self) -> Self:
         """Begin the run, or restore it. Every rank must call this."""
+        self._check_not_begun()
         self._course = self.trainer._course(**self._arguments, hand=Attached)
         self._advance()
         if self.run.progress.step:
             self._rng = RNGState.capture()  # the loop may draw random numbers until its first step
+        self._first = self.run.progress.step
         if session_of(self.run).savers:
             self._frame = loop_frame(sys._getframe(1))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._frame = self._unkept = None
+        if error is None:
+            self._look_for_updates()
         if error is not None and self._at is not OVER:
             self._fail(error)
         elif self._at is not OVER:
-            self.run.stop("the loop was left")
-            self._restore_rng()
+            if not self.run.progress.finished:
+                self.run.stop("the loop was left")
+            self._take_up()
             self._advance(OVER)
 
     def resuming(self, resume: bool | str | PathLike[str]) -> Self:
         """Set `resume`, before the run begins; return the loop."""
+        self._check_not_begun()
         self._arguments = {**self._arguments, "resume": resume}
         return self
 
@@ -139,23 +157,18 @@ class Loop:
                 functions ``(save, restore)``. States are plain values and tensors, nested in lists, tuples and mappings.
 
         Raises:
-            TypeError: `held` has no state.
+            TypeError: `held` has no state, or `name` is not a string.
+            StateError: A checkpoint of this run cannot hold the state.
             ValueError: The name is in use.
         """
-        self._kept.keep(name, held)
+        self._kept.keep(name, held, check=self._at is not OVER and bool(session_of(self.run).savers))
 
     def over(self) -> bool:
         """Return whether the run is over: at a limit, or because a stop was requested. Every rank must call this.
 
         If the last step is complete, its record is delivered and checkpoints are saved. If the run is over, it ends here.
         """
-        self._check_outside("over")
-        if self._at is AFTER:
-            self._advance()
-        self._restore_rng()
-        if self._frame is not None or self._unkept is not None:
-            self._look_for_unkept()
-        return self._at is OVER
+        return self._is_over("over")
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -164,8 +177,12 @@ class Loop:
         Raises:
             RuntimeError: The run is over.
         """
-        if self.over():
-            raise RuntimeError("the run is over, so no step follows. Ask `while not loop.over():` before each step.")
+        if self._is_over("step"):
+            outcome = self.run.outcome
+            raise RuntimeError(
+                f"the run is over ({outcome and f'{outcome.kind}: {outcome.reason}'}), so no step follows. Ask "
+                "`while not loop.over():` before each step."
+            )
         self._advance()
         try:
             yield
@@ -228,11 +245,21 @@ class Loop:
             self._at = OVER
             end_with(self._course, error)
 
-    def _restore_rng(self) -> None:
+    def _is_over(self, verb: str) -> bool:
+        self._check_outside(verb)
+        if self._at is AFTER:
+            self._advance()
+        self._take_up()
+        if self._frame is not None or self._unkept is not None:
+            self._look_for_unkept()
+        return self._at is OVER
+
+    def _take_up(self) -> None:
+        """Before the first step of a run that continues, restore the random numbers, and compare the kept states."""
         if self._rng is not None:
             self._rng.restore()
             self._rng = None
-            self._kept.warn_of_missing(self.run, "loop.keep")
+            self._kept.compare(self.run, strict=self._arguments["strict"])
 
     def _look_for_unkept(self) -> None:
         """Warn of what moves in the first steps and is not kept."""
@@ -241,9 +268,20 @@ class Loop:
         elif self._unkept is not None:
             self._unkept = self._unkept.after_step()
 
+    def _look_for_updates(self) -> None:
+        hand = session_of(self.run).by_hand
+        if isinstance(hand, Attached) and not hand.updates and self.run.progress.step > self._first:
+            self.run.warn("no step of this loop called loop.update(...), so the weights did not change")
+
     @property
     def _between_steps(self) -> bool:
         return any(self._at is one for one in (BETWEEN, AFTER, OVER))  # not by ==: inside of a batch it is the batch
+
+    def _check_not_begun(self) -> None:
+        if self._course is not None:
+            raise RuntimeError(
+                "a loop of attach(...) runs once, and this one has begun. Call attach(...) again for another run."
+            )
 
     def _check_outside(self, verb: str) -> None:
         if self._course is None:
@@ -259,18 +297,32 @@ class Loop:
 class Attached(ByHand):
     """The verbs of an attached loop: each call takes effect at once."""
 
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.updates: int = 0
+        """How often the loop has updated weights."""
+
     def backward(self, loss: Any) -> None:
         step = self.session.step
         if step.skipping:
             return
-        step.outputs.take(loss)
+        step.outputs.take(loss, "loop.backward(...) expects")
         with self.session.precision.disabled():
             updating.backward(self.session, step.outputs)
         step.window.losses.append(step.outputs["loss"].detach())
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        if not self.session.step.skipping:
-            super().update(optimizers)
+        session = self.session
+        if session.step.skipping:
+            return
+        self.updates += 1
+        without = self.updates == 1 and not session.step.window.losses and not session.driver.reduces
+        if without and not distinct_gradients(session.optimizers):
+            session.warn(
+                f"loop.update(...) in step {session.progress.step + 1} found no gradients, so the weights do not change. Call "
+                "loop.backward(loss) before"
+            )
+        super().update(optimizers)
 
 
 def own_step(session: Session) -> Generator[Any, Any, bool]:
@@ -305,12 +357,12 @@ Attached.own_step = staticmethod(own_step)
 
 
 class OwnData:
-    """Stands for the data that an attached loop brings itself: a loader without batches, and with no position to save."""
+    """Stands for the data that an attached loop brings itself: a loader that is never read, and with no position to save."""
 
     has_epochs = False
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(())
+        raise RuntimeError(_ITS_OWN_STEPS)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the loop keeps what it needs."""
@@ -324,4 +376,7 @@ class OwnData:
 
 
 def _no_step_fn(run: Run, batch: Any) -> NoReturn:
-    raise RuntimeError("a run of cadenza.attach(...) has no step_fn: the loop does its steps.")
+    raise RuntimeError(_ITS_OWN_STEPS)
+
+
+_ITS_OWN_STEPS = "the trainer of cadenza.attach(...) has no data: the loop does its steps. Write `with attach(...) as loop:`."

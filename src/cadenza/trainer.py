@@ -225,6 +225,10 @@ class Trainer(Fitting):
         The arguments and the errors are those of `fit`. The run begins with the first step. If it ends because the loop is left
         with ``break``, an error of a hook at its end is raised inside of ``with trainer.steps() as steps:`` alone.
 
+        Raises:
+            TypeError: The trainer has a ``step_fn``.
+            RuntimeError: At the first step: another run of this trainer is not over.
+
         >>> from cadenza.testing import tiny_trainer
         >>> trainer = tiny_trainer(epochs=1, accumulate=2)
         >>> for step in trainer.steps():
@@ -233,8 +237,10 @@ class Trainer(Fitting):
         >>> trainer.run.outcome.kind
         'finished'
         """
+        if self.step_fn is not None:
+            raise TypeError("trainer.steps() takes no step_fn=: the loop does what a step_fn does. Remove it, or call fit().")
         course = self._course(resume, strict=strict, replay=replay, override=override, hand=InWindow)
-        return Steps(course, lambda: self.run, self.callbacks)
+        return Steps(course, lambda: self.run, self.callbacks, strict=strict)
 
     def start(
         self,

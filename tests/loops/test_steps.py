@@ -296,14 +296,13 @@ def test_after_break_an_error_of_a_hook_is_raised_inside_with_and_printed_in_a_f
         broken_inside_with(fails_at_its_end())
 
 
-def test_the_run_goes_on_while_a_name_refers_to_the_steps() -> None:
+def test_break_ends_the_run_though_a_name_refers_to_the_steps() -> None:
     one = trainer()
     steps = one.steps()
     for _ in steps:
         break
-    assert one.run.outcome is None
-    del steps
     assert one.run.outcome is not None
+    assert list(steps) == []
 
 
 def test_of_two_loops_that_take_turns_each_ends_its_own_run() -> None:

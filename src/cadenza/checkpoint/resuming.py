@@ -49,8 +49,8 @@ def chosen(
 def _given(directory: RecordedRun | None, resume: str) -> RecordedRun:
     if directory is None:
         raise ValueError(
-            f"fit(resume={resume!r}) looks for checkpoints in the directory of the run, and the trainer has none. Give "
-            "Trainer(directory=...), or call fit() without resume= to start a new run."
+            f"resume={resume!r} looks for checkpoints in the directory of the run, and the run has none. Give directory=..., "
+            "or leave out resume= to start a new run."
         )
     return directory
 

@@ -10,8 +10,10 @@ from torch.optim import Optimizer
 from cadenza.engine import updating
 from cadenza.engine.session import Session
 from cadenza.errors import LossError
-from cadenza.optim.parameters import parameters_of
+from cadenza.optim.parameters import distinct_gradients, parameters_of
+from cadenza.status.counting import counted
 from cadenza.status.outputs import Outputs
+from cadenza.status.shown import brief
 
 
 class ByHand:
@@ -31,12 +33,21 @@ class ByHand:
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """See `Run.update`."""
         session = self.session
+        for one in optimizers:
+            if not any(one is known for known in session.optimizers):
+                raise ValueError(
+                    f"update(...) expected optimizers of the run; got {brief(one)}, which no checkpoint would hold. Give all "
+                    "optimizers to Trainer(...) or attach(...); pass several as update(first, second)."
+                )
         optimizers = optimizers or session.optimizers
         if session.driver.reduces:  # the user's own module is called: with DDP its backward pass reduces nothing
             held = {id(parameter) for parameter in parameters_of(optimizers)}
             session.driver.average_gradients([one for one in session.module.parameters() if id(one) in held])
         with session.precision.disabled():
             updating.update(session, optimizers)
+
+    def check_without_backward(self) -> None:
+        """Report a step in which this rank had no backward pass, if that is a mistake."""
 
 
 class InWindow(ByHand):
@@ -45,16 +56,23 @@ class InWindow(ByHand):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._done = -1  # the batch that had its backward pass, counted in the run
+        self._has_warned = False  # of a step without a backward pass
+        self._has_warned_of_skipped = False
 
     def backward(self, loss: Any) -> None:
         session, step = self.session, self.session.step
+        if step.counted:
+            raise LossError(
+                "step.backward(loss) must be called inside of `for batch in step:`, before the next batch is taken and before "
+                "step.update()."
+            )
         if self._done == session.progress.batch:
             raise LossError(
                 "step.backward(...) was called twice for one batch. Add the losses and call it once. For a step with several "
                 "losses or optimizers, use cadenza.attach(...) or step_fn=."
             )
         self._done = session.progress.batch
-        step.outputs.take(loss)
+        step.outputs.take(loss, "step.backward(...) expects")
         if step.skipping:
             return
         with session.precision.disabled():
@@ -68,3 +86,25 @@ class InWindow(ByHand):
             )
         with self.session.precision.disabled():
             updating.finish_window(self.session)
+
+    def check_without_backward(self) -> None:
+        if distinct_gradients(self.session.optimizers):
+            raise LossError(
+                "there are gradients, but no batch of this step had step.backward(loss), so they would never be used. Call "
+                "step.backward(loss) instead of loss.backward()."
+            )
+        if self._done < 0 and not self._has_warned and not self.session.step.skipping:
+            self._has_warned = True
+            self.session.warn(
+                f"step {self.session.progress.step + 1} had no step.backward(...), so the weights did not change. Call "
+                "step.backward(loss) for each batch"
+            )
+
+    def warn_of_skipped(self, batches: int) -> None:
+        """Warn, once, that an update skipped batches."""
+        if not self._has_warned_of_skipped:
+            self._has_warned_of_skipped = True
+            self.session.warn(
+                f"step.update() skipped {counted(batches, 'batch')} of step {self.session.progress.step + 1}, which the loop "
+                "had not taken. Call it after `for batch in step:`, or not at all: the update is done at the end of the step"
+            )

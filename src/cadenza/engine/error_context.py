@@ -70,7 +70,7 @@ class _Trace:
         self.evaluation: Any = None
         self.number: int | None = None
         """The batch of the running evaluation, from 1."""
-        self.models_own_loss = isinstance(inspect.unwrap(session.compute), ModelsOwnLoss)
+        self.models_own_loss = isinstance(inspect.unwrap(session.compute), ModelsOwnLoss) and not session.own_loop
         """Whether the trainer has no ``compute_loss``."""
         self.scene = Scene(session.device)
         self.modules: list[nn.Module] = []
@@ -85,7 +85,9 @@ class _Trace:
             self.scene, self.modules = Scene(self.session.device), []
         elif room in ("cadenza.engine.loop", "cadenza.engine.updating") and function in _IN_LOOP:
             self.function, self.what = function, _IN_LOOP[function]
-            if function == "train_batch" and self.session.step_fn is not None:
+            if function == "train_batch" and self.session.own_loop:
+                self.what = "the loop"
+            elif function == "train_batch" and self.session.step_fn is not None:
                 self.what = "step_fn"
             self.scene = Scene(self.session.device, batch=held.get("batch") if function == "fetch" else self.session.step.batch)
         elif room in _IN_EVALUATION:
@@ -98,6 +100,8 @@ class _Trace:
         elif room == "cadenza.engine.outputs" and function == "checked_loss":
             own = "the model" if self.models_own_loss else "compute_loss"
             self.what = f"the loss that {own if self.session.step_fn is None else 'step_fn'} returned"
+            if self.session.own_loop:
+                self.what = "the loss given to backward(...)"
         if isinstance(module := held.get("self"), nn.Module):
             self.modules.append(module)
 
@@ -132,7 +136,7 @@ class _Trace:
     def lines(self) -> list[str]:
         """Return the lines of the note; an empty list if nothing is known."""
         self.scene.module, named = _innermost(self.session.module, self.modules)
-        if named and self.what in ("compute_loss", "compute", "step_fn", ""):
+        if named and self.what in ("compute_loss", "compute", "step_fn", "the loop", ""):
             self.what = f"the forward pass of {named}"
         lines = [f"{self.what}{self._when()}"] if self.what else []
         if self.function and self.what:

@@ -83,7 +83,7 @@ class Fits(threading.local):
         self.under_way: list[Session] = []
 
     def leave(self, session: Session) -> None:
-        """Note that a run is over. Loops of the user's own may take turns, and one may end in another thread."""
+        """Remove a run that is over. Two loops of a thread may take turns, so it need not be the innermost."""
         self.under_way = [one for one in self.under_way if one is not session]
 
 

@@ -39,6 +39,8 @@ def finish_window(session: Session) -> None:
     if window.applied:
         return
     window.applied = True
+    if session.by_hand is not None and not window.losses:
+        session.by_hand.check_without_backward()
     if session.own_loop and session.sync.several:
         counted = complete_by_hand(session)
     else:

@@ -17,6 +17,7 @@ from cadenza.engine import loop, rank_checks
 from cadenza.engine.arguments import check_not_empty, check_resume, given_by
 from cadenza.engine.by_hand import ByHand
 from cadenza.engine.course import Beginning
+from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.monitor_checks import monitors_in
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
@@ -44,7 +45,10 @@ class Fitting(Recipe):
     def run(self) -> Run:
         """The run that began last."""
         if self._run is None:
-            raise AttributeError("trainer.run is the run that began last, and none has begun. Call fit(...) or steps(...).")
+            raise AttributeError(
+                "trainer.run is the run that began last, and none has begun. Call fit(...), begin the loop over "
+                "steps(...), or enter `with attach(...) as loop:`."
+            )
         return self._run
 
     def _course(
@@ -83,6 +87,8 @@ class Fitting(Recipe):
         replay: bool,
         hand: type[ByHand] | None,
     ) -> Generator[Any, Any, None]:
+        if any(one.run is self._run for one in FITS.under_way):
+            raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
         with ExitStack() as ending:
             files = self._opened_files(ending, resume=bool(resume))
             session, start, over = self._new_fit(files, resume, replay, given, own_loop=hand is not None)

@@ -74,7 +74,7 @@ class Step:
                 ``weight``.
 
         Raises:
-            LossError: It is not a tensor of shape () that has a gradient; or the batch has had its backward pass.
+            LossError: It is not a tensor of shape () that has a gradient; or the batch has had its backward pass, or is over.
             RuntimeError: The step is over.
         """
         session = self._session
@@ -85,15 +85,20 @@ class Step:
     def update(self) -> None:
         """Update the weights now; else this is done at the end of the step. Every rank must call this.
 
-        Batches of the step that were not taken are skipped.
+        Batches of the step that were not taken are skipped, with a warning the first time.
 
         Raises:
             RuntimeError: The step is over.
         """
-        if self._session.step.owner is not self:
+        session = self._session
+        if session.step.owner is not self:
             raise RuntimeError(_OVER)
+        seen = session.step.window.seen
         self.leave()
-        self._session.by_hand.update(())  # type: ignore[union-attr]  # a run that has begun has it
+        hand: Any = session.by_hand
+        if (skipped := session.step.window.seen - seen) > 0:
+            hand.warn_of_skipped(skipped)
+        hand.update(())
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context of the forward pass, in the precision of the run; in fp32 it does nothing."""
@@ -128,8 +133,10 @@ class Steps:
     `LoopError` that names the line. Inside ``with trainer.steps() as steps:`` they always receive the error itself.
     """
 
-    def __init__(self, course: Generator[Any, None, None], began: Callable[[], Run], callbacks: list[BaseCallback]) -> None:
-        self._course, self._began, self._callbacks = course, began, callbacks
+    def __init__(
+        self, course: Generator[Any, None, None], began: Callable[[], Run], callbacks: list[BaseCallback], *, strict: bool
+    ) -> None:
+        self._course, self._began, self._callbacks, self._strict = course, began, callbacks, strict
         self._kept: Kept | None = None
         self._unkept: Unkept | None = None
         self._step: Step | None = None
@@ -156,7 +163,7 @@ class Steps:
         try:
             next(self._course)
         except BaseException:
-            self._over, self._frames, self._unkept = True, (), None
+            self._end()
             raise
         session = self._begin(frame) if self._step is None else self._step._session
         if self._unkept is not None:
@@ -166,8 +173,8 @@ class Steps:
 
     def _begin(self, frame: FrameType) -> Session:
         session = session_of(self._began())
-        if self._kept is not None:
-            self._kept.warn_of_missing(session.run, "steps.keep")
+        if self._kept is not None and session.progress.step:
+            self._kept.compare(session.run, strict=self._strict)
         if session.savers:
             held = self._kept.held if self._kept is not None else []
             self._unkept = Unkept(loop_frame(frame), session, held, loop=self)
@@ -201,7 +208,7 @@ class Steps:
         if self._step is not None or self._over:
             raise RuntimeError("steps.keep(...) must be called before the loop: the checkpoint is restored at its first step.")
         if self._kept is None:  # that of an earlier loop holds other objects
-            self._kept = Kept()
+            self._kept = Kept("steps")
             self._callbacks[:] = [*(one for one in self._callbacks if not isinstance(one, Kept)), self._kept]
         self._kept.keep(name, held)
 
@@ -229,16 +236,25 @@ class Steps:
         over, self._over, self._frames, self._unkept = self._over, True, (), None
         if over or self._step is None:
             return
-        if error is None:
-            self._stop(self._step)
-            return
-        end_with(self._course, error)
+        try:
+            if error is None:
+                self._stop(self._step)
+            else:
+                end_with(self._course, error)
+        finally:
+            self._end()
 
     def _stop(self, step: Step) -> None:
         step.leave()
         step.run.stop("the loop was left")
         for _ in self._course:  # ranks that have not left complete their step
             session_of(step.run).step.left = True
+
+    def _end(self) -> None:
+        """Note that the run is over, and so its last step."""
+        self._over, self._frames, self._unkept = True, (), None
+        if self._step is not None:
+            self._step._session.step.owner = None
 
 
 class _Loop:

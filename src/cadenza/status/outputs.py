@@ -30,10 +30,11 @@ class Outputs(dict[str, Any]):
     derived: Mapping[str, Callable[[Run], Any]] = {}
     """Functions of the run by the name of the output that they compute."""
 
-    def take(self, result: object) -> None:
-        """Add what ``compute_loss`` or a model returned.
+    def take(self, result: object, by: str = "compute_loss (or step_fn, or the model) must return") -> None:
+        """Add what ``compute_loss`` or a model returned, or what a loop gave to its backward pass.
 
-        A tensor is the loss. A mapping is taken unchanged. An object with a ``loss`` gives its fields.
+        A tensor is the loss. A mapping is taken unchanged. An object with a ``loss`` gives its fields. `by` begins the message
+        of an error.
 
         Raises:
             LossError: `result` is none of these, or has no loss.
@@ -45,8 +46,7 @@ class Outputs(dict[str, Any]):
         if not super().__contains__("loss"):
             came = f"a mapping with {list(self)}" if isinstance(result, Mapping) else repr(type(result).__name__)
             raise LossError(
-                "compute_loss (or step_fn, or the model) must return the loss as a tensor of shape (), a mapping with the "
-                f"key 'loss', or an object with a .loss; got {came}"
+                f"{by} the loss as a tensor of shape (), a mapping with the key 'loss', or an object with a .loss; got {came}"
             )
 
     def __missing__(self, name: str) -> Any:

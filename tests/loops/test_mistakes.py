@@ -1,0 +1,245 @@
+"""Mistakes in a loop of the user's own are reported when they are made, with what to do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Loop, Trainer, attach
+from cadenza.callbacks import Checkpoint
+from cadenza.errors import CallbackError, CheckpointMismatchError, LossError, StateError
+from cadenza.testing import launch
+
+BATCHES = [torch.ones(4, 2) for _ in range(6)]
+
+
+def trainer(**arguments: Any) -> Trainer:
+    model = nn.Linear(2, 1)
+    arguments = {"max_epochs": 1, "progress": False, **arguments}
+    return Trainer(model, torch.optim.SGD(model.parameters(), 0.1), BATCHES, **arguments)
+
+
+def attached(**arguments: Any) -> Loop:
+    model = nn.Linear(2, 1)
+    arguments = {"max_steps": 2, "progress": False, **arguments}
+    return attach(model, torch.optim.SGD(model.parameters(), 0.1), **arguments)
+
+
+def loss_of(one: Trainer | Loop) -> Tensor:
+    return one.run.model(BATCHES[0]).mean()  # type: ignore[no-any-return]
+
+
+def finish(loop: Loop) -> None:
+    while not loop.over():
+        with loop.step():
+            loop.backward(loss_of(loop))
+            loop.update()
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(one.getMessage() for one in caplog.records)
+
+
+# -- trainer.steps() -----------------------------------------------------------------------------------
+
+
+def test_a_step_without_a_backward_pass_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    one = trainer()
+    for step in one.steps():
+        for _ in step:
+            pass
+    assert warnings_in(caplog).count("had no step.backward(...)") == 1
+
+
+def plain_backward(one: Trainer) -> None:
+    for step in one.steps():
+        for _ in step:
+            loss_of(one).backward()
+
+
+def before_the_batches(one: Trainer) -> None:
+    for step in one.steps():
+        step.backward(loss_of(one))
+
+
+def after_the_batches(one: Trainer) -> None:
+    for step in one.steps():
+        for _ in step:
+            loss = loss_of(one)
+        step.backward(loss)
+
+
+def a_number(one: Trainer) -> None:
+    for step in one.steps():
+        for _ in step:
+            step.backward(1.0)
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        (plain_backward, r"Call step\.backward\(loss\) instead of loss\.backward\(\)"),
+        (before_the_batches, "must be called inside of `for batch in step:`"),
+        (after_the_batches, "must be called inside of `for batch in step:`"),
+        (a_number, r"step\.backward\(\.\.\.\) expects the loss .*got 'float'"),
+    ],
+)
+def test_a_misplaced_backward_pass_is_an_error_in_the_first_step(loop: Callable[[Trainer], None], message: str) -> None:
+    one = trainer()
+    with pytest.raises(LossError, match=message) as caught:
+        loop(one)
+    assert one.run.progress.step == 0
+    assert "compute_loss" not in "".join(caught.value.__notes__ if hasattr(caught.value, "__notes__") else ())
+
+
+def test_an_update_that_skips_batches_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    one = trainer(accumulate=3)
+    for step in one.steps():
+        for _ in step:
+            step.backward(loss_of(one))
+            step.update()
+    assert warnings_in(caplog).count("step.update() skipped 2 batches of step 1") == 1
+
+
+def test_the_last_step_is_over_when_the_run_is() -> None:
+    one = trainer(max_steps=1)
+    for step in one.steps():
+        for _ in step:
+            step.backward(loss_of(one))
+    assert repr(step) == "<Step: over>"
+    for use in (step.update, lambda: step.backward(loss_of(one))):
+        with pytest.raises(RuntimeError, match="this step is over"):
+            use()
+
+
+def test_a_step_fn_is_refused_because_the_loop_does_its_work() -> None:
+    with pytest.raises(TypeError, match="takes no step_fn="):
+        trainer(step_fn=lambda run, batch: None).steps()
+
+
+def test_two_runs_of_one_trainer_at_once_are_refused_and_two_trainers_may_take_turns() -> None:
+    one, other = trainer(), trainer(max_epochs=2)
+
+    def steps_of(given: Trainer) -> Iterator[None]:
+        for step in given.steps():
+            for _ in step:
+                step.backward(loss_of(given))
+            yield
+
+    with pytest.raises(RuntimeError, match="has a run that is not over"):
+        [*zip(one.steps(), one.steps(), strict=True)]
+    turns = [steps_of(trainer()), steps_of(other)]
+    for _ in turns[1]:
+        next(turns[0], None)
+    assert other.run.outcome is not None
+    assert other.run.outcome.kind == "finished"
+
+
+# -- attach --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["model", [nn.Linear(1, 1), 3], {"a": None}, torch.optim.SGD])
+def test_the_model_must_be_a_module_or_several(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, or a sequence or mapping"):
+        attach(model, torch.optim.SGD, max_steps=1)
+
+
+def test_callbacks_must_be_a_list() -> None:
+    with pytest.raises(CallbackError, match="callbacks must be a list"):
+        attached(callbacks=None)
+
+
+def test_a_loop_runs_once() -> None:
+    with attached() as loop:
+        finish(loop)
+    for again in (loop.__enter__, lambda: loop.resuming("auto")):
+        with pytest.raises(RuntimeError, match="runs once"):
+            again()
+    with pytest.raises(RuntimeError, match="the loop does its steps"):
+        attached().trainer.fit()
+
+
+def test_updates_take_the_optimizers_of_the_run() -> None:
+    other = torch.optim.SGD(nn.Linear(2, 1).parameters())
+    with pytest.raises(ValueError, match="expected optimizers of the run"), attached() as loop, loop.step():
+        loop.update(other)
+
+
+def test_steps_without_gradients_or_updates_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with attached() as loop:
+        while not loop.over():
+            with loop.step():
+                loop.update()
+    with attached() as loop:
+        while not loop.over():
+            with loop.step():
+                loop.backward(loss_of(loop))
+    assert warnings_in(caplog).count("found no gradients") == 1
+    assert warnings_in(caplog).count("no step of this loop called loop.update(...)") == 1
+
+
+def test_a_loop_that_does_all_its_steps_has_finished_without_asking_over() -> None:
+    def train() -> str:
+        with attached() as loop:
+            for _ in range(2):
+                with loop.step():
+                    loop.backward(loss_of(loop))
+                    loop.update()
+        assert loop.run.outcome is not None
+        return loop.run.outcome.kind
+
+    assert train() == "finished"
+    assert launch(train) == ["finished", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "error", "message"),
+    [
+        ("env", nn.Linear, TypeError, "expected an object with state_dict"),
+        ("env", random.SystemRandom(), TypeError, "expected an object with state_dict"),
+        (random.Random(), "env", TypeError, "expected a name"),
+        ("env", (lambda: {"a": object()}, print), StateError, r"loop\.keep\('env', \.\.\.\)\.a cannot be saved"),
+        ("env", (lambda: vars(nn)["a"], print), KeyError, "a"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_at_once(name: Any, held: Any, error: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message), attached(callbacks=[Checkpoint("1 step")], directory=tmp_path) as loop:
+        loop.keep(name, held)
+
+
+def continued(directory: Path, steps: int, strict: bool = False, **kept: Any) -> None:
+    callbacks = [Checkpoint("1 step")]
+    with attached(max_steps=steps, directory=directory, callbacks=callbacks, resume="auto", strict=strict) as loop:
+        for name, held in kept.items():
+            loop.keep(name, held)
+        finish(loop)
+
+
+def test_what_is_kept_under_another_name_is_reported_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    continued(tmp_path, 2, env=random.Random(1))
+    with pytest.raises(CheckpointMismatchError, match="which this loop does not keep"):
+        continued(tmp_path, 3, strict=True, world=random.Random(1))
+    continued(tmp_path, 3, world=random.Random(1))
+    assert "the checkpoint holds ['env'], which this loop does not keep" in warnings_in(caplog)
+    assert "this loop keeps ['world'], which the checkpoint does not hold" in warnings_in(caplog)
+
+
+def test_an_error_of_a_restoration_names_what_was_kept(tmp_path: Path) -> None:
+    continued(tmp_path, 2, env=random.Random(1))
+    with pytest.raises(TypeError) as caught:
+        continued(tmp_path, 3, env=torch.Generator())
+    assert "loop.keep('env', ...)" in "".join(caught.value.__notes__)
+
+
+def test_a_legacy_generator_of_numpy_is_kept(tmp_path: Path) -> None:
+    first, second = np.random.RandomState(1), np.random.RandomState(2)
+    continued(tmp_path, 2, dice=first)
+    continued(tmp_path, 3, dice=second)
+    assert first.randn(3).tolist() == second.randn(3).tolist()
