@@ -46,8 +46,8 @@ RANKS: dict[str, str] = {
     "ScheduleValue": _ALIKE,
     "SequenceLength": _ALIKE,
     "SlurmRequeue": "the main process requeues the job when all ranks have saved; it does not communicate.",
-    "StopOnNonFinite": "communicates in each batch: a value that is not finite on one rank drops the batch, or raises, on all "
-    "ranks.",
+    "StopOnNonFinite": "a rank drops its batch alone, and the others learn it with what ranks exchange anyway; all act on it "
+    "at the same step. With FSDP, a `step_fn` or `cadenza.attach` it communicates in each batch, and all ranks drop theirs.",
     "Summary": _MAIN,
     "Swa": "communicates when the BatchNorm statistics are computed again: each rank reads its shard of the data, and all get "
     "the mean. Every rank must call `put_in_place`.",

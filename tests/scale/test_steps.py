@@ -23,6 +23,7 @@ from cadenza.callbacks import (
     Evaluate,
     LearningRate,
     LogTraining,
+    StopOnNonFinite,
     Swa,
     Timer,
 )
@@ -110,6 +111,7 @@ LISTS: dict[str, Callable[[], list[Callback]]] = {
     "checkpoints": lambda: [Checkpoint("100 steps"), JsonLines("rows.jsonl"), Own()],
     "evaluations": lambda: [Evaluate(loader(8), every="100 steps"), EarlyStopping("eval/loss", "min"), Own()],
     "averages": lambda: [Swa("50%"), Ema(), Own()],
+    "checks": lambda: [StopOnNonFinite(gradients=True), Own()],
     "times": lambda: [Timer("50 steps"), LogTraining("50 steps"), Own()],
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, MutableMapping
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 class StopOnNonFinite(Callback, Compared):
     """Drop a batch if its loss is not finite, so that it never reaches the weights; then stop, raise or continue.
+
+    On several ranks with DDP, only the rank with this loss drops its batch. The step is the mean over the other batches, as in
+    one process with gradient accumulation. With FSDP, a ``step_fn``, ``cadenza.attach`` or ``DdpDriver(static_graph=True)``,
+    all ranks drop their batches.
 
     The message names the first other output, the first weight and the first tensor of the batch that is not finite, each with
     its index. The forward pass has already changed the statistics of layers such as BatchNorm: they are restored to their
@@ -60,15 +65,21 @@ class StopOnNonFinite(Callback, Compared):
         self.action = action
         self.gradients: bool = gradients
         self._dropped = False
+        self._alone = self._agrees = False
+        self._found: tuple[str, list[str | None]] | None = None
         self._statistics: list[Tensor] = []
         self._before_batch: list[Tensor] = []
 
     def listeners(self) -> list[Listener]:
+        own = super().listeners()
+        for one in own:
+            one.skips = False  # what it drops needs no exchange of its own
+        own.append(Listener(Callback.on_batch_end, self._tell_of_dropped, inner=True))
         looking = [
             Listener(Callback.on_before_optimizer_step, self._look_at_gradients),
             Listener(Callback.on_after_optimizer_step, self._tell_there_was_no_update),
         ]
-        return [*super().listeners(), *(looking if self.gradients else ())]
+        return [*own, *(looking if self.gradients else ())]
 
     def on_setup(self, run: Run) -> None:
         self._dropped = False
@@ -79,6 +90,14 @@ class StopOnNonFinite(Callback, Compared):
             )
 
     def on_fit_start(self, run: Run) -> None:
+        session, self._found = session_of(run), None
+        several = session.sync.several
+        self._alone = several and run.driver.adds_nothing and session.step_fn is None
+        self._agrees = several and not self._alone
+        if self._alone:
+            session.sync.expect_drops()
+        else:
+            session.hooks.remove(Callback.on_batch_end, self._tell_of_dropped)
         # Not in on_setup, where another callback may replace layers.
         norms = [module for module in run.model.modules() if getattr(module, "running_mean", None) is not None]
         self._statistics = [buffer for module in norms for buffer in module.buffers(recurse=False)]
@@ -91,7 +110,7 @@ class StopOnNonFinite(Callback, Compared):
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = float(checked_loss(outputs["loss"]).detach())
         finite = math.isfinite(loss) or _weighs_nothing(outputs)
-        if not run.driver.any_rank(not finite):  # all ranks drop a batch, or none
+        if not (run.driver.any_rank(not finite) if self._agrees else not finite):
             return
         if self._statistics:
             torch._foreach_copy_(self._statistics, self._before_batch)
@@ -99,12 +118,21 @@ class StopOnNonFinite(Callback, Compared):
         others = {name: value for name, value in outputs.items() if name != "loss"}
         causes = [first_not_finite(tensors_at(others, "outputs")), *_broken_weights(run)]
         causes.append(first_not_finite(tensors_at(run.batch, "batch")))
-        self._act(run, what, f"batch {run.progress.batch + 1}", causes, run.skip_batch)
+        if self._alone:  # all ranks act when they know, which takes the time of the backward pass
+            session_of(run).step.dropped, self._found = True, (what, causes)
+        else:
+            self._act(run, what, f"batch {run.progress.batch + 1}", causes, partial(_skip, run))
+
+    def _tell_of_dropped(self, run: Run, batch: Any, outputs: MutableMapping[str, Any]) -> None:
+        if session_of(run).step.drops:
+            (what, causes), self._found = self._found or ("the loss of another rank is not finite", []), None
+            self._act(run, what, f"batch {run.progress.batch}", causes, partial(decide, run, "batch skipped"))
 
     def _look_at_gradients(self, run: Run) -> None:
         held = [parameter for parameter in parameters_of(session_of(run).step.updating) if parameter.grad is not None]
         finite = all_finite(parameter.grad for parameter in held if parameter.grad is not None)
-        if not run.driver.any_rank(not finite):
+        # Without shards the gradients were reduced, and are the same on all ranks.
+        if not (run.driver.any_rank(not finite) if run.driver.shards else not finite):
             return
         named = {id(parameter): name for name, parameter in run.model.named_parameters()}
 
@@ -136,6 +164,11 @@ class StopOnNonFinite(Callback, Compared):
         drop(what + found)
         if self.action == "stop":
             run.stop(what + found)
+
+
+def _skip(run: Run, reason: str) -> None:
+    decide(run, "batch skipped", reason)
+    session_of(run).step.skip()
 
 
 def _weighs_nothing(outputs: MutableMapping[str, Any]) -> bool:

@@ -53,6 +53,9 @@ class Driver(ABC):
     shards = False
     """Whether each rank holds a shard of every weight."""
 
+    adds_nothing = False
+    """Whether `add_no_gradients` works, so that one rank alone can drop a batch."""
+
     to_device: Callable[[Any], Any]
     """Returns a batch with every tensor in it on the device; raises `DataError` if something cannot be moved."""
 
@@ -120,6 +123,14 @@ class Driver(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank is here. Every rank must call this."""
+
+    def add_no_gradients(self, model: nn.Module, loss: Tensor) -> None:  # noqa: B027  # one process has nothing to do
+        """Do what a backward pass of `loss` does for the other ranks: reduce gradients, without any of this rank.
+
+        Args:
+            model: The prepared model. Its gradients are those of other batches on this rank, and those of the other ranks.
+            loss: The loss of a batch that this rank drops. It may be NaN.
+        """
 
     # -- with a default that fits most drivers -----------------------------------------------------
 

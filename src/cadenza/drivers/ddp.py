@@ -9,11 +9,12 @@ from inspect import signature
 from typing import Any
 from weakref import WeakValueDictionary
 
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.drivers.group import GroupDriver
+from cadenza.drivers.nothing import backward_of_nothing, leaves_of, sparse_in
 
 CommHook = Callable[[Any, Any], Any]
 """A communication hook of DDP: called with its state and a ``GradBucket``; returns a ``torch.futures.Future[Tensor]``."""
@@ -72,6 +73,7 @@ class DdpDriver(GroupDriver):
     ) -> None:
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
         self.find_unused_parameters = find_unused_parameters
+        self.adds_nothing = not static_graph  # which reduces at the end of the first backward pass of the loss
         self._broadcast_buffers, self._comm_hook = broadcast_buffers, _state_and_hook(comm_hook)
         self._given = {
             "static_graph": static_graph,
@@ -126,6 +128,16 @@ class DdpDriver(GroupDriver):
         if isinstance(model, DistributedDataParallel) and not self._given["static_graph"]:
             return model.no_sync()
         return nullcontext()
+
+    def add_no_gradients(self, model: nn.Module, loss: Tensor) -> None:
+        if isinstance(model, DistributedDataParallel):
+            used = leaves_of(loss) if self.find_unused_parameters else None  # it has seen already which ones are not used
+            reduced = [
+                parameter
+                for name, parameter in model.module.named_parameters()
+                if parameter.requires_grad and name not in model.parameters_to_ignore and (used is None or parameter in used)
+            ]
+            backward_of_nothing(reduced, sparse_in(model.module))
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         self.average_gradients(parameters)

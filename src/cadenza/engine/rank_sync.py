@@ -15,6 +15,7 @@ from torch import Tensor
 from cadenza.engine.outputs import count_in
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.engine.token_count import TokenCount
+from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Moment
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters, Progress
@@ -99,6 +100,18 @@ class RankSync:
         if dict.get(outputs, "samples") is not None:
             samples = count_in(outputs, "samples") or 0
         return samples, self.tokens.of(self._step) if self.tokens.asked or dict.get(outputs, "tokens") is not None else 0
+
+    def expect_drops(self) -> None:
+        """Exchange with each batch how many ranks drop theirs alone. Every rank must call this, before the first step."""
+
+    def before_backward(self) -> None:
+        """Exchange whether this rank drops the batch alone. Communicates: every rank must call this, without waiting."""
+
+    def take_no_part(self, loss: Tensor) -> None:
+        """Reduce the gradients of a batch that this rank drops alone: it adds nothing."""
+
+    def check_skip(self, listener: Listener | None) -> None:
+        """Raise `RuntimeError` if `listener` may not skip a batch, as the other ranks do not expect it."""
 
     def agree_on_skip(self, moment: Moment) -> None:
         """Skip the batch on all ranks if a hook of `moment` skips it on one. Communicates: every rank must call this."""

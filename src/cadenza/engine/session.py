@@ -232,6 +232,7 @@ class Session:
         """See `Run.skip_batch`."""
         if not self.step.may_skip:
             raise RuntimeError("run.skip_batch(...) must be called in on_batch_start or on_before_backward; later is too late.")
+        self.sync.check_skip(self.hooks.here().listener)
         self.decide("batch skipped", reason)
         self.step.skip()
 
@@ -354,8 +355,7 @@ class Session:
             self.metrics.deliver(self.run, self.progress.now(), wait=closing)
         self.cursor.at_boundary |= not closing
         if self._after_next_step:
-            self._after_step += self._after_next_step
-            self._after_next_step = []
+            self._after_step, self._after_next_step = self._after_step + self._after_next_step, []
         while self._after_step:
             self.hooks.carry_out([self._after_step.pop(0)], self.run, "after_step")
 

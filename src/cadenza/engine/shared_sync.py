@@ -19,6 +19,7 @@ from cadenza.engine.silence import Silence
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.engine.token_count import TokenCount
 from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.hooks.parts import lengths_in
 from cadenza.optim.parameters import parameters_of
@@ -84,6 +85,7 @@ class SharedSync(RankSync):
         self._boundary: tuple[Counters, Callable[[], Tensor]] | None = None  # what they exchange at the end of a step
         self._late: tuple[Counters, list[float]] | None = None  # sums of which all ranks know that only some have something
         self._held_back: AbstractContextManager[None] | None = None
+        self._drops = False  # a batch is announced when its loss is known, which may be a reason to drop it on this rank
 
     def depends_on(self, units: Collection[str]) -> None:
         self._by_tokens |= "token" in units
@@ -110,7 +112,7 @@ class SharedSync(RankSync):
         step, window, driver = self._step, self._step.window, self._driver
         self.agree_on_skip(Callback.on_batch_start)
         self._count(batch)
-        if not self._announces_late:
+        if not self._announces_late and not self._drops:
             self._announce()
         if self._by_hand and not driver.shards:
             driver.share_buffers(self._model)  # as the wrapper of DDP does, which a step_fn does not call
@@ -135,8 +137,25 @@ class SharedSync(RankSync):
             held_back.__exit__(None, None, None)
 
     def agree_on_skip(self, moment: Moment) -> None:
-        if self._hooks.calls(moment) and self._driver.any_rank(self._step.skipping):
+        if self._hooks.may_skip(moment) and self._driver.any_rank(self._step.skipping):
             self._step.skip()  # else the others would wait for its gradients
+
+    def check_skip(self, listener: Listener | None) -> None:
+        if listener is not None and not self._hooks.skips(listener):
+            raise RuntimeError(
+                f"{listener.owner} has asks = False, so the other ranks do not expect it to skip a batch. Remove asks = False."
+            )
+
+    def expect_drops(self) -> None:
+        self._drops = True
+
+    def before_backward(self) -> None:
+        if self._drops and not self._announces_late and self._announced is None:
+            self._announce()
+
+    def take_no_part(self, loss: Tensor) -> None:
+        if self._held_back is None:
+            self._driver.add_no_gradients(self._model, loss)
 
     def _may_hold_back(self) -> bool:
         """Return whether gradients may be left on each rank until the last batch of the window, by a rule that all ranks share.
@@ -180,7 +199,7 @@ class SharedSync(RankSync):
         may_speak = self._may_speak()
         quiet = 0 if may_speak else self._next_call(asking=False) - progress.step - 2
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
-        flags = [self._samples, self._tokens, self.requests.leave, may_speak, passed_ns]
+        flags = [self._samples, self._tokens, self.requests.leave, may_speak, passed_ns, self._step.dropped]
         self._samples = self._tokens = 0
         self._announced = self._driver.reduce_later(torch.tensor([*flags, *Silence.votes(quiet)]))
 
@@ -188,13 +207,15 @@ class SharedSync(RankSync):
         """Return the samples and the tokens in the announced batches of all ranks."""
         self._collect()
         self._count_outputs()
-        if self._announces_late:
+        if self._announces_late or (self._drops and self._announced is None):
             self._announce()
         if self._announced is None:
             self._leave_sent, self._quiet = False, True
             return 0, 0
-        samples, tokens, leave, may_speak, passed_ns, *votes = self._announced().tolist()
+        samples, tokens, leave, may_speak, passed_ns, drops, *votes = self._announced().tolist()
         self._announced = None
+        self._step.drops = int(drops)
+        self._step.window.left_out += int(drops)
         self._leave_sent, self._quiet = bool(leave), not may_speak
         ranks, progress = self._driver.world_size, self._progress
         if isinstance(progress, SharedProgress):
@@ -290,10 +311,13 @@ class SharedSync(RankSync):
 
     def mean_loss(self) -> Tensor | None:
         own, reduce, window = super().mean_loss(), self._driver.reduce, self._step.last_window
-        if self._driver.world_size == 1 or (own is None and not self._by_hand):
+        uneven = self._by_hand or window.left_out > 0  # ranks may have different numbers of batches
+        if self._driver.world_size == 1 or (own is None and not uneven):
             return own
+        if not self._by_hand and not window.counts(self._driver.world_size):
+            return None
         own = torch.zeros((), device=self._driver.device) if own is None else widened(own)
-        weight = as_number(window.total if window.weights or self._by_hand else 1.0, own.device, own.dtype)
+        weight = as_number(window.total if window.weights or uneven else 1.0, own.device, own.dtype)
         total = reduce(torch.stack([own * weight, weight]), "sum")
         return quotient(total[0], total[1])
 

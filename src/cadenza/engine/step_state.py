@@ -60,8 +60,8 @@ class StepState:
     """The current batch and the batches of the current step. Written by the loop."""
 
     __slots__ = (
-        *("batch", "counted", "derived", "last_window", "left", "left_out", "may_skip", "most", "next_change", "outputs"),
-        *("owner", "run", "skipping", "updated", "updating", "window"),
+        *("batch", "counted", "derived", "dropped", "drops", "last_window", "left", "left_out", "may_skip", "most"),
+        *("next_change", "outputs", "owner", "run", "skipping", "updated", "updating", "window"),
     )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
@@ -82,7 +82,11 @@ class StepState:
         self.derived: dict[str, Callable[[Run], Any]] = {}
         """Functions of the run by the name of the output that they compute; see `Derive`."""
         self.skipping: bool = False
-        """Whether the current batch is dropped."""
+        """Whether the current batch is dropped, on all ranks."""
+        self.dropped: bool = False
+        """Whether this rank alone drops the current batch."""
+        self.drops: int = 0
+        """How many ranks have dropped their current batch alone; 0 until the batch is over."""
         self.may_skip: bool = False
         """Whether the current batch can still be dropped."""
         self.left: bool = False
@@ -96,13 +100,18 @@ class StepState:
         self.left_out: Sequence[Optimizer] = ()
         """The optimizers that skipped their last update for this reason."""
 
+    @property
+    def discarded(self) -> bool:
+        """Whether the current batch is dropped, on all ranks or on this one."""
+        return self.skipping or self.dropped
+
     def begin_batch(self, batch: Any) -> None:
         """Replace the current batch."""
         self.batch, self.counted = batch, False
         self.outputs = outputs = Outputs()
         if self.derived:
             outputs.run, outputs.derived = self.run, self.derived
-        self.skipping, self.may_skip = False, True
+        self.skipping, self.may_skip, self.dropped, self.drops = False, True, False, 0
 
     def skip(self) -> None:
         """Drop the current batch."""

@@ -26,8 +26,16 @@ def backward(session: Session, outputs: Outputs, window: AccumulationWindow | No
     session.sync.agree_on_skip(Callback.on_before_backward)
     if step.skipping:
         return
-    loss = checked_loss(outputs["loss"], session.model)
-    scale = 1.0 if window is None else window.add(loss, dict.get(outputs, "weight"))
+    session.sync.before_backward()
+    if step.dropped and session.own_loop:
+        return
+    loss, weight = checked_loss(outputs["loss"], session.model), dict.get(outputs, "weight")
+    if step.dropped and window is not None:
+        window.leave_out(loss, weight)
+        session.sync.take_no_part(loss)
+        hooks.on_after_backward(run, outputs)  # as on the other ranks, which may communicate there
+        return
+    scale = 1.0 if window is None else window.add(loss, weight)
     if type(scale) is not float or scale:  # 0 times a gradient that is NaN is NaN, so a weight of 0 needs no backward pass
         session.precision.backward(loss, scale)
     hooks.on_after_backward(run, outputs)
@@ -44,9 +52,11 @@ def finish_window(session: Session) -> None:
     if session.own_loop and session.sync.several:
         counted = complete_by_hand(session)
     else:
-        counted = bool(window.losses)
+        counted = window.counts(session.driver.world_size)
         if counted and (window.unreduced or not window.complete):
             complete_gradients(session)
+        elif window.left_out and not counted:
+            drop_gradients(session.optimizers)  # the zeros that ranks have added for batches that none of them counts
     if counted:
         update(session, session.optimizers)
 
@@ -82,7 +92,7 @@ def complete_gradients(session: Session) -> None:
         session.driver.reduce_gradients(session.model.parameters())
     gradients = distinct_gradients(session.optimizers)
     if gradients and not window.complete:
-        torch._foreach_mul_(gradients, window.correction())
+        torch._foreach_mul_(gradients, window.correction(session.driver.world_size))
 
 
 def update(session: Session, optimizers: Sequence[Optimizer]) -> None:

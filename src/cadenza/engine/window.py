@@ -20,8 +20,8 @@ class AccumulationWindow:
     """
 
     __slots__ = (
-        *("_by_hand", "_first_weight", "_mean_over_ranks", "_scale", "applied", "losses", "seen", "size", "unreduced"),
-        "weights",
+        *("_by_hand", "_first_weight", "_mean_over_ranks", "_scale", "_taken", "applied", "left_out", "losses", "seen"),
+        *("size", "unreduced", "weights"),
     )
 
     def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None, *, by_hand: bool = False) -> None:
@@ -41,6 +41,9 @@ class AccumulationWindow:
         self.unreduced: bool = False
         self.applied: bool = False
         """Whether the weights were updated already."""
+        self.left_out: int = 0
+        """Batches that do not count, over all ranks: each was left out by one rank alone."""
+        self._taken = 0  # batches of this rank: those that count, and those that it left out
         self.losses: list[Tensor] = []
         self.weights: list[float | Tensor] = []
         self._first_weight: float | Tensor | None = None
@@ -48,7 +51,7 @@ class AccumulationWindow:
     def resume(self, losses: list[Tensor]) -> None:
         """Continue after the batches with these losses, which a checkpoint has counted."""
         self.clear()
-        self.losses, self.seen = losses, len(losses)
+        self.losses, self.seen, self._taken = losses, len(losses), len(losses)
 
     def add(self, loss: Tensor, weight: float | Tensor | None) -> float | Tensor:
         """Add a batch and return its loss scale. The loss is stored without its graph, which would keep activations alive.
@@ -59,6 +62,7 @@ class AccumulationWindow:
         if self.losses and (weight is None) != (self._first_weight is None):
             raise LossError("either all batches of a step report outputs['weight'], or none does")
         self.losses.append(loss.detach())
+        self._taken += 1
         if weight is None:
             return self._scale
         if not isinstance(weight, Tensor) or weight.is_cpu:  # all numbers on the host are treated alike
@@ -70,18 +74,31 @@ class AccumulationWindow:
         self.weights.append(weight)
         return weight / (self._first_weight * self.size)
 
+    def leave_out(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Leave out a batch on this rank, which takes part in the exchanges of the others as if its weight were 0."""
+        if weight is None:
+            self._taken += 1
+        else:
+            self.add(loss, 0.0)
+
+    def counts(self, ranks: int = 1) -> bool:
+        """Return whether a batch of any rank counts."""
+        return self.left_out < self._taken * ranks if self.left_out else bool(self.losses)
+
     @property
     def complete(self) -> bool:
         """Whether the gradients need no correction."""
-        return len(self.losses) == self.size and self._first_weight is None
+        return len(self.losses) == self.size and self._first_weight is None and not self.left_out
 
     @property
     def total(self) -> float | Tensor:
         """The weights of the batches of this rank, or their number if they have none."""
         return sum(self.weights) if self.weights else len(self.losses)
 
-    def correction(self) -> float | Tensor:
+    def correction(self, ranks: int = 1) -> float | Tensor:
         """Return the factor by which the gradients of an incomplete or weighted window must be multiplied."""
+        if self._first_weight is None and self.left_out:
+            return self.size * ranks / (self._taken * ranks - self.left_out)
         if self._first_weight is None:
             return self.size / len(self.losses)
         total = self._mean(sum(self.weights), self.losses[0])

@@ -175,15 +175,21 @@ class Hooks(Callback):
         following = math.inf
         for moment in _LATE if asking else _IN_STEPS:
             for listener in self.by_moment.get(moment) or ():
-                asks = self.callbacks[listener.owner].asks if listener.asks is None else listener.asks
-                if asks or not asking:
+                if not asking or self._asks(listener):
                     own = listener.next_step or (listener.timer.next_step(at, accumulate) if listener.timer else 0)
                     following = min(following, own)
         return following
 
-    def calls(self, moment: Moment) -> bool:
-        """Return whether `moment` calls a listener in the current step. The answer is the same on all ranks."""
-        return moment in self._calls and bool(self._calls[moment].listeners)
+    def may_skip(self, moment: Moment) -> bool:
+        """Return whether `moment` calls a listener in the current step that may skip the batch. It is the same on all ranks."""
+        return moment in self._calls and any(self.skips(one) for one in self._calls[moment].listeners)
+
+    def skips(self, listener: Listener) -> bool:
+        """Return whether a listener may skip a batch."""
+        return self._asks(listener) if listener.skips is None else listener.skips
+
+    def _asks(self, listener: Listener) -> bool:
+        return self.callbacks[listener.owner].asks if listener.asks is None else listener.asks
 
     def remove(self, moment: Moment, function: Callable[..., Any]) -> None:
         """Call a function at a moment no more in this run: it has nothing to do there. Every rank must call this."""

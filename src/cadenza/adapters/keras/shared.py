@@ -128,7 +128,7 @@ class KerasRun:
         self.seen += 1
         step = self.session.step
         if outputs:
-            skips, means = step.skipping, self.skipped if step.skipping else self.means
+            skips, means = step.discarded, self.skipped if step.discarded else self.means
             # the window has the loss without its graph, but not that of a skipped batch
             own = dict(outputs) if skips else {**outputs, "loss": step.window.losses[-1]}
             means.add(own, batch, self.session.cursor.source.samples)

@@ -94,7 +94,7 @@ def batch_end(adapter: Any, hook: Hook) -> Callable[..., None]:
             window, (_, size) = step.last_window, owed
         outputs = dict(step.outputs)
         if "loss" in outputs:  # the window has it without its graph
-            loss = outputs["loss"].detach() if step.skipping else window.losses[-1]
+            loss = outputs["loss"].detach() if step.discarded else window.losses[-1]
             outputs["loss"] = loss / size if size > 1 else loss
         hook(trainer, adapter.module, outputs, step.batch, done - 1)
 

@@ -201,7 +201,7 @@ def _warn(doubts: list[str], run: Run) -> None:
 
 def _track(callback: AcceleratedCallback, run: Run, batch: Any, outputs: Mapping[str, Any]) -> None:
     adapted = AdaptedRun.of(run)
-    if callback is adapted.first and not adapted.session.step.skipping and "loss" in outputs and unwinding(run) is None:
+    if callback is adapted.first and not adapted.session.step.discarded and "loss" in outputs and unwinding(run) is None:
         output = as_batch_output(outputs, batch)
         adapted.trainer._update_loss_tracker(output["loss"], output["batch_size"])
 
