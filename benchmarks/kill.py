@@ -189,7 +189,7 @@ def _last_checkpoint(directory: Path) -> dict[str, Any]:
     state["rows"].pop("times")
     state["history"] = _without_clocks(state["history"])
     if not state["progress"]["batch_in_epoch"]:
-        for one in (state, *state["ranks"]):
+        for one in (state, *state.get("ranks", ())):
             one.pop("loader")  # the next epoch does not start from it; a run that had only its end left did not open the loader
     values = {name: entry["best"] for name, entry in best.get("best", {}).items()}
     return {"model": loaded.model, "state": state, "best": values}

@@ -12,6 +12,7 @@ import pytest
 from cadenza.checkpoint import attempts
 from cadenza.checkpoint.attempts import Attempts, Save
 from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.drivers.agreeing import Meeting
 from cadenza.status.progress import Counters
 from tests.checkpoint.store.contents import content
 from tests.waiting import until
@@ -145,25 +146,26 @@ def test_if_ranks_write_together_all_of_them_stop_when_one_stops(tmp_path: Path,
         told.append(value)
         return [value, (stopped == "other", True)]
 
-    writing = attempted(Store(tmp_path, "r1"), gather=gather)
+    writing = attempted(Store(tmp_path, "r1"), meeting=Meeting(0, 2, gather, lambda value: value))
     if stopped == "this":
         writing._stopped.set()
-    assert writing._stopped_within(0.5) is True
+    assert writing._stopped_within(0.5, together=True) is True
     assert told == [(stopped == "this", False)]
 
 
 def test_ranks_that_write_together_wait_until_the_pause_of_all_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "_SLICE_S", 0.01)
     others, begin = iter([False] * 9 + [True] * 99), time.monotonic()
-    writing = attempted(Store(tmp_path, "r1"), gather=lambda value: [value, (False, next(others))])
-    assert writing._stopped_within(0.03) is False
+    meeting = Meeting(0, 2, lambda value: [value, (False, next(others))], lambda value: value)
+    writing = attempted(Store(tmp_path, "r1"), meeting=meeting)
+    assert writing._stopped_within(0.03, together=True) is False
     assert time.monotonic() - begin >= 0.03
     assert next(others) is True
 
     def gone(value: Any) -> list[Any]:
         raise RuntimeError("a rank is gone")
 
-    assert attempted(Store(tmp_path, "r1"), gather=gone)._stopped_within(0.0) is True
+    assert attempted(Store(tmp_path, "r1"), meeting=Meeting(0, 2, gone, gone))._stopped_within(0.0, together=True) is True
 
 
 # content(step).nbytes is 36: the assumed rate below makes a write take 36 s

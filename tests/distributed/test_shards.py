@@ -17,10 +17,12 @@ from cadenza import Run, Trainer, export_weights, load_weights
 from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Content, Store
 from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.shards import Shard
+from cadenza.checkpoint.store.layout import Listed
+from cadenza.checkpoint.store.shards import Shard, Stored
 from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.commands.main import main as cadenza
 from cadenza.drivers import DdpDriver, Driver, SingleDriver
+from cadenza.drivers.agreeing import ALONE
 from cadenza.drivers.sharding import all_laid_out, optimizer_laid_out
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
 from cadenza.hooks.dispatch import hooks_of
@@ -64,6 +66,7 @@ def test_a_run_continues_to_the_same_bits_on_as_many_ranks_with_dropout_and_adam
     assert [name for name in files if "-of-" in name] == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
+        "rank-00002-of-00002.safetensors",
         "state-00001-of-00002.safetensors",
         "state-00002-of-00002.safetensors",
     ]
@@ -89,7 +92,7 @@ def passed_on(driver: Driver, source: Path, target: Path) -> tuple[Tensors, int]
     facts = {"step": 1, "exact": True, "reason": "passed on", "weights_only": False}
     content = Content.of(model.state_dict(), {"optimizers": [optimizer.state_dict()]}, facts)
     if driver.shards:
-        Store(target).write_together(content, driver.rank, driver.aside())
+        Store(target).write_together(content, driver.aside())
     elif driver.is_main:
         Store(target).write(content)
     driver.barrier()
@@ -250,16 +253,16 @@ def test_any_part_of_a_stored_tensor_is_read_and_one_that_is_not_whole_is_an_err
     store = Store(f"memory://{tmp_path.name}" if remote else tmp_path)
     numbers = torch.arange(20.0).reshape(5, 4)
     facts = {"step": 1, "exact": True, "reason": "a test", "weights_only": False, "finite": True}
-    content = Content(
-        {}, {}, {}, facts, {"a": Shard(numbers, (5, 4), (0, 0)), "half": Shard(numbers[:2].clone(), (5, 4), (0, 0))}
-    )
-    saved = store.write_together(content, 0, lambda value: [value])
-    model = store.read(saved, lazily=True).model
+    content = Content({}, {}, {}, facts, {"a": Shard(numbers, (5, 4), (0, 0))})
+    model = store.read(store.write_together(content, ALONE), lazily=True).model
     assert torch.equal(model["a"].read(), numbers)
     assert torch.equal(model["a"].read((slice(1, 4), slice(2, 3))), numbers[1:4, 2:3])
-    assert torch.equal(model["half"].read((slice(0, 2), slice(0, 4))), numbers[:2])
-    with pytest.raises(CheckpointFormatError, match="the parts of 'half' hold 8 of 20 numbers"):
-        model["half"].read()
+    half = Stored(
+        store.files, "a", (10, 4), torch.float32, Listed((*model["a"].parts.overlapping((slice(0, 5), slice(0, 4))),))
+    )
+    assert torch.equal(half.read((slice(0, 5), slice(0, 4))), numbers)
+    with pytest.raises(CheckpointFormatError, match="the parts of 'a' hold 20 of 40 numbers"):
+        half.read()
 
 
 def test_a_checkpoint_of_one_process_keeps_the_format_that_older_versions_read(tmp_path: Path) -> None:

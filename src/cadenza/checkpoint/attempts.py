@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cadenza.checkpoint.frozen import LEFT_OUT
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.content import JoinedFiles
-from cadenza.drivers.agreeing import Gather
+from cadenza.drivers.agreeing import ALONE, Meeting
 from cadenza.status.progress import Counters
 
 PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -31,6 +31,8 @@ class Save:
 
     content: Content
     at: Counters
+    together: bool = False
+    """Whether all ranks write."""
     signalled_at: float | None = None
     """The time by `time.monotonic` of the signal that ends the process; None without a signal."""
     attempts: int = 0
@@ -60,9 +62,8 @@ class Attempts:
         repeats: Make further attempts, with growing pauses, until `stop`.
         grace_s: The seconds between a signal and the end of the process; None if unknown. If the time may be too short for the
             whole checkpoint, its weights are written first.
-        rank: This rank, from 0.
-        gather: Returns the values of all ranks, if several ranks write together. Then each rank must start and stop, and
-            all ranks make the same number of attempts.
+        meeting: The ranks that write a `Save` together. Then each rank must start and stop, and all ranks make the same number
+            of attempts.
     """
 
     def __init__(
@@ -75,15 +76,14 @@ class Attempts:
         background: bool = True,
         repeats: bool = True,
         grace_s: float | None = None,
-        rank: int = 0,
-        gather: Gather | None = None,
+        meeting: Meeting = ALONE,
     ) -> None:
         self.store: Store = store
         self._sync = sync
         self._prune = prune
         self._notify = notify
         self._background, self._repeats, self._grace_s = background, repeats, grace_s
-        self._rank, self._gather = rank, gather
+        self._meeting = meeting
         self.results: deque[Result] = deque()
         self._unsaved: Save | None = None  # the newest checkpoint while it is not written
         self._stopped = threading.Event()
@@ -127,7 +127,7 @@ class Attempts:
 
     def _repeat(self, save: Save, pauses_s: Iterable[float]) -> None:
         for pause_s in pauses_s:
-            if (pause_s and self._stopped_within(pause_s)) or self._attempt(save):
+            if (pause_s and self._stopped_within(pause_s, together=save.together)) or self._attempt(save):
                 return
 
     def _attempt(self, save: Save) -> bool:
@@ -137,10 +137,7 @@ class Attempts:
             with suppress(OSError):
                 self._sync()
         try:
-            if self._gather is None:
-                saved = self._write(save.content, save.signalled_at)
-            else:
-                saved = self.store.write_together(save.content, self._rank, self._gather)
+            saved = self._write(save)
         except Exception as error:
             save.error = error
             if save.attempts == 1:
@@ -157,30 +154,37 @@ class Attempts:
         self._notify()
         return True
 
-    def _write(self, content: Content, signalled_at: float | None) -> Saved:
-        if self._grace_s is not None and signalled_at is not None and not content.facts.get("weights_only"):
+    def _write(self, save: Save) -> Saved:
+        content = save.content
+        if self._meeting.rank == 0:
+            self._write_weights_first(content, save.signalled_at)
+        began = time.monotonic()
+        saved = self.store.write_together(content, self._meeting) if save.together else self.store.write(content)
+        self._bytes_per_s = content.nbytes / max(time.monotonic() - began, 1e-6)
+        return saved
+
+    def _write_weights_first(self, content: Content, signalled_at: float | None) -> None:
+        """Write the weights alone if the time may be too short for the whole checkpoint. Shards are not written alone."""
+        sharded = content.model_shards or content.shards
+        if self._grace_s is not None and signalled_at is not None and not content.facts.get("weights_only") and not sharded:
             left_s = self._grace_s - (time.monotonic() - signalled_at)
             if content.nbytes / self._bytes_per_s > left_s:
                 facts = {**content.facts, "weights_only": True, "reason": f"{content.facts['reason']}, weights first"}
                 left_out = {LEFT_OUT: content.plain[LEFT_OUT]} if LEFT_OUT in content.plain else {}
                 self.store.write(replace(content, plain=left_out, tensors={}, facts=facts, files=JoinedFiles()))
-        began = time.monotonic()
-        saved = self.store.write(content)
-        self._bytes_per_s = content.nbytes / max(time.monotonic() - began, 1e-6)
-        return saved
 
-    def _stopped_within(self, pause_s: float) -> bool:
+    def _stopped_within(self, pause_s: float, *, together: bool) -> bool:
         """Wait; return whether this rank or another one was stopped in the meantime."""
-        if self._gather is None:
+        if not together:
             return self._stopped.wait(pause_s)
         deadline = time.monotonic() + pause_s
         while True:
             stopped = self._stopped.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
             try:
-                everyone = self._gather((stopped, time.monotonic() >= deadline))
+                everyone = self._meeting.gather_on_main((stopped, time.monotonic() >= deadline))
+                stops = any(stopped for stopped, _ in everyone)
+                stops, over = self._meeting.broadcast((stops, all(over for _, over in everyone)))
             except RuntimeError:  # another rank is gone, and nothing can be written together
                 return True
-            if any(stopped for stopped, _ in everyone):
-                return True
-            if all(over for _, over in everyone):
-                return False
+            if stops or over:
+                return bool(stops)

@@ -55,7 +55,7 @@ def beginning(
     written.check_position(reads)
     past = written.restore_counters(progress, loader, shard)
     kept.restore(hooks, state.get("schedules", {}), progress)
-    suspended = (state.get("ranks") or [state])[0].get("suspended")
+    suspended = start.loaded.by_rank[0].get("suspended")
     requests = state["requests"]
     ends = "end_epoch" in requests or state["exhausted"] or (written.over and shard.world_size != written.ranks)
     return Beginning(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike, fspath
@@ -22,6 +22,9 @@ from cadenza.status.branches import Rank
 
 Which = str | PathLike[str]
 """``"last"``, ``"best"``, ``"best:eval/acc"``, the name of a checkpoint such as ``"step-500"``, or a path."""
+
+Problem = Callable[[Store, Entry], str | None]
+"""Returns a sentence on why a checkpoint cannot be used; None if it can."""
 
 _STEP = re.compile(r"step-0*(\d+)(?:-(\d+))?")
 
@@ -45,12 +48,13 @@ class Found:
         return f"{self.saved.name}{why}"
 
 
-def find(path: str | PathLike[str], which: Which | None = None) -> Found:
+def find(path: str | PathLike[str], which: Which | None = None, problem: Problem | None = None) -> Found:
     """Return a checkpoint.
 
     Args:
         path: A run directory, a folder of checkpoints, an fsspec URL, or one checkpoint.
         which: See `Which`; None: the last, or the one at the path.
+        problem: Returns why a checkpoint cannot be used, or None, to find the last; None: each is verified.
 
     Raises:
         CheckpointError: There is none; `which` is ``"best"`` and several results chose one, or none did; or `path` is one
@@ -63,7 +67,7 @@ def find(path: str | PathLike[str], which: Which | None = None) -> Found:
         return find(which)
     stores, branch = stores_at(text)
     if any(store.saved() for store in stores):
-        return find_in(stores, branch, LAST if which is None else fspath(which), text)
+        return find_in(stores, branch, LAST if which is None else fspath(which), text, problem)
     folder, _, name = text.rstrip("/").rpartition("/")
     store, saved = checkpoint_at(text)
     if saved is None and name in (LAST, BEST) and which is None and store.saved():
@@ -81,7 +85,7 @@ def find(path: str | PathLike[str], which: Which | None = None) -> Found:
     return Found(store, saved)
 
 
-def find_in(stores: Sequence[Store], branch: Branch | None, which: str, where: str) -> Found:
+def find_in(stores: Sequence[Store], branch: Branch | None, which: str, where: str, problem: Problem | None = None) -> Found:
     """Return a checkpoint of a run by its name.
 
     Args:
@@ -89,6 +93,7 @@ def find_in(stores: Sequence[Store], branch: Branch | None, which: str, where: s
         branch: The present branch of the run; None: the newest one of the only run that saves in the first store in use.
         which: See `Which`; no path.
         where: The path that the user gave, for messages.
+        problem: As for `find`.
 
     Raises:
         CheckpointError: As `find`.
@@ -102,7 +107,9 @@ def find_in(stores: Sequence[Store], branch: Branch | None, which: str, where: s
         stores = stores[:1]
         branch = only_branch(stores[0].entries(), str(stores[0].files))
     line = _line(stores, branch)
-    return _last(line, where) if which == LAST else _best(line, which.removeprefix(BEST).removeprefix(":"), where)
+    if which == LAST:
+        return _last(line, where, problem or _verified)
+    return _best(line, which.removeprefix(BEST).removeprefix(":"), where)
 
 
 def check_which(which: object, name: str = "which") -> None:
@@ -217,15 +224,19 @@ def _line(stores: Iterable[Store], branch: Branch) -> list[_Ranked]:
     return sorted(found, key=lambda one: one.rank, reverse=True)
 
 
-def _last(line: Sequence[_Ranked], where: str) -> Found:
+def _last(line: Sequence[_Ranked], where: str, problem: Problem) -> Found:
     skipped = []
     for _, store, entry in line:
-        problem = store.problem(entry, exact=False)
-        if problem is None:
+        why = problem(store, entry)
+        if why is None:
             return Found(store, entry.saved)
-        skipped.append(problem)
+        skipped.append(why)
     why = "; ".join(skipped) or "all are of branches that the run has abandoned. Give the name of one of them"
     raise CheckpointError(f"none of the checkpoints in {where} can be used: {why}")
+
+
+def _verified(store: Store, entry: Entry) -> str | None:
+    return store.problem(entry, exact=False)
 
 
 def _best(line: Sequence[_Ranked], monitor: str, where: str) -> Found:

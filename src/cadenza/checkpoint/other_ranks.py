@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from sys import maxsize
 from typing import Any, NamedTuple
 
@@ -137,7 +137,7 @@ class Written(NamedTuple):
         done = (*self.past, (self.ranks, own)) if own else self.past
         return done[:-1] if done and done[-1][0] == ranks else done
 
-    def taken_over(self, session: Session, everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    def taken_over(self, session: Session, everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the RNG state and the state of the loader for this rank, from those of the ranks that wrote the checkpoint."""
         rank = session.driver.rank
         own = everyone[min(rank, len(everyone) - 1)]  # a loader with shared data has the same position on all ranks

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterable, Mapping
+from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.finding import find, is_name
+from cadenza.checkpoint.reader import Reader
 from cadenza.checkpoint.starting import Start, at_newest, at_path, outcome_in
-from cadenza.checkpoint.store import Branch, Loaded
+from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
 from cadenza.engine import rank_checks
 from cadenza.engine.plan_changes import plan_changes
 from cadenza.engine.session import Session
@@ -29,9 +31,18 @@ logger: logging.Logger = logging.getLogger("cadenza")
 
 
 def chosen(
-    resume: bool | str | PathLike[str], directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]] = ()
+    resume: bool | str | PathLike[str],
+    directory: RecordedRun | None,
+    elsewhere: Iterable[str | PathLike[str]] = (),
+    reader: Reader | None = None,
 ) -> Start:
-    """Return the start of a run. `elsewhere` are further folders and URLs that the run saves to.
+    """Return the start of a run.
+
+    Args:
+        resume: As for ``fit``.
+        directory: The run directory, if there is one.
+        elsewhere: Further folders and URLs that the run saves to.
+        reader: Reads checkpoints; see `on_all_ranks`.
 
     Raises:
         ValueError: `resume` is ``"auto"`` or the name of a checkpoint, and there is no directory.
@@ -40,10 +51,17 @@ def chosen(
     if resume is False:
         return Start(Branch(uuid.uuid4().hex))
     if resume is True or resume == "auto":
-        return at_newest(_given(directory, "auto"), elsewhere)
+        return at_newest(_given(directory, "auto"), elsewhere, reader)
+    reader = reader or Reader()
     if isinstance(resume, str) and is_name(resume):
-        return at_path(find(_given(directory, resume).path, resume).path, directory, elsewhere)
-    return at_path(fspath(resume), directory, elsewhere)
+        found = find(_given(directory, resume).path, resume, problem=partial(_problem, reader))
+        return at_path(found.path, directory, elsewhere, reader)
+    return at_path(fspath(resume), directory, elsewhere, reader)
+
+
+def _problem(reader: Reader, store: Store, entry: Entry) -> str | None:
+    tried = reader.tried(store, entry, exact=False)
+    return tried if isinstance(tried, str) else None
 
 
 def _given(directory: RecordedRun | None, resume: str) -> RecordedRun:

@@ -44,11 +44,17 @@ class Snapshot:
     exact: bool
     """Whether a run could continue from here to the same bits."""
 
+    own: dict[str, Any] | None = None
+    """The state that only this rank has; None on the main process, where it is in `state`."""
+
+    is_main: bool = True
+    """Whether this rank writes what is not in shards."""
+
     files: JoinedFiles = field(default_factory=JoinedFiles)
     """Local files that join the checkpoint."""
 
     def content(self, *, weights_only: bool = False, averaged: str | None = None) -> Content:
-        """Copy it to the host.
+        """Copy it to the host: all of it on the main process; elsewhere the shards, and the state that only this rank has.
 
         Args:
             weights_only: Leave out all but the weights of the model and of `averaged`.
@@ -60,7 +66,8 @@ class Snapshot:
         facts = {"reason": self.reason, "exact": self.exact, "weights_only": weights_only, **self.state["progress"]}
         facts |= {} if averaged is None else {"weights": averaged}
         state = self._for_weights(averaged) if weights_only else {**self.state, "extra": self.extra}
-        return replace(Content.of(self.model, state, facts), files=self.files)
+        own = None if weights_only else self.own
+        return replace(Content.of(self.model, state, facts, own=own, whole=self.is_main), files=self.files)
 
     def _for_weights(self, averaged: str | None) -> dict[str, Any]:
         left_out = left_out_of(self.state)
@@ -106,7 +113,6 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "suspended": session.sync.requests.suspended,
         **({"callbacks of the rank": states} if (states := _states_of_callbacks(session, each_rank=True)) else {}),
     }
-    ranks = session.driver.gather(own) if session.sync.together else []
     session.metrics.deliver(session.run, wait=True)  # a record with numbers that are still on the device would be lost
     weights = session.module.state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -134,10 +140,10 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "callbacks": _states_of_callbacks(session, each_rank=False),
         "weight_sets": {name: [one.callback, *one.held] for name, one in holders_in(session.hooks).items() if one.held},
         **own,
-        "ranks": ranks,
     }
     exact = session.cursor.at_boundary and (session.driver.world_size == 1 or session.sync.together)
-    snapshot = Snapshot(reason, tensors, state, {}, exact)
+    main = session.is_main
+    snapshot = Snapshot(reason, tensors, state, {}, exact, None if main or not session.sync.together else own, main)
     session.hooks.on_save(session.run, snapshot)
     return snapshot
 
@@ -194,7 +200,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     written.go_on(session)
     session.sync.requests.load_state_dict(state["requests"])
     gradients = _gradients_in(session, state)
-    own = written.taken_over(session, state.get("ranks") or [state])
+    own = written.taken_over(session, loaded.by_rank)
     session.cursor.source.load_state_dict(own["loader"])
     session.sync.requests.suspended = placed(session, own.get("suspended"))
     _restore_callbacks(session, {**state, "callbacks": {**state["callbacks"], **own.get("callbacks of the rank", {})}}, strict)

@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from cadenza.checkpoint.finding import checkpoint_at
+from cadenza.checkpoint.reader import Reader
 from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
 from cadenza.checkpoint.store.checkpoints import on_line, only_branch
 from cadenza.checkpoint.store.files import absolute_path
@@ -53,13 +54,15 @@ class Start:
         return {"id": self.branch.run, "branch": branch, **({"parent": parents[0]} if parents else {})}
 
 
-def at_path(path: str, directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
+def at_path(
+    path: str, directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]] = (), reader: Reader | None = None
+) -> Start:
     """Return the start at a checkpoint: on a new branch, unless the checkpoint is the newest of the present branch.
 
     Raises:
         CheckpointError: The checkpoint cannot be used.
     """
-    loaded, known = _read(path), _Checkpoints(directory, elsewhere)
+    loaded, known = _read(path, reader or Reader()), _Checkpoints(directory, elsewhere)
     wrote, present = Branch.of(loaded.manifest, loaded.manifest["run"]), known.branch
     point = wrote.point(loaded.name)
     rank = present.rank(point.saved, wrote)
@@ -72,7 +75,7 @@ def at_path(path: str, directory: RecordedRun | None, elsewhere: Iterable[str | 
     return Start(branch, loaded, absolute_path(path), present.number if used else None)
 
 
-def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] = ()) -> Start:
+def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] = (), reader: Reader | None = None) -> Start:
     """Return the start at the newest checkpoint of the present branch; a new start if the run has no checkpoint to lose.
 
     Raises:
@@ -82,11 +85,12 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
     branch, line, skipped = known.branch, known.line(), list[str]()
     own = [one for one in line if one.entry.branch is None or one.entry.branch.number == branch.number]
     begun = [one for one in line if one.is_at(branch)]
+    reader = reader or Reader()
     loaded = (
-        _first(own, skipped)
-        or _at_beginning(path, branch)
-        or _first(begun, skipped, exact=False)
-        or _first([one for one in line if one not in own and one not in begun], skipped)
+        _first(own, skipped, reader)
+        or _at_beginning(path, branch, reader)
+        or _first(begun, skipped, reader, exact=False)
+        or _first([one for one in line if one not in own and one not in begun], skipped, reader)
     )
     for reason in skipped:
         logger.warning("skipped a checkpoint: %s", reason)
@@ -102,7 +106,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
         )
     if is_over:
         models = [one for one in line if one.entry.manifest is not None and one.entry.manifest.get("weights_only")]
-        return Start(branch, _first(models, [], exact=False), path, lost=tuple(one.why for one in lost))
+        return Start(branch, _first(models, [], reader, exact=False), path, lost=tuple(one.why for one in lost))
     if path is not None and branch.ancestors[-1].run != branch.run:
         raise CheckpointError(
             f"the run in {str(directory.path)!r} began at {path!r} and saved nothing itself, but that checkpoint can no "
@@ -212,32 +216,32 @@ def _present(directory: RecordedRun | None, entries: list[Entry]) -> Branch:
     return found if found.run else Branch(uuid.uuid4().hex)
 
 
-def _first(found: Iterable[_Found], skipped: list[str], *, exact: bool = True) -> Loaded | None:
+def _first(found: Iterable[_Found], skipped: list[str], reader: Reader, *, exact: bool = True) -> Loaded | None:
     """Return the first usable checkpoint. Append the reasons why earlier ones were skipped to `skipped`."""
     for one in found:
-        found = one.store.read_or_problem(one.entry, exact=exact)
-        if not isinstance(found, str):
-            return found
-        skipped.append(found)
+        tried = reader.tried(one.store, one.entry, exact=exact)
+        if not isinstance(tried, str):
+            return tried
+        skipped.append(tried)
     return None
 
 
-def _at_beginning(path: str | None, branch: Branch) -> Loaded | None:
+def _at_beginning(path: str | None, branch: Branch, reader: Reader) -> Loaded | None:
     """Return the checkpoint at which a branch began. It may be inexact, since the user named it."""
     if path is None or not branch.ancestors:
         return None
     try:
-        loaded = _read(path)
+        loaded = _read(path, reader)
     except CheckpointError:
         return None
     point = Branch.of(loaded.manifest, loaded.manifest["run"]).point(loaded.name)
     return loaded if point == branch.ancestors[-1] else None
 
 
-def _read(path: str) -> Loaded:
+def _read(path: str, reader: Reader) -> Loaded:
     store, saved = checkpoint_at(path)
     if saved is None:
         found = [one.name for one in store.saved()]
         there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
         raise CheckpointError(f"there is no checkpoint at {path!r}: {there}. Give the path of a checkpoint, or resume='auto'.")
-    return store.read(saved, lazily=True)
+    return reader.read(store, saved)

@@ -13,6 +13,7 @@ from cadenza.checkpoint.retention import Member, Retention
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.link_names import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_text
+from cadenza.drivers.agreeing import ALONE
 from cadenza.engine.session import Session
 from cadenza.hooks.moments import Callback
 from cadenza.status.progress import Counters
@@ -41,8 +42,8 @@ class CheckpointWriter:
         """Whether to raise the error of a failed write: if one callback asks for it. Otherwise the write is repeated."""
         self.grace_s: float | None = None
         """The shortest time between a signal and the end of the process that a callback knows of."""
-        self._together = session.driver.shards
-        """Whether all ranks write. Otherwise the main process does."""
+        self._together = session.driver.shards or (session.driver.world_size > 1 and not weights_only)
+        """Whether all ranks write: shards, or the state that only a rank has. Otherwise the main process does."""
         self._saved_at: Counters | None = None
         """The counters of the newest checkpoint, written or being written; None if its write has failed."""
         self._newest: str | None = None
@@ -92,8 +93,7 @@ class CheckpointWriter:
             background=self.background,
             repeats=not self.strict,
             grace_s=self.grace_s,
-            rank=session.driver.rank,
-            gather=session.driver.aside() if self._together else None,
+            meeting=session.driver.aside() if self._together else ALONE,
         )
         for member in self.retention.members.values():
             member.begin(session.progress, session.step.window.size)
@@ -145,7 +145,7 @@ class CheckpointWriter:
         if blocks := self._blocks():
             self._wait(asking, reason, blocks, last=last)
             return
-        if self._together and session.driver.world_size > 1 and not session.sync.together:
+        if session.driver.shards and session.driver.world_size > 1 and not session.sync.together:
             step, why = session.progress.step, "after an error a rank cannot count on the others' shards"
             session.decide("not saved", f"step {step}: {why}", data={"step": step, "error": None})
             return
@@ -172,7 +172,7 @@ class CheckpointWriter:
             return
         with self.session.progress.aside(), self.session.hooks.timed("saving"):
             self.attempts.stop()
-            if not self._together or self.session.sync.together:
+            if self.attempts.failed is not None and (self.session.sync.together or not self.attempts.failed.together):
                 self.attempts.finish()
             self.take_results()
 
@@ -279,11 +279,12 @@ class CheckpointWriter:
         taken = snapshot.take(session, reason, self._fixed)
         for member in retention.members.values():
             member.pending = False
-        if session.is_main or self._together:
+        together = self._together and (session.sync.together or session.driver.world_size == 1)
+        if session.is_main or together:
             self._saved_at, self._newest, self._late = session.progress.now(), None, set()
             content = taken.content(weights_only=self.weights_only, averaged=retention.averaged(self._saved_at.step))
             self._add_facts(content, asking)
-            self.attempts.start(Save(content, self._saved_at, session.sync.requests.signalled_at))
+            self.attempts.start(Save(content, self._saved_at, together, session.sync.requests.signalled_at))
 
     def _add_facts(self, content: Content, asking: Collection[str]) -> None:
         """Add the facts that keep rules need, and which checkpoints are the best, with the one that is about to be written."""

@@ -13,7 +13,7 @@ from cadenza.checkpoint.store import Branch, Saved, Store
 from cadenza.checkpoint.store.checkpoints import only_branch
 from cadenza.checkpoint.store.link_names import LAST
 from cadenza.checkpoint.store.links import set_links
-from cadenza.checkpoint.store.manifest import best_text, files_in
+from cadenza.checkpoint.store.manifest import best_text, bytes_in
 from cadenza.checkpoint.weights import write_chosen
 from cadenza.commands.output import add_json, print_json, print_rows, say
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
@@ -72,7 +72,7 @@ def show_list(arguments: argparse.Namespace) -> None:
             continue
         run = entry.branch.run
         rank = lines[run].rank(entry.saved, entry.branch)
-        size = sum(file["size"] for file in files_in(manifest).values())
+        size = bytes_in(manifest)
         written = dates.local(manifest["time"])
         state = _state(manifest, abandoned=rank is not None and rank[0] == 0)
         by = kept[run].get(entry.saved.name, [])

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.sharding import Readable
 from cadenza.loading.shards import Shard
 
@@ -147,9 +148,14 @@ class Driver(ABC):
         """Read a stored tensor in the layout of this driver: the whole tensor, or the shard of this rank."""
         return stored.read()
 
-    def aside(self) -> Callable[[Any], list[Any]]:
-        """Return a second `gather`, for one other thread than that of the training. Every rank must call this."""
-        return self.gather
+    @property
+    def meeting(self) -> Meeting:
+        """All ranks, as they exchange values in the thread of the training."""
+        return Meeting(self.rank, self.world_size, self.gather_on_main, self.broadcast)
+
+    def aside(self) -> Meeting:
+        """Return the ranks, for exchanges in one other thread than that of the training. Every rank must call this."""
+        return self.meeting
 
     def data_shard(self) -> Shard:
         """Return the shard of every loader that this rank reads."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.base import Driver, Reduction
 from cadenza.drivers.joining import join, launched, rendezvous_of
 from cadenza.errors import DistributedError, add_note, notes_of
@@ -110,12 +111,17 @@ class GroupDriver(Driver):
         return self._gathered(value, self._hosts)
 
     def gather_on_main(self, value: Any) -> list[Any]:
-        everyone = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, everyone, dst=0, group=self._hosts)
-        return everyone or []
+        return self._gathered_on_main(value, self._hosts)
 
-    def aside(self) -> Callable[[Any], list[Any]]:
-        return partial(self._gathered, group=self._new_group())
+    def aside(self) -> Meeting:
+        group = self._new_group()
+        exchanges = partial(self._gathered_on_main, group=group), partial(self._broadcast, group=group)
+        return Meeting(self.rank, self.world_size, *exchanges)
+
+    def _gathered_on_main(self, value: Any, group: Any) -> list[Any]:
+        everyone = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, everyone, dst=0, group=group)
+        return everyone or []
 
     def _gathered(self, value: Any, group: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.world_size
@@ -123,8 +129,11 @@ class GroupDriver(Driver):
         return everyone
 
     def broadcast(self, value: Any) -> Any:
+        return self._broadcast(value, self._hosts)
+
+    def _broadcast(self, value: Any, group: Any) -> Any:
         parcel = [value]
-        dist.broadcast_object_list(parcel, src=0, group=self._hosts, device=torch.device("cpu"))
+        dist.broadcast_object_list(parcel, src=0, group=group, device=torch.device("cpu"))
         return value if self.is_main else parcel[0]
 
     def barrier(self) -> None:

@@ -52,11 +52,11 @@ def _checkpoint(kept: Kept) -> list[object]:
     name, manifest = element("code", kept.name), kept.manifest
     if not manifest:
         return [name, "", "", "", "", element("span", kept.problem, class_="fault"), ""]
-    from cadenza.checkpoint.store.manifest import files_in  # imported here: it needs torch
+    from cadenza.checkpoint.store.manifest import bytes_in  # imported here: it needs torch
 
     marks = {"not exact": not manifest.get("exact"), "not finite": not manifest.get("finite", True)}
     marks["weights only"] = bool(manifest.get("weights_only"))
-    length = size(sum(file["size"] for file in files_in(manifest).values()))
+    length = size(bytes_in(manifest))
     marked = ", ".join(mark for mark, holds in marks.items() if holds)
     when = element("time", dates.local(manifest["time"]))
     return [name, f"{manifest.get('epoch', 0):,}", f"{manifest['step']:,}", when, length, manifest["reason"], marked]

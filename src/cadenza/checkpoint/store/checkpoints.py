@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from cadenza.checkpoint.store.content import Content
 from cadenza.checkpoint.store.files import Files, files_at
+from cadenza.checkpoint.store.layout import checksum_of
 from cadenza.checkpoint.store.manifest import (
-    FILES,
-    INDEX,
+    FORMAT,
     MANIFEST,
+    PARTS,
     CheckpointUnfinishedError,
     canonical,
     check_file,
@@ -25,10 +25,10 @@ from cadenza.checkpoint.store.manifest import (
     files_in,
     listed,
 )
-from cadenza.checkpoint.store.reading import Loaded, loaded_from
-from cadenza.checkpoint.store.shards import Part, header_of, index_of, joined_index, part_file
-from cadenza.checkpoint.store.tensor_files import Facts
-from cadenza.drivers.agreeing import Gather, agreed
+from cadenza.checkpoint.store.reading import Loaded, files_of_ranks, loaded_from
+from cadenza.checkpoint.store.shards import layout_of
+from cadenza.checkpoint.store.writing import Part, facts_of_ranks, write_common, write_part, write_whole
+from cadenza.drivers.agreeing import Meeting, by_main, decided
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.status.branches import Branch, Rank, Saved, owner_of, present
 from cadenza.status.counting import counted
@@ -105,34 +105,40 @@ class Store:
         """
         folder = self._new_folder(content)
         try:
-            return self._commit(folder, content.facts, self._fill(folder, content))
+            return self._commit(folder, content.facts, write_common(self.files, folder, content))
         except BaseException:
             self._discard(folder)
             raise
 
-    def write_together(self, content: Content, rank: int, gather: Gather) -> Saved:
-        """Write a checkpoint to which each rank adds its shards. It appears whole or not at all. Every rank must call this.
+    def write_together(self, content: Content, meeting: Meeting) -> Saved:
+        """Write a checkpoint to which each rank adds its files. It appears whole or not at all. Every rank must call this.
+
+        The main process gets one short message of each rank: names, sizes and checksums of its files, and no state.
 
         Args:
             content: The content of this rank. The main process writes the tensors that are not in shards.
-            rank: This rank, from 0. Rank 0 is the main process.
-            gather: Returns the values of all ranks, on every rank. It is called three times.
+            meeting: The ranks. They exchange values three times.
 
         Raises:
             OSError: It could not be written by this rank, or by another one. Nothing of it is left then.
             RuntimeError: Another rank is gone. The checkpoint does not appear, unless all shards were written.
         """
-        is_main = rank == 0
-        folders = agreed(gather, lambda: self._new_folder(content) if is_main else "", _unwritten)
-        folder = folders[0]
+        own = layout_of(content.model_shards, content.shards)
+        folder, known = by_main(meeting, lambda: (self._new_folder(content), checksum_of(own)), _unwritten)
+
+        def commit(parts: list[Part]) -> Saved:
+            facts = {**content.facts, **facts_of_ranks(parts)}
+            return self._commit(folder, facts, write_whole(self.files, folder, content, own, parts))
+
         try:
-            parts = agreed(gather, lambda: self._write_part(folder, content, rank, len(folders)), _unwritten)
-            saved = agreed(gather, lambda: [self._commit_parts(folder, content.facts, parts)] if is_main else [], _unwritten)
+            part = lambda: write_part(self.files, folder, content, meeting, {} if checksum_of(own) == known else own)  # noqa: E731
+            saved = decided(meeting, part, commit, _unwritten)
         except BaseException:
-            if is_main:
+            if meeting.rank == 0:
                 self._discard(folder)
             raise
-        return saved[0][0]
+        self._whole.add(saved.name)
+        return saved
 
     def verify(self, saved: Saved) -> dict[str, Any]:
         """Return the manifest of a checkpoint after a check that all of its files are unchanged.
@@ -142,7 +148,7 @@ class Store:
             CheckpointFormatError: A newer version wrote it, or it is no checkpoint of Cadenza.
         """
         manifest = self.manifest(saved)
-        for name, said in files_in(manifest).items():
+        for name, said in (files_in(manifest) | files_of_ranks(self.files, saved.name, manifest)).items():
             check_file(self.files, saved.name, name, said)
         self._whole.add(saved.name)
         return manifest
@@ -164,23 +170,30 @@ class Store:
             raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
         return checked(written, saved.name, saved.step)
 
-    def read(self, saved: Saved, *, lazily: bool = False) -> Loaded:
-        """Return a checkpoint's content, verified first. Nothing in it is ever executed.
+    def read(self, saved: Saved, *, lazily: bool = False, rank: int = 0, ranks: int = 1) -> Loaded:
+        """Return a checkpoint's content, verified. Nothing in it is ever executed.
 
         Args:
             saved: The checkpoint.
             lazily: Return a `Stored` for each tensor that is stored in shards. Any part of it can be read later.
+            rank: This rank. If several ranks read, each verifies its part of the files that not all of them read.
+            ranks: The number of ranks that read.
 
         Raises:
             CheckpointDamagedError: As `verify`.
             CheckpointFormatError: As `verify`; or a file has the right checksum, but not the expected format.
         """
-        loaded = loaded_from(self.files, saved.name, self.manifest(saved), lazily=lazily)
+        loaded = loaded_from(self.files, saved.name, self.manifest(saved), lazily=lazily, rank=rank, ranks=ranks)
         self._whole.add(saved.name)
         return loaded
 
-    def read_or_problem(self, entry: Entry, *, exact: bool = True, lazily: bool = True) -> Loaded | str:
+    def read_or_problem(self, entry: Entry, read: Callable[[Saved], Loaded], *, exact: bool = True) -> Loaded | str:
         """Return a checkpoint's content; a sentence on why it cannot be used or, if `exact`, not be continued.
+
+        Args:
+            entry: The checkpoint.
+            read: Reads it, as `read` of this store does.
+            exact: See `latest`.
 
         Raises:
             CheckpointFormatError: A file has the right checksum, but not the expected format: another program wrote it.
@@ -192,7 +205,7 @@ class Store:
         if exact and (problem := _not_exact(entry.saved.name, manifest)):
             return problem
         try:
-            return self.read(entry.saved, lazily=lazily)
+            return read(entry.saved)
         except CheckpointDamagedError as error:
             return str(error)
 
@@ -300,35 +313,9 @@ class Store:
             self.files.write(f"{folder}/{OWNER}", self.run.encode())  # first: after a kill it names the writer of the folder
         return folder
 
-    def _fill(self, folder: str, content: Content) -> dict[str, Facts]:
-        files = self.files
-        return {
-            FILES[0]: files.write_tensors(f"{folder}/{FILES[0]}", content.model),
-            FILES[1]: files.write_tensors(f"{folder}/{FILES[1]}", content.tensors),
-            FILES[2]: files.write(f"{folder}/{FILES[2]}", json.dumps(content.plain, allow_nan=False).encode()),
-            **{name: files.add(f"{folder}/{name}", source) for name, source in content.files.items()},
-        }
-
-    def _write_part(self, folder: str, content: Content, rank: int, ranks: int) -> Part:
-        files = {} if rank else self._fill(folder, content)
-        for name, shards in (("model", content.model_shards), ("state", content.shards)):
-            held = {key: shard for key, shard in shards.items() if shard.part.numel()}
-            if held:
-                file = part_file(name, rank, ranks)
-                parts = {key: shard.part for key, shard in held.items()}
-                files[file] = self.files.write_tensors(f"{folder}/{file}", parts, header_of(held))
-        return Part(files, index_of(content.model_shards), index_of(content.shards), content.facts["finite"])
-
-    def _commit_parts(self, folder: str, facts: Mapping[str, Any], parts: Sequence[Part]) -> Saved:
-        index = joined_index(parts)
-        files = {name: facts for part in parts for name, facts in part.files.items()}
-        files[INDEX] = self.files.write(f"{folder}/{INDEX}", json.dumps(index).encode())
-        finite = all(part.finite for part in parts)
-        return self._commit(folder, {**facts, "finite": finite, "ranks": len(parts)}, files)
-
     def _commit(self, folder: str, facts: Mapping[str, Any], files: Mapping[str, Any]) -> Saved:
         manifest = {
-            "format": 2 if INDEX in files else 1,  # so that an older version reads what it can
+            "format": FORMAT if PARTS in files else 1,  # so that an older version reads what it can
             "cadenza": __version__,
             "run": self.run,
             **self.branch.to_plain(),

@@ -55,6 +55,8 @@ class Content:
     """The shards of the model on this rank."""
     shards: dict[str, Shard] = field(default_factory=dict)
     """The shards of other tensors on this rank."""
+    own: tuple[Any, dict[str, Tensor]] | None = None
+    """The state that only this rank has, as plain values and tensors. That of the main process is in `plain`."""
     files: JoinedFiles = field(default_factory=lambda: JoinedFiles())
     """Local files that join the checkpoint, by their paths in it. Each is in a folder there, such as ``pretrained/``."""
 
@@ -64,20 +66,36 @@ class Content:
         return sum(tensor.nbytes for tensors in (self.model, self.tensors) for tensor in tensors.values())
 
     @staticmethod
-    def of(model: Mapping[str, Tensor], state: Any, facts: Mapping[str, Any]) -> Content:
-        """Copy model and state to the host.
+    def of(
+        model: Mapping[str, Tensor], state: Any, facts: Mapping[str, Any], *, own: Any = None, whole: bool = True
+    ) -> Content:
+        """Copy model and state to the host, each tensor once.
+
+        Args:
+            model: The weights by name.
+            state: Nested plain values and tensors.
+            facts: Facts for the manifest.
+            own: The state that only this rank has, if it is not the main process.
+            whole: Copy the tensors that are not in shards: the main process writes them.
 
         Raises:
-            StateError: A value in `state` cannot be saved.
+            StateError: A value in `state` or `own` cannot be saved.
         """
-        plain, others = encode(state, _copy)
-        copies = {name: _copy(tensor) for name, tensor in model.items()}
-        finite = all_finite(copy.part if isinstance(copy, Shard) else copy for copy in copies.values())
+        copy = _copy if whole else _copy_of_shard
+        plain, others = encode(state, copy)
+        copies = {name: copy(tensor) for name, tensor in model.items()}
+        parts = (one.part if isinstance(one, Shard) else one for one in copies.values() if one is not None)
+        finite = all_finite(parts)
         both = (copies, others)
-        whole, other_whole = ({name: one for name, one in some.items() if isinstance(one, Tensor)} for some in both)
+        tensors, other_tensors = ({name: one for name, one in some.items() if isinstance(one, Tensor)} for some in both)
         shards, other_shards = ({name: one for name, one in some.items() if isinstance(one, Shard)} for some in both)
-        return Content(whole, plain, other_whole, {**facts, "finite": finite}, shards, other_shards)
+        mine = None if own is None else encode(own)
+        return Content(tensors, plain, other_tensors, {**facts, "finite": finite}, shards, other_shards, mine)
 
 
 def _copy(tensor: Tensor) -> Tensor | Shard:
     return Shard.of(tensor) if is_sharded(tensor) else host_copy(tensor)
+
+
+def _copy_of_shard(tensor: Tensor) -> Shard | None:
+    return Shard.of(tensor) if is_sharded(tensor) else None

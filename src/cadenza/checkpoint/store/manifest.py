@@ -15,11 +15,16 @@ from cadenza.records.formats import number
 from cadenza.records.reading import count_in, time_in
 from cadenza.status.branches import Branch
 
-FORMAT = 2
-"""1: the main process wrote all files. 2: `INDEX` lists the parts of tensors in the files of each rank."""
+FORMAT = 3
+"""1: the main process wrote all files. 2: `INDEX` lists the parts of tensors in the files of each rank.
+
+3: `PARTS` has the sizes and checksums of the files of each rank, and `INDEX` the layout, from which the parts follow. The
+state of each rank but the first is in a file of its own.
+"""
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
 INDEX = "shards.json"
+PARTS = "parts.json"
 _FILE = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
@@ -33,6 +38,11 @@ def listed(files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def files_in(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return all files of a checkpoint with their sizes and checksums, also those that callbacks added."""
     return {**manifest["files"], **manifest.get("others", {})}
+
+
+def bytes_in(manifest: Mapping[str, Any]) -> int:
+    """Return the size of a checkpoint in bytes, without its manifest."""
+    return sum(file["size"] for file in files_in(manifest).values()) + int(manifest.get("rank_bytes", 0))
 
 
 class CheckpointUnfinishedError(CheckpointFormatError):
@@ -102,6 +112,8 @@ def check_sums(checkpoint: str, name: str, found: Mapping[str, Any], said: Mappi
 
 def _has_its_files(manifest: Mapping[str, Any]) -> bool:
     names = set(manifest["files"])
+    if manifest["format"] == 3:
+        return names == {*FILES, INDEX, PARTS} and count_in(manifest["ranks"]) > 0 and count_in(manifest["rank_bytes"]) >= 0
     return names == set(FILES) if manifest["format"] == 1 else names >= {*FILES, INDEX}
 
 

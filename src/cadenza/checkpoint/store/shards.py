@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cadenza.checkpoint.store.files import Files
+from cadenza.checkpoint.store.layout import MODEL, STATE, Layout, Listed, Parts, Place, checked_shape, dtype_of
 from cadenza.drivers.sharding import Region, region_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError
 from cadenza.status.plain import host_copy
@@ -29,6 +30,8 @@ class Shard:
     part: Tensor
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    dim: int | None = 0
+    """The dimension that is split; None if all ranks have the whole tensor, which the first one writes."""
 
     @staticmethod
     def of(tensor: Tensor) -> Shard:
@@ -45,9 +48,10 @@ class Shard:
                 "optimizer with plain states."
             )
         offsets = tuple(cut.start for cut in region_of(tensor))
-        if not detached.placements[0].is_shard() and detached.device_mesh.get_local_rank():
-            part = part.new_empty(0)  # all have the same, and the first one writes it
-        return Shard(host_copy(part), tuple(tensor.shape), offsets)
+        placement = detached.placements[0]
+        if not placement.is_shard() and detached.device_mesh.get_local_rank():
+            part = part.new_empty(0)  # not copied: all have the same, and the first one writes it
+        return Shard(host_copy(part), tuple(tensor.shape), offsets, placement.dim if placement.is_shard() else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,9 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """Path, offsets and sizes of each part; empty ones are left out."""
+    parts: Parts
+    held: dict[str, dict[str, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    """Parts that were read when they were verified, by path and name. Each is given away when it is first read."""
 
     def numel(self) -> int:
         """Return how many numbers it has."""
@@ -74,19 +79,25 @@ class Stored:
         """
         wanted = tuple(slice(0, size) for size in self.shape) if region is None else region
         needed, overlaps = [cut.stop - cut.start for cut in wanted], []
-        for path, offsets, sizes in self.chunks:
-            found = [_overlap(cut, offset, size) for cut, offset, size in zip(wanted, offsets, sizes, strict=True)]
-            if all(start < stop for start, stop in found):
-                overlaps.append((path, offsets, found))
-        filled = sum(math.prod(stop - start for start, stop in found) for _, _, found in overlaps)
+        for place in self.parts.overlapping(wanted):
+            cuts = zip(wanted, place.offsets, place.sizes, strict=True)
+            overlaps.append((place, [_overlap(cut, offset, size) for cut, offset, size in cuts]))
+        filled = sum(math.prod(stop - start for start, stop in found) for _, found in overlaps)
         if filled != math.prod(needed):  # before memory is taken for it
             raise CheckpointFormatError(f"the parts of {self.name!r} hold {filled} of {math.prod(needed)} numbers")
+        if len(overlaps) == 1 and list(overlaps[0][0].sizes) == needed and (whole := self._held(overlaps[0][0])) is not None:
+            return whole
         result = torch.empty(needed, dtype=self.dtype)
-        for path, offsets, found in overlaps:
-            inner = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(found, offsets, strict=True))
+        for place, found in overlaps:
+            inner = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(found, place.offsets, strict=True))
             outer = tuple(slice(a - cut.start, b - cut.start) for (a, b), cut in zip(found, wanted, strict=True))
-            result[outer] = self._part(path, inner)
+            held = self._held(place)
+            result[outer] = self._part(place.path, inner) if held is None else held[inner]
         return result
+
+    def _held(self, place: Place) -> Tensor | None:
+        found = self.held.get(place.path, {}).pop(self.name, None)
+        return found if found is not None and tuple(found.shape) == place.sizes else None
 
     def _part(self, path: str, region: Region) -> Tensor:
         try:
@@ -101,84 +112,41 @@ def _overlap(cut: slice, offset: int, size: int) -> tuple[int, int]:
     return max(cut.start, offset), min(cut.stop, offset + size)
 
 
-class Part(NamedTuple):
-    """The files and the index entries of one rank."""
-
-    files: dict[str, Any]
-    """Size and checksum of each file."""
-    model: dict[str, Any]
-    state: dict[str, Any]
-    finite: bool
-
-
 def header_of(shards: Mapping[str, Shard]) -> dict[str, str]:
     """Return the header of a rank's file, with the offsets of its tensors."""
     offsets = {name: {"saved_offsets": list(shard.offsets)} for name, shard in shards.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
 
 
-def index_of(shards: Mapping[str, Shard]) -> dict[str, Any]:
-    """Return a rank's part of the index: shape and number format of each tensor, and which part of it this rank has."""
+def layout_of(model: Mapping[str, Shard], state: Mapping[str, Shard]) -> Layout:
+    """Return the layout of the tensors of which this rank has shards: the same on all ranks that hold the same tensors."""
     return {
-        name: {
-            "shape": list(shard.shape),
-            "dtype": str(shard.part.dtype).removeprefix("torch."),
-            "offsets": list(shard.offsets),
-            "sizes": list(shard.part.shape) if shard.part.numel() else None,
+        kind: {
+            name: {"shape": list(one.shape), "dtype": str(one.part.dtype).removeprefix("torch."), "split": one.dim}
+            for name, one in shards.items()
         }
-        for name, shard in shards.items()
+        for kind, shards in ((MODEL, model), (STATE, state))
     }
-
-
-def joined_index(parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the index of all ranks: for each tensor shape, number format, and ``[file, offsets, sizes]`` of each part."""
-    return {
-        "model": _joined([part.model for part in parts], "model"),
-        "state": _joined([part.state for part in parts], "state"),
-    }
-
-
-def _joined(indices: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    joined: dict[str, Any] = {}
-    for rank, index in enumerate(indices):
-        for key, one in index.items():
-            entry = joined.setdefault(key, {"shape": one["shape"], "dtype": one["dtype"], "parts": []})
-            if one["sizes"] is not None:
-                entry["parts"].append([part_file(name, rank, len(indices)), one["offsets"], one["sizes"]])
-    return joined
-
-
-def part_file(name: str, rank: int, ranks: int) -> str:
-    """Return the file that a rank writes its parts to.
-
-    >>> part_file("model", 0, 4)
-    'model-00001-of-00004.safetensors'
-    """
-    return f"{name}-{rank + 1:05}-of-{ranks:05}.safetensors"
 
 
 def stored_in(files: Files, folder: str, index: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Stored]:
-    """Return the tensors of an index; `known` are the files that the manifest names.
+    """Return the tensors of an index of format 2; `known` are the files that the manifest names.
 
     Raises:
-        ValueError, LookupError, TypeError: It is not of the kind that `joined_index` makes.
+        ValueError, LookupError, TypeError: It is not of the kind that a save wrote.
     """
     stored = {}
     for name, entry in index.items():
-        dtype = getattr(torch, entry["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{entry['dtype']!r} is no number format")
+        dtype = dtype_of(entry)
         _check_parts(name, entry, dtype, known)
-        chunks = tuple((f"{folder}/{file}", tuple(offsets), tuple(sizes)) for file, offsets, sizes in entry["parts"])
-        stored[name] = Stored(files, name, tuple(entry["shape"]), dtype, chunks)
+        places = tuple(Place(f"{folder}/{file}", tuple(offsets), tuple(sizes)) for file, offsets, sizes in entry["parts"])
+        stored[name] = Stored(files, name, tuple(entry["shape"]), dtype, Listed(places))
     return stored
 
 
 def _check_parts(name: str, entry: Mapping[str, Any], dtype: torch.dtype, known: Mapping[str, Any]) -> None:
     """Raise an error if a part of a tensor is not where it can be: an invented size would ask for any amount of memory."""
-    shape = entry["shape"]
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"{name!r} has the shape {shape!r}")
+    shape = checked_shape(entry["shape"])
     for file, offsets, sizes in entry["parts"]:
         cuts = [*zip(offsets, sizes, shape, strict=True)]
         if not all(type(one) is int for cut in cuts for one in cut) or any(a < 0 or b < 0 or a + b > c for a, b, c in cuts):

@@ -90,7 +90,9 @@ def pieces(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = Non
         yield from (data[start : start + CHUNK] for start in range(0, len(data), CHUNK))
 
 
-def read_tensors(file: BinaryIO, size: int) -> tuple[dict[str, Tensor] | ValueError, Facts]:
+def read_tensors(
+    file: BinaryIO, size: int, header: dict[str, str] | None = None
+) -> tuple[dict[str, Tensor] | ValueError, Facts]:
     """Read a whole safetensors file once; return its tensors, and its size and checksum.
 
     Each tensor is in memory of its own, which torch has aligned. In the file they are adjacent and 8-byte aligned, and some
@@ -99,6 +101,7 @@ def read_tensors(file: BinaryIO, size: int) -> tuple[dict[str, Tensor] | ValueEr
     Args:
         file: The open file.
         size: The size that the file is expected to have, in bytes. No more memory is taken.
+        header: Gets the texts of the header.
 
     Returns:
         The tensors, and the facts. If the bytes have another format, the error in place of the tensors.
@@ -106,18 +109,18 @@ def read_tensors(file: BinaryIO, size: int) -> tuple[dict[str, Tensor] | ValueEr
     total = Sum()
     found: dict[str, Tensor] | ValueError
     try:
-        found = _tensors_in(file, size, total)
+        found = _tensors_in(file, size, total, {} if header is None else header)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         found = ValueError(str(error))
     return found, _rest(file, total)
 
 
-def _tensors_in(file: BinaryIO, size: int, total: Sum) -> dict[str, Tensor]:
+def _tensors_in(file: BinaryIO, size: int, total: Sum, header: dict[str, str]) -> dict[str, Tensor]:
     length = int.from_bytes(_read(file, 8, total), "little")
     if 8 + length > size:
         raise ValueError(f"its header has {length} bytes, more than the file")
     entries = json.loads(_read(file, length, total))
-    entries.pop("__metadata__", None)
+    header.update(entries.pop("__metadata__", None) or {})
     tensors: dict[str, Tensor] = {}
     at, end = 0, size - 8 - length
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):

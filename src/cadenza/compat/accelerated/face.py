@@ -327,10 +327,10 @@ def restore_state(face: TrainerFace, state: Mapping[str, Any], *, resume: bool) 
 def _write_state(run: Run, folder: Path, own: dict[str, Any]) -> None:
     taken = snapshot.take(session_of(run), "a training state")
     taken.extra["checkpoint_kwargs"] = {name: plain(value) for name, value in own.items()}
+    store = Store(folder)
+    earlier = store.saved()
+    store.write_together(taken.content(), run.driver.meeting) if run.driver.world_size > 1 else store.write(taken.content())
     if run.is_main:
-        store = Store(folder)
-        earlier = store.saved()
-        store.write(taken.content())
         for one in earlier:  # a folder holds one state
             shutil.rmtree(folder / one.name)
     run.driver.barrier()  # so that every process can read it next

@@ -1,0 +1,139 @@
+"""Read the checkpoint at which a run continues: on one process, or on all ranks, of which each reads and verifies its part."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cadenza.checkpoint.store import Entry, Loaded, Saved, Store
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DistributedError
+
+if TYPE_CHECKING:
+    from cadenza.checkpoint.starting import Start
+    from cadenza.drivers.base import Driver
+
+
+class Reader:
+    """Reads checkpoints, and keeps the last one, so that no checkpoint is read twice while a start is chosen."""
+
+    def __init__(self) -> None:
+        self.last: tuple[tuple[str, str], Loaded] | None = None
+        """Folder or URL and name of the checkpoint that was read last, and its content."""
+
+    def read(self, store: Store, saved: Saved) -> Loaded:
+        """Return a checkpoint's content, verified.
+
+        Raises:
+            CheckpointError: It cannot be used, or not on all ranks.
+        """
+        key = str(store.files), saved.name
+        if self.last is None or self.last[0] != key:
+            self.last = None  # its memory is free before the next one is read
+            self.last = key, self._read(store, saved)
+        return self.last[1]
+
+    def tried(self, store: Store, entry: Entry, *, exact: bool = True) -> Loaded | str:
+        """Return a checkpoint's content; a sentence on why it cannot be used or, if `exact`, not be continued."""
+        return store.read_or_problem(entry, partial(self.read, store), exact=exact)
+
+    def _read(self, store: Store, saved: Saved) -> Loaded:
+        return store.read(saved, lazily=True)
+
+
+class _Order(NamedTuple):
+    """A checkpoint that all ranks read."""
+
+    location: str
+    saved: Saved
+    crc32: str
+    """The checksum of its manifest: all ranks must see the same checkpoint."""
+
+
+class _OnAllRanks(Reader):
+    """Reads on all ranks what the main process chooses. The main process learns the problems of all ranks."""
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__()
+        self._driver = driver
+
+    def _read(self, store: Store, saved: Saved) -> Loaded:
+        order = _Order(str(store.files), saved, store.manifest(saved)["crc32"])
+        self._driver.broadcast(order)
+        loaded, problems = self._take_part(order)
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                kind, message = problem
+                raise kind(message if rank == 0 or kind is CheckpointError else f"{message} (rank {rank})")
+        assert loaded is not None, "a rank that has no problem has read it"
+        return loaded
+
+    def follow(self) -> None:
+        """Read what the main process reads, until it has chosen. Every other rank must call this."""
+        order = self._driver.broadcast(None)
+        while order is not None:
+            self.last = None
+            loaded, _ = self._take_part(order)
+            self.last = None if loaded is None else ((order.location, order.saved.name), loaded)
+            order = self._driver.broadcast(None)
+
+    def _take_part(self, order: _Order) -> tuple[Loaded | None, list[Any]]:
+        """Read this rank's part; return it, and on the main process the problems of all ranks."""
+        loaded, problem = None, None
+        try:
+            loaded = self._own(order)
+        except (CheckpointDamagedError, CheckpointFormatError) as error:
+            problem = CheckpointDamagedError if isinstance(error, CheckpointDamagedError) else CheckpointFormatError, str(error)
+        except Exception as error:
+            problem = (
+                CheckpointError,
+                f"rank {self._driver.rank} cannot read {order.saved.name}: {type(error).__name__}: {error}",
+            )
+        return loaded, self._driver.gather_on_main(problem)
+
+    def _own(self, order: _Order) -> Loaded:
+        rank, store = self._driver.rank, Store(order.location)
+        try:
+            found = store.manifest(order.saved)["crc32"]
+        except CheckpointError:
+            found = None
+        if found != order.crc32:
+            raise LookupError(
+                f"on {platform.node()} there is {'another' if found else 'no'} checkpoint of this name in {order.location}. "
+                "Each rank reads the checkpoint itself: all machines must see the same folder under the same path. Put it on a "
+                "file system that they share, or copy it to each machine"
+            )
+        return store.read(order.saved, lazily=True, rank=rank, ranks=self._driver.world_size)
+
+
+def on_all_ranks(driver: Driver, choose: Callable[[Reader], Start]) -> Start:
+    """Return the start that the main process chooses, on each rank with what this rank has read. Every rank must call this.
+
+    Raises:
+        CheckpointError: No start can be chosen.
+        DistributedError: The main process could not choose one.
+    """
+    if driver.world_size == 1:
+        return choose(Reader())
+    reader, start, error = _OnAllRanks(driver), None, None
+    if driver.is_main:
+        try:
+            start = choose(reader)
+        except Exception as raised:
+            error = raised
+        driver.broadcast(None)
+    else:
+        reader.follow()
+    has_read = start is not None and start.loaded is not None
+    bare = None if start is None else replace(start, loaded=None)
+    chosen, has_read, problem = driver.broadcast(
+        (bare, has_read, None if error is None else f"{type(error).__name__}: {error}")
+    )
+    if error is not None:
+        raise error
+    if problem is not None:
+        raise DistributedError(f"the main process cannot begin, so rank {driver.rank} cannot: {problem}")
+    loaded = reader.last[1] if has_read and reader.last is not None else None
+    return start if start is not None else replace(chosen, loaded=loaded)

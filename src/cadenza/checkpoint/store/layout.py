@@ -1,0 +1,164 @@
+"""How tensors are split over the ranks that wrote a checkpoint: noted once, from which the part of any rank follows."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from json import dumps
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from cadenza.checkpoint.store.tensor_files import Facts
+from cadenza.drivers.sharding import Region, chunk_of
+from cadenza.errors import CheckpointFormatError, StateError
+
+MODEL, STATE, RANK = "model", "state", "rank"
+"""The kinds of files of a rank: its shards of the model, those of other tensors, and the state that only this rank has."""
+
+
+class Place(NamedTuple):
+    """A part of a tensor: the file, and where in the whole tensor it lies."""
+
+    path: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Parts(Protocol):
+    """Where the parts of tensors are."""
+
+    def overlapping(self, wanted: Region) -> Sequence[Place]:
+        """Return the parts that overlap with a region."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Parts that the index lists one by one, as format 2 did."""
+
+    places: tuple[Place, ...]
+
+    def overlapping(self, wanted: Region) -> Sequence[Place]:
+        return [one for one in self.places if _overlaps(one, wanted)]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Parts that follow from the number of ranks: each rank has a chunk of one dimension, as ``torch.chunk`` splits it."""
+
+    folder: str
+    kind: str
+    shape: tuple[int, ...]
+    itemsize: int
+    dim: int | None
+    """None: the first rank has the whole tensor."""
+    files: Sequence[Facts | None]
+    """By rank, the facts of its file; None if it has none."""
+
+    def overlapping(self, wanted: Region) -> Sequence[Place]:
+        """Return the parts that overlap with a region.
+
+        Raises:
+            CheckpointFormatError: A part is larger than its file: an invented shape would ask for any amount of memory.
+        """
+        ranks = range(1)
+        if self.dim is not None:
+            step = -(-self.shape[self.dim] // len(self.files)) or 1
+            cut = wanted[self.dim]
+            ranks = range(cut.start // step, min(-(-cut.stop // step), len(self.files)))
+        found = [place for place in map(self._place, ranks) if _overlaps(place, wanted)]
+        for rank, place in zip(ranks, found, strict=False):
+            facts = self.files[rank]
+            if facts is None or math.prod(place.sizes) * self.itemsize > facts["size"]:
+                raise CheckpointFormatError(f"{place.path}: a part of the shape {place.sizes} is larger than its file")
+        return found
+
+    def _place(self, rank: int) -> Place:
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        if self.dim is not None:
+            rows = chunk_of(self.shape[self.dim], rank, len(self.files))
+            offsets[self.dim], sizes[self.dim] = rows.start, rows.stop - rows.start
+        return Place(f"{self.folder}/{part_file(self.kind, rank, len(self.files))}", tuple(offsets), tuple(sizes))
+
+
+def _overlaps(place: Place, wanted: Region) -> bool:
+    cuts = zip(wanted, place.offsets, place.sizes, strict=True)
+    return all(max(cut.start, offset) < min(cut.stop, offset + size) for cut, offset, size in cuts)
+
+
+def part_file(kind: str, rank: int, ranks: int) -> str:
+    """Return the file of a rank.
+
+    >>> part_file("model", 0, 4)
+    'model-00001-of-00004.safetensors'
+    """
+    return f"{kind}-{rank + 1:05}-of-{ranks:05}.safetensors"
+
+
+Layout = dict[str, dict[str, dict[str, Any]]]
+"""By ``"model"`` and ``"state"``, by name of a tensor: its shape, its number format, and the dimension that is split."""
+
+
+def checksum_of(layout: Layout) -> str:
+    """Return a checksum of a layout: equal on ranks that hold parts of the same tensors."""
+    return f"{zlib.crc32(dumps(layout, sort_keys=True).encode()):08x}"
+
+
+def joined(layouts: Sequence[Layout]) -> Layout:
+    """Return the layout of all tensors. A rank may have tensors that others do not have.
+
+    Raises:
+        StateError: Ranks hold parts of different tensors under one name.
+    """
+    whole: Layout = {MODEL: {}, STATE: {}}
+    for layout in layouts:
+        for kind, entries in layout.items():
+            for name, entry in entries.items():
+                if whole[kind].setdefault(name, entry) != entry:
+                    raise StateError(f"{name!r} has the layout {entry} on one rank and {whole[kind][name]} on another")
+    return whole
+
+
+def files_by_rank(content: Any, ranks: int) -> dict[str, list[Facts | None]]:
+    """Return the facts of the files of each rank, by kind, from the content of ``parts.json``.
+
+    Raises:
+        ValueError, LookupError, TypeError: It is not of the kind that a save writes.
+    """
+    found: dict[str, list[Facts | None]] = {}
+    for kind in (MODEL, STATE, RANK):
+        found[kind] = [None if one is None else {"size": one[0], "crc32": one[1]} for one in content[kind]]
+        if len(found[kind]) != ranks:
+            raise ValueError(f"it lists {len(found[kind])} ranks instead of {ranks}")
+        if not all(one is None or (type(one["size"]) is int and type(one["crc32"]) is str) for one in found[kind]):
+            raise ValueError("it lists a file without a size or a checksum")
+    return found
+
+
+def split_of(folder: str, kind: str, entry: Mapping[str, Any], files: Sequence[Facts | None]) -> Split:
+    """Return where the parts of a tensor are, from its entry in the layout.
+
+    Raises:
+        ValueError, LookupError, TypeError: It is not of the kind that a save writes.
+    """
+    shape, dim = checked_shape(entry["shape"]), entry["split"]
+    if dim is not None and (type(dim) is not int or not 0 <= dim < len(shape)):
+        raise ValueError(f"a tensor of the shape {shape} is split along {dim!r}")
+    return Split(folder, kind, shape, dtype_of(entry).itemsize, dim, files)
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """Return a shape. Raises ValueError if it cannot be one."""
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"a tensor has the shape {shape!r}")
+    return tuple(shape)
+
+
+def dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
+    """Return the number format in an entry. Raises ValueError or AttributeError if there is no such format."""
+    dtype = getattr(torch, entry["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{entry['dtype']!r} is no number format")
+    return dtype
