@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 
 from cadenza.checkpoint.finding import Found, Which, check_which, find, find_in, is_path
 from cadenza.checkpoint.frozen import left_out_of, unchanged
-from cadenza.checkpoint.store import Store
+from cadenza.checkpoint.reader import Reader, on_all_ranks
+from cadenza.checkpoint.store import Loaded, Store
 from cadenza.checkpoint.store.link_names import is_link_name
-from cadenza.engine import rank_checks
+from cadenza.drivers import Driver
+from cadenza.drivers.agreeing import agreed
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError, nearest
 from cadenza.hooks.held_weights import HeldWeights
@@ -83,7 +85,10 @@ def chosen_from(found: Found, wanted: str | None = None) -> Chosen:
     Raises:
         CheckpointError: The checkpoint is damaged, or does not hold weights of this name.
     """
-    loaded = found.store.read(found.saved, lazily=True)  # the parts of the optimizers' states stay where they are
+    return _chosen_of(found, found.store.read(found.saved, lazily=True), wanted)  # the optimizers' states stay where they are
+
+
+def _chosen_of(found: Found, loaded: Loaded, wanted: str | None) -> Chosen:
     told = found.best if found.best else loaded.manifest
     name = wanted or told.get("weights") or MODEL
     if name == MODEL:
@@ -114,7 +119,7 @@ def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str
         CheckpointError: There are no such weights, or they are damaged.
     """
     text = fspath(path)
-    if not Path(text).is_file() or is_link_name(Path(text).name):
+    if not is_weights_file(text):
         return chosen_from(find(text, which), wanted)
     if wanted not in (None, MODEL) or which is not None:
         meant = f"which={which!r}" if which is not None else f"any that are called {wanted!r}"
@@ -122,6 +127,11 @@ def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str
             f"{text} is one file of weights, without {meant}. Give the checkpoint or the directory of the run"
         )
     return Chosen(text, dict(_weights_in_file(text)))
+
+
+def is_weights_file(path: str) -> bool:
+    """Return whether a path is that of a file of weights, and no checkpoint or a link to one."""
+    return Path(path).is_file() and not is_link_name(Path(path).name)
 
 
 class Choice:
@@ -179,7 +189,7 @@ class Choice:
     @contextmanager
     def _in_place(self, session: Session, evaluation: Evaluation) -> Iterator[None]:
         if self.which is not None:
-            chosen = session.driver.broadcast(rank_checks.main_only(session.driver, self._read))
+            chosen = self._chosen(session.driver)
             evaluation.weights = None if chosen.weights == MODEL else chosen.weights
             session.optimizers[:] = self.optimizers() if chosen.outside else ()
             with of_checkpoint(session, chosen):
@@ -202,16 +212,34 @@ class Choice:
         else:
             yield
 
-    def _read(self) -> Chosen:
-        assert self.which is not None, "only a checkpoint is read"
-        if is_path(self.which):
-            return chosen_at(self.which, None, self.weights)
-        if self.directory is not None:
-            return chosen_from(find(self.directory, self.which), self.weights)
-        stores = [Store(one) for one in self.elsewhere]
-        return chosen_from(
-            find_in(stores, None, fspath(self.which), ", ".join(fspath(one) for one in self.elsewhere)), self.weights
+    def _chosen(self, driver: Driver) -> Chosen:
+        """Read the weights on each rank; the main process chooses the checkpoint."""
+        found, loaded = on_all_ranks(driver, self._found, keep=False)
+        if found is not None and loaded is not None:
+            return _chosen_of(found, loaded, self.weights)
+        read: list[Chosen] = []
+        agreed(
+            driver.gather,
+            lambda: read.append(chosen_at(str(self.which), None, self.weights)),
+            lambda rank, problem: CheckpointError(f"rank {rank} cannot read {self.which}: {problem}"),
         )
+        return read[0]
+
+    def _found(self, reader: Reader) -> tuple[Found | None, bool]:
+        """Find and read the checkpoint; return None for a file of weights."""
+        assert self.which is not None, "only a checkpoint is read"
+        text = fspath(self.which)
+        if is_path(self.which) and is_weights_file(text):
+            return None, False
+        if is_path(self.which):
+            found = find(text, None, reader.problem)
+        elif self.directory is not None:
+            found = find(self.directory, self.which, reader.problem)
+        else:
+            where = ", ".join(fspath(one) for one in self.elsewhere)
+            found = find_in([Store(one) for one in self.elsewhere], None, text, where, reader.problem)
+        reader.read(found.store, found.saved)
+        return found, True
 
 
 T = TypeVar("T")

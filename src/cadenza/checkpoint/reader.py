@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cadenza.checkpoint.store import Entry, Loaded, Saved, Store
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DistributedError
 
 if TYPE_CHECKING:
-    from cadenza.checkpoint.starting import Start
     from cadenza.drivers.base import Driver
+
+T = TypeVar("T")
 
 
 class Reader:
@@ -39,6 +39,11 @@ class Reader:
         """Return a checkpoint's content; a sentence on why it cannot be used or, if `exact`, not be continued."""
         return store.read_or_problem(entry, partial(self.read, store), exact=exact)
 
+    def problem(self, store: Store, entry: Entry) -> str | None:
+        """Return a sentence on why a checkpoint cannot be used; None if it can. It is read for this."""
+        tried = self.tried(store, entry, exact=False)
+        return tried if isinstance(tried, str) else None
+
     def _read(self, store: Store, saved: Saved) -> Loaded:
         return store.read(saved, lazily=True)
 
@@ -55,9 +60,9 @@ class _Order(NamedTuple):
 class _OnAllRanks(Reader):
     """Reads on all ranks what the main process chooses. The main process learns the problems of all ranks."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, *, keep: bool) -> None:
         super().__init__()
-        self._driver = driver
+        self._driver, self._keep = driver, keep
 
     def _read(self, store: Store, saved: Saved) -> Loaded:
         order = _Order(str(store.files), saved, store.manifest(saved)["crc32"])
@@ -81,11 +86,13 @@ class _OnAllRanks(Reader):
 
     def _take_part(self, order: _Order) -> tuple[Loaded | None, list[Any]]:
         """Read this rank's part; return it, and on the main process the problems of all ranks."""
-        loaded, problem = None, None
+        loaded: Loaded | None = None
+        problem: tuple[type[CheckpointError], str] | None = None
         try:
             loaded = self._own(order)
         except (CheckpointDamagedError, CheckpointFormatError) as error:
-            problem = CheckpointDamagedError if isinstance(error, CheckpointDamagedError) else CheckpointFormatError, str(error)
+            kind = CheckpointDamagedError if isinstance(error, CheckpointDamagedError) else CheckpointFormatError
+            problem = kind, str(error)
         except Exception as error:
             problem = (
                 CheckpointError,
@@ -105,35 +112,38 @@ class _OnAllRanks(Reader):
                 "Each rank reads the checkpoint itself: all machines must see the same folder under the same path. Put it on a "
                 "file system that they share, or copy it to each machine"
             )
-        return store.read(order.saved, lazily=True, rank=rank, ranks=self._driver.world_size)
+        return store.read(order.saved, lazily=True, rank=rank, ranks=self._driver.world_size, keep=self._keep)
 
 
-def on_all_ranks(driver: Driver, choose: Callable[[Reader], Start]) -> Start:
-    """Return the start that the main process chooses, on each rank with what this rank has read. Every rank must call this.
+def on_all_ranks(driver: Driver, choose: Callable[[Reader], tuple[T, bool]], *, keep: bool = True) -> tuple[T, Loaded | None]:
+    """Return what the main process chooses, and the checkpoint that belongs to it, read here. Every rank must call this.
+
+    Args:
+        driver: The driver of the run.
+        choose: Called on the main process. Returns its choice, without content of a checkpoint, and whether the checkpoint that
+            it read last belongs to it.
+        keep: Keep the shards of this rank in memory when they are verified, since all of them will be read.
 
     Raises:
-        CheckpointError: No start can be chosen.
-        DistributedError: The main process could not choose one.
+        CheckpointError: Nothing can be chosen.
+        DistributedError: The main process could not choose.
     """
-    if driver.world_size == 1:
-        return choose(Reader())
-    reader, start, error = _OnAllRanks(driver), None, None
+    reader = _OnAllRanks(driver, keep=keep) if driver.world_size > 1 else Reader()
+    choice: tuple[T, bool] | None = None
+    error: Exception | None = None
     if driver.is_main:
         try:
-            start = choose(reader)
+            choice = choose(reader)
         except Exception as raised:
             error = raised
-        driver.broadcast(None)
-    else:
+        if driver.world_size > 1:
+            driver.broadcast(None)
+    elif isinstance(reader, _OnAllRanks):
         reader.follow()
-    has_read = start is not None and start.loaded is not None
-    bare = None if start is None else replace(start, loaded=None)
-    chosen, has_read, problem = driver.broadcast(
-        (bare, has_read, None if error is None else f"{type(error).__name__}: {error}")
-    )
+    choice, problem = driver.broadcast((choice, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
-    if problem is not None:
+    if choice is None:
         raise DistributedError(f"the main process cannot begin, so rank {driver.rank} cannot: {problem}")
-    loaded = reader.last[1] if has_read and reader.last is not None else None
-    return start if start is not None else replace(chosen, loaded=loaded)
+    value, has_read = choice
+    return value, reader.last[1] if has_read and reader.last is not None else None

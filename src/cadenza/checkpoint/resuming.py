@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterable, Mapping
-from functools import partial
+from dataclasses import replace
 from os import PathLike, fspath
 from typing import Any
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.finding import find, is_name
-from cadenza.checkpoint.reader import Reader
+from cadenza.checkpoint.reader import Reader, on_all_ranks
 from cadenza.checkpoint.starting import Start, at_newest, at_path, outcome_in
-from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
+from cadenza.checkpoint.store import Branch, Loaded
+from cadenza.drivers import Driver
 from cadenza.engine import rank_checks
 from cadenza.engine.plan_changes import plan_changes
 from cadenza.engine.session import Session
@@ -54,14 +55,33 @@ def chosen(
         return at_newest(_given(directory, "auto"), elsewhere, reader)
     reader = reader or Reader()
     if isinstance(resume, str) and is_name(resume):
-        found = find(_given(directory, resume).path, resume, problem=partial(_problem, reader))
+        found = find(_given(directory, resume).path, resume, problem=reader.problem)
         return at_path(found.path, directory, elsewhere, reader)
     return at_path(fspath(resume), directory, elsewhere, reader)
 
 
-def _problem(reader: Reader, store: Store, entry: Entry) -> str | None:
-    tried = reader.tried(store, entry, exact=False)
-    return tried if isinstance(tried, str) else None
+def chosen_on_all_ranks(
+    driver: Driver, resume: bool | str | PathLike[str], directory: RecordedRun | None, elsewhere: Iterable[str]
+) -> Start:
+    """Return the start of a run that the main process chooses, with what this rank has read. Every rank must call this.
+
+    Args:
+        driver: The driver of the run.
+        resume: As for ``fit``.
+        directory: The run directory, on the main process.
+        elsewhere: Further folders and URLs that the run saves to.
+
+    Raises:
+        CheckpointError: As `chosen`.
+        DistributedError: The main process could not choose.
+    """
+
+    def choose(reader: Reader) -> tuple[Start, bool]:
+        start = chosen(resume, directory, elsewhere, reader)
+        return replace(start, loaded=None), start.loaded is not None
+
+    start, loaded = on_all_ranks(driver, choose)
+    return replace(start, loaded=loaded)
 
 
 def _given(directory: RecordedRun | None, resume: str) -> RecordedRun:

@@ -86,7 +86,7 @@ def decided(
         raise error
     if first is not None:
         raise failed(*first)
-    return result  # type: ignore[return-value]  # `decide` has returned it
+    return result
 
 
 def by_main(meeting: Meeting, act: Callable[[], T], failed: Callable[[int, str], Exception]) -> T:
@@ -107,7 +107,7 @@ def by_main(meeting: Meeting, act: Callable[[], T], failed: Callable[[int, str],
         raise error
     if problem is not None:
         raise failed(0, problem)
-    return result  # type: ignore[return-value]  # `act` has returned it
+    return result
 
 
 def _told(error: Exception | None) -> str | None:

@@ -12,7 +12,6 @@ from cadenza.adapters.lightning.before_fit import freeze_early
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.continuation import beginning
-from cadenza.checkpoint.reader import on_all_ranks
 from cadenza.checkpoint.starting import Start
 from cadenza.engine import loop, rank_checks
 from cadenza.engine.arguments import check_not_empty, check_resume, given_by
@@ -142,7 +141,7 @@ class Fitting(Recipe):
     ) -> tuple[Session, Start, bool]:
         """Return the session of a new fit, its start, and whether the run is over already."""
         elsewhere = self._elsewhere
-        start = on_all_ranks(self.driver, lambda reader: resuming.chosen(resume, files, elsewhere, reader))
+        start = resuming.chosen_on_all_ranks(self.driver, resume, files, elsewhere)
         freeze_early(self.callbacks, self.model)
         session = self._new_session(training=True, files=files, replay=replay, given=given, own_loop=own_loop)
         session.branch = start.branch

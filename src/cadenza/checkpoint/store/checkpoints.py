@@ -170,7 +170,7 @@ class Store:
             raise CheckpointDamagedError(f"{saved.name}: {MANIFEST} cannot be read: {error}") from None
         return checked(written, saved.name, saved.step)
 
-    def read(self, saved: Saved, *, lazily: bool = False, rank: int = 0, ranks: int = 1) -> Loaded:
+    def read(self, saved: Saved, *, lazily: bool = False, rank: int = 0, ranks: int = 1, keep: bool = True) -> Loaded:
         """Return a checkpoint's content, verified. Nothing in it is ever executed.
 
         Args:
@@ -178,12 +178,14 @@ class Store:
             lazily: Return a `Stored` for each tensor that is stored in shards. Any part of it can be read later.
             rank: This rank. If several ranks read, each verifies its part of the files that not all of them read.
             ranks: The number of ranks that read.
+            keep: If as many ranks read as wrote, keep the shards of this rank in memory, so that they are read once.
 
         Raises:
             CheckpointDamagedError: As `verify`.
             CheckpointFormatError: As `verify`; or a file has the right checksum, but not the expected format.
         """
-        loaded = loaded_from(self.files, saved.name, self.manifest(saved), lazily=lazily, rank=rank, ranks=ranks)
+        manifest = self.manifest(saved)
+        loaded = loaded_from(self.files, saved.name, manifest, lazily=lazily, rank=rank, ranks=ranks, keep=keep)
         self._whole.add(saved.name)
         return loaded
 

@@ -42,7 +42,7 @@ def files_in(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def bytes_in(manifest: Mapping[str, Any]) -> int:
     """Return the size of a checkpoint in bytes, without its manifest."""
-    return sum(file["size"] for file in files_in(manifest).values()) + int(manifest.get("rank_bytes", 0))
+    return sum([int(file["size"]) for file in files_in(manifest).values()], int(manifest.get("rank_bytes", 0)))
 
 
 class CheckpointUnfinishedError(CheckpointFormatError):

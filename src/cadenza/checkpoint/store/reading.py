@@ -62,7 +62,14 @@ class RankStates(Sequence[Any]):
 
 
 def loaded_from(
-    files: Files, name: str, manifest: dict[str, Any], *, lazily: bool = False, rank: int = 0, ranks: int = 1
+    files: Files,
+    name: str,
+    manifest: dict[str, Any],
+    *,
+    lazily: bool = False,
+    rank: int = 0,
+    ranks: int = 1,
+    keep: bool = True,
 ) -> Loaded:
     """Return the content of a checkpoint, verified. Nothing in it is ever executed.
 
@@ -73,6 +80,7 @@ def loaded_from(
         lazily: Return a `Stored` for each tensor that is stored in shards. Any part of it can be read later.
         rank: This rank. Of the files that not all ranks read, it verifies every `ranks`-th.
         ranks: The number of ranks that read.
+        keep: If as many ranks read as wrote, keep the shards of this rank in memory, so that they are read once.
 
     Raises:
         CheckpointDamagedError: A file is missing, cut or changed; the message names it.
@@ -86,7 +94,7 @@ def loaded_from(
     model: dict[str, Any] = tensors_of(files, name, FILES[0], said[FILES[0]])
     table = _table(files, name, manifest)
     if INDEX in said:
-        keep = not lazily or ranks == manifest.get("ranks") > 1
+        keep = not lazily or (keep and ranks == manifest.get("ranks", 1) > 1)
         held = _verified(files, name, table, rank, ranks, keep=keep) if table else {}
         index = parsed(name, INDEX, json.loads, bytes_of(files, name, INDEX, said[INDEX]))
         for kind, target in ((MODEL, model), (STATE, tensors)):
