@@ -14,6 +14,7 @@ import torch
 from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.drivers.sharding import Region, chunk_of
 from cadenza.errors import CheckpointFormatError, StateError
+from cadenza.status.counting import counted
 
 MODEL, STATE, RANK = "model", "state", "rank"
 """The kinds of files of a rank: its shards of the model, those of other tensors, and the state that only this rank has."""
@@ -131,7 +132,7 @@ def files_by_rank(content: Any, ranks: int) -> dict[str, list[Facts | None]]:
     for kind in (MODEL, STATE, RANK):
         found[kind] = [None if one is None else {"size": one[0], "crc32": one[1]} for one in content[kind]]
         if len(found[kind]) != ranks:
-            raise ValueError(f"it lists {len(found[kind])} ranks instead of {ranks}")
+            raise ValueError(f"it lists {counted(len(found[kind]), 'rank')} instead of {ranks}")
         if not all(one is None or (type(one["size"]) is int and type(one["crc32"]) is str) for one in found[kind]):
             raise ValueError("it lists a file without a size or a checksum")
     return found
