@@ -48,7 +48,7 @@ class Snapshot:
     """The state that only this rank has; None on the main process, where it is in `state`."""
 
     is_main: bool = True
-    """Whether this rank writes what is not in shards."""
+    """Whether this rank writes the tensors that are not in shards."""
 
     files: JoinedFiles = field(default_factory=JoinedFiles)
     """Local files that join the checkpoint."""

@@ -20,7 +20,7 @@ MODEL, STATE, RANK = "model", "state", "rank"
 """The kinds of files of a rank: its shards of the model, those of other tensors, and the state that only this rank has."""
 
 
-class Place(NamedTuple):
+class Chunk(NamedTuple):
     """A part of a tensor: the file, and where in the whole tensor it lies."""
 
     path: str
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 class Parts(Protocol):
     """Where the parts of tensors are."""
 
-    def overlapping(self, wanted: Region) -> Sequence[Place]:
+    def overlapping(self, wanted: Region) -> Sequence[Chunk]:
         """Return the parts that overlap with a region."""
 
 
@@ -39,10 +39,10 @@ class Parts(Protocol):
 class Listed:
     """Parts that the index lists one by one, as format 2 did."""
 
-    places: tuple[Place, ...]
+    chunks: tuple[Chunk, ...]
 
-    def overlapping(self, wanted: Region) -> Sequence[Place]:
-        return [one for one in self.places if _overlaps(one, wanted)]
+    def overlapping(self, wanted: Region) -> Sequence[Chunk]:
+        return [one for one in self.chunks if _overlaps(one, wanted)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Split:
     files: Sequence[Facts | None]
     """By rank, the facts of its file; None if it has none."""
 
-    def overlapping(self, wanted: Region) -> Sequence[Place]:
+    def overlapping(self, wanted: Region) -> Sequence[Chunk]:
         """Return the parts that overlap with a region.
 
         Raises:
@@ -69,23 +69,26 @@ class Split:
             step = -(-self.shape[self.dim] // len(self.files)) or 1
             cut = wanted[self.dim]
             ranks = range(cut.start // step, min(-(-cut.stop // step), len(self.files)))
-        found = [place for place in map(self._place, ranks) if _overlaps(place, wanted)]
-        for rank, place in zip(ranks, found, strict=False):
-            facts = self.files[rank]
-            if facts is None or math.prod(place.sizes) * self.itemsize > facts["size"]:
-                raise CheckpointFormatError(f"{place.path}: a part of the shape {place.sizes} is larger than its file")
+        found = []
+        for rank in ranks:
+            chunk, facts = self._chunk(rank), self.files[rank]
+            if not _overlaps(chunk, wanted):
+                continue
+            if facts is None or math.prod(chunk.sizes) * self.itemsize > facts["size"]:
+                raise CheckpointFormatError(f"{chunk.path}: a part of the shape {chunk.sizes} is larger than its file")
+            found.append(chunk)
         return found
 
-    def _place(self, rank: int) -> Place:
+    def _chunk(self, rank: int) -> Chunk:
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         if self.dim is not None:
             rows = chunk_of(self.shape[self.dim], rank, len(self.files))
             offsets[self.dim], sizes[self.dim] = rows.start, rows.stop - rows.start
-        return Place(f"{self.folder}/{part_file(self.kind, rank, len(self.files))}", tuple(offsets), tuple(sizes))
+        return Chunk(f"{self.folder}/{part_file(self.kind, rank, len(self.files))}", tuple(offsets), tuple(sizes))
 
 
-def _overlaps(place: Place, wanted: Region) -> bool:
-    cuts = zip(wanted, place.offsets, place.sizes, strict=True)
+def _overlaps(chunk: Chunk, wanted: Region) -> bool:
+    cuts = zip(wanted, chunk.offsets, chunk.sizes, strict=True)
     return all(max(cut.start, offset) < min(cut.stop, offset + size) for cut, offset, size in cuts)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cadenza.checkpoint.store.files import Files
-from cadenza.checkpoint.store.layout import MODEL, STATE, Layout, Listed, Parts, Place, checked_shape, dtype_of
+from cadenza.checkpoint.store.layout import MODEL, STATE, Chunk, Layout, Listed, Parts, checked_shape, dtype_of
 from cadenza.drivers.sharding import Region, region_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError
 from cadenza.status.plain import host_copy
@@ -79,25 +79,25 @@ class Stored:
         """
         wanted = tuple(slice(0, size) for size in self.shape) if region is None else region
         needed, overlaps = [cut.stop - cut.start for cut in wanted], []
-        for place in self.parts.overlapping(wanted):
-            cuts = zip(wanted, place.offsets, place.sizes, strict=True)
-            overlaps.append((place, [_overlap(cut, offset, size) for cut, offset, size in cuts]))
+        for chunk in self.parts.overlapping(wanted):
+            cuts = zip(wanted, chunk.offsets, chunk.sizes, strict=True)
+            overlaps.append((chunk, [_overlap(cut, offset, size) for cut, offset, size in cuts]))
         filled = sum(math.prod(stop - start for start, stop in found) for _, found in overlaps)
         if filled != math.prod(needed):  # before memory is taken for it
             raise CheckpointFormatError(f"the parts of {self.name!r} hold {filled} of {math.prod(needed)} numbers")
         if len(overlaps) == 1 and list(overlaps[0][0].sizes) == needed and (whole := self._held(overlaps[0][0])) is not None:
             return whole
         result = torch.empty(needed, dtype=self.dtype)
-        for place, found in overlaps:
-            inner = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(found, place.offsets, strict=True))
+        for chunk, found in overlaps:
+            inner = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(found, chunk.offsets, strict=True))
             outer = tuple(slice(a - cut.start, b - cut.start) for (a, b), cut in zip(found, wanted, strict=True))
-            held = self._held(place)
-            result[outer] = self._part(place.path, inner) if held is None else held[inner]
+            held = self._held(chunk)
+            result[outer] = self._part(chunk.path, inner) if held is None else held[inner]
         return result
 
-    def _held(self, place: Place) -> Tensor | None:
-        found = self.held.get(place.path, {}).pop(self.name, None)
-        return found if found is not None and tuple(found.shape) == place.sizes else None
+    def _held(self, chunk: Chunk) -> Tensor | None:
+        found = self.held.get(chunk.path, {}).pop(self.name, None)
+        return found if found is not None and tuple(found.shape) == chunk.sizes else None
 
     def _part(self, path: str, region: Region) -> Tensor:
         try:
@@ -139,8 +139,8 @@ def stored_in(files: Files, folder: str, index: Mapping[str, Any], known: Mappin
     for name, entry in index.items():
         dtype = dtype_of(entry)
         _check_parts(name, entry, dtype, known)
-        places = tuple(Place(f"{folder}/{file}", tuple(offsets), tuple(sizes)) for file, offsets, sizes in entry["parts"])
-        stored[name] = Stored(files, name, tuple(entry["shape"]), dtype, Listed(places))
+        chunks = tuple(Chunk(f"{folder}/{file}", tuple(offsets), tuple(sizes)) for file, offsets, sizes in entry["parts"])
+        stored[name] = Stored(files, name, tuple(entry["shape"]), dtype, Listed(chunks))
     return stored
 
 
