@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, DistributedSampler
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import (
@@ -27,10 +28,13 @@ from cadenza.callbacks import (
     Swa,
     Timer,
 )
+from cadenza.drivers import DdpDriver
 from cadenza.engine.session import session_of
+from cadenza.errors import DataError, DistributedError
+from cadenza.loading import TensorBatches
 from cadenza.sinks import Console, JsonLines, ProgressBar
 from cadenza.testing import launch
-from tests.distributed.parts import loader, squared_error, trainer, weights_of
+from tests.distributed.parts import loader, samples, squared_error, trainer, weights_of
 from tests.distributed.parts import own_rank as rank
 
 BLOCKING: tuple[str, ...] = ("all_reduce", "broadcast", "reduce", "gather", "all_gather", "all_gather_object", "gather_object")
@@ -137,6 +141,41 @@ def test_no_rank_waits_in_a_plain_step(name: str, tmp_path: Path) -> None:
     for waited, started in launch(counted):
         assert waited == [0] * 5
         assert max(started) <= 2  # with the batch, and at the end of the step
+
+
+@pytest.mark.parametrize("kind", ["sampler", "list", "tensors"])
+def test_no_rank_waits_for_the_next_batch_of_data_that_is_sharded_already(kind: str) -> None:
+    """The ranks exchange the lengths of their loaders once in an epoch."""
+
+    def counted() -> tuple[list[int], int]:
+        data: Any = samples(4 * 2 * 12)
+        if kind == "sampler":
+            own: Any = DataLoader(data, 4, sampler=DistributedSampler(data, 2, rank()))
+        else:
+            own = TensorBatches(data.tensors[0][rank() :: 2], data.tensors[1][rank() :: 2], batch_size=4)
+            own = list(own) if kind == "list" else own
+        watched = Watched()
+        mark = Mark(watched)
+        driver = DdpDriver("cpu", share_data=False)
+        run = trainer(own, max_epochs=2, callbacks=[mark, Own()], driver=driver).fit()
+        return _differences(mark.waited[4:10]), run.progress.batch
+
+    assert launch(counted) == [([0] * 5, 24)] * 2
+
+
+@pytest.mark.parametrize(("length", "message"), [(7, "returned only 6"), (5, "returned more")])
+def test_a_sharded_loader_with_a_wrong_length_is_an_error_on_all_ranks(length: int, message: str) -> None:
+    class Wrong(DistributedSampler[Any]):
+        def __len__(self) -> int:
+            return 4 * length
+
+    def training() -> str:
+        data = samples(48)
+        with pytest.raises((DataError, DistributedError)) as raised:
+            trainer(DataLoader(data, 4, sampler=Wrong(data, 2, rank(), shuffle=False)), max_epochs=1).fit()
+        return str(raised.value)
+
+    assert all(message in told for told in launch(training))
 
 
 def stopped_at(stops: Callable[[Run], bool], **arguments: Any) -> tuple[int, str]:

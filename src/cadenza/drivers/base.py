@@ -108,6 +108,10 @@ class Driver(ABC):
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank. Every rank must call this, in the same order."""
 
+    def least(self, number: int) -> int:
+        """Return the least of the numbers of all ranks. Every rank must call this, in the same order."""
+        return int(self.reduce(torch.tensor(number), "min"))
+
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank. Every rank must call this, in the same order."""
@@ -159,7 +163,7 @@ class Driver(ABC):
 
     def data_shard(self) -> Shard:
         """Return the shard of every loader that this rank reads."""
-        return Shard(self.rank, self.world_size, self.any_rank)
+        return Shard(self.rank, self.world_size, self.any_rank, self.least)
 
     def share_buffers(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
         """Copy the buffers of rank 0, such as BatchNorm statistics, to all ranks. Every rank must call this."""

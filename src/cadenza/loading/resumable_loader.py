@@ -135,7 +135,10 @@ class _MapStyle(ResumableLoader):
         sampler.epoch, (sampler.shard, sampler.skip) = epoch, self.shard.at_round(skip)
         batches = self._restarting() if self._given.num_workers else iter(self._loader)
         batches = self.counted(batches)
-        return batches if self.shard.world_size == 1 else self.shard.until_any_ends(batches)
+        if self.shard.world_size == 1:
+            return batches
+        length = None if self.shard.share_data else length_of(self._given)
+        return self.shard.until_any_ends(batches, None if length is None else length - sampler.skip)
 
     @property
     def replicated_at(self) -> int | None:
@@ -264,7 +267,7 @@ class _Listed(ResumableLoader):
         set_loader_epoch(self._batches, epoch)
         shard, own = self.shard.at_round(skip)
         if not shard.share_data:
-            return shard.until_any_ends(islice(self._batches, own, None))
+            return shard.until_any_ends(islice(self._batches, own, None), len(self._batches) - own)
         positions = batches_of_rank(PositionBatches.of(len(self._batches), 1), shard, splits=False)
         return (self._batches[one.start] for one in positions.since(own))
 

@@ -29,6 +29,8 @@ class Shard:
     """The number of processes."""
     any_rank: Callable[[bool], bool] = bool
     """Returns whether a flag is true on any rank. Every rank must call it."""
+    least: Callable[[int], int] = int
+    """Returns the least of the numbers of all ranks. Every rank must call it."""
     share_data: bool = True
     """Whether Cadenza shards the loader. False: the loader of each rank yields only the shard of this rank."""
     even: bool = True
@@ -121,17 +123,39 @@ class Shard:
                 if len(round_) == self.world_size or (not self.even and self.rank < len(round_)):
                     yield round_[self.rank]
 
-    def until_any_ends(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def until_any_ends(self, batches: Iterator[Any], length: int | None = None) -> Iterator[Any]:
         """Yield all batches. If the loaders are sharded already, training ends with the first rank that has no more batches.
 
-        Otherwise the other ranks would wait for it in a collective.
+        Otherwise the other ranks would wait for it in a collective. If the loaders of all ranks have a length, they exchange it
+        once. Otherwise they exchange before each batch whether one of them has no more, and wait.
+
+        Args:
+            batches: The batches of this rank.
+            length: How many they are; None if that is not known.
+
+        Raises:
+            DataError: There are not as many batches as `length` says.
         """
         if self.world_size == 1 or self.share_data or not self.even:
             yield from batches
             return
         none: Any = object()
+        if (least := self.least(-1 if length is None else length)) >= 0:
+            for number in range(least):
+                if (batch := next(batches, none)) is none:
+                    raise DataError(_WRONG_LENGTH.format(length=length, came=f"only {number}"))
+                yield batch
+            if least == length and next(batches, none) is not none:
+                raise DataError(_WRONG_LENGTH.format(length=length, came="more"))
+            return
         while not self.any_rank((batch := next(batches, none)) is none):
             yield batch
+
+
+_WRONG_LENGTH = (
+    "the training loader of this rank, which is sharded already, says that it has {length} more batches in this epoch, and "
+    "returned {came}. The ranks agree on the end of the epoch by these lengths. Give its sampler the right __len__."
+)
 
 
 class Replicated(list[Any]):

@@ -132,7 +132,7 @@ class TensorBatches(Generic[BatchT]):
         if mine.replicated_at is not None:
             on_replicated(mine.replicated_at)
         batches = self._read(mine.since(own), order)
-        return batches if shard.world_size == 1 else shard.until_any_ends(batches)
+        return batches if shard.world_size == 1 else shard.until_any_ends(batches, len(self) - own)
 
     def indices(self, epoch: int, number: int, *, seed: int, shard: Shard, permuted: int = PERMUTED) -> list[int] | None:
         """Return the indices of the rows in batch `number` of `batches`, from 0; None if there are fewer batches."""
