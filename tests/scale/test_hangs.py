@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # where torch documents it
 
 from cadenza.drivers import SingleDriver
 from cadenza.drivers.base import Reduction
+from cadenza.drivers.posts import Post, Posts, Waits, culprit, interval
 from cadenza.engine.rank_checks import check_alike
 from cadenza.errors import DistributedError
+from tests.waiting import until
 
 WORLDS = (2, 1024, 4096)
 
@@ -62,3 +67,35 @@ def test_the_message_about_differences_is_as_long_for_any_number_of_ranks(ranks:
     with pytest.raises(DistributedError, match=r"10000 differ: fact 0 is '1' on rank 1.*and 9980 more") as caught:
         check_alike(driver, {f"fact {number}": 0 for number in range(10_000)})
     assert len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_all_ranks_together_post_at_most_256_times_a_second(ranks: int) -> None:
+    assert ranks / interval(ranks) <= 256
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_a_message_about_posts_is_as_long_for_any_number_of_ranks(ranks: int) -> None:
+    at = [Post(11, "`F.on_step_end` (train.py:31)", Waits.YES, number=rank) for rank in range(ranks)]
+    late = [replace(post, step=10, waits=Waits.NO) for post in at]
+    later = [replace(post, number=post.number + 1) for post in [*at[: ranks // 2], *late[ranks // 2 :]]]
+    for before in (at, later):  # the second half is behind; no rank posts any more
+        for waited_s in (600, None):
+            assert len(culprit(before, later, waited_s)) < 600
+    assert f"rank {ranks // 2} did not reach step 12 within 600 s; last seen at step 10" in culprit(at, later, 600)
+
+
+def test_posts_are_sent_by_another_thread_and_read_in_one_exchange() -> None:
+    sent: list[int] = []
+
+    class Counting(HashStore):  # type: ignore[misc]
+        def set(self, key: str, value: str) -> None:
+            sent.append(len(value))
+            assert threading.current_thread() is not threading.main_thread()
+            super().set(key, value)
+
+    with Posts(Counting(), "posts", rank=0, ranks=1024, look=lambda: Post(1, "`F.on_step_end` (train.py:31)")) as posts:
+        until(lambda: posts.read()[0] is not None)
+        assert posts.read()[0] == Post(1, "`F.on_step_end` (train.py:31)", number=1)
+    assert len(sent) == 2  # the interval is four seconds; the last one says that the rank has left
+    assert max(sent) < 150

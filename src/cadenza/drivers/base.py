@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from cadenza.drivers.agreeing import Meeting
+from cadenza.drivers.posts import Post
 from cadenza.drivers.sharding import Readable
 from cadenza.loading.shards import Shard
 
@@ -173,6 +174,15 @@ class Driver(ABC):
 
     def renew(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
         """Adapt a prepared model to changes of ``requires_grad``. Every rank must call this, between two steps."""
+
+    def watched(self, look: Callable[[], Post], also: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
+        """Return a context in which this rank posts where it is, for the messages about a rank that is behind.
+
+        Args:
+            look: Returns where the training thread is. It is called in another thread, about once a second.
+            also: Called in that thread after each post.
+        """
+        return nullcontext()
 
     def first_error(self, error: BaseException) -> BaseException:
         """Send the error that ends this rank to the other ranks. Return it, or the error of the rank that caused it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -18,8 +19,10 @@ from torch import distributed as dist
 
 from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.base import Driver, Reduction
+from cadenza.drivers.failing import Failure
 from cadenza.drivers.joining import join, launched, rendezvous_of
-from cadenza.errors import DistributedError, add_note, notes_of
+from cadenza.drivers.posts import Post, Posts, own_client
+from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard
 
@@ -63,6 +66,7 @@ class GroupDriver(Driver):
         self._hosts = self._control_group()
         self.to_device: Mover = Mover(self.device)
         self._number, self._run = self._count(), 0
+        self._failure = Failure(self.rank, timeout_s, None if at is None else at.hosted)
 
     def _count(self) -> int:
         """Return the number of drivers that this rank has made in the process group: the same on all ranks."""
@@ -177,37 +181,25 @@ class GroupDriver(Driver):
     def share_tensors(self, tensors: Iterable[Tensor]) -> None:
         _exchange_flat(tensors, lambda flat: dist.broadcast(flat, src=0, group=self._hosts if flat.is_cpu else None))
 
-    def first_error(self, error: BaseException) -> BaseException:
-        if isinstance(error, DistributedError):
-            return error
-        own = f"rank {self.rank}: {type(error).__name__}: {error}"
-        lost_contact = _is_lost_contact(error)
-        first = self._first_message(own, wait_s=1.0 if lost_contact else 0.0)
-        if lost_contact and first == own and (note := self._contact(error)) not in notes_of(error):
-            add_note(error, note)
-        if not lost_contact or first == own:
-            return error
-        cause = first or "The process that ended first shows the cause."
-        return DistributedError(f"rank {self.rank} ends because another process ended. {cause}")
-
-    def _contact(self, error: BaseException) -> str:
-        """Return what happened to the contact with the other ranks."""
-        if "timed out" in str(error).lower():
-            return (
-                f"rank {self.rank} waited too long for another rank, which is slow, or did not call what every rank must "
-                "call, in the same order. DdpDriver(timeout_s=...) sets the longest wait of a process group."
-            )
-        return f"rank {self.rank} lost contact with another process, which ended without an error message: killed, or crashed"
-
-    def _first_message(self, own: str, wait_s: float) -> str | None:
-        """Return the message of the first rank that failed: `own`, if no other rank sent one within `wait_s` seconds."""
-        key, deadline = f"cadenza/failed/{self._number}/{self._run}", time.monotonic() + wait_s
+    @contextmanager
+    def watched(self, look: Callable[[], Post], also: Callable[[], object] = lambda: None) -> Iterator[None]:
+        if self.world_size == 1 or self._failure.posts is not None or (store := self._own_store()) is None:
+            yield  # an evaluation in a callback is a part of the run
+            return
         try:
-            store = dist.distributed_c10d._get_default_store()
-            while time.monotonic() < deadline and not store.check([key]):
-                time.sleep(0.05)
-            return store.compare_set(key, "", own).decode()
-        except (RuntimeError, ValueError):  # the process that served the store has ended
+            with Posts(store, f"cadenza/posts/{self._number}/{self._run}", self.rank, self.world_size, look, also) as posts:
+                self._failure.posts = posts
+                yield
+        finally:
+            self._failure.posts = None
+
+    def first_error(self, error: BaseException) -> BaseException:
+        return self._failure.first_error(error, f"cadenza/failed/{self._number}/{self._run}")
+
+    def _own_store(self) -> Any:
+        try:
+            return own_client(dist.distributed_c10d._get_default_store(), self._timeout_s)
+        except (RuntimeError, ValueError):  # a backend without a store
             return None
 
     def __repr__(self) -> str:
@@ -251,16 +243,6 @@ def _device(device: str | None, local_rank: int, kind: str) -> torch.device:
             f"it has devices, or use {kind}('cpu')."
         )
     return torch.device("cuda", local_rank)
-
-
-def _is_lost_contact(error: BaseException) -> bool:
-    """Return whether another process did not answer. The errors of gloo have no class of their own."""
-    if isinstance(error, dist.DistError):
-        return True
-    message = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        part in message for part in ("gloo", "nccl", "connection", "peer", "timed out")
-    )
 
 
 def _leave() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from cadenza.engine.evaluation_batches import batches_of, check_some
 from cadenza.engine.monitor_checks import check_reported
 from cadenza.engine.session import Session
 from cadenza.engine.tally import tally_of
+from cadenza.engine.whereabouts import whereabouts
 from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
@@ -68,15 +70,16 @@ T = TypeVar("T")
 
 def alone(act: Callable[[Session, Evaluation], T], session: Session, evaluation: Evaluation) -> T:
     """Return what `evaluate` or `predict` does, where no fit is under way; of the errors of all ranks the first is shown."""
-    try:
-        return act(session, evaluation)
-    except Left:
-        raise  # inside a fit, which takes it
-    except BaseException as raised:
-        error = session.driver.first_error(raised)
-        if error is raised:
-            raise
-        raise error from raised
+    with session.driver.watched(partial(whereabouts, session)):
+        try:
+            return act(session, evaluation)
+        except Left:
+            raise  # inside a fit, which takes it
+        except BaseException as raised:
+            error = session.driver.first_error(raised)
+            if error is raised:
+                raise
+            raise error from raised
 
 
 @contextmanager

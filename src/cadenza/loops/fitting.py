@@ -22,6 +22,7 @@ from cadenza.engine.monitor_checks import monitors_in
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import note_never_fired, warn_of_no_checkpoint, warn_of_trained_weights
+from cadenza.engine.whereabouts import whereabouts
 from cadenza.errors import add_note, out_of_generator
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback
@@ -101,6 +102,8 @@ class Fitting(Recipe):
                 resuming.as_it_ended(session, files, start)
                 self._has_begun(session)
                 return
+            keep = () if session.rank_log is None else (session.rank_log.settle,)
+            ending.enter_context(self.driver.watched(partial(whereabouts, session), *keep))
             ending.push(partial(self._end, session))
             self._begin(session, start, resume, strict=strict)
             self._has_begun(session)
