@@ -88,7 +88,7 @@ def test_a_message_about_posts_is_as_long_for_any_number_of_ranks(ranks: int) ->
 def test_posts_are_sent_by_another_thread_and_read_in_one_exchange() -> None:
     sent: list[int] = []
 
-    class Counting(HashStore):  # type: ignore[misc]
+    class Counting(HashStore):
         def set(self, key: str, value: str) -> None:
             sent.append(len(value))
             assert threading.current_thread() is not threading.main_thread()

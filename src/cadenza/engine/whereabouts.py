@@ -57,7 +57,11 @@ def named(frame: FrameType | None, listener: Listener | None) -> str:
 
 def _phase(frame: FrameType) -> str | None:
     room = frame.f_globals.get("__name__", "")
-    return "the exchange between ranks" if room == "cadenza.engine.rank_sync" else _PHASES.get((room, frame.f_code.co_name))
+    return (
+        "the exchange between ranks"
+        if room in ("cadenza.engine.rank_sync", "cadenza.engine.shared_sync")
+        else _PHASES.get((room, frame.f_code.co_name))
+    )
 
 
 def _user_line(frame: FrameType | None) -> str:
