@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator
 from types import FrameType
 
@@ -18,7 +17,7 @@ from cadenza.hooks.listener import Listener
 _OURS = os.path.dirname(cadenza.__file__) + os.sep
 _LIBRARIES = tuple(
     os.path.realpath(path) + os.sep
-    for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(torch.__file__), _OURS}
+    for path in (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)), _OURS)
 )
 _PHASES = {
     ("cadenza.engine.loop", "fetch"): "the training loader",
