@@ -22,6 +22,7 @@ from cadenza.engine.arguments import (
     absolute_folder,
     check_parts,
     check_recipe,
+    checked_debugging,
     checked_lengths,
     checked_tokens,
     listed,
@@ -81,6 +82,8 @@ class Trainer(Fitting):
             ``run.update``, and returns the loss to report, or a mapping with it.
         compile: Compile the model, in place, for training and evaluation: True, a mode such as ``"reduce-overhead"`` (CUDA
             graphs), or a dict of arguments of ``torch.compile``. Graph breaks are reported after the first step.
+        debug_ranks: Compare each collective over the ranks before it runs, and name in an error, within 10 seconds, the ranks
+            that call another one or none; and in a warning one that is slow. A number gives the seconds. Steps get slower.
 
     Raises:
         ValueError, TypeError: An argument is wrong; the message says what was expected.
@@ -114,6 +117,7 @@ class Trainer(Fitting):
         progress: bool = True,
         step_fn: Callable[[Run, Any], Any] | None = None,
         compile: Compile = False,
+        debug_ranks: bool | float = False,
     ) -> None:
         check_parts(model, optimizer, loader, compute_loss, step_fn)
         ends_itself = not getattr(loader, "has_epochs", True)  # the data of cadenza.attach
@@ -139,6 +143,7 @@ class Trainer(Fitting):
             callbacks=given,
             driver=driver_of(driver, device),
             compile=options_of(compile),
+            debug_ranks=checked_debugging(debug_ranks),
             notes=notes,
             view=_notebook_view,
             beforehand=beforehand,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -175,12 +176,27 @@ class Driver(ABC):
     def renew(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
         """Adapt a prepared model to changes of ``requires_grad``. Every rank must call this, between two steps."""
 
-    def watched(self, look: Callable[[], Post], also: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
+    def watched(
+        self, look: Callable[[], Post], also: Callable[[], object] = lambda: None, *, most_s: float = math.inf
+    ) -> AbstractContextManager[None]:
         """Return a context in which this rank posts where it is, for the messages about a rank that is behind.
 
         Args:
             look: Returns where the training thread is. It is called in another thread, about once a second.
             also: Called in that thread after each post.
+            most_s: The longest time between two posts.
+        """
+        return nullcontext()
+
+    def compared(
+        self, limit_s: float, caller: Callable[[], tuple[str, str]], warn: Callable[[str], object]
+    ) -> AbstractContextManager[None]:
+        """Return a context, inside of `watched`, in which each collective is compared over the ranks before it runs.
+
+        Args:
+            limit_s: After this time, a rank that does not make the same call is named.
+            caller: Returns the callback and moment that calls, or an empty string, and the position in the run with its line.
+            warn: Shows a warning.
         """
         return nullcontext()
 

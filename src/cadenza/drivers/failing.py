@@ -34,7 +34,7 @@ class Failure:
         If a rank does not answer, one of the other ranks reads the posts of all ranks, and sends what they say to the others.
 
         Args:
-            error: What was raised here.
+            error: The error that was raised here.
             key: The key of the message, the same on all ranks.
         """
         if isinstance(error, DistributedError):
@@ -64,7 +64,7 @@ class Failure:
         return int(found[1]) / 1000 if found else self._timeout_s
 
     def _unknown(self, waited_s: float | None) -> str:
-        """Return what is known of the contact with the other ranks, if no rank says more."""
+        """Describe the loss of contact, if no rank says more."""
         if within(5, lambda: _store().check(["cadenza"])) is None and self._rank > 0 and self._hosted is not True:
             serves = "which serves the store of the process group" if self._hosted is False else "or the store"
             return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from torch import distributed as dist
 
 from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.base import Driver, Reduction
+from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.failing import Failure
 from cadenza.drivers.joining import join, launched, rendezvous_of
 from cadenza.drivers.posts import Post, Posts, own_client
@@ -182,19 +184,37 @@ class GroupDriver(Driver):
         _exchange_flat(tensors, lambda flat: dist.broadcast(flat, src=0, group=self._hosts if flat.is_cpu else None))
 
     @contextmanager
-    def watched(self, look: Callable[[], Post], also: Callable[[], object] = lambda: None) -> Iterator[None]:
+    def watched(
+        self, look: Callable[[], Post], also: Callable[[], object] = lambda: None, *, most_s: float = math.inf
+    ) -> Iterator[None]:
         if self.world_size == 1 or self._failure.posts is not None or (store := self._own_store()) is None:
             yield  # an evaluation in a callback is a part of the run
             return
+        name = f"cadenza/posts/{self._number}/{self._run}"
         try:
-            with Posts(store, f"cadenza/posts/{self._number}/{self._run}", self.rank, self.world_size, look, also) as posts:
+            with Posts(store, name, self.rank, self.world_size, look, also, most_s=most_s) as posts:
                 self._failure.posts = posts
                 yield
         finally:
             self._failure.posts = None
 
+    @contextmanager
+    def compared(self, limit_s: float, caller: Callable[[], tuple[str, str]], warn: Callable[[str], object]) -> Iterator[None]:
+        if (posts := self._failure.posts) is None:
+            yield
+            return
+        name = f"cadenza/calls/{self._number}/{self._run}"
+        limits = {"limit_s": limit_s, "timeout_s": self._timeout_s}
+        with Comparison(self._own_store, name, self._failed, posts, caller, rank=self.rank, warn=warn, **limits).patched():
+            yield
+
+    @property
+    def _failed(self) -> str:
+        """The key of the error with which a rank ended the run."""
+        return f"cadenza/failed/{self._number}/{self._run}"
+
     def first_error(self, error: BaseException) -> BaseException:
-        return self._failure.first_error(error, f"cadenza/failed/{self._number}/{self._run}")
+        return self._failure.first_error(error, self._failed)
 
     def _own_store(self) -> Any:
         try:

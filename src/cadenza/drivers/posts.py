@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ class Post:
     where: str
     """The callback and the moment, or the phase, and the line of the user's code."""
     waits: Waits = Waits.NO
+    busy_s: float = 0.0
+    """The time that the processor worked for the training thread. It does not grow while a thread waits."""
     number: int = 0
     """Posts are numbered from 1."""
     ended: bool = False
@@ -55,12 +58,21 @@ class Posts:
         name: The prefix of the keys, the same on all ranks and for this run only.
         look: Returns where the training thread is. It is called in the other thread.
         also: Called in the other thread after each post.
+        most_s: The longest time between two posts, for a run that is debugged.
     """
 
     def __init__(
-        self, store: Any, name: str, rank: int, ranks: int, look: Callable[[], Post], also: Callable[[], object] = lambda: None
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        ranks: int,
+        look: Callable[[], Post],
+        also: Callable[[], object] = lambda: None,
+        *,
+        most_s: float = math.inf,
     ) -> None:
-        self.every_s: float = interval(ranks)
+        self.every_s: float = min(interval(ranks), most_s)
         self._store, self._name, self._rank, self._ranks, self._look, self._also = store, name, rank, ranks, look, also
         self._number, self._over = 0, threading.Event()
         self._last, self._held = Post(0, "the start of the run"), False
@@ -103,11 +115,14 @@ class Posts:
         found = dict(zip(there, self._store.multi_get(there), strict=True))
         return [None if key not in found else _post(found[key]) for key in keys]
 
-    def compared(self) -> tuple[list[Post | None], list[Post | None]]:
-        """Return the posts now, and again when all ranks could have posted anew."""
+    def compared(self, *, all_of: bool = False) -> tuple[list[Post | None], list[Post | None]]:
+        """Return the posts now, and again when each rank has posted anew, or could have.
+
+        With `all_of`, wait for the whole time in any case.
+        """
         before = after = self.read()
         deadline = time.monotonic() + 2.5 * self.every_s
-        while _silent(before, after) and time.monotonic() < deadline:
+        while (all_of or _silent(before, after)) and time.monotonic() < deadline:
             time.sleep(self.every_s / 2)
             after = self.read()
         return before, after
@@ -144,8 +159,8 @@ def culprit(before: Sequence[Post | None], after: Sequence[Post | None], waited_
         return "no rank has posted where it is"
     least = min((post.step, post.waits) for post in known.values())
     if least[1] is Waits.YES and len({post.where for post in known.values()}) > 1:
-        places = _places(known)
-        return f"the ranks wait for each other at different calls: {places}. Trainer(debug_ranks=True) compares the calls"
+        positions = _positions(known)
+        return f"the ranks wait for each other at different calls: {positions}. Trainer(debug_ranks=True) compares the calls"
     behind = [rank for rank, post in known.items() if (post.step, post.waits) == least]
     return _listed(after, behind, late + "; last seen {}")
 
@@ -168,14 +183,14 @@ def _listed(posts: Sequence[Post | None], ranks: Sequence[int], text: str) -> st
     return "; ".join(parts) + (f"; and {len(ranks) - _SAMPLES} more ranks" if len(ranks) > _SAMPLES else "")
 
 
-def _places(posts: dict[int, Post]) -> str:
+def _positions(posts: dict[int, Post]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, post in posts.items():
         ranks.setdefault(str(post), []).append(rank)
     parts = []
-    for place, own in [*ranks.items()][:_SAMPLES]:
+    for position, own in [*ranks.items()][:_SAMPLES]:
         several = f"ranks {', '.join(map(str, own[:_SAMPLES]))}{', ...' if len(own) > _SAMPLES else ''}"
-        parts.append(f"{several if len(own) > 1 else f'rank {own[0]}'} {place}")
+        parts.append(f"{several if len(own) > 1 else f'rank {own[0]}'} {position}")
     return "; ".join(parts) + ("; ..." if len(ranks) > _SAMPLES else "")
 
 

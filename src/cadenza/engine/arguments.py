@@ -103,6 +103,15 @@ def checked_lengths(*, ends_itself: bool = False, **limits: int | None) -> dict[
     return {name: None if limit is None else checked_length(name, limit) for name, limit in limits.items()}
 
 
+def checked_debugging(debug_ranks: object) -> float | None:
+    """Return the seconds after which a rank that does not make a call is named; None if calls are not compared."""
+    if debug_ranks is False:
+        return None
+    if debug_ranks is not True and (not isinstance(debug_ranks, int | float) or not debug_ranks > 0):
+        raise ValueError(f"debug_ranks must be True, False or a number of seconds greater than 0; got {debug_ranks!r}")
+    return 10.0 if debug_ranks is True else float(debug_ranks)
+
+
 def checked_tokens(tokens: object) -> Any:
     """Return the function that counts tokens, or None; raise `TypeError` for anything else."""
     if tokens is None or callable(tokens):

@@ -69,6 +69,8 @@ class Recipe:
     directory: Path | None
     callbacks: list[BaseCallback]
     driver: Driver
+    debug_ranks: float | None
+    """The seconds after which a rank that does not make a call is named; None if calls are not compared."""
     compile: InitVar[dict[str, Any] | None]
     notes: InitVar[list[str]]
     view: InitVar[Callable[[Run], str]]
@@ -178,6 +180,7 @@ class Recipe:
         if training:
             if several:
                 facts = rank_checks.facts_of(self.model, loader) | {"override": settings.shown(given)}
+                facts["debug_ranks"] = self.debug_ranks
                 rank_checks.check_alike(self.driver, plain(self, hooks.callbacks) | facts)
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -36,7 +37,14 @@ def whereabouts(session: Session) -> Post:
     """Return where the training thread of a run is now. May be called in any thread."""
     scene = session.hooks.scene
     frame = sys._current_frames().get(scene.thread)
-    return Post(session.progress.step, named(frame, scene.listener), _waits(frame))
+    return Post(session.progress.step, named(frame, scene.listener), _waits(frame), _busy_s(scene.thread))
+
+
+def caller(session: Session) -> tuple[str, str]:
+    """Return the running callback and moment, or an empty string; and the same, or the phase, with step and line."""
+    listener = session.hooks.here().listener
+    where = f"at step {session.progress.step} in {named(sys._getframe(1), listener)}"
+    return _hook(listener) if listener is not None else "", where
 
 
 def named(frame: FrameType | None, listener: Listener | None) -> str:
@@ -48,10 +56,21 @@ def named(frame: FrameType | None, listener: Listener | None) -> str:
     """
     line = _user_line(frame)
     if listener is not None:
-        what = f"`{listener.owner}.{listener.event or listener.moment.__name__}`"
+        what = _hook(listener)
     else:
         what = next((phase for one in _outwards(frame) if (phase := _phase(one))), "the loop")
     return f"{what} ({line})" if line else what
+
+
+def _hook(listener: Listener) -> str:
+    return f"`{listener.owner}.{listener.event or listener.moment.__name__}`"
+
+
+def _busy_s(thread: int) -> float:
+    """Return the time that the processor worked for a thread; 0 where the system does not tell."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _phase(frame: FrameType) -> str | None:

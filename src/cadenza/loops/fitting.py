@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,7 +23,7 @@ from cadenza.engine.monitor_checks import monitors_in
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import note_never_fired, warn_of_no_checkpoint, warn_of_trained_weights
-from cadenza.engine.whereabouts import whereabouts
+from cadenza.engine.whereabouts import caller, whereabouts
 from cadenza.errors import add_note, out_of_generator
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback
@@ -102,14 +103,22 @@ class Fitting(Recipe):
                 resuming.as_it_ended(session, files, start)
                 self._has_begun(session)
                 return
-            keep = () if session.rank_log is None else (session.rank_log.settle,)
-            ending.enter_context(self.driver.watched(partial(whereabouts, session), *keep))
+            self._watch(session, ending)
             ending.push(partial(self._end, session))
             self._begin(session, start, resume, strict=strict)
             self._has_begun(session)
             yield from loop.course(session)
             note_never_fired(session)
         exit_after_signal(session.sync.requests.signal)
+
+    def _watch(self, session: Session, ending: ExitStack) -> None:
+        """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
+        settle = () if session.rank_log is None else (session.rank_log.settle,)
+        limit_s = self.debug_ranks
+        most_s = math.inf if limit_s is None else limit_s / 20
+        ending.enter_context(self.driver.watched(partial(whereabouts, session), *settle, most_s=most_s))
+        if limit_s is not None:
+            ending.enter_context(self.driver.compared(limit_s, partial(caller, session), session.warn))
 
     def _has_begun(self, session: Session) -> None:
         if self._handle is not None:

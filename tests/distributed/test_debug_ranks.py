@@ -1,0 +1,152 @@
+"""``Trainer(debug_ranks=True)``: calls that do not match are named on all ranks before they run, and no process hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable as Function
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from cadenza import Callback, Run, on
+from cadenza.drivers import DdpDriver
+from cadenza.engine.arguments import checked_debugging
+from cadenza.errors import DistributedError
+from cadenza.testing import launch
+from tests.distributed.parts import own_rank, trainer, weights_of
+
+FLOATS = torch.zeros(3)
+
+
+def on_rank_0_only(run: Run) -> None:
+    if run.is_main:
+        dist.all_reduce(FLOATS)
+
+
+def on_rank_1_only(run: Run) -> None:
+    if not run.is_main:
+        run.driver.reduce(FLOATS)
+
+
+def in_other_order(run: Run) -> None:
+    calls: list[Function[[], object]] = [lambda: dist.all_reduce(FLOATS), lambda: dist.broadcast(FLOATS, 0)]
+    for call in calls if run.is_main else reversed(calls):
+        call()
+
+
+def of_other_shape(run: Run) -> None:
+    dist.all_reduce(torch.zeros(2 + own_rank()))
+
+
+def of_other_dtype(run: Run) -> None:
+    dist.all_reduce(torch.zeros(2, dtype=torch.float64 if run.is_main else torch.float32))
+
+
+def of_other_kind(run: Run) -> None:
+    dist.all_reduce(FLOATS, dist.ReduceOp.MAX if run.is_main else dist.ReduceOp.SUM)
+
+
+def from_another_rank(run: Run) -> None:
+    dist.broadcast(FLOATS, own_rank())
+
+
+def after_an_early_return(run: Run) -> None:
+    if own_rank() == 1:
+        return
+    run.driver.gather("mine")
+
+
+def after_an_exception(run: Run) -> None:
+    if own_rank() == 1:
+        raise ValueError("on purpose")
+    run.driver.barrier()
+
+
+def on_a_slow_rank(run: Run) -> None:
+    if own_rank() == 1:
+        time.sleep(0.8)
+    run.driver.barrier()
+
+
+PLANTED = [
+    *(on_rank_0_only, on_rank_1_only, in_other_order, of_other_shape, of_other_dtype, of_other_kind, from_another_rank),
+    *(after_an_early_return, after_an_exception, on_a_slow_rank),
+]
+
+
+def fit(moment: Any, planted: Function[[Run], None]) -> str:
+    """Return the error of a run with a planted mismatch; an empty string if it has none."""
+
+    def once(run: Run) -> None:
+        if run.progress.step == 1 and not done:
+            done.append(True)
+            planted(run)
+
+    def with_batch(run: Run, batch: Any) -> None:
+        once(run)
+
+    done: list[bool] = []
+    once.__name__ = with_batch.__name__ = planted.__name__
+    mine = on(moment)(with_batch if moment is Callback.on_batch_start else once)
+    one = trainer(callbacks=[mine], driver=DdpDriver("cpu", timeout_s=60), debug_ranks=0.5, max_epochs=1)
+    try:
+        one.fit()
+    except (DistributedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def expected(moment: str, planted: Function[[Run], None], rank: int) -> tuple[str, ...]:
+    """Return what an error, or a warning, says."""
+    here = f"at step 1 in `{planted.__name__}.{moment}` (test_debug_ranks.py:"
+    if planted is after_an_exception:
+        return ("ValueError: on purpose",) if rank == 1 else ("rank 0 ends because", "rank 1: ValueError: on purpose")
+    if planted is on_a_slow_rank:
+        return "rank 0 calls all_reduce", f"rank 1 is {here}", "has not called it yet"
+    return "DistributedError", "rank 0 calls", "; rank 1 calls", here
+
+
+@pytest.mark.parametrize("moment", ["on_step_end", "on_batch_start", "on_before_optimizer_step"])
+def test_each_of_ten_planted_mismatches_is_named_on_all_ranks(moment: str, caplog: pytest.LogCaptureFixture) -> None:
+    def fits() -> list[str]:
+        said = []
+        for planted in PLANTED:
+            caplog.clear()
+            said.append(fit(getattr(Callback, moment), planted) or "; ".join(caplog.messages))
+            dist.barrier()  # no collective is left behind
+        return said
+
+    for rank, said in enumerate(launch(fits)):
+        for planted, text in zip(PLANTED, said, strict=True):
+            if planted is not on_a_slow_rank or rank == 0:  # the first rank that waits shows the warning
+                for part in expected(moment, planted, rank):
+                    assert part in text, (rank, planted, text)
+
+
+def test_a_run_without_mismatch_is_the_same_and_the_functions_of_torch_are_restored() -> None:
+    def fits() -> bool:
+        before = dist.all_reduce
+        during: list[bool] = []
+
+        @on(Callback.on_step_end)
+        def exchange(run: Run) -> None:
+            during.append(dist.all_reduce is not before)
+            dist.all_gather_object([None, None], "mine")
+
+        weights = []
+        for debug_ranks in (False, True):
+            one = trainer(callbacks=[exchange], debug_ranks=debug_ranks)
+            one.fit()
+            weights.append(weights_of(one))
+        assert during == [False] * 6 + [True] * 6
+        return torch.equal(*weights) and dist.all_reduce is before
+
+    assert launch(fits) == [True, True]
+
+
+def test_debug_ranks_is_true_or_a_number_of_seconds() -> None:
+    assert (checked_debugging(False), checked_debugging(True), checked_debugging(3)) == (None, 10.0, 3.0)
+    with pytest.raises(ValueError, match="debug_ranks must be True, False or a number of seconds greater than 0; got 0"):
+        checked_debugging(0)
