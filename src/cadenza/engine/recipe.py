@@ -180,8 +180,7 @@ class Recipe:
         if training:
             if several:
                 facts = rank_checks.facts_of(self.model, loader) | {"override": settings.shown(given)}
-                facts["debug_ranks"] = self.debug_ranks
-                rank_checks.check_alike(self.driver, plain(self, hooks.callbacks) | facts)
+                rank_checks.check_alike(self.driver, plain(self, hooks.callbacks) | facts | {"debug_ranks": self.debug_ranks})
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
         model = self._prepared_model()

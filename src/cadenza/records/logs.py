@@ -25,7 +25,7 @@ class Log:
         self._path = path
         self._file: FileIO | None = None
         self._ended = False
-        self.waiting = b""
+        self.waiting: bytes = b""
 
     def add(self, line: str) -> None:
         warned = bool(self.waiting)
