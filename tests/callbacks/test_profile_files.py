@@ -46,7 +46,7 @@ def test_profile_json_has_the_form_that_reports_read(tmp_path: Path) -> None:
     assert run.profile is not None
     data = json.loads((tmp_path / "profile.json").read_text(encoding="utf-8"))
     assert data == run.profile.to_dict()
-    assert list(data) == ["wall_s", "steps", "phases", "callbacks", "host_reads"]
+    assert list(data) == ["wall_s", "steps", "phases", "callbacks", "host_reads", "ranks"]
     assert data["steps"] == 3
     assert all(list(row) == ["name", "calls", "seconds"] for row in data["phases"])
     assert all(list(row) == ["callback", "moment", "calls", "seconds"] for row in data["callbacks"])

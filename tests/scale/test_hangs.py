@@ -16,7 +16,9 @@ from cadenza.drivers import SingleDriver
 from cadenza.drivers.base import Reduction
 from cadenza.drivers.posts import Post, Posts, Waits, culprit, interval
 from cadenza.engine.rank_checks import check_alike
+from cadenza.engine.rank_times import rank_times
 from cadenza.errors import DistributedError
+from cadenza.profiling.timings import CallbackTime, PhaseTime, Timings
 from tests.waiting import until
 
 WORLDS = (2, 1024, 4096)
@@ -99,3 +101,18 @@ def test_posts_are_sent_by_another_thread_and_read_in_one_exchange() -> None:
         assert posts.read()[0] == Post(1, "`F.on_step_end` (train.py:31)", number=1)
     assert len(sent) == 2  # the interval is four seconds; the last one says that the rank has left
     assert max(sent) < 150
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_each_rank_sends_five_numbers_for_the_slowest_ranks(ranks: int) -> None:
+    class Gathering(Rank):
+        def gather_on_main(self, value: Any) -> list[Any]:
+            self.differing = value
+            return [[*value[:-1], float(rank)] for rank in range(ranks)]
+
+    driver = Gathering(0, ranks, None)
+    phases = tuple(PhaseTime(f"phase {number}", 1, 1.0) for number in range(100))
+    hooks = tuple(CallbackTime(f"callback {number}", "on_step_end", 1, 1.0) for number in range(100))
+    times = rank_times(driver, Timings(1.0, 1, phases, hooks))
+    assert len(driver.differing) == len(times) == 5
+    assert (times[-1].slowest, times[-1].least_s) == (ranks - 1, 0.0)

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cadenza.engine.rank_times import measure_waits, rank_times
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
@@ -126,6 +128,8 @@ class Profile(Callback):
             hooks_of(run).start_profile(profiler)
         self._reads = None if profiler.users else HostReads(profiler, run.progress, run.device)  # one for all Profiles
         profiler.users += 1
+        if run.driver.world_size > 1 and profiler.users == 1:
+            run.at_end(measure_waits(run.driver, profiler))
         if self.synchronize and run.device.type != "cpu":
             profiler.clock = _waiting(run)
         self._spans = _Window(profiler) if self.trace else None
@@ -175,6 +179,8 @@ class Profile(Callback):
     def _finish(self, run: Run, profiler: Profiler) -> None:
         self._tell_of_reads(run)  # if the run ended before
         self._timings = _timings(run, profiler)
+        if run.driver.world_size > 1 and not session_of(run).sync.broken:
+            self._timings = replace(self._timings, ranks=rank_times(run.driver, self._timings))
         session_of(run).measured(self._timings)
         spans, self._read, self._spans, self._torch = self._spans, None, None, None
         if spans is not None:

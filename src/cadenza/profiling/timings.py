@@ -33,6 +33,25 @@ class CallbackTime:
 
 
 @dataclass(frozen=True, slots=True)
+class RankTime:
+    """Time that the ranks spent on one part of their steps."""
+
+    part: str
+    """``"data"``, ``"forward"``, ``"backward"``, ``"callbacks"``, or ``"waiting"`` in methods of the driver."""
+    slowest: int
+    """The rank that spent the most time on it."""
+    seconds: float
+    """The time of this rank."""
+    mean_s: float
+    least_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.part}: rank {self.slowest} took {self.seconds:.3f} s; mean {self.mean_s:.3f} s, least {self.least_s:.3f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """The times of a run in seconds. All phases and callbacks sum to `wall_s`.
 
@@ -48,6 +67,9 @@ class Timings:
     """The meaning of the times on this device."""
     host_reads: tuple[HostRead, ...] = ()
     """Hooks that read tensors on the host in several of a few sampled steps: on a GPU each read waits for the device."""
+
+    ranks: tuple[RankTime, ...] = ()
+    """The slowest rank in each part of the steps, on the main process of several."""
 
     @classmethod
     def of(cls, profiler: Profiler, steps: int, note: str = "") -> Timings:
@@ -78,6 +100,7 @@ class Timings:
             "phases": [asdict(phase) for phase in self.phases],
             "callbacks": [asdict(callback) for callback in self.callbacks],
             "host_reads": [asdict(read) for read in self.host_reads],
+            "ranks": [asdict(one) for one in self.ranks],
         }
 
     def __repr__(self) -> str:
@@ -96,7 +119,8 @@ class Timings:
         rows += called[:MOST_ROWS]
         if others := called[MOST_ROWS:]:
             rows.append((f"{len(others)} others", sum(row[1] for row in others), sum(row[2] for row in others)))
-        return "\n".join([*self._lines(rows), *(f"! {read}" for read in self.host_reads)])
+        ranks = ["slowest rank by part:", *(f"  {one}" for one in self.ranks)] if self.ranks else []
+        return "\n".join([*self._lines(rows), *ranks, *(f"! {read}" for read in self.host_reads)])
 
     def _lines(self, rows: list[tuple[str, int, float]]) -> Iterator[str]:
         yield f"profile: {self.wall_s:.3f} s, {counted(self.steps, 'step')}" + (f"; {self.note}" if self.note else "")

@@ -70,6 +70,14 @@ def profile(story: Story) -> Html:
     try:
         wall, steps = float(measured["wall_s"]), int(measured["steps"])
         phases = [[one["name"], int(one["calls"]), float(one["seconds"])] for one in measured["phases"]]
+        ranks = [
+            [
+                one["part"],
+                f"rank {int(one['slowest'])}",
+                *(duration(float(one[key])) for key in ("seconds", "mean_s", "least_s")),
+            ]
+            for one in measured.get("ranks", ())
+        ]
         hooks = [[one["callback"], one["moment"], int(one["calls"]), float(one["seconds"])] for one in measured["callbacks"]]
     except (LookupError, TypeError, ValueError) as error:
         return element("p", f"profile.json cannot be read: {error!r}", class_="fault")
@@ -81,6 +89,8 @@ def profile(story: Story) -> Html:
         element("p", head, class_="note"),
         element("h4", "by phase"),
         _table(("phase", "calls", "time", "of all", "each call"), _timed(phases, wall), figures={1, 2, 4}),
+        element("h4", "by rank") if ranks else None,
+        _table(("part", "slowest", "its time", "mean", "least"), ranks, figures={2, 3, 4}) if ranks else None,
         element("h4", "by callback") if hooks else None,
         _table(("callback", "moment", "calls", "time", "of all", "each call"), _timed(hooks[:60], wall), figures={2, 3, 5})
         if hooks
