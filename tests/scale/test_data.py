@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from cadenza.loading import Consumed, Shard, TensorBatches, num_batches, resumable
 from cadenza.loading.orders import CHUNK, PERMUTED
@@ -170,3 +170,28 @@ def test_the_length_on_4096_ranks_is_known_without_reading() -> None:
     resumed = Shard(0, 4096, consumed=((1024, 15_000), (8, 100)))
     assert calls_of(lambda: num_batches(loader, resumed)) < 300
     assert num_batches(loader, resumed) == 15_100 + -(-(BILLION // 32 - 1024 * 15_000 - 800) // 4096)
+
+
+class Parts(IterableDataset[int]):
+    """One sample in each of 8200 shards, and the numbers of those that were opened."""
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+
+    def shards(self) -> range:
+        return range(8200)
+
+    def read_shard(self, shard: int, start: int) -> Iterator[int]:
+        self.opened.append(shard)
+        return iter([shard][start:])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.shards())
+
+
+@pytest.mark.parametrize("rank", [0, 7, 8, 4095])
+def test_a_rank_of_4096_opens_its_own_two_or_three_shards(rank: int) -> None:
+    parts = Parts()
+    source = resumable(DataLoader(parts, 1), 1, shard=Shard(rank, 4096, any_rank=bool))
+    read = [int(batch) for batch in source.batches(0, 0)]
+    assert parts.opened == read == list(range(rank, 8200, 4096))

@@ -18,6 +18,7 @@ from cadenza.loading.metrics import Metrics, by_name
 from cadenza.loading.mixture import Mixture, separate_source, set_source
 from cadenza.loading.sample_counts import SampleCounter, with_sample_counts
 from cadenza.loading.shards import Shard, check_enough_batches
+from cadenza.loading.streams import is_sharded_stream
 from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class Evaluation(SampleCounter):
         driver, loader, epoch = run.driver, self._limited(given), run.progress.epoch
         shard = self._shard(run)
         if self.ranks == 1 and not isinstance(given, Mixture):
-            if isinstance(given, TensorBatches):  # the order must not depend on the number of evaluations
+            if isinstance(given, TensorBatches) or is_sharded_stream(given):  # it must not depend on the number of evaluations
                 loader = resumable(loader, data_seed).batches(epoch, 0)
             yield from self.counted(with_sample_counts(loader))
             return

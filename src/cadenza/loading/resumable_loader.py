@@ -24,6 +24,7 @@ from cadenza.loading.rounds import PositionBatches, batches_of_rank
 from cadenza.loading.sample_counts import uses_torch_iteration, with_sample_counts
 from cadenza.loading.seeded import ResumableSampler, SeededCollate, SeededDataset, SeededWorkerInit
 from cadenza.loading.shards import Shard
+from cadenza.loading.streams import ShardedStream, is_sharded_stream
 from cadenza.loading.tensors import TensorBatches
 
 MAX_DEATHS = 5  # workers that may die in one epoch before the error is raised
@@ -44,8 +45,9 @@ def resumable(
 
     Args:
         loader: A ``DataLoader`` over a map-style dataset with any sampler, `TensorBatches`, a list or tuple of batches, any
-            object with ``state_dict`` and ``load_state_dict``, or a `Mixture` of these. Any other iterable can only start at
-            the beginning of an epoch.
+            object with ``state_dict`` and ``load_state_dict``, a ``DataLoader`` over a data set with ``shards()`` and
+            ``read_shard(shard, start)``, or a `Mixture` of these. Any other iterable can only start at the
+            beginning of an epoch.
         seed: The seed of the run. The order of an epoch and all random numbers in its data depend on it and on the epoch alone.
         replay: Skip batches by reading them, for all loaders but the first two.
         shard: The shard that this rank reads; None: everything. Positions and `skip` count the batches of this rank.
@@ -56,7 +58,7 @@ def resumable(
     if isinstance(loader, Mixture):
         open_loader = partial(resumable, replay=replay, pin=pin, permuted=permuted)
         return MixedLoader(loader, seed, shard or Shard(), open_loader, num_batches)
-    shard = (shard or Shard()).for_loader(loader)
+    given, shard = shard or Shard(), (shard or Shard()).for_loader(loader)
     if isinstance(loader, Limited):
         inner = resumable(loader.loader, seed, replay=replay, shard=shard, pin=pin, permuted=permuted)
         return LimitedLoader(inner, shard.limit(loader.count))
@@ -65,6 +67,9 @@ def resumable(
     if isinstance(loader, DataLoader) and uses_torch_iteration(loader):
         if not isinstance(loader.dataset, IterableDataset):
             return _MapStyle(loader, seed, shard, pin=pin, permuted=permuted)
+        if is_sharded_stream(loader):
+            part = (given.rank, given.world_size) if given.share_data else (0, 1)
+            return ShardedStream(loader, seed, shard, part, replay=replay, pin=pin)
         if hasattr(loader.dataset, "state_dict") and not loader.num_workers and not replay:
             return _Stateful(with_sample_counts(loader), loader.dataset, seed, shard)
     if isinstance(loader, TensorBatches):
@@ -90,6 +95,8 @@ def num_batches(loader: object, shard: Shard) -> int | None:
         inner = num_batches(loader.loader, shard)
         limit = shard.limit(loader.count)
         return limit if inner is None else min(limit, inner)
+    if shard.share_data and shard.world_size > 1 and is_sharded_stream(loader):
+        return None  # a length of the data set is that of all ranks
     shard, batches = shard.for_loader(loader), length_of(loader)
     batched = isinstance(loader, DataLoader) and loader.batch_sampler is not None and _is_map_style(loader)
     splits_samples = batched or isinstance(loader, TensorBatches)

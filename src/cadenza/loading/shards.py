@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from cadenza.errors import DataError
 from cadenza.loading.loaders import is_of
 from cadenza.status.counting import counted
@@ -226,8 +228,16 @@ def _is_sharded(loader: Any, world_size: int) -> bool:
     dataset = getattr(loader, "dataset", loader)
     if is_of(dataset, "streaming", "StreamingDataset"):  # of MosaicML: it reads RANK and WORLD_SIZE
         return True
+    if has_shards(dataset):
+        return True
     # A streamed data set of Hugging Face after split_dataset_by_node, or a WebDataset with split_by_node.
     return getattr(dataset, "_distributed", None) is not None or _is_split_by_node(loader)
+
+
+def has_shards(dataset: object) -> bool:
+    """Return whether a data set is an `IterableDataset` with ``shards()`` and ``read_shard(shard, start)``."""
+    methods = (getattr(dataset, name, None) for name in ("shards", "read_shard"))
+    return isinstance(dataset, IterableDataset) and all(map(callable, methods))
 
 
 def _is_split_by_node(loader: Any) -> bool:
