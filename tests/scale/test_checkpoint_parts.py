@@ -180,6 +180,14 @@ def test_a_rank_with_another_tensor_adds_it_and_one_with_another_layout_is_an_er
         index((6,))
 
 
+def test_a_rank_copies_what_it_writes_and_no_tensor_that_the_main_process_writes() -> None:
+    model, state = {"w": torch.ones(4)}, {"moments": [torch.ones(4)]}
+    content = Content.of(model, state, FACTS, own={"rng": torch.ones(2)}, whole=False)
+    assert (content.model, content.tensors, content.nbytes) == ({}, {}, 0)
+    assert content.own is not None
+    assert list(content.own[1]) == ["rng"]
+
+
 # -- two real processes ------------------------------------------------------------------------------------
 
 

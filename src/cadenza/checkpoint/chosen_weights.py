@@ -74,21 +74,18 @@ class Chosen:
         return kept, misfits
 
 
-def chosen_from(found: Found, wanted: str | None = None) -> Chosen:
-    """Read weights from a checkpoint.
+def chosen_of(found: Found, loaded: Loaded, wanted: str | None = None) -> Chosen:
+    """Return weights of a checkpoint.
 
     Args:
         found: The checkpoint.
+        loaded: Its content, read lazily: the parts of the optimizers' states stay in their files.
         wanted: ``"model"``, or the name of averaged weights. None: the averaged ones if they had the best result for which the
             checkpoint was kept, else the model's own.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or does not hold weights of this name.
+        CheckpointError: It does not hold weights of this name.
     """
-    return _chosen_of(found, found.store.read(found.saved, lazily=True), wanted)  # the optimizers' states stay where they are
-
-
-def _chosen_of(found: Found, loaded: Loaded, wanted: str | None) -> Chosen:
     told = found.best if found.best else loaded.manifest
     name = wanted or told.get("weights") or MODEL
     if name == MODEL:
@@ -113,14 +110,16 @@ def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str
     Args:
         path: A run directory, a folder of checkpoints, an fsspec URL, a checkpoint, or a safetensors file.
         which: See `find`.
-        wanted: See `chosen_from`.
+        wanted: See `chosen_of`.
 
     Raises:
         CheckpointError: There are no such weights, or they are damaged.
     """
     text = fspath(path)
     if not is_weights_file(text):
-        return chosen_from(find(text, which), wanted)
+        reader = Reader()
+        found = find(text, which, reader.problem)
+        return chosen_of(found, reader.read(found.store, found.saved), wanted)
     if wanted not in (None, MODEL) or which is not None:
         meant = f"which={which!r}" if which is not None else f"any that are called {wanted!r}"
         raise CheckpointError(
@@ -216,7 +215,7 @@ class Choice:
         """Read the weights on each rank; the main process chooses the checkpoint."""
         found, loaded = on_all_ranks(driver, self._found, keep=False)
         if found is not None and loaded is not None:
-            return _chosen_of(found, loaded, self.weights)
+            return chosen_of(found, loaded, self.weights)
         read: list[Chosen] = []
         agreed(
             driver.gather,

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cadenza.checkpoint.chosen_weights import MODEL, chosen_from
+from cadenza.checkpoint.chosen_weights import MODEL, chosen_of
 from cadenza.checkpoint.finding import checked_name, find_in, store_at
+from cadenza.checkpoint.reader import Reader
 from cadenza.checkpoint.retention import kept_by
 from cadenza.checkpoint.store import Branch, Saved, Store
 from cadenza.checkpoint.store.checkpoints import only_branch
@@ -143,8 +144,9 @@ def export(arguments: argparse.Namespace) -> None:
         CheckpointError: There is none, or it cannot be used.
     """
     store, branch = _store(arguments)
-    found = find_in([store], branch, checked_name(arguments.which), arguments.path)
-    chosen = chosen_from(found, arguments.weights)
+    reader = Reader()
+    found = find_in([store], branch, checked_name(arguments.which), arguments.path, reader.problem)
+    chosen = chosen_of(found, reader.read(store, found.saved), arguments.weights)
     write_chosen(chosen, arguments.file)
     averaged = "" if chosen.weights == MODEL else f" {chosen.weights!r}"
     say(f"wrote the weights{averaged} of {found} to {arguments.file}")
@@ -161,7 +163,7 @@ def prune(arguments: argparse.Namespace) -> None:
     if arguments.keep_last < 1:
         raise CheckpointError(f"--keep-last must be at least 1; got {arguments.keep_last}")
     store, branch = _store(arguments)
-    newest = store.verify(find_in([store], branch, LAST, arguments.path).saved)
+    newest = store.manifest(find_in([store], branch, LAST, arguments.path).saved)  # which was verified to be found
     store.run, store.branch = newest["run"], branch or only_branch(store.entries(), str(store.files))
     gone = store.prune(entry.saved.name for entry, _ in store.ranked()[-arguments.keep_last :])
     set_links(store, {})
