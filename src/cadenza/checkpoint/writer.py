@@ -233,6 +233,8 @@ class CheckpointWriter:
         driver, own = self.session.driver, [str(block) for block in self.session.blocks.open]
         if not self.session.sync.together:
             return own
+        if not driver.any_rank(bool(own)):
+            return []
         return [f"{one} on rank {rank}" for rank, some in enumerate(driver.gather(own)) for one in some]
 
     def _wait(self, asking: Collection[str], reason: str, blocks: Sequence[str], *, last: bool) -> None:
