@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza import Trainer, supervised
+from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint
-from cadenza.checkpoint.store import Content, Store
+from cadenza.checkpoint.store import Content, Loaded, Store
 from cadenza.checkpoint.store.files import LocalFiles, RemoteFiles
 
 FACTS = {"step": 1, "exact": True, "reason": "a test", "weights_only": False}
@@ -116,6 +117,19 @@ def test_a_run_that_resumes_reads_its_checkpoint_once_and_its_saves_and_prunes_r
     assert sorted(opened) == [f"step-00000002/{name}.safetensors" for name in ("model", "state")]
     assert size < count.read < 1.1 * size
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
+
+
+def test_the_content_of_the_checkpoint_is_not_kept_during_the_training(tmp_path: Path) -> None:
+    trainer(tmp_path, 2).fit()
+    one, found = trainer(tmp_path, 3), list[int]()
+
+    @on(Callback.on_step_end)
+    def count(run: Run) -> None:
+        found.append(sum(type(item) is Loaded for item in gc.get_objects()))
+
+    one.callbacks.append(count)
+    one.fit(resume="auto")
+    assert found == [0]
 
 
 def test_nothing_is_pruned_that_may_be_the_only_whole_checkpoint(tmp_path: Path) -> None:

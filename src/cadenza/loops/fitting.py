@@ -186,6 +186,7 @@ class Fitting(Recipe):
             warn_of_no_checkpoint(session, resume)
         if start.loaded is not None:
             resuming.restored(session, session.files, start, strict=strict)
+            start.loaded = None  # its memory is free during the training
 
     def _end(self, session: Session, kind: object, raised: BaseException | None, traceback: object) -> None:
         """Write the outcome of a run. If an error of another rank ended it, raise that rank's error."""
