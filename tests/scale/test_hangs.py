@@ -14,6 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # where t
 
 from cadenza.drivers import SingleDriver
 from cadenza.drivers.base import Reduction
+from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.posts import Post, Posts, Waits, culprit, interval
 from cadenza.engine.rank_checks import check_alike
 from cadenza.engine.rank_times import rank_times
@@ -116,3 +117,25 @@ def test_each_rank_sends_five_numbers_for_the_slowest_ranks(ranks: int) -> None:
     times = rank_times(driver, Timings(1.0, 1, phases, hooks))
     assert len(driver.differing) == len(times) == 5
     assert (times[-1].slowest, times[-1].least_s) == (ranks - 1, 0.0)
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_a_compared_call_needs_as_many_messages_for_any_number_of_ranks(ranks: int) -> None:
+    sent: list[str] = []
+
+    class Client:
+        def __init__(self) -> None:
+            self._store = HashStore()
+
+        def __getattr__(self, name: str) -> Any:
+            sent.append(name)
+            return getattr(self._store, name)
+
+    client = Client()
+    client.add("calls/group/1/came", ranks - 1)  # all others are there
+    posts = Posts(client, "posts", rank=0, ranks=ranks, look=lambda: Post(1, "`F.on_step_end`"))
+    limits = {"limit_s": 10.0, "timeout_s": 600.0}
+    one = Comparison(lambda: client, "calls", "failed", posts, lambda: ("", ""), rank=0, warn=print, **limits)
+    sent.clear()
+    one._meet("calls/group", 1, range(ranks), {"rank": 0, "what": "all_reduce()", "who": "", "where": ""})
+    assert len(sent) == 10, sent

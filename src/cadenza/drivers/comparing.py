@@ -35,7 +35,7 @@ class Comparison:
     """Compares each collective of `torch.distributed` with those of the other ranks, before it runs.
 
     A rank sets one key in the store, or compares its call with the key that another rank has set, counts itself, and waits for
-    the last one: some five messages for each rank and collective, plus those of the wait.
+    the last one: at most ten messages for each rank and collective, plus those of the wait.
 
     Args:
         client: Returns a client of the store. Each thread has its own.

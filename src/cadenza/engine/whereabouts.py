@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from types import FrameType
 
 import torch
@@ -88,9 +89,14 @@ def _user_line(frame: FrameType | None) -> str:
         file = one.f_code.co_filename
         if file.startswith(_OURS) and one.f_globals.get("__name__", "").startswith(("cadenza.hooks.", "cadenza.engine.")):
             return ""
-        if not file.startswith("<") and not os.path.realpath(file).startswith(_LIBRARIES):
+        if not _is_library(file):
             return f"{os.path.basename(file)}:{one.f_lineno}"
     return ""
+
+
+@lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    return file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
 
 
 def _waits(frame: FrameType | None) -> Waits:
