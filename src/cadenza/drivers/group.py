@@ -24,13 +24,15 @@ from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.failing import Failure
 from cadenza.drivers.joining import join, launched, rendezvous_of
 from cadenza.drivers.posts import Post, Posts, own_client
+from cadenza.drivers.tree import Tree
 from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard
 
+_TREE_FROM = 16  # ranks: with fewer, the ring of gloo takes less time than messages that a thread of Python sends
 _NO_GRADIENT, _DENSE, _SPARSE = range(3)
 _LARGEST_EXCHANGE = 64 * 2**20  # bytes: the copies that an exchange needs take no more memory
-_CONTROL: WeakKeyDictionary[Any, dict[float, Any]] = WeakKeyDictionary()  # by default group, then by timeout
+_CONTROL: WeakKeyDictionary[Any, dict[tuple[float, str], Any]] = WeakKeyDictionary()  # by default group
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -66,6 +68,7 @@ class GroupDriver(Driver):
         self.world_size: int = dist.get_world_size()
         self.reduces: bool = self.world_size > 1
         self._hosts = self._control_group()
+        self._tree = self._new_tree() if self.world_size >= _TREE_FROM else None
         self.to_device: Mover = Mover(self.device)
         self._number, self._run = self._count(), 0
         self._failure = Failure(self.rank, timeout_s, None if at is None else at.hosted)
@@ -77,17 +80,22 @@ class GroupDriver(Driver):
         except (RuntimeError, ValueError):  # a backend without a store
             return 0
 
-    def _control_group(self) -> Any:
+    def _control_group(self, purpose: str = "") -> Any:
         """Return the group in which this driver exchanges values on the host. Every rank must call this.
 
         It is not the default group, with which the user's code and the reduction of gradients communicate: no collective of
         theirs can be paired with one of ours. It connects hosts, which does not wait for the device. All drivers of a process
         group with one timeout use the same.
         """
-        groups = _CONTROL.setdefault(dist.group.WORLD, {})
-        if self._timeout_s not in groups:
-            groups[self._timeout_s] = self._new_group()
-        return groups[self._timeout_s]
+        groups, key = _CONTROL.setdefault(dist.group.WORLD, {}), (self._timeout_s, purpose)
+        if key not in groups:
+            groups[key] = self._new_group()
+        return groups[key]
+
+    def _new_tree(self) -> Tree:
+        """Return the tree for the sums of each step: the all-reduce of gloo is a ring. Every rank must call this."""
+        group = self._control_group("tree")
+        return Tree(self.rank, self.world_size, partial(dist.send, group=group), partial(dist.recv, group=group))
 
     def _new_group(self) -> Any:
         """Return another group of all hosts. Every rank must call this."""
@@ -101,6 +109,8 @@ class GroupDriver(Driver):
         return result / self.world_size if how == "mean" else result
 
     def reduce_later(self, value: Tensor) -> Callable[[], Tensor]:
+        if self._tree is not None:
+            return self._tree.start(value)
         total = value.clone()
         under_way = dist.all_reduce(total, group=self._hosts, async_op=True)
 
