@@ -83,6 +83,22 @@ def test_fsdp_trains_to_the_weights_of_one_process_that_accumulates_as_many_batc
         assert torch.allclose(weights, alone, atol=1e-6)
 
 
+def test_groups_of_ranks_that_each_hold_the_model_train_as_one_process_and_clip_by_the_same_norm() -> None:
+    def held() -> tuple[Tensor, tuple[int, ...], int]:
+        one = trainer(loader(48), model=network(), driver=sharded(replicas=2), callbacks=[ClipGradients(0.1)])
+        one.fit()
+        shapes = {parameter.device_mesh.shape for parameter in one.model.parameters() if isinstance(parameter, DTensor)}
+        return weights_of(one), shapes.pop(), local_numbers(one.model.parameters())
+
+    alone = trained(none, accumulate=4, callbacks=[ClipGradients(0.1)])
+    total = alone.numel()
+    ranks = launch(held, 4)
+    for weights, shape, _ in ranks:
+        assert torch.allclose(weights, alone, atol=1e-6)
+        assert shape == (2, 2)
+    assert sum(part for *_, part in ranks[:2]) == sum(part for *_, part in ranks[2:]) == total
+
+
 def test_fsdp_trains_as_ddp_with_dropout_and_accumulation_and_a_short_last_group() -> None:
     both = {"dropout": 0.3, "accumulate": 3}
     (expected, _), (got, again) = (
@@ -337,9 +353,11 @@ def test_a_model_that_is_sharded_over_another_arrangement_of_ranks_is_refused() 
     def refused() -> str:
         driver, model = sharded(), network()
         fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts")))
+        with pytest.raises(ValueError, match=r"replicas must divide the number of ranks, which is 2; got 3"):
+            sharded(replicas=3)
         return refusal(lambda: driver.prepare(model))
 
-    assert all("the model is already sharded over" in told for told in launch(refused))
+    assert all("the model is already sharded over ['(2, 1)'] ranks; expected (2,)" in told for told in launch(refused))
 
 
 def test_a_model_without_weights_and_one_that_is_sharded_already_are_taken_as_they_are() -> None:

@@ -32,6 +32,7 @@ GROUPS = {4: 3, 2: 6, 1: 12, 3: 4}
 
 DRIVERS: dict[str, Callable[[], Driver]] = {
     "fsdp": sharded,
+    "hsdp": lambda: sharded(replicas=2),
     "ddp": lambda: DdpDriver("cpu", timeout_s=100),
     "single": lambda: SingleDriver("cpu"),
 }
@@ -97,6 +98,7 @@ def continued(
 CHAINS: dict[str, list[Leg]] = {
     "fsdp": [("fsdp", 4, 1), ("fsdp", 2, 2), ("fsdp", 1, 3), ("fsdp", 3, 5), ("fsdp", 4, None)],
     "over one process": [("fsdp", 4, 1), ("fsdp", 2, 2), ("single", 1, 3), ("fsdp", 3, None)],
+    "groups of shards": [("hsdp", 4, 1), ("fsdp", 2, 2), ("hsdp", 4, 4), ("ddp", 2, 5), ("hsdp", 2, None)],
     "ddp, fsdp, ddp": [("ddp", 2, 1), ("fsdp", 2, 2), ("ddp", 3, 3), ("fsdp", 2, None)],
 }
 
@@ -120,7 +122,7 @@ def test_tensors_in_memory_are_shared_out_anew_inside_an_epoch(tmp_path: Path) -
     assert torch.allclose(weights, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("driver", "ranks"), [("fsdp", 2), ("fsdp", 1), ("ddp", 2)])
+@pytest.mark.parametrize(("driver", "ranks"), [("fsdp", 2), ("fsdp", 1), ("ddp", 2), ("hsdp", 4)])
 def test_on_as_many_ranks_it_continues_to_the_same_bits_inside_an_epoch(driver: str, ranks: int, tmp_path: Path) -> None:
     def cut_and_whole() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         options: dict[str, Any] = {"accumulate": GROUPS[ranks], "dropout": 0.3}

@@ -42,14 +42,19 @@ class FsdpDriver(GroupDriver):
         checkpoint_activations: Modules, chosen like `shard`, that compute their activations again in the backward pass
             instead of keeping them.
         reshard_after_forward: Free the gathered weights after the forward pass, and gather them again for the backward pass.
+        replicas: The number of groups of ranks that each hold the whole model in shards (HSDP). A weight is gathered inside of
+            its group, for example the devices of one machine, and gradients are averaged over the groups. The ranks of a group
+            are consecutive.
+        output_dtype: ``"bf16"`` or ``"fp32"``: the format of what sharded modules return. None: that of the computation.
+        cast_forward_inputs: Convert the inputs of sharded modules to `param_dtype`.
         share_data: Split each loader over the ranks; see `DdpDriver`.
         timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised.
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
         TypeError: `shard` or `checkpoint_activations` is no choice of modules.
-        ValueError: A format is unknown. When a run starts: a class or pattern matches no module, or two modules with a common
-            weight would be sharded separately.
+        ValueError: A format is unknown, or `replicas` does not divide the number of ranks. When a run starts: a class or
+            pattern matches no module, or two modules with a common weight would be sharded separately.
 
     >>> import torch.distributed as dist
     >>> from cadenza.testing import tiny_run
@@ -73,10 +78,14 @@ class FsdpDriver(GroupDriver):
         reduce_dtype: str | None = None,
         checkpoint_activations: Choice[nn.Module] | None = None,
         reshard_after_forward: bool = True,
+        replicas: int = 1,
+        output_dtype: str | None = None,
+        cast_forward_inputs: bool = True,
         share_data: bool = True,
         timeout_s: float = 600,
     ) -> None:
-        for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        formats = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}
+        for name, dtype in formats.items():
             if dtype is not None and dtype not in _DTYPES:
                 raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, or None; got {dtype!r}")
         for name, choice in (("shard", shard), ("checkpoint_activations", checkpoint_activations)):
@@ -85,8 +94,13 @@ class FsdpDriver(GroupDriver):
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
         self.shard: Choice[nn.Module] | None = shard
         self.checkpoint_activations: Choice[nn.Module] | None = checkpoint_activations
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or self.world_size % replicas:
+            raise ValueError(f"replicas must divide the number of ranks, which is {self.world_size}; got {replicas!r}")
+        self.replicas: int = replicas
         self.param_dtype: str | None = param_dtype
         self.reduce_dtype: str | None = reduce_dtype
+        self._policy = {name: None if dtype is None else _DTYPES[dtype] for name, dtype in formats.items()}
+        self._cast_forward_inputs = cast_forward_inputs
         self.reshard_after_forward = reshard_after_forward
         self._ranks: DeviceMesh | None = None
 
@@ -107,7 +121,7 @@ class FsdpDriver(GroupDriver):
 
         self._run += 1
         if isinstance(model, FSDPModule):
-            _check_whole_group(model, self.world_size)
+            _check_arrangement(model, self._shape)
             if callable(reset := getattr(model, "reset_iter_state", None)):  # a failed run may have left a pass unfinished
                 reset()
             return model
@@ -125,10 +139,7 @@ class FsdpDriver(GroupDriver):
     def _shard(self, model: nn.Module, chosen: list[nn.Module]) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        policy = MixedPrecisionPolicy(
-            param_dtype=_DTYPES[self.param_dtype] if self.param_dtype else None,
-            reduce_dtype=_DTYPES[self.reduce_dtype] if self.reduce_dtype else None,
-        )
+        policy = MixedPrecisionPolicy(**self._policy, cast_forward_inputs=self._cast_forward_inputs)
         # Inner modules first; the model last, with the other parameters.
         for module in [*reversed([one for one in chosen if one is not model]), model]:
             fully_shard(module, mesh=self._mesh(), reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
@@ -137,24 +148,33 @@ class FsdpDriver(GroupDriver):
             # Otherwise ranks that used different parameters would sum gradients of different parameters without an error.
             reduce_all(True)
 
-    def _mesh(self) -> DeviceMesh:
-        from torch.distributed.device_mesh import DeviceMesh
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """The ranks: in one dimension or, with replicas, groups by ranks of a group."""
+        return (self.world_size,) if self.replicas == 1 else (self.replicas, self.world_size // self.replicas)
 
-        if self._ranks is None:
+    def _mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        if self._ranks is None and self.replicas == 1:
             world: Any = dist.group.WORLD
             self._ranks = DeviceMesh.from_group(world, self.device.type)
+        elif self._ranks is None:
+            self._ranks = init_device_mesh(self.device.type, self._shape, mesh_dim_names=("replicate", "shard"))
         return self._ranks
 
     def placed(self, stored: Readable) -> Tensor:
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if not stored.shape:
             return stored.read()
-        rows = chunk_of(stored.shape[0], self.rank, self.world_size)
+        *_, ranks = self._shape
+        rows = chunk_of(stored.shape[0], self.rank % ranks, ranks)
         part = stored.read((rows, *(slice(0, size) for size in stored.shape[1:]))).to(self.device)
         shape = torch.Size(stored.shape)
         strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(part, self._mesh(), [Shard(0)], run_check=False, shape=shape, stride=strides)
+        placements = [Shard(0)] if self.replicas == 1 else [Replicate(), Shard(0)]
+        return DTensor.from_local(part, self._mesh(), placements, run_check=False, shape=shape, stride=strides)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -231,12 +251,12 @@ def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
                 )
 
 
-def _check_whole_group(model: nn.Module, world_size: int) -> None:
+def _check_arrangement(model: nn.Module, ranks: tuple[int, ...]) -> None:
     from torch.distributed.tensor import DTensor
 
-    sizes = {parameter.device_mesh.shape for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    if sizes - {(world_size,)}:
+    shapes = {tuple(parameter.device_mesh.shape) for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    if shapes - {ranks}:
         raise ValueError(
-            f"the model is already sharded over {sorted(map(str, sizes))} ranks; expected {world_size} in one dimension. "
-            "Give a model that is not sharded, and FsdpDriver(shard=...)."
+            f"the model is already sharded over {sorted(map(str, shapes))} ranks; expected {ranks}. Give a model that is not "
+            "sharded, and FsdpDriver(shard=...)."
         )

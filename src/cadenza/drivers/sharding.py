@@ -59,20 +59,24 @@ def region_of(tensor: Tensor) -> Region:
     """Return the part of a sharded tensor that this rank holds.
 
     Raises:
-        StateError: The tensor is not split along one dimension, over a one-dimensional mesh of ranks.
+        StateError: Its ranks hold terms of a sum.
     """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     sharded: Any = tensor
-    mesh, placements = sharded.device_mesh, sharded.placements
-    region = [slice(0, size) for size in tensor.shape]
-    if mesh.ndim != 1 or not (placements[0].is_shard() or placements[0].is_replicate()):
+    if any(placement.is_partial() for placement in sharded.placements):
         raise StateError(
-            f"a tensor has the layout {placements} over {tuple(mesh.shape)} ranks; expected a split along one dimension over "
-            "all ranks. Shard the model with FsdpDriver."
+            f"a tensor has the layout {sharded.placements}: the ranks hold terms of a sum. Reduce it with full_tensor()."
         )
-    if placements[0].is_shard():
-        dim = placements[0].dim
-        region[dim] = chunk_of(tensor.shape[dim], mesh.get_local_rank(), mesh.size())
-    return tuple(region)
+    sizes, starts = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def is_first_holder(tensor: Tensor) -> bool:
+    """Return whether no rank before this one holds the same part of a sharded tensor."""
+    sharded: Any = tensor
+    at = sharded.device_mesh.get_coordinate()
+    return not any(place and placement.is_replicate() for place, placement in zip(at, sharded.placements, strict=True))
 
 
 def chunk_of(size: int, rank: int, ranks: int) -> slice:
@@ -149,20 +153,26 @@ def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     from torch import distributed as dist
     from torch.nn.utils import get_total_norm
 
-    parts = [part for one in tensors if is_sharded(one) and (part := local(one)).numel()]
-    others = [one for one in tensors if not is_sharded(one)]
     mesh = _mesh_of(tensors)
+    parts = [part for one in tensors if is_sharded(one) and is_first_holder(one) and (part := local(one)).numel()]
+    others = [one for one in tensors if not is_sharded(one)]
     # A sum of powers could overflow in single precision.
     own, rest = (
         torch.as_tensor(get_total_norm(kind, norm_type) if kind else 0.0, dtype=torch.float64, device=mesh.device_type)
         for kind in (parts, others)
     )
     if norm_type == float("inf"):
-        dist.all_reduce(own, dist.ReduceOp.MAX, group=mesh.get_group())
-        return torch.maximum(own, rest).float()
-    powers = own**norm_type
-    dist.all_reduce(powers, group=mesh.get_group())
-    return ((powers + rest**norm_type) ** (1 / norm_type)).float()
+        return torch.maximum(_over(mesh, own, dist.ReduceOp.MAX), rest).float()
+    return ((_over(mesh, own**norm_type, dist.ReduceOp.SUM) + rest**norm_type) ** (1 / norm_type)).float()
+
+
+def _over(mesh: Any, value: Tensor, operation: Any) -> Tensor:
+    """Reduce a number over all ranks of a mesh."""
+    from torch import distributed as dist
+
+    for dim in range(mesh.ndim):
+        dist.all_reduce(value, operation, group=mesh.get_group(dim))
+    return value
 
 
 def _mesh_of(tensors: Iterable[Any]) -> Any:

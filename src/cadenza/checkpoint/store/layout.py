@@ -57,6 +57,8 @@ class Split:
     """None: the first rank has the whole tensor."""
     files: Sequence[Facts | None]
     """By rank, the facts of its file; None if it has none."""
+    over: int
+    """The number of ranks that have a chunk, which are the first ones."""
 
     def overlapping(self, wanted: Region) -> Sequence[Chunk]:
         """Return the parts that overlap with a region.
@@ -66,9 +68,9 @@ class Split:
         """
         ranks = range(1)
         if self.dim is not None:
-            step = -(-self.shape[self.dim] // len(self.files)) or 1
+            step = -(-self.shape[self.dim] // self.over) or 1
             cut = wanted[self.dim]
-            ranks = range(cut.start // step, min(-(-cut.stop // step), len(self.files)))
+            ranks = range(cut.start // step, min(-(-cut.stop // step), self.over))
         found = []
         for rank in ranks:
             chunk, facts = self._chunk(rank), self.files[rank]
@@ -82,7 +84,7 @@ class Split:
     def _chunk(self, rank: int) -> Chunk:
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         if self.dim is not None:
-            rows = chunk_of(self.shape[self.dim], rank, len(self.files))
+            rows = chunk_of(self.shape[self.dim], rank, self.over)
             offsets[self.dim], sizes[self.dim] = rows.start, rows.stop - rows.start
         return Chunk(f"{self.folder}/{part_file(self.kind, rank, len(self.files))}", tuple(offsets), tuple(sizes))
 
@@ -102,7 +104,8 @@ def part_file(kind: str, rank: int, ranks: int) -> str:
 
 
 Layout = dict[str, dict[str, dict[str, Any]]]
-"""By ``"model"`` and ``"state"``, by name of a tensor: its shape, its number format, and the dimension that is split."""
+"""By ``"model"`` and ``"state"``, by name of a tensor: its shape, its number format, the dimension that is split and, if that are not all
+ranks, the number of ranks over which it is."""
 
 
 def checksum_of(layout: Layout) -> str:
@@ -150,7 +153,10 @@ def split_of(folder: str, kind: str, entry: Mapping[str, Any], files: Sequence[F
     shape, dim = checked_shape(entry["shape"]), entry["split"]
     if dim is not None and (type(dim) is not int or not 0 <= dim < len(shape)):
         raise ValueError(f"a tensor of the shape {shape} is split along {dim!r}")
-    return Split(folder, kind, shape, dtype_of(entry).itemsize, dim, files)
+    over = entry.get("over", len(files))
+    if type(over) is not int or not 1 <= over <= len(files):
+        raise ValueError(f"a tensor is split over {over!r} of {counted(len(files), 'rank')}")
+    return Split(folder, kind, shape, dtype_of(entry).itemsize, dim, files, over)
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:

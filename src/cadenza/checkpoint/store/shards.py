@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cadenza.checkpoint.store.files import Files
 from cadenza.checkpoint.store.layout import MODEL, STATE, Chunk, Layout, Listed, Parts, checked_shape, dtype_of
-from cadenza.drivers.sharding import Region, region_of
+from cadenza.drivers.sharding import Region, is_first_holder, region_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError
 from cadenza.status.plain import host_copy
 from cadenza.status.tensor_parts import is_built_of_tensors
@@ -32,6 +32,8 @@ class Shard:
     offsets: tuple[int, ...]
     dim: int | None = 0
     """The dimension that is split; None if all ranks have the whole tensor, which the first one writes."""
+    over: int | None = None
+    """The number of ranks over which it is split, which are the first ones; None: all."""
 
     @staticmethod
     def of(tensor: Tensor) -> Shard:
@@ -48,10 +50,16 @@ class Shard:
                 "optimizer with plain states."
             )
         offsets = tuple(cut.start for cut in region_of(tensor))
-        placement = detached.placements[0]
-        if not placement.is_shard() and detached.device_mesh.get_local_rank():
-            part = part.new_empty(0)  # not copied: all have the same, and the first one writes it
-        return Shard(host_copy(part), tuple(tensor.shape), offsets, placement.dim if placement.is_shard() else None)
+        mesh, (*outer, inner) = detached.device_mesh, detached.placements
+        if not all(one.is_replicate() for one in outer) or not (inner.is_shard() or inner.is_replicate()):
+            raise StateError(
+                f"a tensor has the layout {detached.placements} over {tuple(mesh.shape)} ranks; expected a split along one "
+                "dimension. Shard the model with FsdpDriver."
+            )
+        if not is_first_holder(tensor):
+            part = part.new_empty(0)  # not copied: another rank has the same, and writes it
+        dim = inner.dim if inner.is_shard() else None
+        return Shard(host_copy(part), tuple(tensor.shape), offsets, dim, mesh.size(mesh.ndim - 1) if outer else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,7 @@ def layout_of(model: Mapping[str, Shard], state: Mapping[str, Shard]) -> Layout:
     return {
         kind: {
             name: {"shape": list(one.shape), "dtype": str(one.part.dtype).removeprefix("torch."), "split": one.dim}
+            | ({} if one.over is None else {"over": one.over})
             for name, one in shards.items()
         }
         for kind, shards in ((MODEL, model), (STATE, state))
