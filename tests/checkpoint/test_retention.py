@@ -26,7 +26,9 @@ from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
 from tests.callbacks.test_checkpoint import Scripted, bests, decided, manifest, names
 
 ROOT = Path(__file__).parents[2]
-LIMITS = SimpleNamespace(batches_per_epoch=4, total=lambda unit, accumulate=1: {"step": 80 // accumulate}.get(unit))
+LIMITS = SimpleNamespace(
+    batches_per_epoch=4, has_epochs=True, total=lambda unit, accumulate=1: {"step": 80 // accumulate}.get(unit)
+)
 
 
 def known(step: int, **facts: Any) -> Known:
@@ -147,7 +149,7 @@ def test_a_wrong_best_is_an_error(arguments: Any, message: str) -> None:
 
 
 def test_a_length_that_the_run_does_not_know_is_an_error_at_the_start(tmp_path: Path) -> None:
-    endless = SimpleNamespace(batches_per_epoch=None, total=lambda unit, accumulate=1: None)
+    endless = SimpleNamespace(batches_per_epoch=None, has_epochs=True, total=lambda unit, accumulate=1: None)
     for rule in (Every("0.5 epoch"), Every("10%")):
         with pytest.raises(ScheduleError):
             rule_of(rule, endless)  # type: ignore[arg-type]

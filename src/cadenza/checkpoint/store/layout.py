@@ -104,8 +104,8 @@ def part_file(kind: str, rank: int, ranks: int) -> str:
 
 
 Layout = dict[str, dict[str, dict[str, Any]]]
-"""By ``"model"`` and ``"state"``, by name of a tensor: its shape, its number format, the dimension that is split and, if that are not all
-ranks, the number of ranks over which it is."""
+"""By ``"model"`` and ``"state"``, by name of a tensor: its shape, its number format, the dimension that is split and, if it is
+split over some ranks only, their number."""
 
 
 def checksum_of(layout: Layout) -> str:
