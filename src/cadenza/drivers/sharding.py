@@ -76,7 +76,7 @@ def is_first_holder(tensor: Tensor) -> bool:
     """Return whether no rank before this one holds the same part of a sharded tensor."""
     sharded: Any = tensor
     at = sharded.device_mesh.get_coordinate()
-    return not any(place and placement.is_replicate() for place, placement in zip(at, sharded.placements, strict=True))
+    return not any(number and placement.is_replicate() for number, placement in zip(at, sharded.placements, strict=True))
 
 
 def chunk_of(size: int, rank: int, ranks: int) -> slice:
