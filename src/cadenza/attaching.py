@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from os import PathLike
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from cadenza.engine import updating
 from cadenza.engine.by_hand import ByHand
 from cadenza.engine.loop import BATCHES_DONE, STEP, train_batch
+from cadenza.engine.own_calls import OwnCalls
 from cadenza.engine.session import Session, session_of
 from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
@@ -299,8 +300,12 @@ class Attached(ByHand):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
+        self.own_calls: OwnCalls = OwnCalls(session, "loop")
         self.updates: int = 0
         """How often the loop has updated weights."""
+
+    def begin(self, ending: ExitStack) -> None:
+        self.own_calls.begin(ending)
 
     def backward(self, loss: Any) -> None:
         step = self.session.step
@@ -315,6 +320,8 @@ class Attached(ByHand):
         session = self.session
         if session.step.skipping:
             return
+        if not self.updates and session.step.window.losses:
+            self.own_calls.check_gradients("loop.update(...)")
         self.updates += 1
         without = self.updates == 1 and not session.step.window.losses and not session.driver.reduces
         if without and not distinct_gradients(session.optimizers):

@@ -120,6 +120,8 @@ class LearningRate(Callback, SetsRates):
         self.made_with: Mapping[str, Any] = {}
         """The plain arguments of the scheduler, by name."""
         self._override: Sequence[str] = ()
+        self._count: int | None = None
+        """How often the scheduler was stepped in all, when this callback stepped it last."""
 
     def listeners(self) -> list[Listener]:
         # One method per mode, so that a step calls only the method in use.
@@ -192,6 +194,7 @@ class LearningRate(Callback, SetsRates):
                 f"LearningRate(..., per={self.scheduler.per!r}), or {counts}(..., t_in_epochs={self.per == 'epoch'}) with "
                 f"lengths in {self.per}s."
             )
+        self._count = getattr(self.scheduler, "_step_count", None)
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
@@ -204,6 +207,7 @@ class LearningRate(Callback, SetsRates):
                 f"now has {now}. Put that callback before LearningRate."
             )
         self._check_one_cycle(run)
+        self._count = getattr(self.scheduler, "_step_count", None)
 
     def _total_of(self, run: Run, saved: Mapping[str, Any]) -> int:
         """Return the total for the schedule. `saved` is the state in the checkpoint, empty for a new run."""
@@ -290,7 +294,13 @@ class LearningRate(Callback, SetsRates):
 
     def _step(self, run: Run) -> None:
         assert self.scheduler is not None, "on_setup comes first"
+        if getattr(self.scheduler, "_step_count", None) != self._count and session_of(run).own_loop:
+            raise RuntimeError(
+                "the scheduler of LearningRate was stepped by the loop too. Remove scheduler.step() from the loop: "
+                f"LearningRate steps it after each {'update' if self.per == 'step' else 'epoch'}."
+            )
         self.scheduler.step()
+        self._count = getattr(self.scheduler, "_step_count", None)
 
     def _step_if_updated(self, run: Run) -> None:
         if (

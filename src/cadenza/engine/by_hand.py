@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch.optim import Optimizer
 
 from cadenza.engine import updating
+from cadenza.engine.own_calls import OwnCalls
 from cadenza.engine.session import Session
 from cadenza.errors import LossError
 from cadenza.optim.parameters import distinct_gradients, parameters_of
@@ -46,8 +48,11 @@ class ByHand:
         with session.precision.disabled():
             updating.update(session, optimizers)
 
-    def check_without_backward(self) -> None:
-        """Report a step in which this rank had no backward pass, if that is a mistake."""
+    def check_window(self) -> None:
+        """Report mistakes of a loop of the user's own after the batches of a step: no backward pass, or no gradients."""
+
+    def begin(self, ending: ExitStack) -> None:
+        """Begin to look at what a loop of the user's own calls, until `ending`."""
 
 
 class InWindow(ByHand):
@@ -55,6 +60,7 @@ class InWindow(ByHand):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
+        self.own_calls: OwnCalls = OwnCalls(session, "step")
         self._done = -1  # the batch that had its backward pass, counted in the run
         self._has_warned = False  # of a step without a backward pass
         self._has_warned_of_skipped = False
@@ -71,6 +77,8 @@ class InWindow(ByHand):
                 "step.backward(...) was called twice for one batch. Add the losses and call it once. For a step with several "
                 "losses or optimizers, use cadenza.attach(...) or step_fn=."
             )
+        if step.window.losses:
+            self.own_calls.check_gradients("the next batch")
         self._done = session.progress.batch
         step.outputs.take(loss, "step.backward(...) expects")
         if step.skipping:
@@ -87,7 +95,7 @@ class InWindow(ByHand):
         with self.session.precision.disabled():
             updating.finish_window(self.session)
 
-    def check_without_backward(self) -> None:
+    def _check_without_backward(self) -> None:
         if distinct_gradients(self.session.optimizers):
             raise LossError(
                 "there are gradients, but no batch of this step had step.backward(loss), so they would never be used. Call "
@@ -99,6 +107,16 @@ class InWindow(ByHand):
                 f"step {self.session.progress.step + 1} had no step.backward(...), so the weights did not change. Call "
                 "step.backward(loss) for each batch"
             )
+
+    def begin(self, ending: ExitStack) -> None:
+        self.own_calls.begin(ending)
+
+    def check_window(self) -> None:
+        if self.session.step.window.losses:
+            self.own_calls.check_gradients("the update")
+            self.own_calls.updated()
+        else:
+            self._check_without_backward()
 
     def warn_of_skipped(self, batches: int) -> None:
         """Warn, once, that an update skipped batches."""

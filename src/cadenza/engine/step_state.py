@@ -60,7 +60,19 @@ class StepState:
     """The current batch and the batches of the current step. Written by the loop."""
 
     __slots__ = (
-        *("batch", "counted", "derived", "dropped", "drops", "last_window", "left", "left_out", "may_skip", "most"),
+        *(
+            "batch",
+            "counted",
+            "derived",
+            "dropped",
+            "drops",
+            "in_update",
+            "last_window",
+            "left",
+            "left_out",
+            "may_skip",
+            "most",
+        ),
         *("next_change", "outputs", "owner", "run", "skipping", "updated", "updating", "window"),
     )
 
@@ -95,6 +107,8 @@ class StepState:
         """What stands for the current step in a loop of the user's own."""
         self.updating: Sequence[Optimizer] = optimizers
         """The optimizers that the current step updates."""
+        self.in_update: bool = False
+        """Whether the optimizers step now."""
         self.updated: bool = True
         """Whether the last update took place, of one optimizer at least; fp16 skips it when gradients overflow."""
         self.left_out: Sequence[Optimizer] = ()

@@ -47,8 +47,8 @@ def finish_window(session: Session) -> None:
     if window.applied:
         return
     window.applied = True
-    if session.by_hand is not None and not window.losses:
-        session.by_hand.check_without_backward()
+    if session.by_hand is not None:
+        session.by_hand.check_window()
     if session.own_loop and session.sync.several:
         counted = complete_by_hand(session)
     else:
@@ -112,7 +112,9 @@ def update_weights(session: Session, optimizers: Sequence[Optimizer]) -> None:
         session.extra_parameters.before_update(run, optimizers)
     session.precision.unscale(optimizers)
     hooks.on_before_optimizer_step(run)
+    step.in_update = True
     step.left_out = left_out = session.precision.step(optimizers)
+    step.in_update = False
     step.updated = not left_out or len(left_out) < len(optimizers)
     hooks.on_after_optimizer_step(run)
 

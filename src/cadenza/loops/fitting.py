@@ -98,7 +98,8 @@ class Fitting(Recipe):
             if session.rank_log is not None:
                 ending.callback(session.rank_log.settle, ends=True)
             if hand is not None:
-                session.by_hand, session.own_step = hand(session), hand.own_step
+                session.by_hand, session.own_step = own, _ = hand(session), hand.own_step
+                own.begin(ending)
             if over:
                 resuming.as_it_ended(session, files, start)
                 self._has_begun(session)

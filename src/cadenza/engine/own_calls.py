@@ -1,0 +1,61 @@
+"""Calls of the hand-written loop that its run makes too: left in the loop, they update twice or drop gradients."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+from torch.optim import Optimizer
+
+from cadenza.engine.session import Session
+from cadenza.errors import LossError
+from cadenza.optim.parameters import parameters_of
+
+
+class OwnCalls:
+    """Raises an error if the loop updates the weights beside the run, or drops gradients that the run is still to use.
+
+    Args:
+        session: The session of the run.
+        name: ``step`` or ``loop``, the variable with the verbs of the run.
+    """
+
+    def __init__(self, session: Session, name: str) -> None:
+        self._session = session
+        self._update = "loop.update()" if name == "loop" else "step.update(), or the end of the step,"
+        self._looks = True  # for dropped gradients: until the first update
+
+    def begin(self, ending: ExitStack) -> None:
+        """Look at each ``optimizer.step()`` of the loop, until `ending`."""
+        for one in self._session.optimizers:
+            ending.callback(one.register_step_pre_hook(self._check_step).remove)
+
+    def check_gradients(self, before: str) -> None:
+        """Until the first update, after a backward pass, raise an error if there are no gradients any more.
+
+        Args:
+            before: The call of the run that needs them.
+        """
+        if self._looks and not self._session.step.window.weights and not self._has_gradients():
+            raise LossError(
+                f"the gradients of step {self._session.progress.step + 1} were dropped before {before}, so they would never be "
+                f"used. Remove optimizer.zero_grad() from the loop: {self._update} drops the gradients."
+            )
+
+    def _has_gradients(self) -> bool:
+        parameters = chain(parameters_of(self._session.optimizers), self._session.module.parameters())
+        return any(one.grad is not None for one in parameters)
+
+    def updated(self) -> None:
+        """Look for dropped gradients no longer."""
+        self._looks = False
+
+    def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
+        session = self._session
+        if session.step.in_update or session.cursor.at_boundary:  # at a boundary a driver may step, to make the state
+            return
+        raise LossError(
+            f"optimizer.step() was called in step {session.progress.step + 1}, beside the update of the run. Remove it from "
+            f"the loop: {self._update} updates the weights."
+        )
