@@ -128,6 +128,8 @@ class Loop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._frame = self._unkept = None
+        if isinstance(error, GeneratorExit):  # a generator around the loop was closed: the loop is left, as by break
+            error = None
         if error is None:
             self._look_for_updates()
         if error is not None and self._at is not OVER:
@@ -187,6 +189,9 @@ class Loop:
         self._advance()
         try:
             yield
+        except GeneratorExit:
+            self._advance(BATCHES_DONE)
+            raise
         except BaseException as error:
             self._fail(error)
             raise
@@ -208,6 +213,9 @@ class Loop:
         self._advance(moved)
         try:
             yield moved
+        except GeneratorExit:
+            self._advance()
+            raise
         except BaseException as error:
             self._fail(error)
             raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from cadenza import Callback, Loop, attach
+from cadenza import Callback, Loop, Run, attach
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining, Timer
 from cadenza.commands.following import Following
 from cadenza.commands.watch import lines
@@ -19,6 +20,8 @@ from cadenza.errors import DataError, ScheduleError
 from cadenza.report import small, story_at
 from cadenza.report.sections import card
 from cadenza.sinks import Console, ProgressBar
+from cadenza.status.decisions import Outcome
+from cadenza.testing import tiny_trainer
 
 
 def attached(**arguments: Any) -> Loop:
@@ -89,7 +92,9 @@ def test_tokens_are_a_limit_for_batches_alone() -> None:
         played(max_tokens=20)
 
 
-@pytest.mark.parametrize("callback", [Checkpoint, lambda: Evaluate([torch.ones(1, 2)]), lambda: LogTraining("1 epoch")])
+@pytest.mark.parametrize(
+    "callback", [Checkpoint, lambda: Evaluate([torch.ones(1, 2)], compute=len), lambda: LogTraining("1 epoch")]
+)
 def test_a_schedule_in_epochs_is_named_as_never_due(
     callback: Callable[[], Callback], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -100,6 +105,64 @@ def test_a_schedule_in_epochs_is_named_as_never_due(
 def test_a_schedule_in_parts_of_an_epoch_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"LogTraining: .* a loop of cadenza\.attach has no epochs"):
         played(max_steps=2, callbacks=[LogTraining("0.5 epoch")])
+
+
+def in_a_step() -> Generator[Run, None, None]:
+    with attached() as loop, loop.step():
+        loop.backward(loop.run.model(torch.ones(1, 2)).sum())
+        loop.update()
+        yield loop.run
+
+
+def in_a_batch() -> Generator[Run, None, None]:
+    with attached() as loop, loop.step(), loop.batch(torch.ones(1, 2)):
+        yield loop.run
+
+
+def between_steps() -> Generator[Run, None, None]:
+    with attached() as loop:
+        one_step(loop)
+        assert not loop.over()
+        yield loop.run
+
+
+def in_steps() -> Generator[Run, None, None]:
+    trainer = tiny_trainer(epochs=1)
+    with trainer.steps() as steps:
+        for step in steps:
+            for inputs, _ in step:
+                step.backward(step.run.model(inputs).sum())
+            yield step.run
+
+
+@pytest.mark.parametrize("generator", [in_a_step, in_a_batch, between_steps, in_steps])
+def test_a_generator_that_is_closed_leaves_its_loop_as_break_does(generator: Callable[[], Generator[Run, None, None]]) -> None:
+    running = generator()
+    run = next(running)
+    running.close()
+    assert run.outcome == Outcome("stopped", "the loop was left")
+    assert run.progress.step == 1
+
+
+def test_a_cancelled_task_ends_its_run_with_this_error() -> None:
+    runs: list[Run] = []
+
+    async def train() -> None:
+        with attached() as loop:
+            runs.append(loop.run)
+            while not loop.over():
+                one_step(loop)
+                await asyncio.sleep(0)
+
+    async def main() -> None:
+        task = asyncio.create_task(train())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert runs[0].outcome == Outcome("failed", "CancelledError()")
 
 
 # -- what it counts ---------------------------------------------------------------------------------

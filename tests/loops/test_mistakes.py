@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Loop, Trainer, attach
-from cadenza.callbacks import Checkpoint
+from cadenza.callbacks import Checkpoint, Evaluate, Swa
 from cadenza.errors import CallbackError, CheckpointMismatchError, LossError, StateError
 from cadenza.testing import launch
 
@@ -243,3 +243,15 @@ def test_a_legacy_generator_of_numpy_is_kept(tmp_path: Path) -> None:
     continued(tmp_path, 2, dice=first)
     continued(tmp_path, 3, dice=second)
     assert first.randn(3).tolist() == second.randn(3).tolist()
+
+
+def test_an_evaluation_without_compute_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match=r"evaluation 'eval' does not say how to compute a batch.*compute=function"):
+        attached(callbacks=[Evaluate(BATCHES, every="1 step")]).__enter__()
+
+
+def test_the_average_of_batch_norm_layers_is_refused_before_the_first_step() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=r"loop of cadenza\.attach.*Swa\(update_batch_norm=0\)"):
+        attach(model, optimizer, max_steps=4, callbacks=[Swa(start="2 steps")], progress=False).__enter__()

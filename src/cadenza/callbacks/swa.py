@@ -107,8 +107,9 @@ class Swa(Averaging, Compared):
             run.warn(f"{hooks_of(run).name_of(self)} never averages in this run: start is {self._first}, and {reason}")
         refreshes = self.use_at_end and self.update_batch_norm != 0 and session_of(run).step_fn is not None
         if refreshes and any(isinstance(module, _BatchNorm) for module in run.model.modules()):
+            instead = "is a loop of cadenza.attach" if session_of(run).own_loop else "has a step_fn instead"
             raise ValueError(
-                "Swa computes BatchNorm statistics with compute_loss, but this run has a step_fn instead. Give "
+                f"Swa computes BatchNorm statistics with compute_loss, but this run {instead}. Give "
                 "Swa(update_batch_norm=0), and call torch.optim.swa_utils.update_bn after the run."
             )
 

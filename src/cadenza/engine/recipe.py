@@ -23,7 +23,7 @@ from cadenza.engine.plan import Plan
 from cadenza.engine.plan_changes import plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import Session
-from cadenza.engine.start_checks import check_schedules, warn_of_doubts, warn_of_graph_breaks
+from cadenza.engine.start_checks import check_computes, check_schedules, warn_of_doubts, warn_of_graph_breaks
 from cadenza.errors import DirectoryError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
@@ -232,6 +232,7 @@ class Recipe:
         session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
         session.open_loader()
         check_schedules(session)
+        check_computes(session)
         warn_of_doubts(session, own_optimizer=self._own_optimizer)
         if self._compile is not None:
             session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 from cadenza.engine import accumulating
 from cadenza.engine.arguments import check_schedule
 from cadenza.engine.compiling import breaks_since
+from cadenza.engine.objective import no_loss
 from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Session
 from cadenza.loading.hints import loader_hints
@@ -27,6 +29,17 @@ def check_schedules(session: Session) -> None:
         session.warn(reason)
     for who, reason in never(session.hooks, session.progress, session.accumulate):
         session.warn(f"{who} never fires in this run: {reason}")
+
+
+def check_computes(session: Session) -> None:
+    """Raise `ValueError` if an evaluation in an attached loop has no function that computes a batch."""
+    without = [name for name, one in session.evaluations.items() if one.compute is None]
+    if session.own_loop and without and inspect.unwrap(session.compute) is no_loss:
+        raise ValueError(
+            f"the evaluation {without[0]!r} does not say how to compute a batch, and a loop of cadenza.attach has no "
+            "compute_loss. Give Evaluate(..., compute=function), with a function (model, batch) that returns the loss, or a "
+            "mapping with 'loss', 'predictions' and 'targets'."
+        )
 
 
 def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:

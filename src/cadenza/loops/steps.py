@@ -217,7 +217,7 @@ class Steps:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._leave(error)
+        self._leave(None if isinstance(error, GeneratorExit) else error)  # that of a closed generator is a break
 
     def close(self) -> None:
         """End the run as ``break`` does."""
