@@ -146,7 +146,7 @@ def simulated(accumulation: Accumulation, limits: Progress) -> tuple[int, int, i
     return at.step, at.batch, at.epoch
 
 
-def _limits_of(limits: Progress) -> dict[str, int | None]:
+def _limits_of(limits: Progress) -> dict[str, Any]:
     return {"max_epochs": limits.max_epochs, "max_steps": limits.max_steps}
 
 

@@ -140,7 +140,7 @@ def test_after_a_resume_it_fires_where_the_whole_run_would_have(step: int, fires
         (When(lambda run: False), {"max_steps": 1}, None),
     ],
 )
-def test_what_can_never_fire_says_why(filter: Any, limits: dict[str, int], reason: str | None) -> None:
+def test_what_can_never_fire_says_why(filter: Any, limits: dict[str, Any], reason: str | None) -> None:
     assert filter.never(Progress(**limits), 1) == reason
 
 

@@ -50,7 +50,7 @@ def test_limits_that_are_not_given_are_none() -> None:
         ({"batches_per_epoch": 5}, 1, {"epoch": None, "step": None, "batch": None}),
     ],
 )
-def test_totals_follow_from_the_limits(limits: dict[str, int], accumulate: int, expected: dict[Any, int | None]) -> None:
+def test_totals_follow_from_the_limits(limits: dict[str, Any], accumulate: int, expected: dict[Any, int | None]) -> None:
     progress = Progress(**limits)
     assert {unit: progress.total(unit, accumulate) for unit in expected} == expected
 
