@@ -93,7 +93,8 @@ def test_tokens_are_a_limit_for_batches_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "callback", [Checkpoint, lambda: Evaluate([torch.ones(1, 2)], compute=len), lambda: LogTraining("1 epoch")]
+    "callback",
+    [Checkpoint, lambda: Evaluate([torch.ones(1, 2)], compute=lambda model, batch: {}), lambda: LogTraining("1 epoch")],
 )
 def test_a_schedule_in_epochs_is_named_as_never_due(
     callback: Callable[[], Callback], caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -193,3 +194,20 @@ def test_batches_that_the_loop_names_are_counted(capsys: pytest.CaptureFixture[s
     assert "train/samples_per_s" in shown
     assert "epoch" not in shown
     assert "finished after 4 steps" in shown
+
+
+def test_what_depends_on_the_batches_of_the_loop_is_not_known_beforehand() -> None:
+    calendar = attached(max_steps=6, callbacks=[LogTraining("2 batches"), LogTraining("3 steps")]).trainer.calendar()
+    assert [call.step for call in calendar.rows] == [3, 6]
+    assert [why for _, _, why in calendar.unknown] == ["the loop decides which batches a step has"]
+
+
+def test_hooks_of_the_fetch_are_named_as_never_called(caplog: pytest.LogCaptureFixture) -> None:
+    class Fetched(Callback):
+        def on_fetch_end(self, run: Run) -> None:
+            raise AssertionError
+
+    loop = played(max_steps=2, callbacks=[Fetched(), Timer()])
+    why = "a loop of cadenza.attach brings its own batches"
+    assert f"! Fetched, on_fetch_end, never fires: {why}" in str(loop.trainer.plan()).splitlines()
+    assert caplog.text.count(f"never fires in this run: {why}") == 1

@@ -121,6 +121,8 @@ def _why_unknown(listener: Listener, schedule: Schedule, limits: Progress, accum
     units, own = {length.unit for length in lengths}, listener.counting.unit
     if "s" in units:
         return "time decides"
+    if not limits.has_epochs and not (own == "step" and units <= {"step", "%", "token"}):
+        return "the loop decides which batches a step has"
     changes = accumulating.units_of(accumulate, limits)
     if "token" in units | changes or (limits.total("step", accumulate) is None and "%" in units):
         return "it depends on the tokens of each batch"

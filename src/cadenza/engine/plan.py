@@ -176,12 +176,20 @@ def indented(moments: Mapping[str, Moment]) -> Iterator[tuple[str, Moment]]:
 
 def never(hooks: Hooks, limits: Progress, accumulate: int) -> list[tuple[str, str]]:
     """Return each listener that can never fire within these limits, with the reason."""
-    return [
+    return [*_of_fetches(hooks, limits)] + [
         (str(listener), reason)
         for listeners in hooks.by_moment.values()
         for listener in listeners
         if listener.schedule and (reason := listener.schedule.never(limits, accumulate, listener.counting))
     ]
+
+
+def _of_fetches(hooks: Hooks, limits: Progress) -> Iterator[tuple[str, str]]:
+    """Yield the users' listeners to the fetch of a batch in a run of `cadenza.attach`, which fetches none."""
+    for moment in () if limits.has_epochs else (Callback.on_fetch_start, Callback.on_fetch_end):
+        for listener in _shown(hooks, moment):
+            if type(hooks.callbacks[listener.owner]).__module__.partition(".")[0] != "cadenza":
+                yield f"{listener}, {moment.__name__},", "a loop of cadenza.attach brings its own batches"
 
 
 def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple[str, str]]:
