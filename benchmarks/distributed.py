@@ -1,149 +1,149 @@
-"""What Cadenza costs on several processes beside DDP by hand, as ratios of wall time in one interleaved run.
+"""What Cadenza and others cost on several ranks beside DDP by hand, as ratios of wall time in one interleaved run.
 
-    python benchmarks/distributed.py [--ranks 2] [--rounds 15] [--steps 150]
+    OMP_NUM_THREADS=1 python benchmarks/distributed.py [--ranks 2] [--rounds 11] [--sizes tiny middle] [--only NAME ...]
 
-Each round does the steps by hand and with a trainer, in the same processes, on the same batches; the order changes from
-round to round. Times are those from the first batch of an epoch to its end. With one rank it is DDP of one process. The
-losses must be the same bits. "raw, again" is the loop by hand once more: what the machine itself varies by.
+Each round does the same training in each way, in the same processes, on the same batches; the order changes from round to
+round. A step is timed from one forward pass to another: from the 51st to the last. "End" is the time from the last forward
+pass until the training returns, with its last step and, for the usual job, the checkpoint. The ratios are medians over the
+rounds, of two times in the same round. "By hand, again" is the loop by hand once more: what the machine itself varies by.
+All ways must end with the same weights. What the two jobs are stands in `distributed_ways.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+import importlib
+import importlib.util
+import logging
+import os
+import shutil
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from distributed_ways import EVERY, PACKAGES, PLAIN, USUAL, Job, Mlp, Way
 
-from cadenza import Callback, Run, Trainer
 from cadenza.drivers import DdpDriver
 from cadenza.testing import launch
 
-Batch = tuple[Tensor, Tensor]
-Work = Callable[[], Tensor]
+SIZES = {"tiny": ((32, 64, 10), 16, 8 * EVERY), "middle": ((784, 512, 512, 10), 96, 4 * EVERY)}
+"""The widths of the model, the samples in a batch, and the steps."""
+DISTINCT = 50
+HAND = "by hand"
 
 
-class Watched(list[Batch]):
-    """Batches that note when the first is asked for, and when there are no more."""
+class Times(NamedTuple):
+    """What one training took."""
 
-    taken_s = 0.0
-
-    def __iter__(self) -> Iterator[Batch]:
-        begin = time.perf_counter()
-        yield from super().__iter__()
-        self.taken_s = time.perf_counter() - begin
+    step_s: float
+    end_s: float
 
 
-class Listening(Callback):
-    """Hears the end of each step, and could ask for a stop there."""
-
-    def on_step_end(self, run: Run) -> None: ...
-
-
-class Logging(Callback):
-    """Logs the loss in each step."""
-
-    def on_step_end(self, run: Run) -> None:
-        run.log("train/loss", run.loss if run.loss is not None else 0.0)
+def ways() -> dict[tuple[str, str], Way]:
+    """Return all ways, by job and name, that are installed."""
+    missing = {name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is None}
+    jobs = {"plain": PLAIN, "usual": USUAL}
+    return {(job, name): way for job, known in jobs.items() for name, way in known.items() if name not in missing}
 
 
-SIZES = {"tiny": (32, 64, 0, 10, 16), "mlp": (784, 512, 512, 10, 64)}
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Return a context in which what the packages print goes nowhere."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield
+        logging.disable(logging.NOTSET)
 
 
-def network(inputs: int, hidden: int, deeper: int, outputs: int) -> nn.Module:
-    """Return an MLP, always with the same weights."""
-    torch.manual_seed(0)
-    middle = [nn.Linear(hidden, deeper), nn.ReLU()] if deeper else []
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), *middle, nn.Linear(deeper or hidden, outputs))
+def measured(
+    names: Sequence[tuple[str, str]], size: str, rounds: int, steps: int, place: Path
+) -> dict[tuple[str, str], list[Times]]:
+    """Return the times of each way in each round, on this rank.
 
-
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss."""
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def by_hand(model: nn.Module, batches: Watched, driver: DdpDriver) -> Work:
-    """DDP as one would write it: each rank its part of the batches."""
-
-    def work() -> Tensor:
-        wrapped = DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        wrapped.train()
-        loss = torch.zeros(())
-        for number, batch in enumerate(batches):
-            if number % driver.world_size == driver.rank:
-                loss = cross_entropy(wrapped, batch)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return loss.detach()
-
-    return work
-
-
-def by_cadenza(model: nn.Module, batches: Watched, driver: DdpDriver, callbacks: list[Callback]) -> Work:
-    """Return the same with a trainer."""
-
-    def work() -> Tensor:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        run = Trainer(
-            model, optimizer, batches, cross_entropy, max_epochs=1, driver=driver, callbacks=callbacks, progress=False
-        ).fit()
-        assert run.loss is not None
-        return run.loss
-
-    return work
-
-
-def measured(size: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return the seconds of each way in each round, on this rank."""
+    Raises:
+        RuntimeError: A way ended with other weights than the loop by hand.
+    """
     torch.set_num_threads(1)
-    driver = DdpDriver("cpu")
-    *shape, count = SIZES[size]
+    driver, known = DdpDriver("cpu"), ways()
+    widths, count, _ = SIZES[size]
     torch.manual_seed(1)
-    batches = Watched(
-        (torch.randn(count, shape[0]), torch.randint(0, shape[3], (count,))) for _ in range(steps * driver.world_size)
-    )
-    works: dict[str, Work] = {}
-    ways: dict[str, Any] = {"no callbacks": [], "a callback": [Listening()], "logging": [Logging()]}
-    for name in ("raw", "raw, again"):
-        works[name] = by_hand(network(*shape), batches, driver)
-    for name, callbacks in ways.items():
-        works[name] = by_cadenza(network(*shape), batches, driver, callbacks)
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    losses: dict[str, list[float]] = {name: [] for name in works}
+    distinct = [(torch.randn(count, widths[0]), torch.randint(widths[-1], (count,))) for _ in range(DISTINCT)]
+    batches = [distinct[index % DISTINCT] for index in range((steps + 1) * driver.world_size)]
+    times: dict[tuple[str, str], list[Times]] = {name: [] for name in names}
+    weights: dict[str, torch.Tensor] = {}
     for number in range(rounds + 1):
-        names = [*works][number % len(works) :] + [*works][: number % len(works)]
-        for name in names:
+        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+            folder = place / f"{number}-{'-'.join(name)}".replace(" ", "-")
+            folder.mkdir(exist_ok=True)
+            model, own = Mlp(*widths), batches[driver.rank :: driver.world_size]
+            job = Job(model, own, batches, driver, folder, usual=name[0] == "usual")
+            gc.collect()
             driver.barrier()
-            losses[name].append(float(works[name]()))
+            with quiet():
+                known[name](job)
+            ended = time.perf_counter()
+            end = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+            if not torch.allclose(end, weights.setdefault(name[0], end), atol=1e-5):
+                raise RuntimeError(f"{name} ended with other weights, in round {number} on rank {driver.rank}")
+            first = min(EVERY, len(model.at) // 2)
             if number:  # the first is to warm up
-                taken[name].append(batches.taken_s)
-    if any(one != losses["raw"] for one in losses.values()):
-        raise SystemExit(f"the losses are not the same: {losses}")
-    return taken
+                times[name].append(Times((model.at[-1] - model.at[first]) / (len(model.at) - 1 - first), ended - model.at[-1]))
+            driver.barrier()
+            shutil.rmtree(folder, ignore_errors=True)
+    return times
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median of the ratios, round by round."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+
+
+def rows(times: dict[tuple[str, str], list[Times]], size: str) -> Iterator[str]:
+    """Return the lines of the table."""
+    for (job, name), taken in times.items():
+        hand = times[job, HAND]
+        step, end = ([one[index] for one in taken] for index in (0, 1))
+        shown = f"{statistics.median(step) * 1e3:.2f} | {ratio(step, [one.step_s for one in hand]):.3f}"
+        yield f"| {size} | {job} | {name} | {shown} | {statistics.median(end) * 1e3:.0f} |"
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--steps", type=int, help="in each training, in place of 400 tiny or 200 larger ones")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--jobs", nargs="+", choices=("plain", "usual"), default=["plain", "usual"])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these ways, beside the loop by hand")
     given = parser.parse_args()
-    print("| model | ranks | raw DDP, ms a step | raw, again | no callbacks | a callback | logging each step |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
-    for size in SIZES:
-        for ranks in given.ranks:
-            taken = launch(lambda size=size: measured(size, given.rounds, given.steps), ranks=ranks, timeout_s=900)[0]
-            raw = taken.pop("raw")
-            ratios = [statistics.median(a / b for a, b in zip(one, raw, strict=True)) for one in taken.values()]
-            shown = " | ".join(f"{ratio:.3f}" for ratio in ratios)
-            print(f"| {size} | {ranks} | {statistics.median(raw) / given.steps * 1e3:.2f} | {shown} |", flush=True)
+    known = ways()
+    for name, package in PACKAGES.items():
+        if ("plain", name) not in known:
+            print(f"{name} is left out, because {package} is not installed.")
+        elif given.only is None or name in given.only:
+            importlib.import_module(package)  # once, before the processes fork
+    chosen = [(job, name) for job, name in known if job in given.jobs and (not given.only or name in (HAND, *given.only))]
+    print("| step | job | way | ms per step | ratio | end, ms |\n|---|---|---|---:|---:|---:|")
+    for size in given.sizes:
+        steps = given.steps or SIZES[size][2]
+        with tempfile.TemporaryDirectory() as place:
+
+            def work(size: str = size, steps: int = steps, place: str = place) -> dict[tuple[str, str], list[Times]]:
+                return measured(chosen, size, given.rounds, steps, Path(place))
+
+            times = launch(work, ranks=given.ranks, timeout_s=1800)[0]
+        print("\n".join(rows(times, size)), flush=True)
+    print(f"load {', '.join(f'{one:.1f}' for one in os.getloadavg())}")
 
 
 if __name__ == "__main__":

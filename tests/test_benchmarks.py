@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from cadenza.testing import launch
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -81,3 +83,16 @@ def test_the_benchmark_of_the_report_writes_runs_that_the_report_reads(monkeypat
     assert page.count("<figure data-chart=") == 3
     assert "optimizer.lr" in page
     assert "watched by Checkpoint" in page
+
+
+def test_the_benchmark_of_several_ranks_does_both_jobs_in_each_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    benchmark = importlib.import_module("distributed")
+    chosen = [key for key in benchmark.ways() if key[1].startswith(("by hand", "Cadenza"))]  # the others import for seconds
+
+    def work() -> Any:  # raises if a way ends with other weights
+        return benchmark.measured(chosen, "tiny", rounds=1, steps=51, place=tmp_path)
+
+    times = launch(work)[0]
+    assert times.keys() == set(chosen)
+    assert "| tiny | usual | by hand | " in "\n".join(benchmark.rows(times, "tiny"))
