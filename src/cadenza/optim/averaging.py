@@ -68,12 +68,13 @@ class Average(AveragedModel):
         pairs = self._pairs[1]
         updates = self.updates
         if updates and pairs.averaged:
-            current = [new.to(old.dtype) for old, new in zip(pairs.averaged, pairs.current, strict=True)]
+            pairing = zip(pairs.averaged, pairs.current, strict=True)
+            current = [new if new.dtype is old.dtype else new.to(old.dtype) for old, new in pairing]  # `to` costs 1 us
             torch._foreach_lerp_(pairs.averaged, current, self.weight_of_new(updates))
         else:
             _copy(pairs.averaged, pairs.current)
         _copy(*pairs.copied())
-        self.n_averaged += 1
+        self.n_averaged.add_(1)  # `+=` would assign the buffer to the module anew
         self._updates = updates + 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
