@@ -119,7 +119,8 @@ class StopOnNonFinite(Callback, Compared):
         causes = [first_not_finite(tensors_at(others, "outputs")), *_broken_weights(run)]
         causes.append(first_not_finite(tensors_at(run.batch, "batch")))
         if self._alone:  # all ranks act when they know, which takes the time of the backward pass
-            session_of(run).step.dropped, self._found = True, (what, causes)
+            session_of(run).step.drop()
+            self._found = what, causes
         else:
             self._act(run, what, f"batch {run.progress.batch + 1}", causes, partial(_skip, run))
 

@@ -60,20 +60,8 @@ class StepState:
     """The current batch and the batches of the current step. Written by the loop."""
 
     __slots__ = (
-        *(
-            "batch",
-            "counted",
-            "derived",
-            "dropped",
-            "drops",
-            "in_update",
-            "last_window",
-            "left",
-            "left_out",
-            "may_skip",
-            "most",
-        ),
-        *("next_change", "outputs", "owner", "run", "skipping", "updated", "updating", "window"),
+        *("batch", "counted", "derived", "discarded", "dropped", "drops", "in_update", "last_window", "left", "left_out"),
+        *("may_skip", "most", "next_change", "outputs", "owner", "run", "skipping", "updated", "updating", "window"),
     )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
@@ -97,6 +85,8 @@ class StepState:
         """Whether the current batch is dropped, on all ranks."""
         self.dropped: bool = False
         """Whether this rank alone drops the current batch."""
+        self.discarded: bool = False
+        """Whether the current batch is dropped, on all ranks or on this one."""
         self.drops: int = 0
         """How many ranks have dropped their current batch alone; 0 until the batch is over."""
         self.may_skip: bool = False
@@ -114,22 +104,21 @@ class StepState:
         self.left_out: Sequence[Optimizer] = ()
         """The optimizers that skipped their last update for this reason."""
 
-    @property
-    def discarded(self) -> bool:
-        """Whether the current batch is dropped, on all ranks or on this one."""
-        return self.skipping or self.dropped
-
     def begin_batch(self, batch: Any) -> None:
         """Replace the current batch."""
         self.batch, self.counted = batch, False
         self.outputs = outputs = Outputs()
         if self.derived:
             outputs.run, outputs.derived = self.run, self.derived
-        self.skipping, self.may_skip, self.dropped, self.drops = False, True, False, 0
+        self.skipping, self.may_skip, self.dropped, self.drops, self.discarded = False, True, False, 0, False
 
     def skip(self) -> None:
         """Drop the current batch."""
-        self.skipping = True
+        self.skipping = self.discarded = True
+
+    def drop(self) -> None:
+        """Drop the current batch on this rank alone."""
+        self.dropped = self.discarded = True
 
     def finish(self) -> None:
         """End the step: its accumulation window becomes the last one."""
