@@ -131,7 +131,7 @@ def test_without_resume_a_directory_with_a_run_is_refused(tmp_path: Path) -> Non
 
 
 def test_auto_without_a_directory_says_what_to_give() -> None:
-    with pytest.raises(ValueError, match=r"Give Trainer\(directory=\.\.\.\), or call fit\(\) without resume="):
+    with pytest.raises(ValueError, match=r"Give directory=\.\.\., or leave out resume= to start a new run"):
         tiny_trainer().fit(resume="auto")
 
 
