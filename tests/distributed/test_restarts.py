@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,9 @@ from cadenza.drivers import DdpDriver
 from cadenza.errors import DistributedError
 from cadenza.hooks.moments import Moment
 from cadenza.testing import launch
-from tests.distributed.parts import network, trainer, weights_of
+from tests.distributed.parts import loader, network, trainer, weights_of
 from tests.ports import free_port
+from tests.waiting import until
 
 Failure = Callable[[], None]
 
@@ -36,17 +40,23 @@ def fail() -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def torchrun(function: Callable[[], Any], logs: Path, *, restarts: int, nodes: int = 1, port: int = 0) -> Any:
-    """Call `function` as ``torchrun --nnodes --nproc-per-node --max-restarts`` would: two ranks in all."""
+def torchrun(
+    function: Callable[[], Any], logs: Path, *, restarts: int, nodes: int = 1, port: int = 0, fewest: int | None = None
+) -> Any:
+    """Call `function` as ``torchrun --nnodes --nproc-per-node --max-restarts`` would: two ranks in all.
+
+    With `fewest` machines or more it starts again if the others are lost, as ``--nnodes=fewest:nodes``.
+    """
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     config = LaunchConfig(
-        min_nodes=nodes,
+        min_nodes=nodes if fewest is None else fewest,
         max_nodes=nodes,
         nproc_per_node=2 // nodes,
         run_id="test",
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={} if fewest is None else {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3},
         max_restarts=restarts,
         monitor_interval=0.05,
         start_method="fork",
@@ -118,6 +128,46 @@ def test_two_machines_write_once_and_start_again_together_though_they_count_apar
         assert len(resumed) == 1
     steps = [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))]
     assert steps == ["step-00000007", "step-00000008"]
+
+
+def test_a_machine_that_is_lost_for_good_is_left_out_and_the_rest_of_the_epoch_is_trained_without_it(tmp_path: Path) -> None:
+    def train() -> list[int]:
+        @on(Callback.on_step_end, at=4)
+        def lose(run: Run) -> None:
+            if os.environ["MACHINE"] == "1":
+                until((tmp_path / "run" / "checkpoints" / "step-00000003").exists)  # written in the background
+                os.kill(os.getppid(), signal.SIGKILL)  # torchrun of this machine
+                kill()
+
+        run = trainer(
+            loader(48),
+            max_epochs=1,
+            directory=tmp_path / "run",
+            driver="auto",
+            device="cpu",
+            callbacks=[Checkpoint("1 step"), lose],
+        ).fit(resume="auto")
+        return [run.driver.world_size, run.progress.origin.samples, run.progress.samples]
+
+    def machine() -> Any:
+        number = os.environ["MACHINE"] = os.environ["RANK"]
+        if number == "0":  # it serves the rendezvous
+            return torchrun(train, tmp_path / "logs", restarts=3, nodes=2, fewest=1, port=port)
+        until(partial(is_open, port))
+        options = {"restarts": 3, "nodes": 2, "fewest": 1, "port": port}
+        agent = multiprocessing.get_context("fork").Process(target=torchrun, args=(train, tmp_path / "logs"), kwargs=options)
+        agent.start()
+        agent.join(200)
+        return agent.exitcode
+
+    port = free_port()
+    assert launch(machine) == [{0: [1, 24, 48]}, -signal.SIGKILL]
+
+
+def is_open(port: int) -> bool:
+    """Return whether a process of this machine accepts connections at a port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_who_came_before_and_is_gone_is_not_waited_for(tmp_path: Path) -> None:
