@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -29,6 +30,7 @@ from cadenza.callbacks import (
     Timer,
 )
 from cadenza.drivers import DdpDriver
+from cadenza.engine import silence
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError, DistributedError
 from cadenza.loading import TensorBatches
@@ -141,6 +143,27 @@ def test_no_rank_waits_in_a_plain_step(name: str, tmp_path: Path) -> None:
     for waited, started in launch(counted):
         assert waited == [0] * 5
         assert max(started) <= 2  # with the batch, and at the end of the step
+
+
+def test_ranks_exchange_nothing_in_steps_of_callbacks_that_only_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(silence, "LONGEST_S", math.inf)  # however slow the steps are
+    usual: list[Callback] = [LogTraining(50), Ema(), ClipGradients(1.0), LearningRate(schedule), Console(), Checkpoint()]
+
+    def exchanges() -> int:
+        watched = Watched()
+        run = trainer(loader(4 * 2 * 100), max_epochs=1, callbacks=usual, directory=tmp_path / "run").fit()
+        assert run.progress.step == 100
+        assert [step for step, _ in run.history["train/loss"]] == [50, 100]
+        assert run.progress.samples == 800
+        return watched.started
+
+    assert max(launch(exchanges)) < 70  # many of them at the start and at the end
+
+
+def test_a_quiet_window_is_the_longest_that_is_short_enough() -> None:
+    window = silence.Silence()
+    window.agree([2, 2, 2, 2], 2, step=1, elapsed_s=0.01)  # 32 steps would take 0.32 s
+    assert [step for step in range(2, 200) if window.covers(step)] == [*range(2, 10)]
 
 
 @pytest.mark.parametrize("kind", ["sampler", "list", "tensors"])

@@ -51,6 +51,7 @@ class ClipGradients(Callback, Compared):
 
     phase: Phase | None = Phase.CLIP
     asks = False  # only the logging listener makes requests
+    _reads_totals = False
 
     @renamed(every="log_every")
     def __init__(

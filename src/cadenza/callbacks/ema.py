@@ -40,6 +40,8 @@ class Ema(Averaging, Compared):
     True
     """
 
+    _reads_totals = False
+
     @renamed(warmup="rampup")
     def __init__(
         self,

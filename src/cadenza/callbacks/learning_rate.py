@@ -70,6 +70,7 @@ class LearningRate(Callback, SetsRates):
     after: Relation = (Phase.LENGTH,)
 
     asks = False
+    _reads_totals = False
 
     optimizer: int
     stretch: bool | Literal["rest"]

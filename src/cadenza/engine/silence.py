@@ -32,7 +32,7 @@ class Silence:
         return [quiet >= steps for steps in STEPS]
 
     def agree(self, votes: Sequence[int], ranks: int, step: int, elapsed_s: float) -> None:
-        """Start a quiet window if all ranks voted for one, and it is short enough at the pace of the last steps.
+        """Start the longest quiet window for which all ranks voted and which is short enough at the pace of the last steps.
 
         Args:
             votes: How many ranks voted for each of `STEPS`.
@@ -44,5 +44,6 @@ class Silence:
             before, then_s = self._measured or (step - 1, 0.0)
             self._pace_s = (elapsed_s - then_s) / (step - before)  # since the last exchange: a pause is soon forgotten
             self._measured = step, elapsed_s
-        steps = max((steps for steps, sure in zip(STEPS, votes, strict=True) if sure == ranks), default=0)
-        self._until = step + 1 + steps if steps and steps * self._pace_s <= LONGEST_S else 0
+        agreed = (steps for steps, sure in zip(STEPS, votes, strict=True) if sure == ranks)
+        longest = max((steps for steps in agreed if steps * self._pace_s <= LONGEST_S), default=0)
+        self._until = step + 1 + longest if longest else 0

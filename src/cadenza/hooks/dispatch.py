@@ -15,6 +15,7 @@ from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of, reasons
+from cadenza.hooks.parts import lengths_in
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
 from cadenza.status.progress import Progress
 
@@ -168,14 +169,15 @@ class Hooks(Callback):
         self._changed.clear()
 
     def next_call(self, at: Progress, accumulate: int, *, asking: bool) -> float:
-        """Return the number of complete steps at the next call of a listener in a step; infinite if there is none.
+        """Return the number of complete steps at the next call of a listener that concerns all ranks; infinite if none.
 
-        With `asking`, only listeners that may log or make requests count, at moments after the forward pass.
+        With `asking`, only listeners that may log or make requests count, at moments after the forward pass. Otherwise also
+        those that may read counters that the ranks exchange.
         """
         following = math.inf
         for moment in _LATE if asking else _IN_STEPS:
             for listener in self.by_moment.get(moment) or ():
-                if not asking or self._asks(listener):
+                if self._asks(listener) or (not asking and self._may_read_totals(listener)):
                     own = listener.next_step or (listener.timer.next_step(at, accumulate) if listener.timer else 0)
                     following = min(following, own)
         return following
@@ -190,6 +192,11 @@ class Hooks(Callback):
 
     def _asks(self, listener: Listener) -> bool:
         return self.callbacks[listener.owner].asks if listener.asks is None else listener.asks
+
+    def _may_read_totals(self, listener: Listener) -> bool:
+        """Return whether a listener may read counters that ranks exchange; a schedule that is a function may read them, too."""
+        by_function = listener.schedule is not None and lengths_in(listener.schedule) is None
+        return by_function or vars(type(self.callbacks[listener.owner])).get("_reads_totals", True)
 
     def remove(self, moment: Moment, function: Callable[..., Any]) -> None:
         """Call a function at a moment no more in this run: it has nothing to do there. Every rank must call this."""

@@ -61,6 +61,11 @@ class BaseCallback:
     """Whether its hooks in a step may log or make requests, such as ``run.stop``. Ranks wait for each other at the end of
     a step in which a callback may do so. With False, a request is carried out some steps later."""
 
+    _reads_totals = True
+    """Whether its hooks in a step may read the samples, the tokens or the time of the run, which ranks exchange in each step
+    for that. With False here and in ``asks``, ranks may exchange nothing for some steps, although the hooks run in them. A
+    derived class does not inherit it: its own hooks may read them."""
+
     shows_progress = False
     """Whether it shows the progress of the run on the screen. `Trainer` then adds no progress bar."""
 
