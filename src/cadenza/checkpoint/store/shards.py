@@ -53,8 +53,8 @@ class Shard:
         mesh, (*outer, inner) = detached.device_mesh, detached.placements
         if not all(one.is_replicate() for one in outer) or not (inner.is_shard() or inner.is_replicate()):
             raise StateError(
-                f"a tensor has the layout {detached.placements} over {tuple(mesh.shape)} ranks; expected a split along one "
-                "dimension. Shard the model with FsdpDriver."
+                f"a tensor has the layout {detached.placements} over a mesh of the shape {tuple(mesh.shape)}; expected a split "
+                "along one dimension. Shard the model with FsdpDriver."
             )
         if not is_first_holder(tensor):
             part = part.new_empty(0)  # not copied: another rank has the same, and writes it
