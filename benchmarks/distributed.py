@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/distributed.py [--ranks 2] [--rounds 11] [--sizes tiny middle] [--only NAME ...]
 
 Each round does the same training in each way, in the same processes, on the same batches; the order changes from round to
-round. A step is timed from one forward pass to another: from the 51st to the last. "End" is the time from the last forward
+round. A step is timed from one forward pass to another, from the 51st to the last: in wall time, and in CPU time of the process
+with all its threads. "End" is the time from the last forward
 pass until the training returns, with its last step and, for the usual job, the checkpoint. The ratios are medians over the
 rounds, of two times in the same round. "By hand, again" is the loop by hand once more: what the machine itself varies by.
 All ways must end with the same weights. What the two jobs are stands in `distributed_ways.py`.
@@ -43,6 +44,7 @@ class Times(NamedTuple):
     """What one training took."""
 
     step_s: float
+    cpu_s: float
     end_s: float
 
 
@@ -96,7 +98,8 @@ def measured(
                 raise RuntimeError(f"{name} ended with other weights, in round {number} on rank {driver.rank}")
             first = min(EVERY, len(model.at) // 2)
             if number:  # the first is to warm up
-                times[name].append(Times((model.at[-1] - model.at[first]) / (len(model.at) - 1 - first), ended - model.at[-1]))
+                step, cpu = ((one[-1] - one[first]) / (len(one) - 1 - first) for one in (model.at, model.cpu_at))
+                times[name].append(Times(step, cpu, ended - model.at[-1]))
             driver.barrier()
             shutil.rmtree(folder, ignore_errors=True)
     return times
@@ -110,9 +113,9 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def rows(times: dict[tuple[str, str], list[Times]], size: str) -> Iterator[str]:
     """Return the lines of the table."""
     for (job, name), taken in times.items():
-        hand = times[job, HAND]
-        step, end = ([one[index] for one in taken] for index in (0, 1))
-        shown = f"{statistics.median(step) * 1e3:.2f} | {ratio(step, [one.step_s for one in hand]):.3f}"
+        step, cpu, end = zip(*taken, strict=True)
+        hand_step, hand_cpu, _ = zip(*times[job, HAND], strict=True)
+        shown = f"{statistics.median(step) * 1e3:.2f} | {ratio(step, hand_step):.3f} | {ratio(cpu, hand_cpu):.3f}"
         yield f"| {size} | {job} | {name} | {shown} | {statistics.median(end) * 1e3:.0f} |"
 
 
@@ -133,7 +136,7 @@ def main() -> None:
         elif given.only is None or name in given.only:
             importlib.import_module(package)  # once, before the processes fork
     chosen = [(job, name) for job, name in known if job in given.jobs and (not given.only or name in (HAND, *given.only))]
-    print("| step | job | way | ms per step | ratio | end, ms |\n|---|---|---|---:|---:|---:|")
+    print("| step | job | way | ms per step | ratio | ratio of CPU time | end, ms |\n|---|---|---|---:|---:|---:|---:|")
     for size in given.sizes:
         steps = given.steps or SIZES[size][2]
         with tempfile.TemporaryDirectory() as place:

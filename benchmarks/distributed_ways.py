@@ -32,7 +32,7 @@ EVERY, DECAY, MAX_NORM = 50, 0.999, 1.0
 
 
 class Mlp(nn.Module):
-    """Linear layers with ReLU between them, always with the same weights. Notes the time of each forward pass."""
+    """Linear layers with ReLU between them, always with the same weights. Notes the time, and the CPU time, at each pass."""
 
     def __init__(self, *widths: int) -> None:
         super().__init__()
@@ -40,9 +40,11 @@ class Mlp(nn.Module):
         layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         self.layers = nn.Sequential(*layers[:-1])
         self.at: list[float] = []
+        self.cpu_at: list[float] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.at.append(time.perf_counter())
+        self.cpu_at.append(time.process_time())
         logits: Tensor = self.layers(inputs)
         return logits
 
