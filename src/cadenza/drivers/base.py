@@ -56,7 +56,7 @@ class Driver(ABC):
     shards = False
     """Whether each rank holds a shard of every weight."""
 
-    adds_nothing = False
+    adds_nothing: bool = False
     """Whether `add_no_gradients` works, so that one rank alone can drop a batch."""
 
     to_device: Callable[[Any], Any]

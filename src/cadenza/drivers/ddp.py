@@ -73,7 +73,7 @@ class DdpDriver(GroupDriver):
     ) -> None:
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
         self.find_unused_parameters = find_unused_parameters
-        self.adds_nothing = not static_graph  # which reduces at the end of the first backward pass of the loss
+        self.adds_nothing: bool = not static_graph  # which reduces at the end of the first backward pass of the loss
         self._broadcast_buffers, self._comm_hook = broadcast_buffers, _state_and_hook(comm_hook)
         self._given = {
             "static_graph": static_graph,

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from cadenza.drivers import Driver
 from cadenza.engine import accumulating, rank_checks
-from cadenza.engine.arguments import absolute_folder, check_not_empty, check_resume
+from cadenza.engine.arguments import absolute_folder, check_not_empty, check_resume, checked_debugging
 from cadenza.engine.calendar import Calendar
 from cadenza.engine.compiling import breaks_so_far, compile_model
 from cadenza.engine.course import Beginning, calendar_of
@@ -69,8 +69,7 @@ class Recipe:
     directory: Path | None
     callbacks: list[BaseCallback]
     driver: Driver
-    debug_ranks: float | None
-    """The seconds after which a rank that does not make a call is named; None if calls are not compared."""
+    debug_ranks: bool | float
     compile: InitVar[dict[str, Any] | None]
     notes: InitVar[list[str]]
     view: InitVar[Callable[[Run], str]]
@@ -88,6 +87,7 @@ class Recipe:
         self._compile, self._notes, self._view, self._home = compile, notes, view, working_directory()
         self._facts: dict[str, Any] = {}  # what an adapter adds to the arguments that sinks get
         self._beforehand = beforehand
+        self._names_ranks_after_s = checked_debugging(self.debug_ranks)  # None: calls of the ranks are not compared
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in _arguments(self))})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
@@ -203,8 +204,12 @@ def _is_worker_death(error: Exception, batches: Any) -> bool:
     if "in DataLoader worker process" in str(error):  # raised by the dataset
         return False
     workers = getattr(batches, "_workers", ())
-    for worker in workers:
-        worker.join(0.1 / len(workers))  # a worker that was killed just now is still reported alive
+    wait_s = (
+        5.0 if isinstance(error, EOFError | ConnectionError) else 0.1
+    )  # a worker that was killed just now is still reported alive
+    until = time.monotonic() + wait_s
+    while workers and all(worker.is_alive() for worker in workers) and time.monotonic() < until:
+        time.sleep(0.005)
     return any(not worker.is_alive() for worker in workers)
 
 

@@ -115,7 +115,7 @@ class Fitting(Recipe):
     def _watch(self, session: Session, ending: ExitStack) -> None:
         """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
         settle = () if session.rank_log is None else (session.rank_log.settle,)
-        limit_s = self.debug_ranks
+        limit_s = self._names_ranks_after_s
         most_s = math.inf if limit_s is None else limit_s / 20
         ending.enter_context(self.driver.watched(partial(whereabouts, session), *settle, most_s=most_s))
         if limit_s is not None:
