@@ -21,7 +21,7 @@ CHECK := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 TOOK = code=$$?; echo "make $@ took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; exit $$code
 
 test: .venv/.dev
-	@echo "Lint, types and all tests: about 15 minutes on two cores. Failures appear as they come. A quick form: make test-quick"
+	@echo "Lint, types and all tests: about 20 minutes on two cores. Failures appear as they come. A quick form: make test-quick"
 	@$(CHECK) && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile; $(TOOK)
 
 # A part of the tests that touches every folder, for contributors.
