@@ -56,7 +56,7 @@ def torchrun(
         run_id="test",
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs={} if fewest is None else {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3},
+        rdzv_configs={} if fewest is None else {"last_call_timeout": 8, "keep_alive_interval": 1, "keep_alive_max_attempt": 3},
         max_restarts=restarts,
         monitor_interval=0.05,
         start_method="fork",
