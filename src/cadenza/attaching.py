@@ -338,6 +338,8 @@ class Attached(ByHand):
                 "loop.backward(loss) before"
             )
         super().update(optimizers)
+        if self.own_calls.looks:
+            self.own_calls.updated()
 
 
 def own_step(session: Session) -> Generator[Any, Any, bool]:

@@ -77,7 +77,7 @@ class InWindow(ByHand):
                 "step.backward(...) was called twice for one batch. Add the losses and call it once. For a step with several "
                 "losses or optimizers, use cadenza.attach(...) or step_fn=."
             )
-        if step.window.losses:
+        if self.own_calls.looks and step.window.losses:
             self.own_calls.check_gradients("the next batch")
         self._done = session.progress.batch
         step.outputs.take(loss, "step.backward(...) expects")
@@ -112,11 +112,11 @@ class InWindow(ByHand):
         self.own_calls.begin(ending)
 
     def check_window(self) -> None:
-        if self.session.step.window.losses:
+        if not self.session.step.window.losses:
+            self._check_without_backward()
+        elif self.own_calls.looks:
             self.own_calls.check_gradients("the update")
             self.own_calls.updated()
-        else:
-            self._check_without_backward()
 
     def warn_of_skipped(self, batches: int) -> None:
         """Warn, once, that an update skipped batches."""

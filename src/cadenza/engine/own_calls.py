@@ -7,10 +7,13 @@ from itertools import chain
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from cadenza.engine.session import Session
 from cadenza.errors import LossError
 from cadenza.optim.parameters import parameters_of
+
+_UPDATES = 16  # a step may have several, with optimizers of its own
 
 
 class OwnCalls:
@@ -24,20 +27,23 @@ class OwnCalls:
     def __init__(self, session: Session, name: str) -> None:
         self._session = session
         self._update = "loop.update()" if name == "loop" else "step.update(), or the end of the step,"
-        self._looks = True  # for dropped gradients: until the first update
+        self.looks: bool = True
+        """Whether it still looks: not after some updates, as a line that was left in the loop is called in each step."""
+        self._updates = 0
+        self._handles: list[RemovableHandle] = []
 
     def begin(self, ending: ExitStack) -> None:
-        """Look at each ``optimizer.step()`` of the loop, until `ending`."""
-        for one in self._session.optimizers:
-            ending.callback(one.register_step_pre_hook(self._check_step).remove)
+        """Look at each ``optimizer.step()`` of the loop, at most until `ending`."""
+        self._handles = [one.register_step_pre_hook(self._check_step) for one in self._session.optimizers]
+        ending.callback(self._end)
 
     def check_gradients(self, before: str) -> None:
-        """Until the first update, after a backward pass, raise an error if there are no gradients any more.
+        """Raise an error if there are no gradients any more. To be called after a backward pass.
 
         Args:
             before: The call of the run that needs them.
         """
-        if self._looks and not self._session.step.window.weights and not self._has_gradients():
+        if self.looks and not self._updates and not self._session.step.window.weights and not self._has_gradients():
             raise LossError(
                 f"the gradients of step {self._session.progress.step + 1} were dropped before {before}, so they would never be "
                 f"used. Remove optimizer.zero_grad() from the loop: {self._update} drops the gradients."
@@ -48,8 +54,15 @@ class OwnCalls:
         return any(one.grad is not None for one in parameters)
 
     def updated(self) -> None:
-        """Look for dropped gradients no longer."""
-        self._looks = False
+        """Count an update."""
+        self._updates += 1
+        if self._updates == _UPDATES:
+            self._end()
+
+    def _end(self) -> None:
+        self.looks = False
+        for one in self._handles:
+            one.remove()
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         session = self._session
