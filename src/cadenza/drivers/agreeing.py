@@ -15,7 +15,7 @@ def agreed(gather: Gather, act: Callable[[], T], failed: Callable[[int, str], Ex
     """Call `act` on every rank, and return the results of all ranks. Every rank must call this.
 
     Args:
-        gather: Exchanges the results. It may return those of the main process alone.
+        gather: Exchanges the results.
         act: Called once.
         failed: Makes the error for a failure on another rank, from its number and the error there.
 
@@ -28,7 +28,7 @@ def agreed(gather: Gather, act: Callable[[], T], failed: Callable[[int, str], Ex
         result = act()
     except Exception as raised:
         error = raised
-    everyone = gather((result, None if error is None else f"{type(error).__name__}: {error}"))
+    everyone = gather((result, _told(error)))
     if error is not None:
         raise error
     for rank, (_, problem) in enumerate(everyone):

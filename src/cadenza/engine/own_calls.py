@@ -43,7 +43,7 @@ class OwnCalls:
         Args:
             before: The call of the run that needs them.
         """
-        if self.looks and not self._updates and not self._session.step.window.weights and not self._has_gradients():
+        if not self._updates and not self._session.step.window.weights and not self._has_gradients():
             raise LossError(
                 f"the gradients of step {self._session.progress.step + 1} were dropped before {before}, so they would never be "
                 f"used. Remove optimizer.zero_grad() from the loop: {self._update} drops the gradients."

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from cadenza.drivers import Driver
-from cadenza.drivers.agreeing import agreed
+from cadenza.drivers.agreeing import by_main
 from cadenza.engine.evaluation import each_batch, undisturbed
 from cadenza.engine.evaluation_batches import NONE
 from cadenza.engine.outputs import joined, on_host
@@ -183,8 +183,8 @@ class _Spooled:
             for error in failed:
                 raise error
 
-        agreed(
-            lambda message: [self._driver.broadcast(message)],
+        by_main(
+            self._driver.meeting,
             raise_failed,
             lambda rank, problem: DistributedError(f"the main process could not write {str(self._path)!r}: {problem}"),
         )

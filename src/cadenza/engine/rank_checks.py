@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cadenza.drivers.agreeing import agreed
+from cadenza.drivers.agreeing import by_main
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
 from cadenza.loading.loaders import length_of
@@ -24,9 +24,9 @@ _LENGTH = 300  # characters of a value
 def main_only(driver: Driver, act: Callable[[], T]) -> T | None:
     """Call `act` on the main process, and return its result there. An error of it is an error on every rank."""
     results: list[T] = []
-    agreed(
-        lambda message: [driver.broadcast(message)],
-        lambda: results.append(act()) if driver.is_main else None,
+    by_main(
+        driver.meeting,
+        lambda: results.append(act()),
         lambda rank, problem: DistributedError(f"the main process cannot begin, so rank {driver.rank} cannot: {problem}"),
     )
     return results[0] if results else None
