@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cadenza.optim import stepping
+
 _NOTHING = nullcontext()
 
 
@@ -75,7 +77,7 @@ class Precision:
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         """Update the weights; return the optimizers that skipped the update because their gradients are not finite."""
         for optimizer in optimizers:
-            optimizer.step()
+            stepping.step(optimizer)
         return ()
 
     def state_dict(self) -> dict[str, Any]:

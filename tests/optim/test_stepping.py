@@ -1,0 +1,188 @@
+"""The update of the weights without torch's record for a profiler: only where nobody could tell."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from cadenza.optim import stepping
+from cadenza.testing import tiny_loader, tiny_model, tiny_trainer
+
+Make = Callable[[Any], Optimizer]
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(3)
+    made = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))]
+    for one in made:
+        one.grad = torch.randn_like(one)
+    return made
+
+
+def has_gone_through_torchs_wrapper(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Step, and return whether ``optimizer.step`` as torch makes it was called: it opens a record by this name."""
+    names: list[str] = []
+
+    class Noted(torch.autograd.profiler.record_function):
+        def __init__(self, name: str, args: str | None = None) -> None:
+            names.append(name)
+            super().__init__(name, args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd.profiler, "record_function", Noted)
+        stepping.step(optimizer)
+    return any(one.startswith("Optimizer.step#") for one in names)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda given: torch.optim.SGD(given, lr=0.1), id="SGD"),
+        pytest.param(lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, nesterov=True), id="momentum"),
+        pytest.param(lambda given: torch.optim.AdamW(given, lr=0.1), id="AdamW"),
+        pytest.param(lambda given: torch.optim.AdamW(given, lr=0.1, fused=True), id="fused AdamW"),
+        pytest.param(lambda given: torch.optim.Adam(given, lr=0.1, amsgrad=True, foreach=True), id="foreach Adam"),
+        pytest.param(lambda given: torch.optim.RMSprop(given, lr=0.1, centered=True), id="RMSprop"),
+        pytest.param(lambda given: torch.optim.Adagrad(given, lr=0.1), id="Adagrad"),
+        pytest.param(lambda given: torch.optim.NAdam(given, lr=0.1), id="NAdam"),
+    ],
+)
+def test_the_bits_are_those_of_optimizer_step_and_the_wrapper_is_left_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = parameters(), parameters()
+    one, other = make(here), make(there)
+    for _ in range(3):
+        assert not has_gone_through_torchs_wrapper(one, monkeypatch)
+        other.step()
+    assert all(map(torch.equal, here, there))
+    assert all(one.requires_grad and one.is_leaf for one in here)
+    held, expected = one.state_dict()["state"], other.state_dict()["state"]
+    assert [*held] == [*expected]
+    for index, state in held.items():
+        assert all(torch.equal(torch.as_tensor(state[name]), torch.as_tensor(expected[index][name])) for name in state)
+
+
+def test_a_profiler_sees_its_record() -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    with torch.profiler.profile() as profile:
+        stepping.step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
+    with torch.autograd.profiler.profile() as older:
+        stepping.step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.key for event in older.key_averages()}
+
+
+def test_hooks_of_the_optimizer_are_called() -> None:
+    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
+    before = optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    stepping.step(optimizer)
+    before.remove()
+    after = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    stepping.step(optimizer)
+    after.remove()
+    stepping.step(optimizer)
+    assert calls == ["before", "after"]
+
+
+def test_hooks_of_all_optimizers_are_called() -> None:
+    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
+    for name, register in (("before", register_optimizer_step_pre_hook), ("after", register_optimizer_step_post_hook)):
+        handle = register(lambda *_, name=name: calls.append(name))
+        stepping.step(optimizer)
+        handle.remove()
+    stepping.step(optimizer)
+    assert calls == ["before", "after"]
+
+
+def test_a_class_with_a_step_of_its_own_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+            return super().step(closure)
+
+    optimizer = Own(parameters(), lr=0.1)
+    assert has_gone_through_torchs_wrapper(optimizer, monkeypatch)
+    assert optimizer.calls == 1
+
+
+def test_the_wrapper_of_a_scheduler_is_called(recwarn: pytest.WarningsRecorder) -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    stepping.step(optimizer)
+    scheduler.step()
+    assert not recwarn  # torch warns of scheduler.step() before optimizer.step()
+
+
+def test_what_is_no_optimizer_of_torch_is_called_by_its_step() -> None:
+    class Wrapper(Optimizer):  # as those of accelerate
+        def __init__(self, inside: Optimizer) -> None:
+            self.inside = inside
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inside.step(closure)
+
+    weights = parameters()
+    before = weights[0].clone()
+    stepping.step(Wrapper(torch.optim.SGD(weights, lr=0.1)))
+    assert not torch.equal(weights[0], before)
+
+
+def test_a_step_of_the_instance_is_called() -> None:
+    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
+    optimizer.step = lambda *_: calls.append("own")  # type: ignore[method-assign]  # as tools do
+    stepping.step(optimizer)
+    assert calls == ["own"]
+
+
+def test_a_wrapper_that_a_tool_has_put_around_that_of_torch_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
+    inside: Any = torch.optim.SGD.step
+
+    @functools.wraps(inside)
+    def counted(*arguments: Any) -> Any:
+        calls.append("tool")
+        return inside(*arguments)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    stepping.step(optimizer)
+    assert calls == ["tool"]
+
+
+@pytest.mark.parametrize("missing", ["__code__", "__wrapped__"])
+def test_a_version_of_torch_that_wraps_in_another_way_is_called(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Method:
+        hooked = True
+        calls = 0
+
+        def __call__(self, *arguments: Any) -> None:
+            Method.calls += 1
+
+    method: Any = Method()
+    method.__module__ = "torch.optim.sgd"
+    if missing == "__wrapped__":
+        method.__code__ = stepping._WRAPPER
+    monkeypatch.setattr(torch.optim.SGD, "step", method)
+    stepping.step(torch.optim.SGD(parameters(), lr=0.1))
+    assert Method.calls == 1
+
+
+def test_a_run_ends_with_the_bits_of_a_loop_that_calls_optimizer_step() -> None:
+    def weights(model: nn.Module) -> Tensor:
+        return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+    by_hand, trained = tiny_model(), tiny_model()
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=0.01)
+    for batch in tiny_loader(5):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(by_hand(batch[0]), batch[1]).backward()
+        optimizer.step()
+    tiny_trainer(model=trained, optimizer=torch.optim.AdamW(trained.parameters(), lr=0.01)).fit()
+    assert torch.equal(weights(by_hand), weights(trained))
