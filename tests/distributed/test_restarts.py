@@ -134,9 +134,7 @@ def test_a_machine_that_is_lost_for_good_is_left_out_and_the_rest_of_the_epoch_i
     lost = tmp_path / "lost"
 
     def train() -> list[int]:
-        if (
-            os.environ["WORLD_SIZE"] == "1"
-        ):  # too early, where the other machine is slow: its agent starts both again as it comes
+        if os.environ["WORLD_SIZE"] == "1":  # too early if the other machine is slow: as it comes, both start again
             until(lost.exists)
 
         @on(Callback.on_step_end, at=4)
