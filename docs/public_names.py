@@ -14,6 +14,7 @@ MODULES = (
     "cadenza",
     "cadenza.loading",
     "cadenza.testing",
+    "cadenza.timetravel",
     "cadenza.hooks",
     "cadenza.records",
     "cadenza.report",

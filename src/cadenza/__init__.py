@@ -2,7 +2,8 @@
 
 Each public name stands where it is defined; importing this package does no work. `cadenza.callbacks` holds callbacks,
 `cadenza.sinks` the sinks for records, `cadenza.records` functions that read a run directory, `cadenza.loading` loaders,
-`cadenza.drivers` drivers, `cadenza.testing` help for tests, `cadenza.compat` adapters for other systems' callbacks.
+`cadenza.drivers` drivers, `cadenza.testing` help for tests, `cadenza.timetravel` functions that repeat past steps of a run,
+`cadenza.compat` adapters for other systems' callbacks.
 """
 
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from cadenza import records as records
     from cadenza import sinks as sinks
     from cadenza import testing as testing
+    from cadenza import timetravel as timetravel
     from cadenza.attaching import Loop as Loop
     from cadenza.attaching import attach as attach
     from cadenza.callbacks.derive import Derive as Derive
@@ -97,5 +99,5 @@ else:
             "cadenza.checkpoint.keeping": "Best",
             "cadenza.checkpoint.weights": "export_weights load_weights save_weights",
         },
-        inner="callbacks compat drivers errors hooks loading records sinks testing",
+        inner="callbacks compat drivers errors hooks loading records sinks testing timetravel",
     )

@@ -26,7 +26,7 @@ FLOORS = {  # on a floor, too, a room imports only rooms that stand before it
     4: "engine",
     5: "checkpoint",
     6: "callbacks report adapters loops trainer attaching",
-    7: "compat testing commands __main__",
+    7: "compat testing timetravel commands __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ORDER = list(FLOOR_OF)
@@ -206,7 +206,7 @@ def test_the_public_names_are_these() -> None:
     assert all(hasattr(cadenza, name) for name in cadenza.__all__)
 
 
-PACKAGES = [cadenza, cadenza.callbacks, cadenza.drivers, cadenza.records, cadenza.sinks]
+PACKAGES = [cadenza, cadenza.callbacks, cadenza.drivers, cadenza.records, cadenza.sinks, cadenza.timetravel]
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
@@ -251,7 +251,7 @@ def test_a_trainer_brings_no_callback_but_the_one_that_it_must_know_no_sink_and_
     assert not brought & {"html", "sqlite3", "wave", "urllib.request", "safetensors.torch", "fsspec"}
 
 
-INNER = "callbacks compat drivers errors hooks loading records sinks testing"
+INNER = "callbacks compat drivers errors hooks loading records sinks testing timetravel"
 
 
 def test_packages_are_found_by_attribute_and_imported_then() -> None:

@@ -73,6 +73,11 @@ def without_clocks(results: Mapping[str, Any], ignore: Sequence[str]) -> dict[st
     }
 
 
+def depends_on_clock(name: str) -> bool:
+    """Return whether the value of this name depends on the clock."""
+    return _fits(name, CLOCKS)
+
+
 def _fits(name: object, patterns: Sequence[str]) -> bool:
     return isinstance(name, str) and any(fnmatch(name, pattern) for pattern in patterns)
 

@@ -1,0 +1,66 @@
+"""Find the checkpoint from which a past step of a run is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from cadenza.checkpoint.finding import checkpoint_at, stores_at
+from cadenza.checkpoint.starting import path_in
+from cadenza.checkpoint.store import Entry, Store
+from cadenza.checkpoint.store.checkpoints import on_line, only_branch
+from cadenza.errors import CheckpointError
+from cadenza.records.directory import RecordedRun
+
+
+class Before(NamedTuple):
+    """A checkpoint before a step."""
+
+    path: str
+    step: int
+    skipped: tuple[str, ...]
+    """The reasons why nearer checkpoints cannot be used."""
+
+
+def newest_before(recorded: RecordedRun, step: int) -> Before:
+    """Return the newest checkpoint on the present branch of a run that was written before a step. It is verified.
+
+    Args:
+        recorded: The run.
+        step: The number of the step, from 1. The checkpoint has at most ``step - 1`` complete steps.
+
+    Raises:
+        CheckpointError: There is none that can be continued. The message names those that exist.
+    """
+    skipped, later = list[str](), list[str]()
+    for store, entry in _candidates(recorded):
+        if entry.saved.step >= step:
+            later.append(entry.saved.name)
+            continue
+        problem = store.problem(entry)
+        if problem is None:
+            return Before(f"{store.files}/{entry.saved.name}", entry.saved.step, tuple(skipped))
+        skipped.append(problem)
+    there = "; ".join([*skipped, *([f"later ones: {', '.join(reversed(later))}"] if later else [])])
+    raise CheckpointError(
+        f"the run in {str(recorded.path)!r} has no checkpoint before step {step} from which it can be repeated: expected one "
+        f"with at most {step - 1} steps, whole and exact; found {there or 'none'}. Repeat a step after a checkpoint, or keep "
+        "more of them: Checkpoint(every=..., keep_last=None)."
+    )
+
+
+def _candidates(recorded: RecordedRun) -> Iterator[tuple[Store, Entry]]:
+    """Yield the checkpoints on the line of the present branch, newest first, and then the one at which the branch began."""
+    stores, branch = stores_at(recorded.path)
+    found = [(store, entry) for store in stores for entry in store.entries()]
+    by_entry = {id(entry): store for store, entry in found}
+    if branch is None and found:
+        branch = only_branch((entry for _, entry in found), str(recorded.checkpoints))
+    if branch is not None:
+        entries = [entry for _, entry in found if entry.branch is None or entry.branch.run == branch.run]
+        for entry in on_line(entries, branch):
+            yield by_entry[id(entry)], entry
+    if (path := path_in(recorded)) is not None and Path(path).parent != recorded.checkpoints.absolute():
+        store, saved = checkpoint_at(path)
+        yield from ((store, entry) for entry in store.entries() if entry.saved == saved)

@@ -1,0 +1,44 @@
+"""Callbacks that act outside of a run, which a replay leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cadenza.adapters.foreign import ForeignCallback
+from cadenza.callbacks.alert import Alert
+from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.callbacks.optuna_pruning import OptunaPruning
+from cadenza.callbacks.save_predictions import SavePredictions
+from cadenza.callbacks.slurm_requeue import SlurmRequeue
+from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.sinks.sink import Sink
+
+_NATIVE = (Sink, Alert, Checkpoint, OptunaPruning, SavePredictions, SlurmRequeue)
+_MODULES = ("loggers", "integrations")
+_PARTS = ("Checkpoint", "Logger", "Tracker", "TensorBoard", "BackupAndRestore", "RemoteMonitor", "Wandb", "MLflow")
+"""Modules, and parts of the names of classes, that other systems have for loggers and for what saves the model."""
+
+
+class LeftOut(Callback):
+    """Stands for a callback that a replay leaves out: its name and its saved state are known, and it does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name: str | None = name
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignore the state."""
+
+
+def acts_outside(callback: BaseCallback, others: type | tuple[type, ...] = ()) -> bool:
+    """Return whether a callback writes files, or calls a service, outside of the directory of its run; or is one of `others`.
+
+    Sinks count, also those that only show the run.
+    """
+    if isinstance(callback, ForeignCallback):
+        kind = type(callback.callback)
+        names = [one.__name__ for one in kind.__mro__]
+        parts = {part for one in kind.__mro__ for part in one.__module__.split(".")}
+        known = any(part in name for part in _PARTS for name in names) or any(one in parts for one in _MODULES)
+        return known or isinstance(callback.callback, others)
+    return isinstance(callback, (*_NATIVE, others)) or type(callback).__module__.startswith("cadenza.sinks.")

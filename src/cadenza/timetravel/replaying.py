@@ -1,0 +1,347 @@
+"""Repeat a past step of a run: from the nearest checkpoint before it, without touching the run."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import chain
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from cadenza.checkpoint.before import Before, newest_before
+from cadenza.drivers.agreeing import by_main
+from cadenza.engine.loop import END, STEP, train_step
+from cadenza.engine.session import Session, session_of
+from cadenza.errors import DirectoryError, DistributedError, out_of_generator
+from cadenza.hooks.moments import Callback
+from cadenza.records.directory import OVER, RecordedRun
+from cadenza.records.reading import read_records
+from cadenza.records.record import Record
+from cadenza.run import Run
+from cadenza.status.counting import counted
+from cadenza.testing.results import depends_on_clock
+from cadenza.timetravel.outside import LeftOut, acts_outside
+from cadenza.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first recorded value that a repeated run does not have."""
+
+    step: int
+    """The step of the record."""
+    name: str
+    """The name of the value, such as ``"train/loss"``."""
+    recorded: float
+    """The value that the run recorded."""
+    repeated: float
+    """The value now."""
+
+    def __str__(self) -> str:
+        return f"{self.name} at step {self.step}: recorded {self.recorded!r}, repeated {self.repeated!r}"
+
+
+class Replay:
+    """A run that was repeated up to a past step, and stands before it. `replay_step` returns it.
+
+    It has its own temporary directory. Use it in a ``with`` block, or call `close`.
+    """
+
+    def __init__(self, trainer: Trainer, start: _Start, step: int, witness: _Witness) -> None:
+        self._trainer, self._start, self._target, self._witness = trainer, start, step, witness
+        self._course: Iterator[Any] = iter(())
+        self._over = False
+        self._delete = weakref.finalize(self, shutil.rmtree, start.folder, ignore_errors=True)
+        if not trainer.driver.is_main:
+            self._delete.detach()
+        self.batch: Any = None
+        """The first batch of the next step, on the device. With accumulation, the step reads its other batches when it runs."""
+        self.checkpoint: str = start.before.path
+        """The path of the checkpoint from which the run was repeated."""
+        self.difference: Difference | None = None
+        """The first recorded value that differs. None: all values that were compared are equal, to the bit."""
+        self.compared: int = 0
+        """The number of recorded values that were compared so far. 0 if the run recorded none in these steps."""
+
+    @property
+    def run(self) -> Run:
+        """The run. Its model, optimizers and callbacks have the state before the next step."""
+        return self._witness.session.run
+
+    @property
+    def step(self) -> int:
+        """The number of the next step, from 1: ``run.progress.step + 1``."""
+        return self.run.progress.step + 1
+
+    @property
+    def over(self) -> bool:
+        """Whether no step follows: the run reached its end, failed, or was closed."""
+        return self._over
+
+    @property
+    def recorded(self) -> Mapping[str, float]:
+        """The values that the run recorded at the next step; empty if it recorded none. On the main process only."""
+        return self._start.recorded.get(self.step, {})
+
+    def step_once(self) -> float | None:
+        """Do the next step; return its loss, the mean over its batches and all ranks. Every rank must call this.
+
+        The values that it records are compared with those of the run. None if all batches of the step were skipped.
+
+        Raises:
+            RuntimeError: The replay is over.
+            Exception: The error that the step raises. The replay is over then.
+        """
+        if self._over:
+            raise RuntimeError("this replay is over. Call replay_step(...) again.")
+        self._witness.loss = None
+        self._go_on()
+        self._compare()
+        return self._witness.loss
+
+    def close(self) -> None:
+        """End the run before its next step, and delete its temporary directory. Every rank must call this."""
+        if not self._over and self._witness.begun:
+            self._witness.leaving = True
+            self._witness.session.request_stop("the replay is closed")
+            self._go_on()
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "over" if self._over else f"before step {self.step}"
+        differs = f", differs in {self.difference}" if self.difference else f", {counted(self.compared, 'value')} equal"
+        return f"<Replay: {state}, from {self.checkpoint}{differs}>"
+
+    def _begin(self, override: Sequence[str] | Mapping[str, Any], *, replay: bool) -> None:
+        self._course = self._trainer._course(self.checkpoint, strict=False, replay=replay, override=override)
+        self._go_on()
+        if self._over:
+            raise ValueError(
+                f"the run of this trainer ends at {self._witness.session.progress}, before step {self._target} begins. Give "
+                "the trainer that did this step, with its limits (max_epochs, max_steps, max_tokens)."
+            )
+        session = self._witness.session
+        for reason in self._start.before.skipped:
+            session.warn(f"a nearer checkpoint was skipped: {reason}")
+        self._compare()
+
+    def _go_on(self) -> None:
+        """Train to the next pause."""
+        self.batch = None
+        try:
+            self._over = next(self._course, END) is END
+        except BaseException as error:
+            self._end()
+            own = out_of_generator(error)
+            if own is error:
+                raise
+            raise own from None
+        if self._over:
+            self._end()
+        else:
+            self.batch = self._witness.batch
+
+    def _compare(self) -> None:
+        """Compare the new records with those of the run. Every rank must call this."""
+        session = self._witness.session
+        if not self._over:
+            session.metrics.deliver(session.run, wait=True)
+        found = None
+        for record in self._witness.taken():
+            recorded = self._start.recorded.get(record.step, {})
+            for name, value in record.values.items():
+                if name in recorded and not depends_on_clock(name):
+                    self.compared += 1
+                    if found is None and not _same(recorded[name], float(value)):
+                        found = Difference(record.step, name, recorded[name], float(value))
+        found, self.compared = session.driver.broadcast((found, self.compared))
+        if self.difference is None and found is not None:
+            self.difference = found
+            session.warn(
+                f"the repeated run differs from the recorded one. The first difference is {found}. Equal bits need the code, "
+                "the data, the arguments, the torch build, the device type and the number of threads and ranks of the run."
+            )
+
+    def _end(self) -> None:
+        self._over = True
+        if self._trainer.driver.is_main:
+            self._delete()
+
+
+def replay_step(
+    trainer: Trainer,
+    run: str | PathLike[str],
+    step: int,
+    *,
+    leave_out: type | tuple[type, ...] = (),
+    replay: bool = False,
+    override: Sequence[str] | Mapping[str, Any] = (),
+) -> Replay:
+    """Repeat a run up to a past step, and return it as it stands before this step, with its batch. Every rank must call this.
+
+    The run continues from the newest checkpoint before the step, in a temporary directory. The directory of `run` is only read.
+    Sinks, `Checkpoint` and callbacks that act outside of the run (`Alert`, `OptunaPruning`, `SavePredictions`, `SlurmRequeue`,
+    loggers and checkpoints of other systems) are left out. The recorded values of the repeated steps are compared with the
+    repeated ones, to the bit; values that depend on the clock are not. See `Replay.difference`.
+
+    Args:
+        trainer: A trainer with the arguments of the run, made as the script makes it, for the same number of ranks. Its model
+            and its callbacks get the state of the repeated run, so it must not have a run under way. Nothing is written to its
+            ``directory``.
+        run: The directory of the run.
+        step: The number of the step, from 1: the step that makes ``progress.step`` equal to it. A step that failed counts.
+        leave_out: Classes of further callbacks to leave out, such as one of your own that writes files.
+        replay: As for ``fit``: read and drop batches, if the loader cannot start inside an epoch.
+        override: As for ``fit``, for steps after a resume with ``override=`` and before its first checkpoint.
+
+    Raises:
+        DirectoryError: `run` holds no run.
+        ValueError: The run did not do this step.
+        CheckpointError: No checkpoint before the step can be used.
+        CheckpointMismatchError: The trainer has other arguments than the run.
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import Checkpoint, LogTraining
+    >>> from cadenza.testing import tiny_trainer
+    >>> def make(folder):
+    ...     callbacks = [LogTraining("1 step", throughput=False), Checkpoint("5 steps", keep_last=None)]
+    ...     return tiny_trainer(steps=20, seed=1, directory=folder, callbacks=callbacks)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     recorded = make(folder).fit().history["train/loss"]
+    ...     with replay_step(make(folder), folder, 13) as again:
+    ...         print(again.run.progress.step, again.step_once() == dict(recorded)[13], again.difference)
+    12 True None
+    """
+    _check(trainer, step)
+    start: _Start = by_main(trainer.driver.meeting, lambda: _Start.of(Path(run), step), _failed)
+    witness = _Witness(step)
+    repeated = Replay(_separate(trainer, start, leave_out, witness), start, step, witness)
+    try:
+        repeated._begin(override, replay=replay)
+    except BaseException:
+        repeated._end()
+        raise
+    return repeated
+
+
+class _Start(NamedTuple):
+    """The start of a replay."""
+
+    before: Before
+    recorded: dict[int, dict[str, float]]
+    """The recorded values after the checkpoint, by step and name."""
+    folder: str
+    """A temporary directory. The main process deletes it."""
+
+    @staticmethod
+    def of(path: Path, step: int) -> _Start:
+        """Return the start, on the main process."""
+        recorded = RecordedRun(path)
+        if recorded.previous is None:
+            raise DirectoryError(f"{str(path)!r} is not the directory of a run: expected a run.json in it.")
+        _check_done(recorded.previous, path, step)
+        before = newest_before(recorded, step)
+        rows: dict[int, dict[str, float]] = {}
+        for record in read_records(path / "metrics.jsonl"):
+            if record.step > before.step:
+                rows.setdefault(record.step, {}).update({name: float(value) for name, value in record.values.items()})
+        return _Start(before, rows, tempfile.mkdtemp(prefix="cadenza-replay-"))
+
+
+class _Witness(Callback):
+    """Pauses the run before each step from the target on, and keeps its records."""
+
+    def __init__(self, target: int) -> None:
+        self.target: int = target
+        self.begun: bool = False
+        self.leaving: bool = False
+        self.batch: Any = None
+        self.loss: float | None = None
+        self.session: Session
+        self._records: list[Record] = []
+
+    def on_setup(self, run: Run) -> None:
+        self.session, self.begun = session_of(run), True
+        self.session.advises = False
+
+    def on_epoch_start(self, run: Run) -> None:
+        self.session.own_step = self._step  # the loop reads it once in each epoch
+
+    def on_log(self, run: Run, record: Record) -> None:
+        self._records.append(record)
+
+    def taken(self) -> list[Record]:
+        """Return the records since the last call."""
+        records, self._records = self._records, []
+        return records
+
+    def _step(self, session: Session) -> Generator[Any, Any, bool]:
+        session.own_step = None  # it is not a step of a loop of the user's own
+        if session.progress.step + 1 < self.target:
+            return (yield from train_step(session))
+        cursor = session.cursor
+        first = next(cursor.batches, END)
+        cursor.batches = chain([] if first is END else [first], cursor.batches)
+        if first is not END:
+            self.batch = session.driver.to_device(first)
+            del first
+            yield STEP
+            self.batch = None
+            if self.leaving:
+                return False
+        done = yield from train_step(session)
+        if done and (loss := session.sync.mean_loss()) is not None:
+            self.loss = loss.item()
+        return done
+
+
+def _separate(trainer: Trainer, start: _Start, leave_out: type | tuple[type, ...], witness: _Witness) -> Trainer:
+    """Return a trainer for the replay, with the same model, optimizer and loader."""
+    again = copy(trainer)
+    again._run = again._handle = again._last_progress = None
+    again.directory = Path(start.folder)
+    names = {id(one): name for name, one in trainer._hooks().callbacks.items()}
+    again.callbacks = [LeftOut(names[id(one)]) if acts_outside(one, leave_out) else one for one in trainer.callbacks]
+    again.callbacks.append(witness)
+    return again
+
+
+def _check(trainer: object, step: object) -> None:
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"replay_step(trainer, run, step) takes a Trainer first; got a {type(trainer).__name__}")
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step must be a whole number, at least 1; got {step!r}")
+    if step < 1:
+        raise ValueError(f"step must be at least 1: the first update of the weights is step 1; got {step}")
+
+
+def _check_done(info: Mapping[str, Any], path: Path, step: int) -> None:
+    """Raise `ValueError` if a run that is over did not begin this step."""
+    done = (info.get("progress") or {}).get("step")
+    if done is None:
+        return
+    outcome = info.get("outcome") or {}
+    last = done if outcome.get("kind") in OVER else done + 1  # the step that an error ended was begun
+    if step > last:
+        raise ValueError(f"the run in {str(path)!r} has no step {step}: it {outcome.get('kind', 'ended')} after step {done}.")
+
+
+def _failed(rank: int, problem: str) -> Exception:
+    return DistributedError(f"the main process cannot repeat the run, so this rank cannot: {problem}")
+
+
+def _same(recorded: float, repeated: float) -> bool:
+    return recorded == repeated or (math.isnan(recorded) and math.isnan(repeated))

@@ -1,0 +1,196 @@
+"""Repeating past steps: equal to the bit, without touching the run that did them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Callback, Run, on
+from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza.errors import CheckpointError, DirectoryError
+from cadenza.records import read_records
+from cadenza.sinks import Csv, JsonLines
+from cadenza.testing import launch, tiny_trainer
+from cadenza.timetravel import replay_step
+from tests.timetravel.runs import trainer
+
+
+def losses_of(path: Path) -> dict[int, float]:
+    return {one.step: one.values["train/loss"] for one in read_records(path / "metrics.jsonl") if "train/loss" in one.values}
+
+
+def content(path: Path) -> dict[str, tuple[bytes, int]]:
+    """Return the content of each file below a folder, and the time at which it was changed."""
+    files = [one for one in sorted(path.rglob("*")) if one.is_file()]
+    return {str(one): (one.read_bytes(), one.stat().st_mtime_ns) for one in files}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_hundred_repeated_steps_are_equal_to_the_bit(tmp_path: Path, precision: str) -> None:
+    """50 of them in each precision, with augmentation, dropout, accumulation, a schedule and averaged weights."""
+    trainer(tmp_path, precision=precision).fit()
+    recorded, before = losses_of(tmp_path), content(tmp_path)
+    repeated = 0
+    for first in (11, 17, 44, 58, 71):
+        with replay_step(trainer(tmp_path, precision=precision), tmp_path, first) as again:
+            for step in range(first, first + 10):
+                assert again.run.progress.step == step - 1
+                assert again.recorded["train/loss"] == recorded[step]
+                assert again.step_once() == recorded[step]
+                repeated += 1
+            assert again.difference is None
+            assert again.compared >= 20  # the loss and the rate of each step, and evaluations
+    assert repeated == 50
+    assert content(tmp_path) == before
+
+
+def test_the_run_stands_before_the_step_with_its_batch(tmp_path: Path) -> None:
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def note(run: Run, batch: Any) -> None:
+        weight: Any = run.model.get_parameter("0.weight")
+        seen.setdefault(run.progress.step + 1, (batch[0].clone(), weight.detach().clone()))
+
+    note_batches = on(Callback.on_batch_start)(note)
+    trainer(tmp_path, more=[note_batches]).fit()
+    with replay_step(trainer(tmp_path), tmp_path, 37) as again:
+        batch, weight = seen[37]
+        assert again.step == 37
+        assert torch.equal(again.batch[0], batch)
+        assert torch.equal(again.run.model.get_parameter("0.weight"), weight)
+        assert again.checkpoint.endswith("step-00000030")
+        assert repr(again) == f"<Replay: before step 37, from {again.checkpoint}, 13 values equal>"
+
+
+def test_the_last_step_can_be_repeated_and_no_further_one(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=14).fit()
+    again = replay_step(trainer(tmp_path, steps=14), tmp_path, 14)
+    assert again.step_once() == losses_of(tmp_path)[14]
+    assert again.over
+    with pytest.raises(RuntimeError, match="this replay is over"):
+        again.step_once()
+    again.close()
+
+
+def test_the_first_difference_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path, steps=30).fit()
+    rates = on(Callback.on_step_start, at=24)(lambda run: run.optimizers[0].param_groups[0].update(lr=0.5))
+    with replay_step(trainer(tmp_path, steps=30, more=[rates]), tmp_path, 28) as again:
+        found = again.difference
+    assert found is not None
+    assert (found.step, found.name, found.recorded, found.repeated) == (24, "train/lr", 0.01, 0.5)
+    assert "The first difference is train/lr at step 24: recorded 0.01, repeated 0.5" in caplog.text
+
+
+class Fails(nn.Module):
+    """It fails in its 13th forward pass."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls.add_(1)
+        if self.calls > 12:
+            raise ValueError("the model broke")
+        return inputs * self.weight
+
+
+def failing(path: Path) -> Any:
+    saves = Checkpoint("5 steps", keep_last=None, background=False, on_exception=False)
+    callbacks = [LogTraining("1 step"), saves]
+    return tiny_trainer(model=Fails(), steps=20, seed=1, directory=path, callbacks=callbacks)
+
+
+def test_the_step_that_failed_fails_again(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the model broke"):
+        failing(tmp_path).fit()
+    again = replay_step(failing(tmp_path), tmp_path, 13)
+    assert again.run.progress.step == 12
+    with pytest.raises(ValueError, match="the model broke"):
+        again.step_once()
+    assert again.over
+    with pytest.raises(ValueError, match=r"has no step 14: it failed after step 12\."):
+        replay_step(failing(tmp_path), tmp_path, 14)
+
+
+class Writes(Callback):
+    """A callback of the user that writes a file elsewhere."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_step_end(self, run: Run) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{run.progress.step}\n")
+
+
+def test_sinks_and_the_callbacks_that_are_named_are_left_out(tmp_path: Path) -> None:
+    run, elsewhere, own = tmp_path / "run", tmp_path / "elsewhere.csv", tmp_path / "own.txt"
+
+    def make() -> Any:
+        return trainer(run, steps=25, more=[Csv(elsewhere), JsonLines(tmp_path / "rows.jsonl"), Writes(own)])
+
+    make().fit()
+    before = content(tmp_path)
+    with replay_step(make(), run, 23, leave_out=Writes) as again:
+        again.step_once()
+        folder = again.run.info.directory
+        assert folder is not None
+        assert folder.exists()
+    assert content(tmp_path) == before
+    assert not folder.exists()
+
+
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path, steps=30).fit()
+    (tmp_path / "checkpoints/step-00000020/manifest.json").write_text("{")
+    with replay_step(trainer(tmp_path, steps=30), tmp_path, 25) as again:
+        assert again.checkpoint.endswith("step-00000010")
+        assert again.step_once() == losses_of(tmp_path)[25]
+    assert "a nearer checkpoint was skipped: step-00000020" in caplog.text
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer(run, steps=20).fit()
+    with pytest.raises(DirectoryError, match=r"is not the directory of a run: expected a run\.json in it"):
+        replay_step(trainer(run), tmp_path, 5)
+    with pytest.raises(ValueError, match=r"has no step 21: it finished after step 20\."):
+        replay_step(trainer(run), run, 21)
+    with pytest.raises(CheckpointError, match=r"no checkpoint before step 10 .* later ones: step-00000010, step-00000020"):
+        replay_step(trainer(run), run, 10)
+    with pytest.raises(ValueError, match=r"ends at epoch 3, step 12.* before step 15 begins"):
+        replay_step(trainer(run, steps=12), run, 15)
+    with pytest.raises(ValueError, match="step must be at least 1"):
+        replay_step(trainer(run), run, 0)
+    with pytest.raises(TypeError, match="takes a Trainer first; got a str"):
+        replay_step("run", run, 5)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def on_two(path: Path) -> tuple[list[float | None], float]:
+    with replay_step(trainer(path, driver="ddp", steps=12, saves="5 steps"), path, 8) as again:
+        losses = [again.step_once() for _ in range(3)]
+        assert again.difference is None
+        assert again.compared
+        return losses, again.run.progress.step
+
+
+def fit_on_two(path: Path) -> None:
+    trainer(path, driver="ddp", steps=12, saves="5 steps").fit()
+
+
+def test_two_ranks_repeat_a_step_together(tmp_path: Path) -> None:
+    launch(partial(fit_on_two, tmp_path))
+    recorded = losses_of(tmp_path)
+    for losses, step in launch(partial(on_two, tmp_path)):
+        assert losses == [recorded[8], recorded[9], recorded[10]]
+        assert step == 10
