@@ -17,7 +17,7 @@ def step(optimizer: Optimizer) -> None:
     """Do what ``optimizer.step()`` does, at half of its cost on a small model.
 
     torch wraps ``step`` of each optimizer class: the wrapper opens a record for the profiler and calls hooks. If there is no
-    profiler and no hook, and the method is one of ``torch.optim``, what is inside of the wrapper is called. In any other case
+    profiler and no hook, and the method is one of ``torch.optim``, the function inside the wrapper is called. In any other case
     ``optimizer.step()`` is called: for a profiler, for hooks of this optimizer or of all, for a class with a ``step`` of its
     own, and for an instance with one, as a scheduler of torch makes it.
     """
