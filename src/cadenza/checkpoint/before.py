@@ -12,6 +12,7 @@ from cadenza.checkpoint.store import Entry, Store
 from cadenza.checkpoint.store.checkpoints import on_line, only_branch
 from cadenza.errors import CheckpointError
 from cadenza.records.directory import RecordedRun
+from cadenza.status.counting import counted
 
 
 class Before(NamedTuple):
@@ -45,7 +46,7 @@ def newest_before(recorded: RecordedRun, step: int) -> Before:
     there = "; ".join([*skipped, *([f"later ones: {', '.join(reversed(later))}"] if later else [])])
     raise CheckpointError(
         f"the run in {str(recorded.path)!r} has no checkpoint before step {step} from which it can be repeated: expected one "
-        f"with at most {step - 1} steps, whole and exact; found {there or 'none'}. Repeat a step after a checkpoint, or keep "
+        f"with at most {counted(step - 1, 'step')}, whole and exact; found {there or 'none'}. Repeat a step after a checkpoint, or keep "
         "more of them: Checkpoint(every=..., keep_last=None)."
     )
 
