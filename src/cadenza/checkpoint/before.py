@@ -46,8 +46,8 @@ def newest_before(recorded: RecordedRun, step: int) -> Before:
     there = "; ".join([*skipped, *([f"later ones: {', '.join(reversed(later))}"] if later else [])])
     raise CheckpointError(
         f"the run in {str(recorded.path)!r} has no checkpoint before step {step} from which it can be repeated: expected one "
-        f"with at most {counted(step - 1, 'step')}, whole and exact; found {there or 'none'}. Repeat a step after a checkpoint, or keep "
-        "more of them: Checkpoint(every=..., keep_last=None)."
+        f"with at most {counted(step - 1, 'step')}, whole and exact; found {there or 'none'}. Repeat a step after a "
+        "checkpoint, or keep more of them: Checkpoint(every=..., keep_last=None)."
     )
 
 
