@@ -17,12 +17,16 @@ endif
 demo: .venv/.demo
 	$(BIN)/cadenza demo
 
-CHECK := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check .
+# A caller may forbid cached bytecode: hundreds of processes would then compile the package anew. And xdist would give out the
+# files with most tests first, not the longest, which tests/conftest.py has sorted to the front.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 TOOK = code=$$?; echo "make $@ took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; exit $$code
 
+# mypy is run by tests/contracts/test_typing.py, beside the other tests.
 test: .venv/.dev
 	@echo "Lint, types and all tests: about 20 minutes on two cores. Failures appear as they come. A quick form: make test-quick"
-	@$(CHECK) && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile; $(TOOK)
+	@$(LINT) && $(PYTEST) -n 3; $(TOOK)
 
 # A part of the tests that touches every folder, for contributors.
 QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/drivers tests/contracts/test_floors.py \
@@ -33,10 +37,10 @@ QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/dr
 
 test-quick: .venv/.dev
 	@echo "Lint and a part of the tests: under 90 seconds on two cores. All tests: make test"
-	@$(BIN)/ruff check . && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK); $(TOOK)
+	@$(BIN)/ruff check . && $(PYTEST) -n 2 $(QUICK); $(TOOK)
 
 check: .venv/.dev
-	$(CHECK)
+	$(LINT) && $(BIN)/mypy
 
 # The archives of a release, and the wheel in an empty environment; nothing is uploaded.
 package: .venv/.dev

@@ -21,20 +21,28 @@ torch.set_num_threads(1)  # the machines that run these tests have few cores, an
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras reads it when it is imported
 
-# With Python 3.14, workers of a loader are forks of a server, which imports torch once with this, not in each worker.
-multiprocessing.set_forkserver_preload(["torch", "cadenza"])
+# For tests/forked.py; and with Python 3.14, workers of a loader are forks of this server. It imports these once, not each fork.
+multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "cadenza.trainer", "cadenza.callbacks", "cadenza.testing"])
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts its background jobs so, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONG_FILES = (
-    "tests/distributed/test_ray.py",
-    "tests/checkpoint/test_kill.py",
-    "tests/recipes/test_ray_tune.py",
     "tests/contracts/test_typing.py",
+    "tests/distributed/test_ray.py",
+    "tests/test_examples.py",
+    "tests/checkpoint/test_kill.py",
+    "tests/distributed/test_restarts.py",
+    "tests/recipes/test_ray_tune.py",
     "tests/test_site.py",
+    "tests/commands/test_demo.py",
+    "tests/test_benchmarks.py",
+    "tests/testing/test_proof.py",
 )
-"""The files that take longest. Started last, one of them would run alone, and the other cores would wait."""
+"""The files that take longest. Started last, one of them would run alone, and the other cores would wait.
+
+`pytest -n` needs ``--no-loadscope-reorder`` for it: xdist would start the files with most tests first.
+"""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -65,8 +73,12 @@ def environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start the longest files first, the others in the order in which they were collected."""
+    if gone := [name for name in LONG_FILES if not (config.rootpath / name).is_file()]:
+        raise pytest.UsageError(
+            f"LONG_FILES in tests/conftest.py names files that are not there: {gone}. Rename or remove them."
+        )
     turns = {name: turn for turn, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: turns.get(item.nodeid.partition("::")[0], len(turns)))
 
