@@ -24,24 +24,24 @@ from cadenza.status.decisions import Outcome
 from cadenza.status.plain import first_difference
 from cadenza.status.preemption import HANDLED, handle_signals
 from cadenza.testing import tiny_run, tiny_trainer
+from tests import forked
 from tests.checkpoint import preempted
+from tests.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 
 
-def start(directory: Path, where: str, number: int, **options: Any) -> subprocess.Popen[str]:
+def start(directory: Path, where: str, number: int) -> Forked:
     directory.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(Path(cadenza.__file__).parents[1])}
-    command = [sys.executable, "-m", "tests.checkpoint.preempted", str(directory), where, str(int(number))]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE, **options)
+    return forked.start(preempted.main, directory, where, number, output=directory.with_suffix(".txt"))
 
 
 def ended(directory: Path, where: str, number: int) -> int:
     """Return how the program ended; below 0: by that signal."""
     process = start(directory, where, number)
-    _, errors = process.communicate()
-    assert "Traceback" not in errors
-    return process.returncode
+    status = process.ended()
+    assert "Traceback" not in process.said()
+    return status
 
 
 def outcome(directory: Path) -> Any:
@@ -127,26 +127,26 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, whole: dict[str, Any], num
 
 def test_a_second_ctrl_c_raises_keyboard_interrupt_at_once_and_the_first_says_so(tmp_path: Path, whole: dict[str, Any]) -> None:
     directory = tmp_path / "run"
-    process = start(directory, "twice", signal.SIGINT)
-    _, errors = process.communicate()
+    environment = {**os.environ, "PYTHONPATH": str(Path(cadenza.__file__).parents[1])}
+    directory.mkdir()
+    command = [sys.executable, "-m", "tests.checkpoint.preempted", str(directory), "twice", str(int(signal.SIGINT))]
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE, check=False)
     # Python ends a program after KeyboardInterrupt with the signal, or with 1 if an exit handler evaluates code: torch._dynamo
     # has one that imports tabulate where that package is installed.
-    assert process.returncode in (-signal.SIGINT, 1)
+    assert done.returncode in (-signal.SIGINT, 1)
     assert (directory / "after the first").exists()
     assert not (directory / "after the second").exists()
-    assert "Press Ctrl-C again to end at once" in errors
+    assert "Press Ctrl-C again to end at once" in done.stderr
     assert outcome(directory) == {"kind": "failed", "reason": "KeyboardInterrupt()"}
     assert first_difference(final(directory), whole) is None
 
 
 def test_a_signal_from_outside_to_a_run_with_workers(tmp_path: Path, whole: dict[str, Any]) -> None:
     directory = tmp_path / "run"
-    process = start(directory, "outside", signal.SIGTERM, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate()
-    assert process.returncode == 143, errors
+    process = start(directory, "outside", signal.SIGTERM)
+    process.until_it_says("ready\n")
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.ended() == 143, process.said()
     assert outcome(directory)["kind"] == "preempted"
     assert first_difference(final(directory), whole) is None
 
@@ -157,13 +157,11 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_alone_that_the_step_stil
 ) -> None:
     """As a terminal sends Ctrl-C, and torchrun and SLURM send SIGTERM: to the run and to the workers of its loaders."""
     directory = tmp_path / "run"
-    process = start(directory, f"{method}ed workers", number, stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    process = start(directory, f"{method}ed workers", number)
+    process.until_it_says("ready\n")
     os.killpg(process.pid, number)
-    _, errors = process.communicate()
-    assert process.returncode == 128 + number, errors
-    assert "Traceback" not in errors
+    assert process.ended() == 128 + number, process.said()
+    assert "Traceback" not in process.said()
     newest, skipped = Store(directory / "checkpoints").latest()
     assert newest is not None
     assert (newest.step, skipped) == (5, [])
