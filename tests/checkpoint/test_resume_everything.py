@@ -6,7 +6,6 @@ import fnmatch
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -125,9 +124,8 @@ def test_all_callbacks_are_in_the_list() -> None:
     assert there | ELSEWHERE == set(cadenza.callbacks.__all__)
 
 
-@pytest.mark.parametrize("step", range(1, 12))
-def test_a_run_with_all_callbacks_continues_to_the_same_bits(step: int) -> None:
-    prove_resume(make, at=[step], ignore=CLOCKS, in_process=True)
+def test_a_run_with_all_callbacks_continues_to_the_same_bits() -> None:
+    prove_resume(make, at=range(1, 12), ignore=CLOCKS, in_process=True)  # an error names the step
 
 
 def test_none_of_the_names_that_are_left_out_of_the_comparison_is_more_than_a_clock(tmp_path: Path) -> None:

@@ -57,8 +57,9 @@ def test_in_a_terminal_there_is_a_bar_and_one_below_while_it_evaluates() -> None
 
 def test_the_variables_of_tqdm_count() -> None:
     assert written_with(TQDM_DISABLE="1") == ""
-    assert "10/10" in written_with(TQDM_ASCII=" 123456789#")
-    assert written_with(TQDM_ASCII=" 123456789#").isascii()
+    written = written_with(TQDM_ASCII=" 123456789#")
+    assert "10/10" in written
+    assert written.isascii()
 
 
 def written_with(**variables: str) -> str:
