@@ -25,7 +25,7 @@ from typing import Any
 
 from peers import tables
 from peers.job import WORKLOADS
-from peers.rows import HAND, ROWS
+from peers.rows import HAND, HAND_FUSED, ROWS
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = HERE.parent / ".venvs"
@@ -114,7 +114,7 @@ def measure(row: str, arguments: argparse.Namespace) -> bool:
     try:
         if runs:
             work(environment, {"row": row, "rounds": arguments.rounds, "steps": arguments.steps, "workloads": runs}, file)
-        if PROCESS in wanted and row == alike[0]:
+        if PROCESS in wanted and row == alike[0] and ROWS[row].module != ROWS[HAND_FUSED].module:
             probed = {"row": row, "workload": PROCESS, **process(row, 1 if arguments.quick else PROBES)}
             with file.open("a", encoding="utf-8") as answers:
                 answers.write(json.dumps(probed) + "\n")

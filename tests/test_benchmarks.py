@@ -62,13 +62,13 @@ def test_a_training_that_leaves_out_the_last_batch_is_refused(worker: Any, hands
         hands.train(replace(job, batches=job.batches[:-1]))
         job.model(job.batches[-1][0])  # the forward pass is timed like the others
 
-    known = {"by hand": hands.PEERS["by hand"], "other": worker.Peer(train_less, hands.evaluate)}
+    known = {**hands.PEERS, "other": worker.Peer(train_less, hands.evaluate)}
     monkeypatch.setattr(worker, "peer_of", known.__getitem__)
     assert "elsewhere" in worker.measured("other", worker.WORKLOADS["sgd"], rounds=1, steps=20)["refused"]
 
 
 def test_an_evaluation_that_returns_another_loss_is_refused(worker: Any, hands: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"by hand": hands.PEERS["by hand"], "other": worker.Peer(hands.train, lambda job: hands.evaluate(job) + 0.001)}
+    known = {**hands.PEERS, "other": worker.Peer(hands.train, lambda job: hands.evaluate(job) + 0.001)}
     monkeypatch.setattr(worker, "peer_of", known.__getitem__)
     assert "elsewhere" in worker.measured("other", worker.WORKLOADS["evaluation"], rounds=1, steps=20)["refused"]
 

@@ -16,9 +16,10 @@ class Row:
     """Named as its file of requirements; None: the one that runs the benchmark."""
 
 
-HAND = "by hand"
+HAND, HAND_FUSED = "by hand", "by hand, fused"
 
 ROWS = {
+    HAND_FUSED: Row("peers.with_hands", "torch", None),
     "Cadenza": Row("peers.with_cadenza", "cadenza", None),
     "Cadenza, optimizer instance": Row("peers.with_cadenza", "cadenza", None),
     "Ignite": Row("peers.with_ignite", "pytorch-ignite", "ignite"),
@@ -28,4 +29,5 @@ ROWS = {
     "pytorch-accelerated": Row("peers.with_pytorch_accelerated", "pytorch-accelerated", "pytorch_accelerated"),
     "Lightning": Row("peers.with_lightning", "lightning", "lightning"),
     "HF Trainer": Row("peers.with_transformers", "transformers", "transformers"),
+    "HF Trainer, fused": Row("peers.with_transformers", "transformers", "transformers"),
 }

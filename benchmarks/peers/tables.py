@@ -16,7 +16,8 @@ from peers.job import WORKLOADS
 Rows = dict[str, dict[str, dict[str, Any]]]
 
 PART = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
-STEPS = ["sgd", "adamw", "accumulate_4", "middle", "epochs_of_10", "evaluation", "defaults", "log"]
+TYPICAL = ["typical", "typical_middle"]
+STEPS = ["sgd", "adamw", "accumulate_4", "middle", "epochs_of_10", "iterable", "evaluation", "defaults", "log"]
 CALLBACKS = {"sgd": 0, "heard_10": 10, "heard_50": 50, "idle_50": 50}
 
 
@@ -29,7 +30,10 @@ def put_into(page: Path, results: dict[str, Any]) -> None:
 def machine() -> str:
     """Return in general words what ran this."""
     python = ".".join(map(str, sys.version_info[:2]))
-    return f"{os.cpu_count()} cores ({platform.machine()}), {platform.system()}, Python {python}, one thread"
+    heap = ", ".join(
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("MALLOC_", "GLIBC_TUN"))
+    )
+    return f"{os.cpu_count()} cores ({platform.machine()}), {platform.system()}, Python {python}, one thread, {heap}"
 
 
 def all_of(results: dict[str, Any]) -> str:
@@ -40,19 +44,29 @@ def all_of(results: dict[str, Any]) -> str:
     first = (
         f"Measured on {results['machine']}, torch {', '.join(torch)}, {' to '.join(dict.fromkeys([*days[:1], *days[-1:]]))}."
     )
-    tables = [steps(rows), callbacks(rows), process(rows)]
+    tables = [typical(rows), steps(rows), callbacks(rows), process(rows)]
     return "\n\n".join([first, *("\n".join(table) for table in tables if len(table) > 2)])
 
 
+def typical(rows: Rows) -> list[str]:
+    """Return a step's cost in the usual set-up: the ratio to the loop by hand, and the microseconds beyond it."""
+    return _ratios({row: cells for row, cells in rows.items() if any(name in cells for name in TYPICAL)}, TYPICAL, [], [])
+
+
 def steps(rows: Rows) -> list[str]:
-    """Return a step's cost: the ratio to the loop by hand, and the microseconds beyond it."""
-    shown = [name for name in STEPS if any(name in cells for cells in rows.values())]
+    """Return a step's cost without anything around it."""
+    return _ratios(rows, STEPS, ["weights"], [_apart])
+
+
+def _ratios(rows: Rows, names: list[str], heads: list[str], last: list[Callable[[dict[str, Any]], str]]) -> list[str]:
+    shown = [name for name in names if any(name in cells for cells in rows.values())]
     titles = [WORKLOADS[name].title for name in shown]
     hand = [_us(rows, name) for name in shown]
-    table = [_line(["", "version", *titles, "weights"]), _rule(len(shown) + 3), _line(["by hand, us", "", *hand, ""])]
+    table = [_line(["", "version", *titles, *heads]), _rule(len(shown) + len(heads) + 2)]
+    table.append(_line(["by hand, us", "", *hand, *("" for _ in heads)]))
     for row, cells in rows.items():
         figures = [_figure(cells.get(name), lambda one: f"{one['ratio']:.2f} ({one['more_us']:+.0f})") for name in shown]
-        table.append(_line([row, _version(cells), *figures, _apart(cells)]))
+        table.append(_line([row, _version(cells), *figures, *(one(cells) for one in last)]))
     return table
 
 
@@ -81,7 +95,8 @@ def process(rows: Rows) -> list[str]:
     for row, cells in rows.items():
         starts = [_figure(cells.get(name), lambda one: f"{one['start_ms']:.1f}") for name in ("sgd", "defaults")]
         once = [_figure(cells.get("process"), _more(key)) for key in ("import_ms", "import_mib", "run_mib")]
-        table.append(_line([row, *starts, *once]))
+        if any(one != "-" for one in (*starts, *once)):
+            table.append(_line([row, *starts, *once]))
     return table
 
 
@@ -113,7 +128,7 @@ def _version(cells: dict[str, dict[str, Any]]) -> str:
 
 def _apart(cells: dict[str, dict[str, Any]]) -> str:
     """Return how far the weights were from those of the loop by hand, at most."""
-    apart = [cell["apart"] for name, cell in cells.items() if "apart" in cell and name != "evaluation"]
+    apart = [cell["apart"] for name, cell in cells.items() if cell.get("apart") is not None and name != "evaluation"]
     if not apart:
         return "-"
     return f"within {max(apart):.0e}" if max(apart) else "equal to the bit"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
 from cadenza import Callback, Run, Trainer, supervised
-from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza.callbacks import Checkpoint, ClipGradients, Ema, LearningRate, LogTraining
 from cadenza.sinks import Console
 from peers.job import Job, Peer
 
@@ -22,9 +25,22 @@ class Idle(Callback):
     def on_exception(self, run: Run, error: BaseException) -> None: ...
 
 
+def cosine(optimizer: Optimizer, total: int) -> CosineAnnealingLR:
+    """Return the schedule of the usual set-up, for all steps of the run."""
+    return CosineAnnealingLR(optimizer, total)
+
+
 def train(job: Job, *, instance: bool) -> None:
     """Train. Nothing is on by itself; what others show, log and save stands in the list where nothing is switched off."""
     callbacks: list[Callback] = [*(Heard() for _ in range(job.heard)), *(Idle() for _ in range(job.idle))]
+    if job.typical:
+        callbacks += [
+            ClipGradients(1.0),
+            Ema(0.999),
+            LearningRate(cosine),
+            LogTraining("50 steps"),
+            Console("50 steps"),
+        ]
     if job.defaults:
         callbacks += [LogTraining("1 step" if job.log else "50 steps"), Console("50 steps"), Checkpoint()]
     Trainer(
@@ -35,7 +51,7 @@ def train(job: Job, *, instance: bool) -> None:
         max_epochs=job.epochs,
         accumulate=job.accumulate,
         directory=job.place / "run" if job.defaults else None,
-        progress=job.defaults,
+        progress=job.defaults or job.typical,
         callbacks=callbacks,
         device="cpu",
     ).fit()

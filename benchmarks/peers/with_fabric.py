@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning.fabric import Fabric
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tqdm import tqdm
 
 from peers.job import Job, of_loops
 
@@ -13,6 +18,9 @@ def train(job: Job) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     model, optimizer = fabric.setup(job.model, job.optimizer(job.model.parameters()))
     loss_fn, accumulate = job.loss_fn, job.accumulate
+    if job.typical:
+        train_typically(job, fabric, model, optimizer)
+        return
     for _ in range(job.epochs):
         model.train()
         for number, (inputs, targets) in enumerate(job.batches, start=1):
@@ -23,6 +31,27 @@ def train(job: Job) -> None:
             if not waits:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+def train_typically(job: Job, fabric: Fabric, model: Any, optimizer: Any) -> None:
+    """Train with the usual set-up."""
+    loader = fabric.setup_dataloaders(job.batches)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    schedule = CosineAnnealingLR(optimizer, job.epochs * len(loader))
+    step = 0
+    for _ in range(job.epochs):
+        model.train()
+        for inputs, targets in (bar := tqdm(loader)):
+            loss = job.loss_fn(model(inputs), targets)
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            step += 1
+            if step % 50 == 0:
+                bar.write(f"step {step}  loss {loss.item():.4f}  lr {schedule.get_last_lr()[0]:.2e}")
 
 
 def evaluate(job: Job) -> float:

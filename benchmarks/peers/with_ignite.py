@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from ignite.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
-from ignite.handlers import ProgressBar
+from ignite.handlers import EMAHandler, ProgressBar
 from ignite.metrics import Loss
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from peers.job import Batch, Job, Peer
+from peers.job import TYPICAL, Batch, Job, Peer
 
 
 class Idle:
@@ -41,7 +42,38 @@ def train_own_step(job: Job) -> None:
         return loss
 
     model.train()
+    if job.typical:
+        train_typically(job, optimizer)
+        return
     run(Engine(step), job)
+
+
+def train_typically(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """Train with the usual set-up."""
+    model, loss_fn = job.model, job.loss_fn
+    schedule = CosineAnnealingLR(optimizer, job.epochs * len(job.batches))
+
+    def step(engine: Engine, batch: Batch) -> torch.Tensor:
+        inputs, targets = batch
+        optimizer.zero_grad()
+        loss: torch.Tensor = loss_fn(model(inputs), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        return loss
+
+    trainer = Engine(step)
+    EMAHandler(model, momentum=0.001).attach(trainer)
+    bar = ProgressBar(persist=True)
+    bar.attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED(every=50))
+    def log(engine: Engine) -> None:
+        rate = schedule.get_last_lr()[0]
+        bar.log_message(f"step {engine.state.iteration}  loss {engine.state.output.item():.4f}  lr {rate:.2e}")
+
+    trainer.run(job.batches, max_epochs=job.epochs)
 
 
 def run(trainer: Engine, job: Job) -> None:
@@ -61,6 +93,6 @@ def evaluate(job: Job) -> float:
 
 
 PEERS = {
-    "Ignite": Peer(train, evaluate),
+    "Ignite": Peer(train, evaluate, TYPICAL),  # it cannot clip gradients
     "Ignite, own step": Peer(train_own_step, evaluate, frozenset({"accumulate_4", "evaluation", "defaults", "log"})),
 }

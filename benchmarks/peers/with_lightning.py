@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from peers.job import Batch, Job, Peer
 
@@ -32,6 +35,8 @@ class Module(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         inputs, targets = batch
         loss: torch.Tensor = self.job.loss_fn(self.model(inputs), targets)
+        if self.job.typical:
+            self.log("train/loss", loss)
         if self.job.log:
             self.log("train/loss", loss, prog_bar=True)
         return loss
@@ -40,8 +45,12 @@ class Module(LightningModule):
         inputs, targets = batch
         self.log("loss", self.job.loss_fn(self.model(inputs), targets), batch_size=len(inputs))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.job.optimizer(self.model.parameters())
+    def configure_optimizers(self) -> Any:
+        optimizer = self.job.optimizer(self.model.parameters())
+        if not self.job.typical:
+            return optimizer
+        schedule = CosineAnnealingLR(optimizer, self.job.epochs * len(self.job.batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Ready(list[Batch]):
@@ -54,6 +63,11 @@ def trainer_of(job: Job) -> Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     switched_off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     settings: dict[str, Any] = {} if job.defaults else switched_off
+    callbacks: list[Callback] = [*(Heard() for _ in range(job.heard)), *(Idle() for _ in range(job.idle))]
+    if job.typical:
+        settings = {"enable_checkpointing": False, "enable_model_summary": False, "gradient_clip_val": 1.0}
+        settings["logger"] = CSVLogger(job.place)
+        callbacks.append(EMAWeightAveraging(decay=0.999))
     if job.log:
         settings["log_every_n_steps"] = 1
     return Trainer(
@@ -62,14 +76,14 @@ def trainer_of(job: Job) -> Trainer:
         max_epochs=job.epochs,
         accumulate_grad_batches=job.accumulate,
         default_root_dir=job.place,
-        callbacks=[*(Heard() for _ in range(job.heard)), *(Idle() for _ in range(job.idle))],
+        callbacks=callbacks,
         **settings,
     )
 
 
 def train(job: Job) -> None:
     """Train."""
-    trainer_of(job).fit(Module(job), Ready(job.batches))
+    trainer_of(job).fit(Module(job), Ready(job.batches) if isinstance(job.batches, list) else job.batches)
 
 
 def evaluate(job: Job) -> float:

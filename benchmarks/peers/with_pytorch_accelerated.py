@@ -9,7 +9,7 @@ from pytorch_accelerated import Trainer
 from pytorch_accelerated.callbacks import TrainerCallback
 from pytorch_accelerated.trainer import DEFAULT_CALLBACKS
 
-from peers.job import Batch, Job, Peer
+from peers.job import TYPICAL, Batch, Job, Peer
 
 
 class Heard(TrainerCallback):
@@ -76,4 +76,4 @@ def evaluate(job: Job) -> float:
     return loss
 
 
-PEERS = {"pytorch-accelerated": Peer(train, evaluate)}
+PEERS = {"pytorch-accelerated": Peer(train, evaluate, TYPICAL | {"iterable"})}  # its loop cannot clip gradients

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from peers.job import Job, Peer
+from peers.job import ADAMW_ONLY, WORKLOADS, Job, Peer
 
 
 class Heard(TrainerCallback):
@@ -31,6 +34,16 @@ class WithLoss(nn.Module):
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.model(inputs)
         return {"loss": self.loss_fn(logits, labels), "logits": logits}
+
+
+class Average(TrainerCallback):
+    """Keeps a moving average of the weights."""
+
+    def on_train_begin(self, *arguments: object, model: nn.Module, **keywords: object) -> None:
+        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+
+    def on_step_end(self, *arguments: object, model: nn.Module, **keywords: object) -> None:
+        self.average.update_parameters(model)
 
 
 class Ready(list[dict[str, torch.Tensor]]):
@@ -84,7 +97,42 @@ def trainer_of(job: Job) -> ReadyTrainer:
 
 def train(job: Job) -> None:
     """Train."""
-    trainer_of(job).train()
+    if job.typical:
+        train_typically(job)
+    else:
+        trainer_of(job).train()
+
+
+def train_typically(job: Job, optim: str = "adamw_torch") -> None:
+    """Train with the usual set-up."""
+    arguments = TrainingArguments(
+        str(job.place),
+        num_train_epochs=job.epochs,
+        per_device_train_batch_size=job.batches.batch_size,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        lr_scheduler_type="cosine",
+        max_grad_norm=1.0,
+        logging_steps=50,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        optim=optim,
+    )
+
+    def collated(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        inputs, labels = zip(*samples, strict=True)
+        return {"inputs": torch.stack(inputs), "labels": torch.stack(labels)}
+
+    Trainer(WithLoss(job), arguments, data_collator=collated, train_dataset=job.batches.dataset, callbacks=[Average()]).train()
+
+
+def train_fused(job: Job) -> None:
+    """Train with a fused optimizer, as the Trainer makes it unless told otherwise."""
+    if job.typical:
+        train_typically(job, "adamw_torch_fused")
+    else:
+        train(replace(job, optimizer=partial(job.optimizer, fused=True)))
 
 
 def evaluate(job: Job) -> float:
@@ -92,4 +140,7 @@ def evaluate(job: Job) -> float:
     return trainer_of(job).evaluate()["eval_loss"]
 
 
-PEERS = {"HF Trainer": Peer(train, evaluate)}
+PEERS = {
+    "HF Trainer": Peer(train, evaluate, frozenset({"iterable"})),
+    "HF Trainer, fused": Peer(train_fused, evaluate, frozenset(WORKLOADS) - ADAMW_ONLY),
+}
