@@ -17,6 +17,7 @@ from torch import nn
 import cadenza
 from cadenza import Callback, Evaluation, History, Listener, Monitor, Record, Run, Trainer, on
 from cadenza.callbacks import ClipGradients, EarlyStopping, Ema, Evaluate, LogTraining, OmitFrozen, Profile, Warmup
+from cadenza.drivers import TensorParallel
 from cadenza.hooks import HeldWeights
 from cadenza.loading import Mixture, Shard, TensorBatches, resumable
 from cadenza.sinks import Csv, JsonLines, Mlflow, ProgressBar
@@ -92,6 +93,7 @@ def objects(run: Run) -> dict[str, Any]:
         "Steps": steps,
         "Mixture": Mixture({"a": [1]}, "cycle"),
         "TensorBatches": TensorBatches(values, batch_size=2),
+        "TensorParallel": TensorParallel({}, ranks=2),
         "Text": cadenza.Text("*done*"),
         "Timings": run.profile,
         "Trainer": trainer,

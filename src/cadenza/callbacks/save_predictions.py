@@ -167,7 +167,7 @@ class SavePredictions(Callback):
 
 def _of_all_ranks(run: Run, parts: list[Rows]) -> list[Rows]:
     """Return the rows of all ranks in the order of the loader. Rank r of n has every n-th batch. Every rank must call this."""
-    return [rows for turn in zip_longest(*run.driver.gather(parts)) for rows in turn if rows is not None]
+    return [rows for turn in zip_longest(*run.driver.gather_data(parts)) for rows in turn if rows is not None]
 
 
 def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:

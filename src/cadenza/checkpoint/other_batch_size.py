@@ -41,7 +41,7 @@ def _check(session: Session, written: Written, before: int, now: int) -> None:
     reason = ""
     if not ordered_by_sample(session.loader) or "limit" in loader_settings(session.loader):
         reason = "its loader is not a DataLoader(dataset, batch_size=...) or TensorBatches, so it has no position by sample"
-    elif written.ranks != session.driver.world_size or written.past:
+    elif written.ranks != session.driver.data_world_size or written.past:
         reason = "another number of ranks began this epoch: change one of the two, and the other at a later checkpoint"
     elif at * before % now:
         reason = (
@@ -62,7 +62,7 @@ def _check(session: Session, written: Written, before: int, now: int) -> None:
 
 def _in_whole_rounds(session: Session, batch_size: int, rounds: int) -> bool:
     """Return whether each of the first rounds is one batch of each rank. The last two may be split anew."""
-    loader, ranks = session.loader, session.driver.world_size
+    loader, ranks = session.loader, session.driver.data_world_size
     samples = length_of(getattr(loader, "sampler", None)) or int(getattr(loader, "samples", 0))
     batches = samples // batch_size if getattr(loader, "drop_last", False) else -(-samples // batch_size)
     return rounds < batches // ranks or (rounds == batches // ranks and batches % ranks == 0)

@@ -69,14 +69,14 @@ class Written(NamedTuple):
         self, session: Session, saved: Mapping[str, Any], current: Mapping[str, Any], declared: Collection[str]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the entries of the saved and the current configuration that must agree; those `declared` may differ."""
-        if session.driver.world_size == self.ranks:
+        if session.driver.data_world_size == self.ranks:
             free: Collection[str] = declared
         else:
             free = {*_OF_RANKS, *declared}
         if not free:
             return saved, current
         saved, current = ({key: value for key, value in one.items() if key not in free} for one in (saved, current))
-        if session.driver.world_size == self.ranks or "batches an epoch" in declared:
+        if session.driver.data_world_size == self.ranks or "batches an epoch" in declared:
             return saved, current
         if self.dealt and session.cursor.source.shard.share_data and self.batches is not None:
             saved, current = {**saved, "batches": self.batches}, {**current, "batches": length_of(session.loader)}
@@ -114,7 +114,7 @@ class Written(NamedTuple):
     def go_on(self, session: Session) -> None:
         """Restore the counters, and open the loader at the position of the checkpoint."""
         past = self.restore_counters(session.progress, session.loader, session.driver.data_shard())
-        if self.over and session.driver.world_size != self.ranks:
+        if self.over and session.driver.data_world_size != self.ranks:
             session.cursor.restore(in_epoch=session.cursor.in_epoch, exhausted=True)
         session.cursor.permuted = self.permuted
         session.open_loader(past)
@@ -139,16 +139,17 @@ class Written(NamedTuple):
 
     def taken_over(self, session: Session, everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the RNG state and the state of the loader for this rank, from those of the ranks that wrote the checkpoint."""
-        rank = session.driver.rank
-        own = everyone[min(rank, len(everyone) - 1)]  # a loader with shared data has the same position on all ranks
-        if rank < len(everyone):
-            return own
+        driver, together = session.driver, max(1, len(everyone) // self.ranks)
+        rank, ranks = driver.data_rank, len(everyone) // together
+        own = everyone[min(rank, ranks - 1) * together]  # a loader with shared data has the same position on all ranks
+        if rank < ranks:
+            return everyone[driver.rank] if driver.tensor_parallel == together else own
         # No rank had this number: its RNG state begins anew.
         return {**own, "streams": RNGState.seeded(derive_seed(session.data_seed, rank, self.at.step)).to_plain()}
 
     def warn(self, session: Session) -> None:
         """Warn if the number of ranks differs."""
-        ranks, before = session.driver.world_size, self.ranks * self.accumulate
+        ranks, before = session.driver.data_world_size, self.ranks * self.accumulate
         if ranks == self.ranks:
             return
         now, keeps = ranks * session.accumulate, before // ranks

@@ -288,7 +288,7 @@ def config_of(session: Session) -> dict[str, Any]:
             if session.extra_parameters.parameters
             else {}
         ),
-        **({"ranks": session.driver.world_size} if session.driver.world_size > 1 else {}),
+        **({"ranks": session.driver.data_world_size} if session.driver.data_world_size > 1 else {}),
     }
 
 

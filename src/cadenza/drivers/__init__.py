@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from cadenza.drivers.ddp import DdpDriver as DdpDriver
     from cadenza.drivers.fsdp import FsdpDriver as FsdpDriver
     from cadenza.drivers.single import SingleDriver as SingleDriver
+    from cadenza.drivers.tensor_parallel import TensorParallel as TensorParallel
 
     __all__: list[str]
 else:
@@ -21,5 +22,6 @@ else:
             "cadenza.drivers.ddp": "DdpDriver",
             "cadenza.drivers.fsdp": "FsdpDriver",
             "cadenza.drivers.single": "SingleDriver",
+            "cadenza.drivers.tensor_parallel": "TensorParallel",
         },
     )

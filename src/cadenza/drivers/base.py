@@ -16,7 +16,7 @@ from cadenza.drivers.posts import Post
 from cadenza.drivers.sharding import Readable
 from cadenza.loading.shards import Shard
 
-Reduction = Literal["mean", "sum", "min", "max"]
+Reduction = Literal["mean", "sum", "min", "max", "total"]
 
 
 class Driver(ABC):
@@ -44,6 +44,9 @@ class Driver(ABC):
     world_size: int
     """The number of processes."""
 
+    tensor_parallel: int = 1
+    """The number of consecutive ranks that compute together on the same batches; see `TensorParallel`."""
+
     reduces: bool
     """Whether gradients are reduced over ranks, so that `no_sync` has an effect."""
 
@@ -66,6 +69,21 @@ class Driver(ABC):
     def is_main(self) -> bool:
         """Whether this rank prints and writes."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """The index of the shard of the data that this rank reads. Ranks that compute together have the same."""
+        return self.rank // self.tensor_parallel
+
+    @property
+    def data_world_size(self) -> int:
+        """The number of shards of the data: the ranks, of which those that compute together count once."""
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def counts(self) -> bool:
+        """Whether sums over ranks include this rank: of the ranks that compute together, the first."""
+        return not self.rank % self.tensor_parallel
 
     @abstractmethod
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -97,12 +115,16 @@ class Driver(ABC):
 
     @abstractmethod
     def reduce(self, value: Tensor, how: Reduction = "mean") -> Tensor:
-        """Return `value` reduced over all ranks, shape unchanged. Every rank must call this, in the same order."""
+        """Return `value` reduced over all ranks, shape unchanged. Every rank must call this, in the same order.
+
+        Ranks that compute together count once in a ``"sum"``, which is that over the data, and each in a ``"total"``.
+        """
 
     @abstractmethod
     def reduce_later(self, value: Tensor) -> Callable[[], Tensor]:
         """Start to sum `value`, a tensor on the host, over all ranks; return a function that waits for the sum and returns it.
 
+        Each rank counts, also those that compute together.
         Every rank must call this, and the function, in the same order.
         """
 
@@ -117,6 +139,14 @@ class Driver(ABC):
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank. Every rank must call this, in the same order."""
+
+    def data_group(self) -> Any:
+        """Return the process group of ranks that read different data; None for the default group. Every rank must call this."""
+        return None
+
+    def gather_data(self, value: Any) -> list[Any]:
+        """Return the values of all shards of the data, by `data_rank`. Every rank must call this, in the same order."""
+        return self.gather(value if self.counts else None)[:: self.tensor_parallel]
 
     def gather_on_main(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank, on the main process; an empty list on the others. Every rank must call this."""
@@ -165,7 +195,7 @@ class Driver(ABC):
 
     def data_shard(self) -> Shard:
         """Return the shard of every loader that this rank reads."""
-        return Shard(self.rank, self.world_size, self.any_rank, self.least)
+        return Shard(self.data_rank, self.data_world_size, self.any_rank, self.least)
 
     def share_buffers(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
         """Copy the buffers of rank 0, such as BatchNorm statistics, to all ranks. Every rank must call this."""

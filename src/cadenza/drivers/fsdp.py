@@ -13,6 +13,7 @@ from torch import distributed as dist
 from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import Readable, chunk_of
+from cadenza.drivers.tensor_parallel import TensorParallel
 from cadenza.errors import DistributedError
 from cadenza.status.counting import counted
 
@@ -47,14 +48,17 @@ class FsdpDriver(GroupDriver):
             are consecutive.
         output_dtype: ``"bf16"`` or ``"fp32"``: the format of what sharded modules return. None: that of the computation.
         cast_forward_inputs: Convert the inputs of sharded modules to `param_dtype`.
+        tensor_parallel: Layers that several ranks compute together; see `TensorParallel`. `replicas`, and the sharding of
+            weights, apply to the other dimensions of the ranks: 8 ranks of which 2 compute together shard weights over 4.
         share_data: Split each loader over the ranks; see `DdpDriver`.
         timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised.
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
         TypeError: `shard` or `checkpoint_activations` is no choice of modules.
-        ValueError: A format is unknown, or `replicas` does not divide the number of ranks. When a run starts: a class or
-            pattern matches no module, or two modules with a common weight would be sharded separately.
+        ValueError: A format is unknown, or `replicas` or the ranks that compute together do not divide the number of ranks.
+            When a run starts: a class or pattern matches no module, or two modules with a common weight would be sharded
+            separately.
 
     >>> import torch.distributed as dist
     >>> from cadenza.testing import tiny_run
@@ -81,6 +85,7 @@ class FsdpDriver(GroupDriver):
         replicas: int = 1,
         output_dtype: str | None = None,
         cast_forward_inputs: bool = True,
+        tensor_parallel: TensorParallel | None = None,
         share_data: bool = True,
         timeout_s: float = 600,
     ) -> None:
@@ -94,15 +99,28 @@ class FsdpDriver(GroupDriver):
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
         self.shard: Choice[nn.Module] | None = shard
         self.checkpoint_activations: Choice[nn.Module] | None = checkpoint_activations
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or self.world_size % replicas:
-            raise ValueError(f"replicas must divide the number of ranks, which is {self.world_size}; got {replicas!r}")
+        self._tensor_parallel, self._ranks = tensor_parallel, None if tensor_parallel is None else tensor_parallel.mesh
+        self.tensor_parallel: int = self._computing_together()
+        if self._ranks is not None and replicas == 1:
+            replicas = self._ranks.size(0) if self._ranks.ndim == 3 else 1
+        ranks = self.data_world_size
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or ranks % replicas:
+            apart = "" if self.tensor_parallel == 1 else " that do not compute together"
+            raise ValueError(f"replicas must divide the number of ranks{apart}, which is {ranks}; got {replicas!r}")
         self.replicas: int = replicas
+        if self._ranks is not None and tuple(self._ranks.mesh.shape) != self._shape:
+            raise ValueError(f"replicas={replicas} contradicts the mesh of TensorParallel, {self._ranks}. Leave it out.")
         self.param_dtype: str | None = param_dtype
         self.reduce_dtype: str | None = reduce_dtype
         self._policy = {name: None if dtype is None else _DTYPES[dtype] for name, dtype in formats.items()}
         self._cast_forward_inputs = cast_forward_inputs
         self.reshard_after_forward = reshard_after_forward
-        self._ranks: DeviceMesh | None = None
+
+    def _computing_together(self) -> int:
+        ranks = 1 if self._tensor_parallel is None else self._tensor_parallel.ranks
+        if self.world_size % ranks:
+            raise ValueError(f"TensorParallel(ranks=...) must divide the number of ranks, {self.world_size}; got {ranks}")
+        return ranks
 
     def check(self, *, optimizer: object, precision: str) -> None:
         if not callable(optimizer):
@@ -121,7 +139,7 @@ class FsdpDriver(GroupDriver):
 
         self._run += 1
         if isinstance(model, FSDPModule):
-            _check_arrangement(model, self._shape)
+            _check_arrangement(model, {self._data_shape, self._shape})
             if callable(reset := getattr(model, "reset_iter_state", None)):  # a failed run may have left a pass unfinished
                 reset()
             return model
@@ -131,6 +149,8 @@ class FsdpDriver(GroupDriver):
         chosen = _chosen(self.shard, model, "shard")
         _check_ties(model, chosen)
         self.share_tensors([*(parameter.detach() for parameter in model.parameters()), *model.buffers()])
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.apply(model, self._mesh()[self._names[-1]])
         for module in _chosen(self.checkpoint_activations, model, "checkpoint_activations"):
             _checkpoint(module)
         self._shard(model, chosen)
@@ -142,7 +162,7 @@ class FsdpDriver(GroupDriver):
         policy = MixedPrecisionPolicy(**self._policy, cast_forward_inputs=self._cast_forward_inputs)
         # Inner modules first; the model last, with the other parameters.
         for module in [*reversed([one for one in chosen if one is not model]), model]:
-            fully_shard(module, mesh=self._mesh(), reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+            fully_shard(module, mesh=self._data_mesh(), reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         sharded: Any = model
         if callable(reduce_all := getattr(sharded, "set_reduce_scatter_unused_params", None)):  # older torch has no such method
             # Otherwise ranks that used different parameters would sum gradients of different parameters without an error.
@@ -150,31 +170,47 @@ class FsdpDriver(GroupDriver):
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        """The ranks: in one dimension or, with replicas, groups by ranks of a group."""
-        return (self.world_size,) if self.replicas == 1 else (self.replicas, self.world_size // self.replicas)
+        """The ranks: the replicas if there are several, the ranks that shard a weight, and those that compute together."""
+        together = () if self._tensor_parallel is None else (self.tensor_parallel,)
+        return (*self._data_shape, *together)
+
+    @property
+    def _data_shape(self) -> tuple[int, ...]:
+        ranks = self.data_world_size // self.replicas
+        return (ranks,) if self.replicas == 1 else (self.replicas, ranks)
 
     def _mesh(self) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-        if self._ranks is None and self.replicas == 1:
+        if self._ranks is None and len(self._shape) == 1:
             world: Any = dist.group.WORLD
             self._ranks = DeviceMesh.from_group(world, self.device.type)
         elif self._ranks is None:
-            self._ranks = init_device_mesh(self.device.type, self._shape, mesh_dim_names=("replicate", "shard"))
+            self._ranks = init_device_mesh(self.device.type, self._shape, mesh_dim_names=self._names)
         return self._ranks
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The names of the dimensions of `_shape`."""
+        given = None if self._ranks is None else self._ranks.mesh_dim_names
+        return given or ("replicate", "shard", "tensor")[self.replicas == 1 : 2 + (self._tensor_parallel is not None)]
+
+    def _data_mesh(self) -> DeviceMesh:
+        """The ranks over which weights are sharded, and those over which they are replicated."""
+        return self._mesh() if self._tensor_parallel is None else self._mesh()[self._names[:-1]]
 
     def placed(self, stored: Readable) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if not stored.shape:
             return stored.read()
-        *_, ranks = self._shape
-        rows = chunk_of(stored.shape[0], self.rank % ranks, ranks)
+        *_, ranks = self._data_shape
+        rows = chunk_of(stored.shape[0], self.data_rank % ranks, ranks)
         part = stored.read((rows, *(slice(0, size) for size in stored.shape[1:]))).to(self.device)
         shape = torch.Size(stored.shape)
         strides = torch.empty(shape, device="meta").stride()
         placements = [Shard(0)] if self.replicas == 1 else [Replicate(), Shard(0)]
-        return DTensor.from_local(part, self._mesh(), placements, run_check=False, shape=shape, stride=strides)
+        return DTensor.from_local(part, self._data_mesh(), placements, run_check=False, shape=shape, stride=strides)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -251,12 +287,13 @@ def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
                 )
 
 
-def _check_arrangement(model: nn.Module, ranks: tuple[int, ...]) -> None:
+def _check_arrangement(model: nn.Module, expected: set[tuple[int, ...]]) -> None:
     from torch.distributed.tensor import DTensor
 
+    names = " or ".join(sorted(map(str, expected)))
     shapes = {tuple(parameter.device_mesh.shape) for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    if shapes - {ranks}:
+    if shapes - expected:
         raise ValueError(
-            f"the model is already sharded over {sorted(map(str, shapes))} ranks; expected {ranks}. Give a model that is not "
+            f"the model is already sharded over {sorted(map(str, shapes))} ranks; expected {names}. Give a model that is not "
             "sharded, and FsdpDriver(shard=...)."
         )

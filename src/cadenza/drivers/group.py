@@ -33,7 +33,8 @@ _TREE_FROM = 16  # ranks: with fewer, the ring of gloo takes less time than mess
 _NO_GRADIENT, _DENSE, _SPARSE = range(3)
 _LARGEST_EXCHANGE = 64 * 2**20  # bytes: the copies that an exchange needs take no more memory
 _CONTROL: WeakKeyDictionary[Any, dict[tuple[float, str], Any]] = WeakKeyDictionary()  # by default group
-_OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_SUM = dist.ReduceOp.SUM
+_OPERATIONS = {"mean": _SUM, "sum": _SUM, "total": _SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 class GroupDriver(Driver):
@@ -69,6 +70,7 @@ class GroupDriver(Driver):
         self.reduces: bool = self.world_size > 1
         self._hosts = self._control_group()
         self._tree = self._new_tree() if self.world_size >= _TREE_FROM else None
+        self._of_data: Any = None
         self.to_device: Mover = Mover(self.device)
         self._number, self._run = self._count(), 0
         self._failure = Failure(self.rank, timeout_s, None if at is None else at.hosted)
@@ -101,10 +103,19 @@ class GroupDriver(Driver):
         """Return another group of all hosts. Every rank must call this."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
 
+    def data_group(self) -> Any:
+        if self.tensor_parallel > 1 and self._of_data is None:
+            every = [range(first, self.world_size, self.tensor_parallel) for first in range(self.tensor_parallel)]
+            groups = [dist.new_group([*ranks], timedelta(seconds=self._timeout_s)) for ranks in every]
+            self._of_data = groups[self.rank % self.tensor_parallel]
+        return self._of_data
+
     def reduce(self, value: Tensor, how: Reduction = "mean") -> Tensor:
         result = value.detach().clone()
         if how == "mean" and not result.is_floating_point():
             result = result.float()
+        if how == "sum" and not self.counts:
+            result.zero_()
         dist.all_reduce(result, _OPERATIONS[how], group=self._hosts if result.is_cpu else None)
         return result / self.world_size if how == "mean" else result
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from operator import mul
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,11 +73,60 @@ def region_of(tensor: Tensor) -> Region:
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def is_first_holder(tensor: Tensor) -> bool:
-    """Return whether no rank before this one holds the same part of a sharded tensor."""
-    sharded: Any = tensor
-    at = sharded.device_mesh.get_coordinate()
-    return not any(number and placement.is_replicate() for number, placement in zip(at, sharded.placements, strict=True))
+class Split(NamedTuple):
+    """How a dimension of a tensor is split: over some ranks, from rank 0 on, with `stride` between two of them."""
+
+    dim: int
+    ranks: int
+    stride: int
+
+
+class Splits(NamedTuple):
+    """How a tensor is split over the ranks: the parts of each split are split by the next one."""
+
+    splits: tuple[Split, ...]
+    is_first: bool
+    """Whether no rank before this one holds the same part."""
+
+    @staticmethod
+    def of(tensor: Tensor) -> Splits:
+        """Return how a sharded tensor is split.
+
+        Raises:
+            StateError: Its ranks hold terms of a sum, or its parts do not follow from the numbers of the ranks.
+        """
+        sharded: Any = tensor
+        mesh, at, region = sharded.device_mesh.mesh, sharded.device_mesh.get_coordinate(), region_of(tensor)
+        first = int(mesh.flatten()[0])
+        strides = [int(mesh.select(dim, 1).flatten()[0]) - first if size > 1 else 0 for dim, size in enumerate(mesh.shape)]
+        # torch applies a split with a stride after the later ones: FSDP splits the parts of tensor parallelism.
+        order = sorted(range(mesh.ndim), key=lambda dim: type(sharded.placements[dim]).__name__ == "_StridedShard")
+        order = [dim for dim in order if not sharded.placements[dim].is_replicate()]
+        found = [(Split(sharded.placements[dim].dim, mesh.shape[dim], strides[dim]), at[dim]) for dim in order]
+        part, rank = tuple(slice(0, size) for size in tensor.shape), torch.distributed.get_rank()
+        for split, number in found:
+            part = part_of(part, split, number)
+        other = any(
+            own != cut and own.start < own.stop for own, cut in zip(part, region, strict=True)
+        )  # if empty, at any index
+        if other or rank != first + sum(map(mul, at, strides)):
+            raise StateError(
+                f"a tensor has the layout {sharded.placements} over a mesh of the shape {tuple(mesh.shape)}, of which rank "
+                f"{rank} has the part {region}; expected {part}. Shard the model with FsdpDriver."
+            )
+        return Splits(tuple(split for split, _ in found), rank == sum(split.stride * number for split, number in found))
+
+
+def part_of(part: Region, split: Split, number: int) -> Region:
+    """Return the part of a rank, of `part`, where `number` is the index of the rank among those of the split.
+
+    >>> part_of((slice(4, 9), slice(0, 2)), Split(dim=0, ranks=2, stride=1), 1)
+    (slice(7, 9, None), slice(0, 2, None))
+    """
+    whole = part[split.dim]
+    rows = chunk_of(whole.stop - whole.start, number, split.ranks)
+    own = slice(whole.start + rows.start, whole.start + rows.stop)
+    return (*part[: split.dim], own, *part[split.dim + 1 :])
 
 
 def chunk_of(size: int, rank: int, ranks: int) -> slice:
@@ -96,9 +146,11 @@ def laid_out(value: Tensor | Readable, like: Tensor) -> Tensor:
     """
     if not is_sharded(like):
         return whole(value) if isinstance(value, Tensor) else value.read()
-    if is_sharded(value):
-        assert isinstance(value, Tensor)
-        return value
+    if isinstance(value, Tensor) and is_sharded(value):
+        given: Any = value
+        if (given.device_mesh, given.placements) == (like.device_mesh, like.placements):  # type: ignore[attr-defined]
+            return value
+        value = whole(value)
     from torch.distributed.tensor import DTensor
 
     target: Any = like
@@ -148,35 +200,43 @@ def refuse_shards(content: Any, who: str) -> None:
 def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients, of which some are sharded, shape (). Every rank must call this.
 
-    ``torch.nn.utils.get_total_norm`` fails for an empty shard, and for a mix of sharded and whole gradients.
+    ``torch.nn.utils.get_total_norm`` fails for an empty shard, for gradients over different meshes, and for a mix of sharded
+    and whole gradients. The ranks of a mesh must hold all parts: a gradient that is not split over all dimensions of the mesh
+    of its model, but over a mesh of fewer dimensions, is the same in the others.
     """
-    from torch import distributed as dist
     from torch.nn.utils import get_total_norm
 
-    mesh = _mesh_of(tensors)
-    parts = [part for one in tensors if is_sharded(one) and is_first_holder(one) and (part := local(one)).numel()]
-    others = [one for one in tensors if not is_sharded(one)]
+    meshes: dict[Any, list[Tensor]] = {}
+    for one in tensors:
+        if is_sharded(one):
+            meshes.setdefault(one.device_mesh, []).append(one)  # type: ignore[attr-defined]
+    if not meshes:
+        raise StateError("expected sharded gradients; got none")
+    device = next(iter(meshes)).device_type
+    whole_ones = [one for one in tensors if not is_sharded(one)]
     # A sum of powers could overflow in single precision.
-    own, rest = (
-        torch.as_tensor(get_total_norm(kind, norm_type) if kind else 0.0, dtype=torch.float64, device=mesh.device_type)
-        for kind in (parts, others)
-    )
-    if norm_type == float("inf"):
-        return torch.maximum(_over(mesh, own, dist.ReduceOp.MAX), rest).float()
-    return ((_over(mesh, own**norm_type, dist.ReduceOp.SUM) + rest**norm_type) ** (1 / norm_type)).float()
+    norms = [torch.as_tensor(get_total_norm(whole_ones, norm_type) if whole_ones else 0.0, dtype=torch.float64, device=device)]
+    for mesh, sharded in meshes.items():
+        parts = [part for one in sharded if _is_first_in_mesh(one) and (part := local(one)).numel()]
+        own = torch.as_tensor(get_total_norm(parts, norm_type) if parts else 0.0, dtype=torch.float64, device=device)
+        norms.append(_over(mesh, own, norm_type))
+    together: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return together.float()
 
 
-def _over(mesh: Any, value: Tensor, operation: Any) -> Tensor:
-    """Reduce a number over all ranks of a mesh."""
+def _is_first_in_mesh(tensor: Tensor) -> bool:
+    """Return whether no rank before this one in the mesh holds the same part of a sharded tensor."""
+    sharded: Any = tensor
+    at = sharded.device_mesh.get_coordinate()
+    return not any(number and placement.is_replicate() for number, placement in zip(at, sharded.placements, strict=True))
+
+
+def _over(mesh: Any, norm: Tensor, norm_type: float) -> Tensor:
+    """Return the norm over all ranks of a mesh."""
     from torch import distributed as dist
 
+    largest = norm_type == float("inf")
+    value = norm if largest else norm**norm_type
     for dim in range(mesh.ndim):
-        dist.all_reduce(value, operation, group=mesh.get_group(dim))
-    return value
-
-
-def _mesh_of(tensors: Iterable[Any]) -> Any:
-    meshes = {one.device_mesh for one in tensors if is_sharded(one)}
-    if len(meshes) != 1:
-        raise StateError(f"expected sharded gradients over one group of ranks; got {len(meshes)} groups")
-    return meshes.pop()
+        dist.all_reduce(value, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    return value if largest else value ** (1 / norm_type)

@@ -51,7 +51,7 @@ def record_evaluated(session: Session, evaluation: Evaluation, *, who: str | Non
 
 def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:
     """Try an evaluation on a few batches: an error in it shows now, and not after an hour of training."""
-    trial = evaluation.trial(batches * session.driver.world_size)
+    trial = evaluation.trial(batches * session.driver.data_world_size)
     with undisturbed(session), session.hooks.ending(Callback.on_sanity_end, session.run, trial):
         session.hooks.on_sanity_start(session.run, trial)
         tally, computed = tally_of(session, trial), computing(session, trial)

@@ -9,6 +9,7 @@ from typing import Any, Literal, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
+from cadenza.drivers.sharding import is_sharded
 from cadenza.errors import LossError
 from cadenza.status.outputs import Outputs
 from cadenza.status.shown import brief
@@ -66,6 +67,8 @@ def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:
     elif not loss.requires_grad:
         came = "a tensor without gradient"
         remedy = "compute it from the model's outputs, without detach(), no_grad() or .item()"
+    elif type(loss) is not Tensor and is_sharded(loss):
+        came, remedy = "a DTensor", "return loss.full_tensor(), or give the last layer the style output_layouts=Replicate()"
     else:
         return loss
     raise LossError(f"the loss must be a tensor of shape () that has a gradient; got {came}: {remedy}.")

@@ -90,7 +90,7 @@ def predict(session: Session, evaluation: Evaluation) -> Any:
         parts = _destination(session, evaluation, files)
         with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):
             session.hooks.on_eval_start(session.run, evaluation)
-            evaluation.check_order(session.driver.world_size)
+            evaluation.check_order(session.driver.data_world_size)
             each_batch(session, evaluation, parts.add)
             evaluation.complete = True
         return parts.result()
@@ -133,8 +133,8 @@ class _InMemory:
 
     def result(self) -> Any:
         parts = self._parts
-        if self._driver.world_size > 1:  # each rank did every so many-th batch
-            turns = zip_longest(*self._driver.gather(parts), fillvalue=NONE)
+        if self._driver.data_world_size > 1:  # each rank did every so many-th batch
+            turns = zip_longest(*self._driver.gather_data(parts), fillvalue=NONE)
             parts = [part for turn in turns for part in turn if part is not NONE]
         return joined(parts)
 
@@ -164,8 +164,10 @@ class _Spooled:
         self._batches = 0
 
     def add(self, batch: Any, outputs: Outputs) -> None:
-        pickle.dump(columns_of(outputs["predictions"]), self._spool, protocol=pickle.HIGHEST_PROTOCOL)
-        self._batches += 1
+        columns = columns_of(outputs["predictions"])
+        if self._driver.counts:
+            pickle.dump(columns, self._spool, protocol=pickle.HIGHEST_PROTOCOL)
+            self._batches += 1
 
     def result(self) -> Path:
         arriving, failed = self._in_order(), list[Exception]()

@@ -182,7 +182,7 @@ class Recipe:
                 facts = rank_checks.facts_of(self.model, loader) | {"override": settings.shown(given)}
                 rank_checks.check_alike(self.driver, plain(self, hooks.callbacks) | facts | {"debug_ranks": self.debug_ranks})
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
-                seed_all(derive_seed(self.seed, self.driver.rank) if self.driver.rank else self.seed)
+                seed_all(derive_seed(self.seed, rank) if (rank := self.driver.data_rank) else self.seed)
         model = self._prepared_model()
         optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
         give_values(given, optimizers)

@@ -177,8 +177,9 @@ class SharedSync(RankSync):
     def _count(self, batch: Any) -> None:
         """Count `batch` before the forward pass."""
         source = self._cursor.source
-        alike = source.replicated_at == self._progress.batch_in_epoch and self._driver.rank > 0
-        self._given = None if alike else source.size_of(batch)  # a batch that all ranks train on counts once
+        replicated = source.replicated_at == self._progress.batch_in_epoch and self._driver.data_rank > 0
+        alike = replicated or not self._driver.counts
+        self._given = None if alike else source.size_of(batch)  # a batch that several ranks train on counts once
         self._samples += self._given or 0
         if self.tokens.function is not None and not alike:
             self._tokens += self.tokens.in_batch
@@ -199,7 +200,14 @@ class SharedSync(RankSync):
         may_speak = self._may_speak()
         quiet = 0 if may_speak else self._next_call(asking=False) - progress.step - 2
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
-        flags = [self._samples, self._tokens, self.requests.leave, may_speak, passed_ns, self._step.dropped]
+        flags = [
+            self._samples,
+            self._tokens,
+            self.requests.leave,
+            may_speak,
+            passed_ns,
+            self._step.dropped and self._driver.counts,
+        ]
         self._samples = self._tokens = 0
         self._announced = self._driver.reduce_later(torch.tensor([*flags, *Silence.votes(quiet)]))
 
@@ -265,11 +273,12 @@ class SharedSync(RankSync):
             return
         self._collect()
         self._complete_late()
-        self._complete(self._driver.reduce(self._own(speaks=True), "sum").tolist())
+        self._complete(self._driver.reduce(self._own(speaks=True), "total").tolist())
 
     def _own(self, *, speaks: bool) -> Tensor:
         """Return what the ranks exchange at a boundary: what `_complete` receives the sums of."""
-        own = [speaks, self.requests.leave, self._samples, self._tokens, *self._buffer.summary(first=self._driver.rank == 0)]
+        summary = self._buffer.summary(first=self._driver.rank == 0, counts=self._driver.counts)
+        own = [speaks, self.requests.leave, self._samples, self._tokens, *summary]
         self._samples = self._tokens = 0
         return torch.tensor(own, dtype=torch.float64)
 
@@ -314,7 +323,7 @@ class SharedSync(RankSync):
         uneven = self._by_hand or window.left_out > 0  # ranks may have different numbers of batches
         if self._driver.world_size == 1 or (own is None and not uneven):
             return own
-        if not self._by_hand and not window.counts(self._driver.world_size):
+        if not self._by_hand and not window.counts(self._driver.data_world_size):
             return None
         own = torch.zeros((), device=self._driver.device) if own is None else widened(own)
         weight = as_number(window.total if window.weights or uneven else 1.0, own.device, own.dtype)

@@ -16,7 +16,7 @@ from cadenza.engine.session import Session
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.loading.batches import moved
 from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.metrics import Updated, reduces_itself, share_states, updated_together
+from cadenza.loading.metrics import Updated, reduced_over, reduces_itself, share_states, updated_together
 from cadenza.records.scalars import as_numbers, weighted_sum
 from cadenza.status.outputs import Outputs
 from cadenza.status.tensor_parts import is_array
@@ -126,7 +126,7 @@ class Tally:
         metrics = [one.metric for one in self._metrics]
         share_states(metrics)
         for key, metric in self._evaluation.metrics.items():
-            with catch_warnings():
+            with catch_warnings(), reduced_over([metric], self._driver.data_group()):
                 if not self._evaluation.batch:  # the other ranks have batches
                     filterwarnings("ignore", message="The ``compute`` method of metric")
                 value = metric.compute()
@@ -169,7 +169,7 @@ class Tally:
 
     def _update_with_all_ranks(self) -> None:
         device = self._driver.device
-        everyone, first = self._driver.gather(self._gathered), self._evaluation.first_rank
+        everyone, first = self._driver.gather_data(self._gathered), self._evaluation.first_rank
         for turn in zip_longest(*everyone[first:], *everyone[:first]):  # the order of one process
             for given in filter(None, turn):
                 for one in self._later:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cadenza.drivers.sharding import locals_of
 from cadenza.engine.outputs import checked_loss
 from cadenza.engine.session import Session
 from cadenza.engine.window import AccumulationWindow
@@ -52,7 +53,7 @@ def finish_window(session: Session) -> None:
     if session.own_loop and session.sync.several:
         counted = complete_by_hand(session)
     else:
-        counted = window.counts(session.driver.world_size)
+        counted = window.counts(session.driver.data_world_size)
         if counted and (window.unreduced or not window.complete):
             complete_gradients(session)
         elif window.left_out and not counted:
@@ -73,12 +74,12 @@ def complete_by_hand(session: Session) -> bool:
     if not batches:
         return False
     driver.average_gradients(session.module.parameters())
-    factor: float | Tensor = window.size * driver.world_size / batches
+    factor: float | Tensor = window.size * driver.data_world_size / batches
     if weighted:
         total = driver.reduce(as_number(window.total, driver.device, torch.float32))
         factor = window.size / (total + (total == 0))
     if (weighted or factor != 1.0) and (gradients := distinct_gradients(session.optimizers)):
-        torch._foreach_mul_(gradients, factor)
+        _multiply(session, gradients, factor)
     return True
 
 
@@ -92,7 +93,12 @@ def complete_gradients(session: Session) -> None:
         session.driver.reduce_gradients(session.model.parameters())
     gradients = distinct_gradients(session.optimizers)
     if gradients and not window.complete:
-        torch._foreach_mul_(gradients, window.correction(session.driver.world_size))
+        _multiply(session, gradients, window.correction(session.driver.data_world_size))
+
+
+def _multiply(session: Session, gradients: list[Tensor], factor: float | Tensor) -> None:
+    # torch multiplies no shards together that lie on different groups of ranks.
+    torch._foreach_mul_(locals_of(gradients) if session.driver.shards else gradients, factor)
 
 
 def update(session: Session, optimizers: Sequence[Optimizer]) -> None:

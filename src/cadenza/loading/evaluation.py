@@ -135,7 +135,7 @@ class Evaluation(SampleCounter):
         Raises:
             DataError: There are fewer batches than ranks.
         """
-        self.ranks, self._before = run.driver.world_size, 0
+        self.ranks, self._before = run.driver.data_world_size, 0
         with separate_source():
             for name, loader in self._loaders().items():
                 self.source, self._number, self.first_ranks[name] = name, 0, self._before % self.ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -92,6 +93,20 @@ def share_states(metrics: Iterable[Any]) -> None:
     for metric in metrics:
         if _is_collection(metric):
             metric.items(copy_state=False)
+
+
+@contextmanager
+def reduced_over(metrics: Iterable[Any], group: Any) -> Iterator[None]:
+    """Return a context in which metrics of torchmetrics reduce over the ranks of a process group; None: over all."""
+    modules = [part for one in metrics if group is not None and _is_torchmetrics(one) for part in one.modules()]
+    set_here = [part for part in modules if getattr(part, "process_group", 0) is None]
+    try:
+        for part in set_here:
+            part.process_group = group
+        yield
+    finally:
+        for part in set_here:
+            part.process_group = None
 
 
 def reduces_itself(metric: object) -> bool:

@@ -28,6 +28,12 @@ class Ranks(Protocol):
     device: torch.device
     rank: int
     world_size: int
+    tensor_parallel: int
+
+    @property
+    def data_world_size(self) -> int: ...
+    @property
+    def counts(self) -> bool: ...
 
     def gather(self, value: Any) -> list[Any]: ...
     def reduce(self, value: Tensor, how: Literal["mean", "sum", "max", "min"] = "mean") -> Tensor: ...
@@ -88,19 +94,20 @@ class MetricBuffer:
         """Whether the open record has numbers."""
         return bool(self._numbers())
 
-    def summary(self, *, first: bool = True) -> list[float]:
+    def summary(self, *, first: bool = True, counts: bool = True) -> list[float]:
         """Return what ranks exchange about the open record: marks of its names, and the first `_EXCHANGED` numbers.
 
         The squares of the marks are part of it, so that the sums over all ranks show whether all marks are equal.
 
         Args:
             first: Whether this is the first rank.
+            counts: Whether the numbers of this rank are part of the sums.
         """
         numbers = self._numbers()
         mark = 1 + zlib.crc32("\0".join(_mark(name, value) for name, value in numbers.items()).encode()) if numbers else 0
         low, high = mark & 0xFFFF, mark >> 16
         here = [value for value in numbers.values() if not _on_device(value)]
-        values = [float(term) for value in here for term in _terms(value, first)][:_EXCHANGED]
+        values = [float(term) for value in here for term in _terms(value, first)][:_EXCHANGED] if counts else []
         return [low, low * low, high, high * high, *values, *[0.0] * (_EXCHANGED - len(values))]
 
     def reduce(self, driver: Ranks, sums: Sequence[float]) -> None:
@@ -113,22 +120,23 @@ class MetricBuffer:
             driver: Reduces over the ranks.
             sums: The sums of `summary` over all ranks.
         """
-        ranks, numbers, first = driver.world_size, self._numbers(), driver.rank == 0
+        ranks, counted, numbers, first = driver.world_size, driver.data_world_size, self._numbers(), driver.rank == 0
         marks = [int(total) for total in sums[:4]]
         if not any(marks):
             return
         if any(squares * ranks != total * total for total, squares in zip(marks[::2], marks[1::2], strict=True)):
-            self._reduce_gathered(driver.gather({name: _on_host(value) for name, value in numbers.items()}))
+            everyone = driver.gather({name: _on_host(value) for name, value in numbers.items()})
+            self._reduce_gathered(everyone, driver.tensor_parallel)
             return
         here = {name: value for name, value in numbers.items() if not _on_device(value)}
         terms = [float(term) for value in here.values() for term in _terms(value, first)]
         more = torch.tensor(terms[_EXCHANGED:], dtype=torch.float64)
-        self._put(here, iter([*sums[4:], *(driver.reduce(more, "sum").tolist() if len(more) else [])]), ranks)
+        self._put(here, iter([*sums[4:], *(driver.reduce(more, "sum").tolist() if len(more) else [])]), counted)
         away = {name: value for name, value in numbers.items() if name not in here}
         if apart := [term for value in away.values() for term in _terms(value, first)]:
             tensors = [widened(term) for term in apart if isinstance(term, Tensor)] or [torch.zeros((), device=driver.device)]
             like = max(tensors, key=lambda term: term.itemsize)
-            self._put(away, iter(driver.reduce(as_numbers(like, apart), "sum").unbind()), ranks)
+            self._put(away, iter(driver.reduce(as_numbers(like, apart), "sum").unbind()), counted)
         for side in (here, away):
             if chosen := [value for value in side.values() if isinstance(value, Reduced) and value.how in EXTREMES]:
                 put_extremes(chosen, driver.reduce(extremes(chosen), "max"))
@@ -171,10 +179,14 @@ class MetricBuffer:
             if not alike:  # else it was rounded
                 self._open[name] = mean
 
-    def _reduce_gathered(self, everyone: Sequence[Mapping[str, float | Reduced]]) -> None:
-        """Reduce the numbers of all ranks, which logged different names or in different ways."""
+    def _reduce_gathered(self, everyone: Sequence[Mapping[str, float | Reduced]], together: int) -> None:
+        """Reduce the numbers of all ranks, which logged different names or in different ways.
+
+        Of the ranks that compute `together`, which follow one another, the first counts, if one of these has the name.
+        """
         for name in dict.fromkeys(name for one in everyone for name in one):
-            values = [one[name] for one in everyone if name in one]
+            values = [one[name] for ranks in (everyone[::together], everyone) for one in ranks if name in one]
+            values = values[: sum(name in one for one in everyone[::together])] or values
             ways = list(dict.fromkeys(value.how if isinstance(value, Reduced) else None for value in values))
             if len(ways) > 1:
                 raise mixed(name, *ways[:2])

@@ -152,7 +152,7 @@ class KerasRun:
         if self.several:
             check_equal(self.session, self.view._setters)
             means = Means()
-            for one in self.session.driver.gather(own.state_dict()):
+            for one in self.session.driver.gather_data(own.state_dict()):
                 means.add_all(one, self.session.device)
         self.epoch_logs = {**means.logs(), **self.results}
         self._recorded_epoch = self.epoch
@@ -252,7 +252,7 @@ class KerasRun:
     def save(self, checkpoint: Any) -> None:
         """Add the means of the epoch to a checkpoint. Every rank must call this."""
         own = self.means.state_dict()
-        ranks = self.session.driver.gather(own) if self.session.sync.together else [own]
+        ranks = self.session.driver.gather_data(own) if self.session.sync.together else [own]
         logs = {name: value for name, value in self.epoch_logs.items() if isinstance(value, int | float | str)}
         self.record_epoch()
         state = {"epoch": self.epoch, "ranks": ranks, "logs": logs, "results": dict(self.results)}
@@ -264,9 +264,9 @@ class KerasRun:
         if state is None:
             return
         driver, ranks = self.session.driver, state["ranks"]
-        same = len(ranks) == driver.world_size
+        same = len(ranks) == driver.data_world_size
         self.means = Means()
-        for one in [ranks[driver.rank]] if same else ranks if driver.rank == 0 else []:
+        for one in [ranks[driver.data_rank]] if same else ranks if driver.rank == 0 else []:
             self.means.add_all(one, self.session.device)
         self.epoch, self.epoch_logs, self.results = state["epoch"], dict(state["logs"]), dict(state["results"])
         self.recorded.load_state_dict(state.get("history", {}))

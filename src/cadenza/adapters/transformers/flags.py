@@ -42,8 +42,8 @@ def of_other_ranks(driver: Driver, own: Collection[str], authors: Mapping[str, s
         own: The collective flags that are set on this rank.
         authors: The names of the callbacks that have set them, by flag.
     """
-    ranks = driver.reduce(torch.tensor([int(flag in own) for flag in COLLECTIVE]), "sum").tolist()
-    if all(count in (0, driver.world_size) for count in ranks):
+    marks = torch.tensor([[flag in own, flag not in own] for flag in COLLECTIVE], dtype=torch.uint8)
+    if not any(has and lacks for has, lacks in driver.reduce(marks, "max").tolist()):
         return {}
     everyone = driver.gather({flag: authors.get(flag, "") for flag in own})
     found: dict[str, str] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json import dumps
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from cadenza.checkpoint.store.tensor_files import Facts
-from cadenza.drivers.sharding import Region, chunk_of
+from cadenza.drivers.sharding import Region, part_of
+from cadenza.drivers.sharding import Split as Cut
 from cadenza.errors import CheckpointFormatError, StateError
 from cadenza.status.counting import counted
 
@@ -47,18 +48,16 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Parts that follow from the number of ranks: each rank has a chunk of one dimension, as ``torch.chunk`` splits it."""
+    """Parts that follow from the number of ranks, as ``torch.chunk`` splits the dimensions of the tensor."""
 
     folder: str
     kind: str
     shape: tuple[int, ...]
     itemsize: int
-    dim: int | None
-    """None: the first rank has the whole tensor."""
+    splits: tuple[Cut, ...]
+    """Each splits the parts of those before; none: the first rank has the whole tensor."""
     files: Sequence[Facts | None]
     """By rank, the facts of its file; None if it has none."""
-    over: int
-    """The number of ranks that have a chunk, which are the first ones."""
 
     def overlapping(self, wanted: Region) -> Sequence[Chunk]:
         """Return the parts that overlap with a region.
@@ -66,14 +65,13 @@ class Split:
         Raises:
             CheckpointFormatError: A part is larger than its file: an invented shape would ask for any amount of memory.
         """
-        ranks = range(1)
-        if self.dim is not None:
-            step = -(-self.shape[self.dim] // self.over) or 1
-            cut = wanted[self.dim]
-            ranks = range(cut.start // step, min(-(-cut.stop // step), self.over))
+        whole: Region = tuple(slice(0, size) for size in self.shape)
         found = []
-        for rank in ranks:
-            chunk, facts = self._chunk(rank), self.files[rank]
+        for rank, part in self._parts(0, whole, wanted, self.splits):
+            facts, sizes = self.files[rank], tuple(cut.stop - cut.start for cut in part)
+            chunk = Chunk(
+                f"{self.folder}/{part_file(self.kind, rank, len(self.files))}", tuple(cut.start for cut in part), sizes
+            )
             if not _overlaps(chunk, wanted):
                 continue
             if facts is None or math.prod(chunk.sizes) * self.itemsize > facts["size"]:
@@ -81,12 +79,15 @@ class Split:
             found.append(chunk)
         return found
 
-    def _chunk(self, rank: int) -> Chunk:
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
-        if self.dim is not None:
-            rows = chunk_of(self.shape[self.dim], rank, self.over)
-            offsets[self.dim], sizes[self.dim] = rows.start, rows.stop - rows.start
-        return Chunk(f"{self.folder}/{part_file(self.kind, rank, len(self.files))}", tuple(offsets), tuple(sizes))
+    def _parts(self, rank: int, part: Region, wanted: Region, splits: Sequence[Cut]) -> Iterator[tuple[int, Region]]:
+        """Yield the ranks that have the parts of `part` which may overlap with a region, and these parts."""
+        if not splits:
+            yield rank, part
+            return
+        (first, *rest), cut, has = splits, wanted[splits[0].dim], part[splits[0].dim]
+        step = -(-(has.stop - has.start) // first.ranks) or 1
+        for number in range(max(0, cut.start - has.start) // step, min(-(-(cut.stop - has.start) // step), first.ranks)):
+            yield from self._parts(rank + number * first.stride, part_of(part, first, number), wanted, rest)
 
 
 def _overlaps(chunk: Chunk, wanted: Region) -> bool:
@@ -104,8 +105,11 @@ def part_file(kind: str, rank: int, ranks: int) -> str:
 
 
 Layout = dict[str, dict[str, dict[str, Any]]]
-"""By ``"model"`` and ``"state"``, by name of a tensor: its shape, its number format, the dimension that is split and, if it is
-split over some ranks only, their number."""
+"""By ``"model"`` and ``"state"``, by name of a tensor: its shape, its number format, and how it is split.
+
+``"split"`` is the dimension that is split over all ranks, or over the first ones, of which ``"over"`` is the number; None if
+the first rank has the whole tensor; or a list of several splits, each ``[dimension, ranks, stride]``: see `drivers.sharding`.
+"""
 
 
 def checksum_of(layout: Layout) -> str:
@@ -150,13 +154,29 @@ def split_of(folder: str, kind: str, entry: Mapping[str, Any], files: Sequence[F
     Raises:
         ValueError, LookupError, TypeError: It is not of the kind that a save writes.
     """
-    shape, dim = checked_shape(entry["shape"]), entry["split"]
-    if dim is not None and (type(dim) is not int or not 0 <= dim < len(shape)):
-        raise ValueError(f"a tensor of the shape {shape} is split along {dim!r}")
-    over = entry.get("over", len(files))
-    if type(over) is not int or not 1 <= over <= len(files):
-        raise ValueError(f"a tensor is split over {over!r} of {counted(len(files), 'rank')}")
-    return Split(folder, kind, shape, dtype_of(entry).itemsize, dim, files, over)
+    shape, ranks = checked_shape(entry["shape"]), len(files)
+    given = entry["split"]
+    if not isinstance(given, list):
+        given = [] if given is None else [[given, entry.get("over", ranks), 1]]
+    splits = tuple(Cut(*one) for one in given)
+    for one in splits:
+        if not all(type(number) is int for number in one) or not 0 <= one.dim < len(shape):
+            raise ValueError(f"a tensor of the shape {shape} is split along {one.dim!r}")
+        if one.ranks < 1 or one.stride < (one.ranks > 1):
+            raise ValueError(f"a tensor is split over {one.ranks!r} of {counted(ranks, 'rank')}")
+    if sum((one.ranks - 1) * one.stride for one in splits) >= ranks:
+        raise ValueError(f"a tensor is split over {[*map(tuple, splits)]}, and there are {counted(ranks, 'rank')}")
+    return Split(folder, kind, shape, dtype_of(entry).itemsize, splits, files)
+
+
+def split_entry(splits: Sequence[Cut], ranks: int) -> dict[str, Any]:
+    """Return what the layout says of the splits of a tensor, in the shortest form."""
+    if not splits:
+        return {"split": None}
+    if len(splits) == 1 and splits[0].stride == 1:
+        dim, over, _ = splits[0]
+        return {"split": dim} | ({} if over == ranks else {"over": over})
+    return {"split": [list(one) for one in splits]}
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from cadenza.checkpoint.store.files import Files
-from cadenza.checkpoint.store.layout import MODEL, STATE, Chunk, Layout, Listed, Parts, checked_shape, dtype_of
-from cadenza.drivers.sharding import Region, is_first_holder, region_of
+from cadenza.checkpoint.store.layout import MODEL, STATE, Chunk, Layout, Listed, Parts, checked_shape, dtype_of, split_entry
+from cadenza.drivers.sharding import Region, Splits, region_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError
 from cadenza.status.plain import host_copy
 from cadenza.status.tensor_parts import is_built_of_tensors
@@ -30,10 +31,8 @@ class Shard:
     part: Tensor
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    dim: int | None = 0
-    """The dimension that is split; None if all ranks have the whole tensor, which the first one writes."""
-    over: int | None = None
-    """The number of ranks over which it is split, which are the first ones; None: all."""
+    split: Mapping[str, Any] = field(default_factory=lambda: {"split": 0})
+    """How the layout of the checkpoint says that it is split."""
 
     @staticmethod
     def of(tensor: Tensor) -> Shard:
@@ -50,16 +49,10 @@ class Shard:
                 "optimizer with plain states."
             )
         offsets = tuple(cut.start for cut in region_of(tensor))
-        mesh, (*outer, inner) = detached.device_mesh, detached.placements
-        if not all(one.is_replicate() for one in outer) or not (inner.is_shard() or inner.is_replicate()):
-            raise StateError(
-                f"a tensor has the layout {detached.placements} over a mesh of the shape {tuple(mesh.shape)}; expected a split "
-                "along one dimension. Shard the model with FsdpDriver."
-            )
-        if not is_first_holder(tensor):
+        splits, is_first = Splits.of(tensor)
+        if not is_first:
             part = part.new_empty(0)  # not copied: another rank has the same, and writes it
-        dim = inner.dim if inner.is_shard() else None
-        return Shard(host_copy(part), tuple(tensor.shape), offsets, dim, mesh.size(mesh.ndim - 1) if outer else None)
+        return Shard(host_copy(part), tuple(tensor.shape), offsets, split_entry(splits, dist.get_world_size()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +123,7 @@ def layout_of(model: Mapping[str, Shard], state: Mapping[str, Shard]) -> Layout:
     """Return the layout of the tensors of which this rank has shards: the same on all ranks that hold the same tensors."""
     return {
         kind: {
-            name: {"shape": list(one.shape), "dtype": str(one.part.dtype).removeprefix("torch."), "split": one.dim}
-            | ({} if one.over is None else {"over": one.over})
+            name: {"shape": list(one.shape), "dtype": str(one.part.dtype).removeprefix("torch."), **one.split}
             for name, one in shards.items()
         }
         for kind, shards in ((MODEL, model), (STATE, state))

@@ -217,7 +217,7 @@ class EvaluatorCallback(ActionCallback):
         """Call the user's function on the main process with the batches of all ranks. Every rank must call this."""
         own, self._own = self._own, []
         for index in range(max(run.driver.gather(len(own)))):  # a rank may have fewer batches
-            everyone = run.driver.gather(own[index] if index < len(own) else None)
+            everyone = run.driver.gather_data(own[index] if index < len(own) else None)
             if run.is_main:
                 names = [tensor.unique_name for tensor in self.eval_tensors]
                 workers = [dict(zip(names, moved(one, run.device), strict=True)) for one in everyone if one is not None]

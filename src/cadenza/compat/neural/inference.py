@@ -69,7 +69,7 @@ class Inference:
         trainer = Trainer(model, _no_optimizer, loader, max_steps=1, driver=driver, precision=precision, progress=False)
         trainer.evaluate(loader, name="infer", compute=compute)
         if driver.world_size > 1:
-            ranks = driver.gather(batches)
+            ranks = driver.gather_data(batches)
             batches = [one[index] for index in range(max(map(len, ranks))) for one in ranks if index < len(one)]
         return [[batch[index] for batch in batches] for index in range(len(tensors))] if driver.is_main else None
 

@@ -176,7 +176,7 @@ def reduced(driver: Driver, own: Mapping[str, tuple[str, float, float]]) -> dict
         driver: Gathers.
         own: The `Logged.summary` of this rank, by name.
     """
-    everyone = [dict(own)] if driver.world_size == 1 else driver.gather(dict(own))
+    everyone = [dict(own)] if driver.world_size == 1 else driver.gather_data(dict(own))
     names = dict.fromkeys(name for one in everyone for name in one)
     return {name: _reduced([one[name] for one in everyone if name in one]) for name in names}
 

@@ -48,7 +48,7 @@ def predict(session: Session, evaluation: ModuleEvaluation) -> list[Any]:
     """
     evaluate(session, evaluation)
     driver, own = session.driver, evaluation.predictions
-    everyone = [own] if driver.world_size == 1 else driver.gather(own)
+    everyone = [own] if driver.world_size == 1 else driver.gather_data(own)
     parts = list[list[Any]]()
     names: list[str | None] = [*evaluation.sources] or [None]
     for index, name in enumerate(names):
@@ -60,7 +60,7 @@ def predict(session: Session, evaluation: ModuleEvaluation) -> list[Any]:
 
 def rehearse(session: Session, evaluation: ModuleEvaluation, batches: int) -> None:
     """Try an evaluation on a few batches. The hooks of the module are called, and nothing of the results is kept."""
-    trial = evaluation.trial(batches * session.driver.world_size)
+    trial = evaluation.trial(batches * session.driver.data_world_size)
     attached = evaluation.attached
     with (
         _modes(session, trial),

@@ -30,7 +30,7 @@ class LimitBatchesCallback(TrainerCallback):
         return [*super().listeners(), every, *self._limit.listeners()]
 
     def _count_all(self, run: Run, evaluation: Evaluation) -> None:
-        self._limit.evaluation = self.num_batches * run.driver.world_size  # this limit counts the batches of all processes
+        self._limit.evaluation = self.num_batches * run.driver.data_world_size  # this limit counts the batches of all processes
 
 
 class StepBasedEvaluationCallback(TrainerCallback):
@@ -77,7 +77,7 @@ class LimitEvalStepsCallback(TrainerCallback):
     def _limit(self, run: Run, evaluation: Evaluation) -> None:
         self._limits[evaluation] = evaluation.limit
         if is_intermediate(run, evaluation) or not self.limit_intermediate_only:
-            ranks = run.driver.world_size  # a limit counts the batches of all ranks, and each rank does the same number
+            ranks = run.driver.data_world_size  # a limit counts the batches of all ranks, and each rank does the same number
             steps = max(self.num_eval_steps // ranks, 1) * ranks
             evaluation.limit = min(steps, evaluation.limit or steps)
             run.print(f"Limiting evaluation to {steps // ranks} steps per process")

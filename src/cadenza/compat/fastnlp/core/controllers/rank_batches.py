@@ -28,7 +28,7 @@ def batches_of_rank(driver: Driver, model: nn.Module, loader: Any, limit: int | 
     shard = driver.data_shard().uneven()
     check_enough_batches(loader, length_of(loader), shard, "a loader of the evaluation")
     driver.share_buffers(model)  # the buffers of the main process are saved
-    read = loader if limit is None else Limited(loader, limit * driver.world_size)
+    read = loader if limit is None else Limited(loader, limit * driver.data_world_size)
     yield from resumable(read, 0, shard=shard).batches(0, 0)
 
 
@@ -51,7 +51,7 @@ class GatheredBatches:
         batches, self._batches = self._batches, []
         if driver.world_size == 1:
             return
-        for batches_at in zip_longest(*driver.gather(batches), fillvalue=()):
+        for batches_at in zip_longest(*driver.gather_data(batches), fillvalue=()):
             for name, arguments in (one for batch in batches_at for one in batch):
                 metric = metrics[name]
                 update = metric.update if hasattr(metric, "update") else metric

@@ -1,0 +1,280 @@
+"""Layers that several ranks compute together: training, data, results and checkpoints are those of one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torchmetrics import MeanSquaredError, SumMetric
+
+from cadenza import Callback, Run, Trainer, on
+from cadenza.callbacks import BestWeights, Checkpoint, ClipGradients, Ema, Evaluate, Freeze, LearningRate, StopOnNonFinite
+from cadenza.drivers import DdpDriver, Driver, FsdpDriver, SingleDriver, TensorParallel
+from cadenza.engine.session import session_of
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.testing import launch
+from tests.distributed.parts import Batch, judged, loader, squared_error
+from tests.distributed.test_fsdp import weights_of, whole
+from tests.distributed.test_other_ranks import weighted
+
+PLAN: dict[str, ParallelStyle] = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+
+
+class Block(nn.Module):
+    """A layer of which the plan splits two weights; ranks hold 5 of 10 rows, of which a shard has 3 or 2."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6), nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        added: Tensor = hidden + self.drop(self.down(self.up(self.norm(hidden)).tanh()))
+        return added
+
+
+def network(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), Block(dropout), Block(dropout), nn.Linear(6, 1))
+
+
+def tensor_parallel(**options: Any) -> FsdpDriver:
+    return FsdpDriver("cpu", shard=Block, tensor_parallel=TensorParallel(PLAN, ranks=2), timeout_s=100, **options)
+
+
+class Distances:
+    """A metric that sees the predictions of all ranks, in order."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.seen: list[float] = []
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        self.seen += (predictions - targets).flatten().tolist()
+
+    def compute(self) -> float:
+        return sum(value * number for number, value in enumerate(self.seen, 1))
+
+
+def usual(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    return {**judged(model, batch), "rows": batch[2], "ones": torch.ones(len(batch[0]))}
+
+
+def trained(driver: Driver, accumulate: int) -> tuple[Tensor, dict[str, dict[int, float]], Any, Counter[int], int]:
+    """Train with the callbacks that touch weights; return weights, history, predictions, what this rank saw, and samples."""
+    seen: Counter[int] = Counter()
+
+    @on(Callback.on_batch_start)
+    def see(run: Run, batch: Batch) -> None:
+        seen.update(batch[2].tolist())
+
+    @on(Callback.on_step_end)
+    def log(run: Run) -> None:
+        run.log("counted", 1.0, reduce="sum")
+        run.log("plain", float(run.progress.step))
+        if run.is_main:
+            run.log("of the main process", 2.0)
+
+    metrics = {"error": MeanSquaredError(), "sum": (SumMetric(), "ones"), "order": Distances()}
+    best = BestWeights("eval/loss", "min")
+    one = Trainer(
+        network(), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), loader(48), squared_error,
+        max_epochs=2, seed=5, driver=driver, progress=False, accumulate=accumulate, debug_ranks=True,
+        callbacks=[
+            see, log, ClipGradients(0.5, log="norm", log_every="1 step"), StopOnNonFinite(), Ema(0.5), best,
+            LearningRate(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)), Freeze("3.*", until="3 steps"),
+            Evaluate(loader(37, shuffle=False), metrics=metrics, every="4 steps", weights="ema", compute=usual),
+        ],
+    )  # fmt: skip
+    run = one.fit()
+    history = {name: dict(run.history[name]) for name in run.history.names}
+    predicted = one.predict(loader(37, shuffle=False), compute=lambda model, batch: model(batch[0]))
+    return weights_of(one), history, predicted, seen, run.progress.samples
+
+
+def test_training_on_ranks_that_compute_together_and_on_others_equals_one_process() -> None:
+    weights, history, predicted, _, samples = trained(SingleDriver("cpu"), 2)
+    ranks = launch(lambda: trained(tensor_parallel(), 1), 4)
+    for got, logged, predictions, _, counted in ranks:
+        assert torch.allclose(got, weights, atol=1e-6)
+        assert torch.allclose(predictions, predicted, atol=1e-6)
+        assert counted == samples == 96
+        for name in history:
+            expected = {step: 2 * value for step, value in history[name].items()} if name == "counted" else history[name]
+            assert logged[name] == pytest.approx(expected, rel=1e-5), name
+    assert ranks[0][3] == ranks[1][3] != ranks[2][3] == ranks[3][3]  # what they saw
+    assert ranks[0][3] + ranks[2][3] == dict.fromkeys(range(48), 2)
+
+
+DRIVERS: dict[str, tuple[int, Callable[[], Driver]]] = {
+    "tensor": (2, lambda: tensor_parallel()),
+    "both": (4, lambda: tensor_parallel()),
+    "replicas": (4, lambda: tensor_parallel(replicas=2)),
+    "fsdp": (2, lambda: FsdpDriver("cpu", shard=Block, timeout_s=100)),
+    "ddp": (2, lambda: DdpDriver("cpu", timeout_s=100)),
+    "single": (1, lambda: SingleDriver("cpu")),
+}
+"""By name, a number of ranks and the driver."""
+State = dict[str, Tensor]
+
+
+def all_of(run: Run) -> State:
+    """Return the weights, their average and the states of the optimizer, whole. Every rank must call this."""
+    average = hooks_of(run).callbacks["Ema"].state_dict()["average"]
+    states = {name: run.optimizers[0].state[parameter] for name, parameter in run.model.named_parameters()}
+    moments = {f"{name} {key}": value for name, state in states.items() for key, value in state.items()}
+    return {name: whole(value).clone() for name, value in {**run.model.state_dict(), **average, **moments}.items()}
+
+
+def leg(directory: Path, driver: str, steps: int | None, dropout: float = 0.0) -> tuple[State, State, Counter[int]]:
+    """Continue the run in `directory` until a step; return its state at the start and at the end, and what this rank saw."""
+    begun: State = {}
+    seen: Counter[int] = Counter()
+
+    @on(Callback.on_load)
+    def loaded(run: Run, _: Any) -> None:
+        begun.update(all_of(run))
+
+    @on(Callback.on_batch_start)
+    def see(run: Run, batch: Batch) -> None:
+        if session_of(run).cursor.source.replicated_at != run.progress.batch_in_epoch or run.driver.data_rank == 0:
+            seen.update(batch[2].tolist() if run.driver.counts else ())
+
+    made = DRIVERS[driver][1]()
+    run = Trainer(
+        network(dropout), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), loader(79), weighted,
+        max_epochs=2, max_steps=steps, seed=5, driver=made, accumulate=4 // made.data_world_size, directory=directory,
+        callbacks=[loaded, see, Ema(0.5), Checkpoint("100 steps")], progress=False,
+    ).fit(resume="auto")  # fmt: skip
+    return begun, all_of(run), seen
+
+
+def legs(directory: Path, chain: list[tuple[str, int | None]], **arguments: Any) -> tuple[State, Counter[int]]:
+    """Do a run in parts, each of which begins with the bits with which the one before ended."""
+    state, seen = dict[str, Tensor](), Counter[int]()
+    for driver, steps in chain:
+        ranks, _ = DRIVERS[driver]
+
+        def work(driver: str = driver, steps: int | None = steps) -> Any:
+            return leg(directory, driver, steps, **arguments)
+
+        everyone = [work()] if ranks == 1 else launch(work, ranks)
+        for begun, ended, saw in everyone:
+            assert begun.keys() == state.keys()
+            assert all(torch.equal(begun[name], state[name]) for name in state)
+            assert all(torch.equal(ended[name], everyone[0][1][name]) for name in ended)
+            seen += saw
+        state = everyone[0][1]
+    return state, seen
+
+
+def test_checkpoints_go_between_all_layouts_bit_exactly(tmp_path: Path) -> None:
+    state, seen = legs(tmp_path / "cut", [("tensor", 1), ("single", 3), ("fsdp", 4), ("both", 7), ("ddp", None)])
+    _, expected, _ = leg(tmp_path / "whole", "single", None)
+    assert seen == dict.fromkeys(range(79), 2)
+    for name in expected:
+        assert torch.allclose(state[name], expected[name], atol=1e-6), name
+
+
+def test_a_run_resumes_with_the_same_layout_to_the_same_bits_and_dropout_is_that_of_the_data(tmp_path: Path) -> None:
+    def cut_and_through(driver: str) -> list[State]:
+        cut = tmp_path / driver
+        leg(cut, driver, 3, dropout=0.3)
+        return [leg(folder, driver, None, dropout=0.3)[1] for folder in (cut, tmp_path / f"{driver} through")]
+
+    _, data, _ = launch(lambda: leg(tmp_path / "data", "fsdp", None, dropout=0.3))[0]
+    for results in launch(lambda: [cut_and_through(driver) for driver in ("both", "replicas")], 4):
+        for cut, through in results:
+            for name in cut:
+                assert torch.equal(cut[name], through[name]), name
+                assert torch.allclose(cut[name], data[name], atol=1e-6), name
+
+
+class Words(nn.Module):
+    """Embeddings that are also the last layer: (B, T) words -> (B, T, 12) scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(12, 8), nn.LayerNorm(8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.norm(self.embedding(words)))
+        return scores.clone()  # FSDP warns of views
+
+
+def plan(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split weights over words, and the norm over positions."""
+    styles = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, styles)
+
+
+def learned(make: Callable[[], Driver]) -> Tensor:
+    torch.manual_seed(0)
+    words = torch.randint(0, 12, (24, 5))
+    one = Trainer(
+        Words(), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), list(words.split(6)),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()),
+        max_epochs=2, seed=1, driver=make(), progress=False,
+    )  # fmt: skip
+    one.fit()
+    assert len(list(one.model.parameters())) == 3  # the weight with two names is one weight
+    return weights_of(one)
+
+
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "ranks": (lambda: FsdpDriver("cpu", tensor_parallel=TensorParallel(PLAN, ranks=3)), "must divide the number of ranks, 2"),
+    "both": (lambda: TensorParallel(PLAN, ranks=2, mesh=world()), "needs one of ranks= and mesh="),
+    "mesh": (lambda: TensorParallel(PLAN, mesh=init_device_mesh("cpu", (2,))), "two or three dimensions"),
+    "replicas": (
+        lambda: FsdpDriver("cpu", replicas=2, tensor_parallel=TensorParallel(PLAN, mesh=world())),
+        "replicas must divide the number of ranks that do not compute together, which is 1",
+    ),
+    "no plan": (lambda: TensorParallel(cast("Any", ColwiseParallel()), ranks=2), "plan must be a mapping"),
+    "no style": (
+        lambda: TensorParallel({"head": cast("Any", "colwise")}, ranks=2),
+        r"must be a style such as ColwiseParallel\(\)",
+    ),
+    "no such module": (lambda: split({"heads": ColwiseParallel()}), "Did you mean 'head'"),
+    "two styles": (lambda: split({"head": ColwiseParallel(), "h*": RowwiseParallel()}), "both match 'head'"),
+    "tied": (lambda: split({"head": ColwiseParallel()}), "are one weight, and the plan would split it in two ways"),
+}
+
+
+def world() -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "parts"))
+
+
+def split(styles: dict[str, ParallelStyle]) -> nn.Module:
+    return FsdpDriver("cpu", tensor_parallel=TensorParallel(styles, ranks=2)).prepare(Words())
+
+
+def test_the_plan_may_be_a_function_and_the_mesh_of_the_user_and_mistakes_are_reported() -> None:
+    def work() -> Tensor:
+        for wrong, message in WRONG.values():
+            with pytest.raises((TypeError, ValueError), match=message):
+                wrong()
+        return learned(lambda: FsdpDriver("cpu", tensor_parallel=TensorParallel(plan, mesh=world())))
+
+    expected = learned(lambda: SingleDriver("cpu"))
+    for weights in launch(work):
+        assert torch.allclose(weights, expected, atol=1e-6)
