@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
-SCRIPT = """
 from cadenza.testing import launch, tiny_trainer
+from tests import forked
 
-def steer():
+
+def steer() -> tuple[str, str]:
+    """Return the error about the pause, and how the run ended."""
     handle = tiny_trainer(steps=1_000_000, driver="ddp").start()
     try:
         handle.pause()
     except RuntimeError as error:
         refused = str(error)
     handle.stop("enough")
-    return refused, handle.join(60).outcome.kind
-
-for refused, kind in launch(steer, 2):
-    assert "works in one process only" in refused, refused
-    assert kind == "stopped", kind
-"""
+    outcome = handle.join(60).outcome
+    assert outcome is not None
+    return refused, outcome.kind
 
 
-def test_on_several_ranks_a_run_is_stopped_but_not_paused() -> None:
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=120)  # fresh: `launch` forks
+def steer_on_two() -> None:
+    for refused, kind in launch(steer, 2):
+        assert "works in one process only" in refused, refused
+        assert kind == "stopped", kind
+
+
+def test_on_several_ranks_a_run_is_stopped_but_not_paused(tmp_path: Path) -> None:
+    process = forked.start(steer_on_two, output=tmp_path / "said.txt")  # `launch` forks: not from a process with threads
+    assert process.ended() == 0, process.said()

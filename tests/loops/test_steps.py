@@ -334,4 +334,4 @@ def loop(steps: Steps) -> None:
 
 
 def test_the_loop_resumes_bit_for_bit() -> None:
-    prove_resume(make, at=[1, 4, 9], loop=loop)
+    prove_resume(make, at=[1, 4, 9], loop=loop, in_process=True)
