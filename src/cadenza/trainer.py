@@ -148,6 +148,7 @@ class Trainer(Fitting):
             beforehand=beforehand,
         )
         self.driver.check(optimizer=optimizer, precision=precision)
+        self.driver.check_model(model)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
         check_monitors(hooks, self.compute_loss)
         check_one_each(hooks.callbacks, None if callable(optimizer) else self._checked(optimizer))

@@ -20,8 +20,9 @@ from cadenza.checkpoint.store import Loaded, Store
 from cadenza.checkpoint.store.link_names import is_link_name
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import agreed
+from cadenza.drivers.weight_files import tensors_in_file
 from cadenza.engine.session import Session
-from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError, nearest
+from cadenza.errors import CheckpointError, CheckpointMismatchError, nearest
 from cadenza.hooks.held_weights import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
@@ -38,7 +39,7 @@ class Chosen:
     where: str
     """The path of the checkpoint or the file."""
     tensors: dict[str, Any]
-    """By the model's names, tensors, or a `Stored` for each that is stored in shards."""
+    """By the model's names, tensors, or a `Stored` or `FileTensor` for each that is not in memory."""
     weights: str = MODEL
     """``"model"``, or the name of averaged ones."""
     left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -108,7 +109,7 @@ def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str
     """Read weights from a checkpoint, or from a safetensors file.
 
     Args:
-        path: A run directory, a folder of checkpoints, an fsspec URL, a checkpoint, or a safetensors file.
+        path: A run directory, a folder of checkpoints, an fsspec URL, a checkpoint, a safetensors file, or an index of several.
         which: See `find`.
         wanted: See `chosen_of`.
 
@@ -125,7 +126,7 @@ def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str
         raise CheckpointError(
             f"{text} is one file of weights, without {meant}. Give the checkpoint or the directory of the run"
         )
-    return Chosen(text, dict(_weights_in_file(text)))
+    return Chosen(text, dict(tensors_in_file(text)))
 
 
 def is_weights_file(path: str) -> bool:
@@ -279,16 +280,3 @@ def _misfit(name: str, given: Any, own: Tensor | None) -> str | None:
     if tuple(given.shape) != tuple(own.shape):
         return f"{name} has shape {tuple(given.shape)}, the model's {tuple(own.shape)}"
     return None
-
-
-def _weights_in_file(path: str) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise CheckpointFormatError(
-            f"{path} is no safetensors file ({error}). A pickle (.pt, .pth, .bin, .ckpt) could run code and is not read here: "
-            "load it with torch.load(..., weights_only=True) and model.load_state_dict, if you trust it."
-        ) from None

@@ -25,7 +25,8 @@ def load_weights(
     """Put weights into a model.
 
     Args:
-        path: A run directory, a folder of checkpoints, an fsspec URL, a checkpoint, or a safetensors file.
+        path: A run directory, a folder of checkpoints, an fsspec URL, a checkpoint, a safetensors file, or an index of several
+            files, such as ``model.safetensors.index.json``. Into a sharded model, each rank reads its shards of such files.
         model: Gets them, on the device where it is.
         which: The checkpoint of a run: ``"last"``, the newest that verifies, on the branch that the run is on; ``"best"``, or
             ``"best:eval/acc"`` if several results chose one, for which ``Checkpoint(keep_best=...)`` kept it; or a name such

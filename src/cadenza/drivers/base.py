@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.drivers.agreeing import Meeting
+from cadenza.drivers.materializing import check_can_materialize
 from cadenza.drivers.posts import Post
 from cadenza.drivers.sharding import Readable
 from cadenza.loading.shards import Shard
@@ -87,7 +88,13 @@ class Driver(ABC):
 
     @abstractmethod
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Move `model` to the device and, on many ranks, wrap or shard it; return the result. Every rank must call this."""
+        """Move `model` to the device and, on many ranks, wrap or shard it; return the result. Every rank must call this.
+
+        Tensors of the model that are on the device ``meta`` get values, by ``reset_parameters()`` of their modules.
+
+        Raises:
+            ValueError: Such a tensor got no value.
+        """
 
     @abstractmethod
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -173,6 +180,11 @@ class Driver(ABC):
 
     def check(self, *, optimizer: object, precision: str) -> None:  # noqa: B027  # most accept all arguments
         """Raise `ValueError` for arguments of a trainer that this driver does not support."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise `ValueError` if `prepare` could not give values to all tensors of `model` that are on the device ``meta``."""
+        if self.device.type != "meta":
+            check_can_materialize(model)
 
     def check_trainable(self, model: nn.Module) -> None:  # noqa: B027  # most train all layers
         """Raise `ValueError` if a layer of `model` cannot be trained with this driver."""

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.drivers.group import GroupDriver
+from cadenza.drivers.materializing import materialize
 from cadenza.drivers.nothing import backward_of_nothing, leaves_of, sparse_in
 
 CommHook = Callable[[Any, Any], Any]
@@ -91,6 +92,7 @@ class DdpDriver(GroupDriver):
     def prepare(self, model: nn.Module) -> nn.Module:
         self._run += 1
         self.check_trainable(model)
+        materialize(model, self.device, self.meeting)
         model = model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,10 @@ from torch import distributed as dist
 
 from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.matching import Choice, check_choice, named_matches
+from cadenza.drivers.materializing import Init, check_can_materialize, empty_tensors, materialize
 from cadenza.drivers.sharding import Readable, chunk_of
 from cadenza.drivers.tensor_parallel import TensorParallel
 from cadenza.errors import DistributedError
-from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,15 +51,22 @@ class FsdpDriver(GroupDriver):
         cast_forward_inputs: Convert the inputs of sharded modules to `param_dtype`.
         tensor_parallel: Layers that several ranks compute together; see `TensorParallel`. `replicas`, and the sharding of
             weights, apply to the other dimensions of the ranks: 8 ranks of which 2 compute together shard weights over 4.
+        cpu_offload: Keep the shards of weights, gradients and optimizer states in the memory of the host, where the optimizer
+            updates them. With a CUDA device, the memory is pinned. With the device ``"cpu"`` they are there anyway.
+        init: For a model that was built on the device ``meta``: a function that is called with each module, children first, and
+            sets the tensors that the module holds itself, in place. They are whole during the call. None, and for modules
+            that it does not set: their method ``reset_parameters()``.
+        weights: For such a model: a safetensors file, or an index of several, such as ``model.safetensors.index.json``. Each
+            rank reads its shards. What the file does not hold is initialized.
         share_data: Split each loader over the ranks; see `DdpDriver`.
         timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised.
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
-        TypeError: `shard` or `checkpoint_activations` is no choice of modules.
-        ValueError: A format is unknown, or `replicas` or the ranks that compute together do not divide the number of ranks.
-            When a run starts: a class or pattern matches no module, or two modules with a common weight would be sharded
-            separately.
+        TypeError: `shard` or `checkpoint_activations` is no choice of modules, or `init` no function.
+        ValueError: A format is unknown, `replicas` or the ranks that compute together do not divide the number of ranks, or
+            `weights` is no file. When a run starts: a class or pattern matches no module, two modules with a common weight
+            would be sharded separately, or nothing sets a tensor on the device ``meta``.
 
     >>> import torch.distributed as dist
     >>> from cadenza.testing import tiny_run
@@ -86,6 +94,9 @@ class FsdpDriver(GroupDriver):
         output_dtype: str | None = None,
         cast_forward_inputs: bool = True,
         tensor_parallel: TensorParallel | None = None,
+        cpu_offload: bool = False,
+        init: Init | None = None,
+        weights: str | os.PathLike[str] | None = None,
         share_data: bool = True,
         timeout_s: float = 600,
     ) -> None:
@@ -114,6 +125,16 @@ class FsdpDriver(GroupDriver):
         self.reduce_dtype: str | None = reduce_dtype
         self._policy = {name: None if dtype is None else _DTYPES[dtype] for name, dtype in formats.items()}
         self._cast_forward_inputs = cast_forward_inputs
+        if init is not None and not callable(init):
+            raise TypeError(f"init must be a function of a module, or None; got {init!r}")
+        if weights is not None and not os.path.isfile(weights):
+            raise ValueError(
+                f"weights must be a safetensors file, or a model.safetensors.index.json; rank {self.rank} finds no file "
+                f"{os.fspath(weights)!r}. For a checkpoint use fit(resume=PATH), or export_weights to make a file of it."
+            )
+        self.cpu_offload: bool = cpu_offload
+        self.init: Init | None = init
+        self.weights: str | os.PathLike[str] | None = weights
         self.reshard_after_forward = reshard_after_forward
 
     def _computing_together(self) -> int:
@@ -134,35 +155,59 @@ class FsdpDriver(GroupDriver):
                 "'fp32' with FSDP. FsdpDriver(param_dtype='bf16') also halves the communication."
             )
 
+    def check_model(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        check_can_materialize(model, self.init, self.weights)
+        if not empty_tensors(model) and not isinstance(model, FSDPModule) and (self.init or self.weights):
+            raise ValueError(
+                f"FsdpDriver({'init' if self.init else 'weights'}=) sets the tensors of a model on the device 'meta', and this "
+                'model has none there. Build it inside of `with torch.device("meta"):`, or set its weights before, for example '
+                "with cadenza.load_weights."
+            )
+
     def prepare(self, model: nn.Module) -> nn.Module:
         from torch.distributed.fsdp import FSDPModule
 
         self._run += 1
         if isinstance(model, FSDPModule):
             _check_arrangement(model, {self._data_shape, self._shape})
-            if callable(reset := getattr(model, "reset_iter_state", None)):  # a failed run may have left a pass unfinished
-                reset()
-            return model
+            began = model._get_fsdp_state()._is_root is not None  # otherwise torch raises AttributeError
+            if began and callable(reset := getattr(model, "reset_iter_state", None)):
+                reset()  # a failed run may have left a pass unfinished
+            return self._materialized(model)
         if next(model.parameters(), None) is None:
-            return model.to(self.device)
-        _check_there(model)
+            return self._materialized(model).to(self.device)
         chosen = _chosen(self.shard, model, "shard")
         _check_ties(model, chosen)
-        self.share_tensors([*(parameter.detach() for parameter in model.parameters()), *model.buffers()])
+        self.share_tensors(one.detach() for one in [*model.parameters(), *model.buffers()] if not one.is_meta)
         if self._tensor_parallel is not None:
             self._tensor_parallel.apply(model, self._mesh()[self._names[-1]])
         for module in _chosen(self.checkpoint_activations, model, "checkpoint_activations"):
             _checkpoint(module)
         self._shard(model, chosen)
+        return self._materialized(model)
+
+    def _materialized(self, model: nn.Module) -> nn.Module:
+        given: dict[str, Any] = {"init": self.init, "weights": self.weights}
+        materialize(model, self.device, self.meeting, parameters_on=self._parameters_on, **given)
         return model
 
-    def _shard(self, model: nn.Module, chosen: list[nn.Module]) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    @property
+    def _parameters_on(self) -> torch.device:
+        return torch.device("cpu") if self.cpu_offload else self.device
 
-        policy = MixedPrecisionPolicy(**self._policy, cast_forward_inputs=self._cast_forward_inputs)
+    def _shard(self, model: nn.Module, chosen: list[nn.Module]) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        options: dict[str, Any] = {
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(**self._policy, cast_forward_inputs=self._cast_forward_inputs),
+            "offload_policy": CPUOffloadPolicy(self.device.type == "cuda") if self.cpu_offload else OffloadPolicy(),
+        }
         # Inner modules first; the model last, with the other parameters.
         for module in [*reversed([one for one in chosen if one is not model]), model]:
-            fully_shard(module, mesh=self._data_mesh(), reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+            fully_shard(module, mesh=self._data_mesh(), **options)
         sharded: Any = model
         if callable(reduce_all := getattr(sharded, "set_reduce_scatter_unused_params", None)):  # older torch has no such method
             # Otherwise ranks that used different parameters would sum gradients of different parameters without an error.
@@ -206,7 +251,7 @@ class FsdpDriver(GroupDriver):
             return stored.read()
         *_, ranks = self._data_shape
         rows = chunk_of(stored.shape[0], self.data_rank % ranks, ranks)
-        part = stored.read((rows, *(slice(0, size) for size in stored.shape[1:]))).to(self.device)
+        part = stored.read((rows, *(slice(0, size) for size in stored.shape[1:]))).to(self._parameters_on)
         shape = torch.Size(stored.shape)
         strides = torch.empty(shape, device="meta").stride()
         placements = [Shard(0)] if self.replicas == 1 else [Replicate(), Shard(0)]
@@ -260,16 +305,6 @@ def _chosen(choice: Choice[nn.Module] | None, model: nn.Module, argument: str) -
     if choice is None:
         return []
     return list(named_matches(choice, dict(model.named_modules()), argument=argument, kind="module").values())
-
-
-def _check_there(model: nn.Module) -> None:
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if empty:
-        raise ValueError(
-            f"{counted(len(empty), 'parameter')} hold no numbers, such as {empty[0]!r} on the device 'meta'. Build the "
-            "model on the CPU: "
-            "FsdpDriver moves one sharded module at a time to the device."
-        )
 
 
 def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:

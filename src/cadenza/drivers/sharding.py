@@ -156,9 +156,13 @@ def laid_out(value: Tensor | Readable, like: Tensor) -> Tensor:
     target: Any = like
     region = region_of(like)
     part = value[region].clone() if isinstance(value, Tensor) else value.read(region)
-    device = target.device_mesh.device_type
     return DTensor.from_local(
-        part.to(device), target.device_mesh, target.placements, run_check=False, shape=like.shape, stride=like.stride()
+        part.to(local(like).device),
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 

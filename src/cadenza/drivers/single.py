@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.drivers.base import Driver, Reduction
+from cadenza.drivers.materializing import materialize
 from cadenza.loading.batches import Mover
 
 
@@ -33,6 +34,7 @@ class SingleDriver(Driver):
         self.to_device: Callable[[Any], Any] = Mover(self.device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
+        materialize(model, self.device, self.meeting)
         return model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:

@@ -82,11 +82,6 @@ def _check_data_of(model: nn.Module) -> None:
             f"model has {len(not_made)} uninitialized lazy tensors: {_some(not_made)}. Run the model once on a batch before "
             "you make the optimizer and the trainer."
         )
-    if empty := [name for name, one in tensors if one.is_meta]:
-        raise ValueError(
-            f"model has {len(empty)} tensors on the meta device, which hold no data: {_some(empty)}. Make the model on a real "
-            "device, or call model.to_empty(device=...) and set every weight, for example with load_weights."
-        )
 
 
 def _some(names: Sequence[str]) -> str:

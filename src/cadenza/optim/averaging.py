@@ -44,7 +44,7 @@ class Average(AveragedModel):
         sharded = any(map(is_sharded, model.parameters()))
         super().__init__(nn.Module() if sharded else model)
         if sharded:  # torch cannot copy the module; its named tensors suffice
-            self.module: nn.Module = _mirror(model)
+            self.module: nn.Module = _mirror(model, {})
         self.weight_of_new = weight_of_new
         self.requires_grad_(False)
         for parameter in self.module.parameters():
@@ -217,15 +217,20 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(locals_of(targets), locals_of(sources))
 
 
-def _mirror(module: nn.Module) -> nn.Module:
-    """Return a module that holds copies of all tensors under the same names, half precision as float32."""
+def _mirror(module: nn.Module, made: dict[int, nn.Parameter]) -> nn.Module:
+    """Return a module that holds copies of all tensors under the same names, half precision as float32.
+
+    `made` are the copies so far, by the parameter: modules that share one share its copy.
+    """
     mirror = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
-        half = parameter.dtype in (torch.float16, torch.bfloat16)
-        copied = parameter.detach().float() if half else parameter.detach().clone()
-        mirror.register_parameter(name, nn.Parameter(copied, requires_grad=False))
+        if id(parameter) not in made:
+            half = parameter.dtype in (torch.float16, torch.bfloat16)
+            copied = parameter.detach().float() if half else parameter.detach().clone()
+            made[id(parameter)] = nn.Parameter(copied, requires_grad=False)
+        mirror.register_parameter(name, made[id(parameter)])
     for name, buffer in module.named_buffers(recurse=False):
         mirror.register_buffer(name, buffer.clone(), persistent=name not in module._non_persistent_buffers_set)
     for name, child in module.named_children():
-        mirror.add_module(name, _mirror(child))
+        mirror.add_module(name, _mirror(child, made))
     return mirror
