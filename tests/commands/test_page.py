@@ -54,5 +54,5 @@ def test_an_example_prints_what_the_page_shows(folder: Path, command: str, outpu
 def test_the_page_has_examples_and_names_each_command() -> None:
     from cadenza.commands.main import COMMANDS
 
-    assert len(EXAMPLES) == 10
+    assert len(EXAMPLES) == 11
     assert [name for name in COMMANDS if f"`{name}`" not in PAGE] == []

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading import Consumed, num_batches
+from cadenza.loading.data_course import DataCourse
 from cadenza.loading.loaders import length_of
 from cadenza.loading.rng import RNGState, derive_seed
 from cadenza.loading.shards import Shard
@@ -51,6 +52,8 @@ class Written(NamedTuple):
     """Batches of each rank in an epoch, where the length of the loader turned out wrong."""
     permuted: int = maxsize
     """See `resumable`. Older versions drew the order of any number of samples with ``torch.randperm``."""
+    course: Sequence[Mapping[str, Any]] = ()
+    """See `DataCourse`. Older versions did not save it."""
 
     @staticmethod
     def read(name: str, state: Mapping[str, Any]) -> Written:
@@ -63,7 +66,8 @@ class Written(NamedTuple):
         accumulate = config["accumulate"]
         each = max(accumulate.values()) if isinstance(accumulate, Mapping) else accumulate
         found, permuted = state.get("batches_found"), state.get("permuted", maxsize)
-        return Written(name, ranks, each, data["batches"], data["dealt"], past, at, over, per_epoch, found, permuted)
+        course = state.get("course", ())
+        return Written(name, ranks, each, data["batches"], data["dealt"], past, at, over, per_epoch, found, permuted, course)
 
     def must_agree(
         self, session: Session, saved: Mapping[str, Any], current: Mapping[str, Any], declared: Collection[str]
@@ -116,7 +120,7 @@ class Written(NamedTuple):
         past = self.restore_counters(session.progress, session.loader, session.driver.data_shard())
         if self.over and session.driver.data_world_size != self.ranks:
             session.cursor.restore(in_epoch=session.cursor.in_epoch, exhausted=True)
-        session.cursor.permuted = self.permuted
+        session.cursor.permuted, session.cursor.course = self.permuted, DataCourse.from_plain(self.course)
         session.open_loader(past)
 
     def restore_counters(self, progress: Progress, loader: object, shard: Shard) -> Consumed:

@@ -145,7 +145,8 @@ def begin(session: Session, directory: RunDirectory | None, start: Start, facts:
             kept = branch_files.keep(directory.path, start.left)
         # A rollback is written only after the checkpoint has been restored.
         previous = {name: one for name in ("branch", "parent") if (one := (directory.previous or {}).get(name)) is not None}
-        directory.begin({**facts, **start.facts(), **(previous if start.rolls_back else {})})
+        known = {"data": data} if not start.is_anew and (data := (directory.previous or {}).get("data")) else {}
+        directory.begin({**facts, **known, **start.facts(), **(previous if start.rolls_back else {})})
         if start.is_anew:
             directory.cut({}, step=-1)
     if start.is_anew:

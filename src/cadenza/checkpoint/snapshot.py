@@ -131,6 +131,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "precision": session.precision.state_dict(),
         "switched": session.module_flags.changed(),
         "data_seed": session.data_seed,
+        "course": session.cursor.course.to_plain(),
         **data_of(session),
         "state": dict(session.state),
         "history": session.metrics.history.state_dict(),

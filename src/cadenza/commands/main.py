@@ -19,6 +19,7 @@ COMMANDS = {  # by name, which is also that of the module; it is imported when t
     "compat": "say which hooks and attributes of a Hugging Face, Lightning or Keras callback work here",
     "runs": "list the runs below a folder, with their best values",
     "watch": "follow a run in the terminal",
+    "step": "name the samples that each rank read in a step",
     "why": "say why a run stopped, or took another decision",
     "compare": "compare runs: arguments, values, curves, environment",
     "report": "write runs as one HTML page",

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Protocol
 
+from cadenza.engine import data_points
 from cadenza.engine.arguments import checked_length
-from cadenza.engine.step_state import StepState
+from cadenza.engine.data_points import Reading
 from cadenza.errors import ScheduleError
 from cadenza.hooks.length import Length
 from cadenza.status.accumulation import Accumulation, Change, Limits
@@ -19,12 +20,10 @@ POINTS = '2000 (steps), "2000 steps", "3 epochs", "0.5 epoch", "500 batches", "5
 """The forms of a point, for messages."""
 
 
-class Accumulating(Protocol):
+class Accumulating(Reading, Protocol):
     """The session, as far as its accumulation windows are sized."""
 
     accumulate: int
-    progress: Progress
-    step: StepState
 
     def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> object: ...
 
@@ -131,4 +130,5 @@ def change(session: Accumulating) -> None:
     if now != before:
         step.resize(now)
         why = f"from step {progress.step + 1} on, a step has {counted(now, 'batch')} instead of {before}"
+        data_points.look(session)
         session.decide("accumulation changed", why, who="the trainer", data={"before": before, "batches": now})

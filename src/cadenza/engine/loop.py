@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cadenza.engine import accumulating, loader_length, suspension
+from cadenza.engine import accumulating, data_points, loader_length, suspension
 from cadenza.engine.by_hand import ByHand
 from cadenza.engine.error_context import explain
 from cadenza.engine.evaluation_batches import FITS
@@ -76,6 +76,7 @@ def begin(session: Session) -> None:
     """Fire ``on_fit_start``, and restore what the hooks must not change before the first step."""
     session.by_hand = session.by_hand or ByHand(session)
     accumulating.begin(session)
+    data_points.begin(session)
     session.model.train()
     session.module_flags.begin(session.driver, session.model, session.decide)
     session.hooks.on_fit_start(session.run)
@@ -130,6 +131,7 @@ def train_steps(session: Session) -> Iterator[Any]:
     take_stop(session)
     loader_length.check(session)
     session.finish_epoch()
+    data_points.look(session)
 
 
 def train_step(session: Session) -> Generator[Any, None, bool]:

@@ -188,10 +188,10 @@ class Session:
     @property
     def info(self) -> RunInfo:
         """What sinks are given. The id is the same when the run continues, and empty without a directory."""
-        files = self.files
-        continued = files is not None and files.previous is not None
-        id_ = files.run_id if files else ""
-        return RunInfo(id_, self.directory, self.arguments, self.progress.step, continued, self.home, self.accumulate)
+        continued = self.files is not None and self.files.previous is not None
+        id_ = self.files.run_id if self.files else ""
+        named = self.cursor.course.samples, self.progress.step + 1
+        return RunInfo(id_, self.directory, self.arguments, self.progress.step, continued, self.home, self.accumulate, *named)
 
     @property
     def checkpoints_directory(self) -> Path | None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from cadenza.engine.window import AccumulationWindow
 from cadenza.loading import ResumableLoader
+from cadenza.loading.data_course import DataCourse
 from cadenza.loading.orders import PERMUTED
 from cadenza.loading.rng import RNGState
 from cadenza.status.outputs import Outputs
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class Cursor:
     """The position of a run in its training loader, and between or inside steps. Written by the loop."""
 
-    __slots__ = ("at_boundary", "batches", "exhausted", "in_epoch", "permuted", "source")
+    __slots__ = ("at_boundary", "batches", "course", "exhausted", "in_epoch", "permuted", "source")
 
     source: ResumableLoader
     """The training loader, readable from any batch of an epoch on."""
@@ -30,6 +31,8 @@ class Cursor:
     def __init__(self) -> None:
         self.batches: Iterator[Any] = iter(())
         """The iterator of the current epoch."""
+        self.course: DataCourse = DataCourse()
+        """The batches that each step has read, as ``run.json`` and checkpoints hold them."""
         self.in_epoch: bool = False
         """Whether an epoch has begun and ``on_epoch_end`` is still to come."""
         self.exhausted: bool = False

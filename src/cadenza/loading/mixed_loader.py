@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 from cadenza.errors import DataError
 from cadenza.loading.mixture import Mixture, SourcePosition, length_in_rounds, rounds, set_source
-from cadenza.loading.resumable_base import ResumableLoader
+from cadenza.loading.resumable_base import Located, ResumableLoader
 from cadenza.loading.rng import derive_seed
 from cadenza.loading.shards import Shard
 
 NumBatches = Callable[[object, Shard], int | None]
 """Returns how many batches a rank gets in one pass over a loader."""
 
-_PASS = 2**20  # added to the epoch of a loader in each new pass
+PASS = 2**20  # added to the epoch of a loader in each new pass
 
 
 class OpenLoader(Protocol):
@@ -104,19 +104,20 @@ class MixedLoader(ResumableLoader):
 
     def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
         """Return the indices in the dataset of the loader that batch `number` comes from; None in the mode zip."""
-        if self._mixture.mode == "zip":
-            return None
+        return None if self._mixture.mode == "zip" else next((one.indices for one in self.located(epoch, number)), None)
+
+    def located(self, epoch: int, number: int) -> list[Located]:
         positions = self._walked(epoch, number)
         if positions is None:
-            return None
-        walk = self._walk(positions, epoch, number, self._given)
-        index = next((index for given in islice(walk, 1) for index in given), None)
-        if index is None:
-            return None
-        at = positions[index]
-        shard = self._given.resumed(at.consumed)
-        source = self._open(self._loaders[index], derive_seed(self._seed, index + 1), shard=shard)
-        return source.indices(epoch + at.passes * _PASS, at.read - 1)
+            return [Located("", epoch, number, None)]
+        walk, found = self._walk(positions, epoch, number, self._given), list[Located]()
+        for index in next(walk, ()):
+            at, name = positions[index], self._names[index]
+            shard = self._given.resumed(at.consumed)
+            source = self._open(self._loaders[index], derive_seed(self._seed, index + 1), shard=shard)
+            inside = source.located(epoch + at.passes * PASS, at.read - 1)
+            found += [one._replace(source=f"{name}/{one.source}" if one.source else name) for one in inside]
+        return found
 
     # -- positions ---------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class MixedLoader(ResumableLoader):
         return self._sources[index]
 
     def _pass(self, epoch: int, index: int, at: SourcePosition) -> Iterator[Any]:
-        batches = self._source(index).batches(epoch + at.passes * _PASS, at.read)
+        batches = self._source(index).batches(epoch + at.passes * PASS, at.read)
         if index in self._unread:
             self._unread[index] = batches
         return batches

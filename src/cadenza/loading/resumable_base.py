@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadenza.loading.sample_counts import SampleCounter
 from cadenza.loading.shards import Shard
+
+
+class Located(NamedTuple):
+    """A batch, by its position in a loader."""
+
+    source: str
+    """The name of the loader in a `Mixture`; empty without one."""
+    epoch: int
+    """The epoch of the loader; see `Mixture` for its passes."""
+    number: int
+    """The number of the batch in this epoch on this rank, from 0."""
+    indices: Sequence[Any] | None
+    """The indices of its samples; None if the loader has no indices."""
 
 
 class ResumableLoader(SampleCounter, ABC):
@@ -34,6 +47,10 @@ class ResumableLoader(SampleCounter, ABC):
     def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
         """Return the dataset indices of the samples in batch `number`, from 0; None if the loader has no indices."""
         return None
+
+    def located(self, epoch: int, number: int) -> list[Located]:
+        """Return where batch `number`, from 0, comes from: of a `Mixture` in the mode zip, one position in each loader."""
+        return [Located("", epoch, number, self.indices(epoch, number))]
 
     @abstractmethod
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
@@ -78,6 +95,9 @@ class LimitedLoader(ResumableLoader):
 
     def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
         return self._inner.indices(epoch, number)
+
+    def located(self, epoch: int, number: int) -> list[Located]:
+        return self._inner.located(epoch, number)
 
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()

@@ -19,7 +19,7 @@ from cadenza.loading.mixed_loader import MixedLoader, num_mixed_batches
 from cadenza.loading.mixture import Mixture
 from cadenza.loading.orders import PERMUTED
 from cadenza.loading.persistent_workers import PersistentWorkers, has_persistent_workers
-from cadenza.loading.resumable_base import END, LimitedLoader, ResumableLoader
+from cadenza.loading.resumable_base import END, LimitedLoader, Located, ResumableLoader
 from cadenza.loading.rng import derive_seed, isolated_rng
 from cadenza.loading.rounds import PositionBatches, batches_of_rank
 from cadenza.loading.sample_counts import uses_torch_iteration, with_sample_counts
@@ -282,6 +282,15 @@ class _Listed(ResumableLoader):
             return shard.until_any_ends(islice(self._batches, own, None), len(self._batches) - own)
         positions = batches_of_rank(PositionBatches.of(len(self._batches), 1), shard, splits=False)
         return (self._batches[one.start] for one in positions.since(own))
+
+    def located(self, epoch: int, number: int) -> list[Located]:
+        """Return the index of the batch in the list."""
+        shard, own = self.shard.at_round(number)
+        index: int | None = own
+        if shard.share_data:
+            positions = batches_of_rank(PositionBatches.of(len(self._batches), 1), shard, splits=False)
+            index = next((one.start for one in positions.since(own)), None)
+        return [Located("", epoch, number, None if index is None else [index])]
 
 
 class _InMemory(ResumableLoader):

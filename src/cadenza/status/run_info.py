@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from cadenza.status.step_samples import StepSamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,42 @@ class RunInfo:
 
     accumulate: int = 1
     """The number of batches in one step."""
+
+    name_samples: Callable[[int], StepSamples] | None = field(default=None, compare=False, repr=False)
+    """Returns the samples of a step; see `samples`."""
+
+    last_step: int | None = None
+    """The last step that the run has begun, or that it can reach; None if that is not known."""
+
+    def samples(self, step: int) -> StepSamples:
+        """Return which samples each rank read in a step: their indices, computed from the facts in ``run.json``.
+
+        Nothing is read from the data, and no record of the samples is kept: the order is a function of the seed, the epoch and
+        the position. For loaders without indices, the position is named, and `BatchSamples.why` says why.
+
+        Args:
+            step: The number of the step, from 1.
+
+        Raises:
+            ValueError: The run has no such step; or it began with an earlier version, and ``run.json`` does not describe it.
+
+        >>> from cadenza import Trainer
+        >>> from cadenza.loading import TensorBatches
+        >>> from cadenza.testing import tiny_run
+        >>> import torch
+        >>> loader = TensorBatches(torch.zeros(6, 1), torch.zeros(6, 1), batch_size=2, shuffle=True)
+        >>> print(tiny_run(loader=loader, epochs=2, seed=1).info.samples(5))
+        step 5, in epoch 1:
+          rank 0, batch 1: samples 1, 4
+        """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"step must be a whole number, at least 1; got {step!r}")
+        if step < 1 or (self.last_step is not None and step > self.last_step):
+            most = "" if self.last_step is None else f" to {self.last_step}"
+            raise ValueError(f"the run has no step {step}: expected a step from 1{most}.")
+        if self.name_samples is None:
+            raise ValueError("the samples are not known: run.json does not describe the data. An earlier version wrote it.")
+        return self.name_samples(step)
 
     @property
     def base(self) -> Path:

@@ -1,0 +1,51 @@
+"""Keep the points of `DataCourse` during a run: at its start, at changes of ``accumulate``, and after unexpected epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from cadenza.drivers.base import Driver
+from cadenza.engine.step_state import Cursor, StepState
+from cadenza.loading.data_course import Point, Segment
+from cadenza.loading.described import described
+from cadenza.records.directory import RunDirectory
+from cadenza.status.progress import Progress
+
+
+class Reading(Protocol):
+    """The session, as far as it reads data."""
+
+    cursor: Cursor
+    data_seed: int
+    driver: Driver
+    files: RunDirectory | None
+    loader: Iterable[Any]
+    progress: Progress
+    step: StepState
+
+
+def begin(session: Reading) -> None:
+    """Note where the run begins or continues, before the first step."""
+    driver, cursor = session.driver, session.cursor
+    dealt, consumed = driver.data_shard().share_data, cursor.source.shard.consumed
+    loader = described(session.loader)
+    segment = Segment(session.data_seed, cursor.permuted, driver.world_size, dealt, consumed, loader)
+    cursor.course.go_on(segment, _point(session))
+    _write(session)
+
+
+def look(session: Reading) -> None:
+    """Note the present step boundary, if it does not follow from the last point."""
+    if session.cursor.course.note(_point(session)):
+        _write(session)
+
+
+def _point(session: Reading) -> Point:
+    at, size = session.progress, session.step.window.size
+    return Point(at.step, at.epoch, at.batch_in_epoch, at.batch, size, at.batches_per_epoch, at.batches_per_whole_epoch)
+
+
+def _write(session: Reading) -> None:
+    if session.files is not None:
+        session.files.note({"data": session.cursor.course.to_plain()})

@@ -1,0 +1,230 @@
+"""Which batches each step of a run read: kept in ``run.json`` and in checkpoints, as points from which the rest is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from cadenza.loading.described import rebuilt
+from cadenza.loading.mixed_loader import PASS
+from cadenza.loading.resumable_base import Located, ResumableLoader
+from cadenza.loading.resumable_loader import resumable
+from cadenza.loading.shards import Consumed, Shard
+from cadenza.status.step_samples import BatchSamples, StepSamples
+
+
+class Point(NamedTuple):
+    """A step boundary. Up to the next point, all steps follow from it."""
+
+    step: int
+    """Complete steps."""
+    epoch: int
+    """Complete epochs."""
+    read: int
+    """Complete batches of this epoch, on each rank."""
+    batch: int
+    """Complete batches, over all epochs."""
+    accumulate: int
+    """The batches in each step from here on."""
+    here: int | None
+    """The batches of each rank in this epoch; None if that is not known."""
+    whole: int | None
+    """The batches of each rank in each later epoch; None if that is not known."""
+
+    def after(self, step: int) -> tuple[int, int]:
+        """Return the epoch and the batches of it that are complete after a later step, if nothing unforeseen happens."""
+        steps = step - self.step
+        if self.here is None:
+            return self.epoch, self.read + steps * self.accumulate
+        left = -(-(self.here - self.read) // self.accumulate)
+        if steps < left:
+            return self.epoch, self.read + steps * self.accumulate
+        if self.whole is None:
+            return self.epoch + 1, (steps - left) * self.accumulate
+        epochs, rest = divmod(steps - left, max(1, -(-self.whole // self.accumulate)))
+        return self.epoch + 1 + epochs, rest * self.accumulate
+
+    def batches_before(self, epoch: int, read: int) -> int:
+        """Return how many batches are complete, over all epochs, at a later position."""
+        if epoch == self.epoch:
+            return self.batch + read - self.read
+        return self.batch + (self.here or 0) - self.read + (epoch - self.epoch - 1) * (self.whole or 0) + read
+
+    def length_of(self, epoch: int) -> int | None:
+        """Return the number of batches of each rank in an epoch."""
+        return self.here if epoch == self.epoch else self.whole
+
+
+class Window(NamedTuple):
+    """The batches of one step."""
+
+    step: int
+    """The number of the step, from 1."""
+    epoch: int
+    """The epoch, from 0."""
+    size: int
+    """The number of batches on each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a run with one loader, one number of ranks and one seed."""
+
+    seed: int
+    """The seed of the order."""
+    permuted: int
+    """See `resumable`."""
+    ranks: int
+    """The number of ranks."""
+    dealt: bool
+    """Whether Cadenza shards loaders that are not sharded already."""
+    consumed: Consumed
+    """The part of its first epoch that other numbers of ranks had read."""
+    loader: Mapping[str, Any]
+    """See `cadenza.loading.described.described`."""
+    points: list[Point] = field(default_factory=list, compare=False)
+
+    def opened(self, rank: int, epoch: int) -> ResumableLoader:
+        """Return the loader that a rank reads in an epoch, without its data."""
+        consumed = self.consumed if epoch == self.points[0].epoch else ()
+        shard = Shard(rank, self.ranks, share_data=self.dealt, consumed=consumed)
+        return resumable(rebuilt(self.loader, rank), self.seed, shard=shard, permuted=self.permuted)
+
+
+class DataCourse:
+    """The batches that each step of a run read.
+
+    Each start of the run adds a segment, unless it goes on as before. A point is added where the position is not the one that
+    follows from the last point: at a change of ``accumulate``, and after an epoch of unexpected length.
+
+    >>> from cadenza.loading.described import described
+    >>> course = DataCourse()
+    >>> course.go_on(Segment(1, 2**20, 1, True, (), described([10, 20, 30])), Point(0, 0, 0, 0, 2, 3, 3))
+    >>> print(course.samples(4))
+    step 4, in epoch 1:
+      rank 0, batch 2: batch 2
+    """
+
+    def __init__(self, segments: Sequence[Segment] = ()) -> None:
+        self.segments: list[Segment] = [*segments]
+        self._opened: dict[tuple[int, int, bool], ResumableLoader] = {}
+
+    def go_on(self, segment: Segment, at: Point) -> None:
+        """Begin, or continue, a run at a point."""
+        if not self.segments or self.segments[-1] != segment:
+            self.segments.append(segment)
+        self.note(at)
+
+    def note(self, at: Point) -> bool:
+        """Add a point, unless it follows from the last one; return whether it was added."""
+        points = self.segments[-1].points if self.segments else None
+        if points is None:
+            return False  # the run has not begun
+        if points and points[-1].after(at.step) == (at.epoch, at.read) and points[-1][4:] == at[4:]:
+            return False
+        points.append(at)
+        return True
+
+    def samples(self, step: int) -> StepSamples:
+        """Return the samples of a step, from 1.
+
+        Raises:
+            ValueError: The step lies before the first point.
+        """
+        segment, at, after = self._point_before(step)
+        epoch, read = at.after(step - 1)
+        length = at.length_of(epoch)
+        count = at.accumulate if length is None else min(at.accumulate, length - read)
+        if after is not None:
+            count = min(count, after.batch - at.batches_before(epoch, read))
+        batches = [
+            one
+            for rank in range(segment.ranks)
+            for number in range(read, read + count)
+            for one in self._named(segment, rank, epoch, number)
+        ]
+        return StepSamples(step, epoch, segment.ranks, tuple(batches))
+
+    def windows(self, until: int) -> Iterator[Window]:
+        """Yield the steps from the first point to step `until`."""
+        points = [point for segment in self.segments for point in segment.points]
+        for at, after in zip_longest(points, points[1:]):
+            end = until if after is None else min(until, after.step)
+            epoch, read = at.after(at.step)
+            total, length = at.batch, at.length_of(epoch)
+            for step in range(at.step + 1, end + 1):
+                size = at.accumulate if length is None else min(at.accumulate, length - read)
+                size = size if after is None else min(size, after.batch - total)
+                yield Window(step, epoch, size)
+                read, total = read + size, total + size
+                if read == length:
+                    epoch, read, length = epoch + 1, 0, at.whole
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """Return it as plain values."""
+        return [{**asdict(one), "points": [list(point) for point in one.points]} for one in self.segments]
+
+    @staticmethod
+    def from_plain(plain: Sequence[Mapping[str, Any]]) -> DataCourse:
+        """Return the course from the result of `to_plain`."""
+        segments = []
+        for one in plain:
+            points, consumed = (
+                [Point(*point) for point in one["points"]],
+                tuple((ranks, done) for ranks, done in one["consumed"]),
+            )
+            segments.append(Segment(**{**one, "points": points, "consumed": consumed}))
+        return DataCourse(segments)
+
+    def _point_before(self, step: int) -> tuple[Segment, Point, Point | None]:
+        """Return the last point before a step, its segment, and the point after it."""
+        points = [(segment, point) for segment in self.segments for point in segment.points]
+        index = max((i for i, (_, point) in enumerate(points) if point.step < step), default=None)
+        if index is None:
+            first = f"step {points[0][1].step + 1}" if points else "a later version"
+            raise ValueError(
+                f"the samples of step {step} are not known: the first step that run.json describes is {first}. An earlier "
+                "version of Cadenza did the steps before."
+            )
+        following = (point for _, point in points[index + 1 :])
+        return *points[index], next(following, None)
+
+    def _named(self, segment: Segment, rank: int, epoch: int, number: int) -> list[BatchSamples]:
+        key = self.segments.index(segment), rank, epoch == segment.points[0].epoch
+        if key not in self._opened:
+            self._opened[key] = segment.opened(rank, epoch)
+        found = self._opened[key].located(epoch, number)
+        return [_batch(segment, rank, one) for one in found]
+
+
+def _batch(segment: Segment, rank: int, at: Located) -> BatchSamples:
+    leaf = _leaf(segment.loader, at.source)
+    kind, why = leaf["kind"], leaf.get("why", "")
+    if kind == "stream":
+        why = f"a stream has no indices; this rank reads {_shards(leaf, rank, segment)}"
+    elif at.indices is None and not why:
+        why = (
+            "one of the loaders of the mixture has no length, so the position in each is not known" if kind == "mixture" else ""
+        )
+    passes, epoch = divmod(at.epoch, PASS)
+    unit: Any = "batches" if kind == "list" else "samples"
+    return BatchSamples(rank, epoch, at.number, at.indices, unit, at.source, passes, why)
+
+
+def _leaf(loader: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Return the description of a loader inside of mixtures and limits."""
+    while loader["kind"] == "limited":
+        loader = loader["loader"]
+    if loader["kind"] != "mixture" or not source:
+        return loader
+    name, _, rest = source.partition("/")
+    return _leaf(loader["loaders"][name], rest)
+
+
+def _shards(leaf: Mapping[str, Any], rank: int, segment: Segment) -> str:
+    ranks = segment.ranks if segment.dealt else 1
+    own = [*range(rank % ranks, leaf["shards"], ranks)]
+    text = ", ".join(map(str, own)) if len(own) <= 4 else f"{own[0]}, {own[1]}, ..., {own[-1]}"
+    return f"shards {text}" if leaf["workers"] == 1 else f"shards {text} with {leaf['workers']} workers in turn"
