@@ -1,14 +1,23 @@
-"""Past steps of a run: repeat them."""
+"""Past steps of a run: repeat them, and ask what other callbacks would have decided."""
 
 from typing import TYPE_CHECKING
 
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
+    from cadenza.timetravel.asking import Answer as Answer
+    from cadenza.timetravel.asking import Answers as Answers
+    from cadenza.timetravel.asking import what_if as what_if
     from cadenza.timetravel.replaying import Difference as Difference
     from cadenza.timetravel.replaying import Replay as Replay
     from cadenza.timetravel.replaying import replay_step as replay_step
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(__name__, {"cadenza.timetravel.replaying": "Difference Replay replay_step"})
+    __all__, __getattr__, __dir__ = contents(
+        __name__,
+        {
+            "cadenza.timetravel.asking": "Answer Answers what_if",
+            "cadenza.timetravel.replaying": "Difference Replay replay_step",
+        },
+    )

@@ -1,0 +1,246 @@
+"""The recorded course of a run through the engine, without a step of training."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cadenza.callbacks.early_stopping import EarlyStopping
+from cadenza.engine.evaluation import record_evaluated
+from cadenza.engine.loop import take_stop
+from cadenza.engine.save_blocks import Saver
+from cadenza.engine.session import Session, session_of
+from cadenza.errors import CallbackError
+from cadenza.hooks.dispatch import Hooks, hooks_of
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.hooks.order import Phase
+from cadenza.hooks.parts import lengths_in
+from cadenza.hooks.subscription import Subscription
+from cadenza.loading.data_course import Window
+from cadenza.loading.evaluation import Evaluation
+from cadenza.run import Run
+from cadenza.status.decisions import Decision
+from cadenza.testing.tiny import tiny_model
+from cadenza.timetravel.dry_checkpoint import DryCheckpoint
+from cadenza.timetravel.recording import Recording
+from cadenza.trainer import Trainer
+
+PLAYED = (
+    *("on_setup", "on_fit_start", "on_epoch_start", "on_step_end", "on_eval_start", "on_eval_end", "on_log", "on_stop"),
+    *("on_epoch_end", "on_fit_end", "on_exception", "on_sanity_start", "on_sanity_end", "on_save", "on_load"),
+)
+"""The moments of a run that its records hold; and those that do not come, so a hook in them does no harm."""
+
+ABSENT = ("model", "optimizers", "loader", "batch", "outputs", "loss", "profile")
+"""The attributes of a run that its records do not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The end of a run that was played."""
+
+    step: int
+    decisions: Sequence[Decision]
+    savers: Sequence[Saver]
+
+
+def play(recording: Recording, callbacks: Sequence[BaseCallback]) -> Played:
+    """Play a recorded run through callbacks; return how it ends.
+
+    Raises:
+        CallbackError: A callback reads a part of the run that was not recorded.
+    """
+    player = _Player(recording, reads_records=not all(isinstance(one, EarlyStopping | DryCheckpoint) for one in callbacks))
+    epochs, steps = (recording.arguments.get(name) for name in ("max_epochs", "max_steps"))
+    trainer = _Playing(
+        tiny_model(),
+        _no_optimizer,
+        _Batches(recording.batches_per_epoch),
+        _nothing,
+        max_epochs=epochs,
+        max_steps=recording.steps if epochs is None and steps is None else steps,
+        accumulate=recording.arguments.get("accumulate", 1),
+        callbacks=[player, *callbacks],
+        driver="single",
+        device="cpu",
+        progress=False,
+    )
+    run = trainer.fit()
+    session = session_of(run)
+    decisions = [one for one in run.decisions if one is not player.end and one.who != "the trainer"]
+    return Played(run.progress.step, decisions, session.savers)
+
+
+def check_playable(callbacks: Sequence[BaseCallback]) -> None:
+    """Raise `CallbackError` for a callback that needs more than the records of a run."""
+    for name, one in Hooks(callbacks).callbacks.items():
+        native = type(one).__module__.startswith("cadenza.") and not isinstance(
+            one, EarlyStopping | DryCheckpoint | Subscription
+        )
+        if native:
+            raise CallbackError(
+                f"what_if cannot play {name}: it needs the model, batches or gradients, depends on the clock, or acts outside "
+                "of the run. Records decide for EarlyStopping, Checkpoint and callbacks of your own. Leave it out."
+            )
+    for moment, listeners in Hooks(callbacks).by_moment.items():
+        for listener in listeners:
+            _check_listener(listener, moment.__name__)
+
+
+def _check_listener(listener: Listener, moment: str) -> None:
+    if moment not in PLAYED:
+        raise CallbackError(
+            f"what_if cannot play {listener.owner}: its hook {moment} needs the model, batches or gradients, and a run records "
+            "only evaluations, values and decisions. Leave it out."
+        )
+    units = {length.unit for length in lengths_in(listener.schedule) or ()} if listener.schedule is not None else set()
+    if unknown := units & {"s", "sample", "token"}:
+        raise CallbackError(
+            f"what_if cannot play {listener.owner}: its schedule {str(listener.schedule)!r} counts {_UNITS[min(unknown)]}, "
+            "and no record says it for each step. Use steps, batches or epochs."
+        )
+
+
+_UNITS = {"s": "time", "sample": "samples", "token": "tokens"}
+
+
+class _RecordedRun(Run):
+    """A run without what its records do not hold."""
+
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ABSENT:
+            hooks = session_of(self).hooks
+            owner = hooks.current_owner()
+            if owner is not None and not isinstance(hooks.callbacks[owner], EarlyStopping | DryCheckpoint | _Player):
+                raise CallbackError(
+                    f"what_if cannot play {owner}: it reads run.{name}, and a run records only evaluations, values and "
+                    "decisions. Leave it out, or read run.progress, run.history and the results of evaluations."
+                )
+        return super().__getattribute__(name)
+
+
+class _Playing(Trainer):
+    """A trainer of nothing."""
+
+    def _new_session(self, **arguments: Any) -> Session:
+        session = super()._new_session(**arguments)
+        session.run = session.step.run = _RecordedRun(session)
+        session.advises = False
+        return session
+
+
+class _Player(Callback):
+    """Passes through the recorded steps, and reports the recorded evaluations."""
+
+    phase: Phase | None = Phase.EVALUATE
+
+    def __init__(self, recording: Recording, *, reads_records: bool) -> None:
+        self.recording: Recording = recording
+        self.reads_records: bool = reads_records
+        self.end: Decision | None = None
+        events = {*recording.evaluations, *(recording.records if reads_records else ())}
+        self._events: list[int] = sorted(events)
+        self._epochs: Iterator[Sequence[Window]] = recording.epochs()
+        names = dict.fromkeys(one.name for some in recording.evaluations.values() for one in some)
+        self._evaluations = {name: Evaluation([], name=name) for name in names}
+
+    def listeners(self) -> list[Listener]:
+        at_ends = any(one.at_epoch_end for some in self.recording.evaluations.values() for one in some)
+        ends = [Listener(Callback.on_epoch_end, self._at_epoch_end)] if at_ends else []
+        return [*super().listeners(), Listener(Callback.on_step_end, self._at_step_end), *ends]
+
+    def on_setup(self, run: Run) -> None:
+        run.evaluations.update(self._evaluations)
+        session_of(run).own_epoch = self._play_epoch
+
+    def _at_step_end(self, run: Run) -> None:
+        self._evaluate(run, at_epoch_end=False)
+
+    def _at_epoch_end(self, run: Run) -> None:
+        self._evaluate(run, at_epoch_end=True)
+
+    def _evaluate(self, run: Run, *, at_epoch_end: bool) -> None:
+        for one in self.recording.evaluations.get(run.progress.step, ()):
+            if one.at_epoch_end is at_epoch_end:
+                evaluation = self._evaluations[one.name]
+                hooks_of(run).on_eval_start(run, evaluation)
+                evaluation.results = dict(one.results)
+                record_evaluated(session_of(run), evaluation, who=one.name)
+                hooks_of(run).on_eval_end(run, evaluation)
+
+    def _play_epoch(self, session: Session) -> None:
+        windows: Sequence[Window] = next(self._epochs)
+        index = 0
+        while index < len(windows) and not session.sync.leaving_epoch():
+            index = self._pass_over(session, windows, index)
+            self._step(session, windows[index])
+            index += 1
+        progress, is_last = session.progress, windows[-1].step == self.recording.steps
+        whole = progress.batches_per_epoch
+        exhausted = index == len(windows) and (not is_last or (whole is not None and progress.batch_in_epoch >= whole))
+        session.cursor.exhausted = exhausted
+        goes_on = not exhausted or progress.max_epochs is None or progress.epoch + 1 < progress.max_epochs
+        if is_last and index == len(windows) and goes_on and not session.sync.over():
+            self.end = session.decide("stopped", "the records end here", who="what_if")
+            session.sync.requests.ask_stop(self.end)
+        take_stop(session)
+        session.finish_epoch()
+
+    def _pass_over(self, session: Session, windows: Sequence[Window], index: int) -> int:
+        """Count the steps in which nothing happens; return the index of the next step in which something may."""
+        progress, first = session.progress, windows[index].step
+        listeners = session.hooks.by_moment.get(Callback.on_step_end, ())
+        own = [one for one in listeners if one.owner != "_Player"]
+        if any(one.timer is None for one in own):
+            return index
+        following = min((one.timer.next_step(progress, session.step.most) for one in own if one.timer), default=math.inf)
+        after = bisect_left(self._events, first)
+        following = min(following, *self._events[after : after + 1], windows[-1].step)
+        while windows[index].step < following:
+            for _ in range(windows[index].size):
+                progress.finish_batch(0)
+            progress.finish_step()
+            index += 1
+        return index
+
+    def _step(self, session: Session, window: Window) -> None:
+        session.cursor.leave_boundary()
+        for _ in range(window.size):
+            session.progress.finish_batch(0)
+        session.finish_step()
+        for record in self.recording.records.get(window.step, ()) if self.reads_records else ():
+            session.metrics.history.add(record)
+            session.hooks.on_log(session.run, record)
+        session.hooks.on_step_end(session.run)
+        session.settle(after_step=True)
+
+
+class _Batches:
+    """A loader that has a length and no batches."""
+
+    def __init__(self, count: int | None) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        if self._count is None:
+            raise TypeError("the length of an epoch is not known")
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def _no_optimizer(parameters: Any) -> Any:
+    from torch.optim import SGD
+
+    return SGD(parameters, lr=0.0)
+
+
+def _nothing(model: Any, batch: Any) -> Any:
+    raise RuntimeError("what_if trains nothing")
