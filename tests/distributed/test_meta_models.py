@@ -347,3 +347,21 @@ def test_a_run_goes_to_the_bit_from_one_layout_to_the_next_with_models_that_are_
         everyone = [leg(driver, steps)] if driver == "single" else launch(partial(leg, driver, steps), ranks)
         assert all(len(restored) == len(before) and all(map(same, restored, before)) for restored, _ in everyone), driver
         before = everyone[0][1]
+
+
+def test_the_policy_sets_the_formats_of_inputs_and_outputs_and_the_weights_keep_theirs() -> None:
+    half, single = torch.bfloat16, torch.float32
+
+    def formats(given: torch.dtype, **options: Any) -> list[torch.dtype]:
+        driver, model = sharded(shard=None, param_dtype="bf16", **options), on_meta(lambda: nn.Linear(3, 2))
+        seen: list[torch.dtype] = []
+        model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+        output = driver.prepare(model)(torch.ones(4, 3, dtype=given))
+        return [*seen, output.dtype, *{one.dtype for one in model.parameters()}]
+
+    def all_formats() -> list[list[torch.dtype]]:
+        with pytest.raises(RuntimeError, match="dtype"):  # of the inputs, which are not converted, and the weights
+            formats(single, cast_forward_inputs=False)
+        return [formats(single), formats(half, output_dtype="fp32", cast_forward_inputs=False)]
+
+    assert launch(all_formats) == [[[half, half, single], [half, single, single]]] * 2
