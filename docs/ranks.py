@@ -13,6 +13,7 @@ RANKS: dict[str, str] = {
     "Alert": "the main process applies the rule to the means over all ranks, and sends one alert; it does not communicate.",
     "BestWeights": "each rank keeps and restores its own copy, based on results that are equal on all ranks; it does not "
     "communicate.",
+    "Capsule": "each rank watches its own loss, and writes capsules of its own. It communicates once, at the end of the run.",
     "Checkpoint": "communicates in each save, so every rank must call `run.save`. The main process writes.",
     "ClipGradients": "gradients are already reduced, so each rank scales by the same norm; it does not communicate.",
     "ConfusionMatrix": "communicates at the end of the evaluation: each rank gets the counts of all. The main process logs "

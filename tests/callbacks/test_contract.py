@@ -43,6 +43,7 @@ def first_inputs(batch: Any, outputs: Mapping[str, Any]) -> Tensor:
 FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "Alert": [lambda: shipped.Alert("eval/loss rises 2 times"), lambda: shipped.Alert("no record for 10 h")],
     "BestWeights": [lambda: shipped.BestWeights("eval/loss", "min"), lambda: shipped.BestWeights("eval/loss", "max")],
+    "Capsule": [shipped.Capsule, lambda: shipped.Capsule(last=1, when=shipped.NonFinite(), weights="2 steps", most=1)],
     "Checkpoint": [lambda: shipped.Checkpoint("4 steps", keep_last=1, keep_best=("eval/loss", "min"))],
     "ClipGradients": [
         lambda: shipped.ClipGradients(0.1, parameters=["weight"], log="norm", log_every="1 step"),

@@ -125,7 +125,7 @@ def test_no_adapter_of_foreign_callbacks_imports_another() -> None:
         assert systems <= {module.split(".")[1]}, module
 
 
-HELPERS = {"callbacks.alert_rules", "callbacks.alert_targets", "callbacks.best"}  # they hold no callback
+HELPERS = {f"callbacks.{name}" for name in ("alert_rules", "alert_targets", "best", "loss_signs")}  # they hold no callback
 
 
 def test_no_callback_imports_another() -> None:
@@ -192,9 +192,9 @@ Trainer When __version__ attach export_weights load_weights on save_weights supe
 """
 
 CALLBACKS = """
-Alert BestWeights Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema Evaluate
-FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen OptunaPruning Profile
-SampleImages SavePredictions ScheduleValue SequenceLength SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Timer
+Alert BestWeights Capsule Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema
+Evaluate FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen OptunaPruning
+Profile SampleImages SavePredictions ScheduleValue SequenceLength SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Timer
 Warmup
 """
 
@@ -218,7 +218,8 @@ def test_type_checkers_are_told_the_same_names_as_the_running_program(package: M
         for alias in node.names
         if node.module != "cadenza"  # a package that is found by attribute
     }
-    others = [*("AlertMessage", "Best", "freeze", "unfreeze")] if package is cadenza.callbacks else []  # __all__: the callbacks
+    beside = ("AlertMessage", "Best", "NonFinite", "Spike", "freeze", "unfreeze")  # __all__ names the callbacks
+    others = [*beside] if package is cadenza.callbacks else []
     assert sorted(name for _, name in told if name) == sorted(package.__all__ + others)
     for place, name in told:
         module, _, inner = place.rpartition(".")

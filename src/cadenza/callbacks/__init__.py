@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from cadenza.callbacks.alert import Alert as Alert
     from cadenza.callbacks.alert_targets import AlertMessage as AlertMessage
     from cadenza.callbacks.best_weights import BestWeights as BestWeights
+    from cadenza.callbacks.capsule import Capsule as Capsule
     from cadenza.callbacks.checkpoint import Checkpoint as Checkpoint
     from cadenza.callbacks.clip_gradients import ClipGradients as ClipGradients
     from cadenza.callbacks.confusion_matrix import ConfusionMatrix as ConfusionMatrix
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from cadenza.callbacks.learning_rate import LearningRate as LearningRate
     from cadenza.callbacks.limit import Limit as Limit
     from cadenza.callbacks.log_training import LogTraining as LogTraining
+    from cadenza.callbacks.loss_signs import NonFinite as NonFinite
+    from cadenza.callbacks.loss_signs import Spike as Spike
     from cadenza.callbacks.move_modules import MoveModules as MoveModules
     from cadenza.callbacks.omit_frozen import OmitFrozen as OmitFrozen
     from cadenza.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
@@ -50,6 +53,7 @@ else:
         {
             "cadenza.callbacks.alert": "Alert",
             "cadenza.callbacks.best_weights": "BestWeights",
+            "cadenza.callbacks.capsule": "Capsule",
             "cadenza.callbacks.checkpoint": "Checkpoint",
             "cadenza.callbacks.clip_gradients": "ClipGradients",
             "cadenza.callbacks.confusion_matrix": "ConfusionMatrix",
@@ -85,6 +89,7 @@ else:
         helpers={
             "cadenza.callbacks.alert_targets": "AlertMessage",
             "cadenza.callbacks.freezing": "freeze unfreeze",
+            "cadenza.callbacks.loss_signs": "NonFinite Spike",
             "cadenza.checkpoint.keeping": "Best",
         },
     )

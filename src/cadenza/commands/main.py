@@ -25,6 +25,7 @@ COMMANDS = {  # by name, which is also that of the module; it is imported when t
     "report": "write runs as one HTML page",
     "replay": "take a run's records to a tracker, or to a table",
     "checkpoint": "look at, verify, export and delete checkpoints",
+    "capsule": "show what broke in a step, from its capsule",
     "completion": "print the completion script of a shell",
 }
 FAILED = 1

@@ -6,7 +6,7 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_cadenza_checkpoint_subparsers=(list verify show export prune)
-_shtab_cadenza_subparsers=(demo plan compat runs watch why compare report replay checkpoint completion)
+_shtab_cadenza_subparsers=(demo plan compat runs watch why compare report replay checkpoint capsule completion)
 
 _shtab_cadenza_demo_option_strings=(-h --help --directory)
 _shtab_cadenza_plan_option_strings=(-h --help --calendar --resume --since --json)
@@ -23,6 +23,7 @@ _shtab_cadenza_checkpoint_show_option_strings=(-h --help --run --which --name --
 _shtab_cadenza_checkpoint_export_option_strings=(-h --help --weights --run --which --name)
 _shtab_cadenza_checkpoint_prune_option_strings=(-h --help --keep-last --run)
 _shtab_cadenza_checkpoint_option_strings=(-h --help)
+_shtab_cadenza_capsule_option_strings=(-h --help --json)
 _shtab_cadenza_completion_option_strings=(-h --help)
 _shtab_cadenza_option_strings=(-h --help --version)
 
@@ -45,11 +46,12 @@ _shtab_cadenza_checkpoint_show_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_checkpoint_export_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_checkpoint_export_pos_1_COMPGEN=_shtab_compgen_files
 _shtab_cadenza_checkpoint_prune_pos_0_COMPGEN=_shtab_compgen_dirs
+_shtab_cadenza_capsule_pos_0_COMPGEN=_shtab_compgen_dirs
 
 _shtab_cadenza_replay___to_choices=(comet csv dvclive mlflow swanlab tensorboard trackio wandb)
 _shtab_cadenza_checkpoint_pos_0_choices=(list verify show export prune)
 _shtab_cadenza_completion_pos_0_choices=(bash zsh)
-_shtab_cadenza_pos_0_choices=(demo plan compat runs watch why compare report replay checkpoint completion)
+_shtab_cadenza_pos_0_choices=(demo plan compat runs watch why compare report replay checkpoint capsule completion)
 
 _shtab_cadenza_demo__h_nargs=0
 _shtab_cadenza_demo___help_nargs=0
@@ -102,6 +104,9 @@ _shtab_cadenza_checkpoint_prune___help_nargs=0
 _shtab_cadenza_checkpoint_pos_0_nargs=A...
 _shtab_cadenza_checkpoint__h_nargs=0
 _shtab_cadenza_checkpoint___help_nargs=0
+_shtab_cadenza_capsule__h_nargs=0
+_shtab_cadenza_capsule___help_nargs=0
+_shtab_cadenza_capsule___json_nargs=0
 _shtab_cadenza_completion__h_nargs=0
 _shtab_cadenza_completion___help_nargs=0
 _shtab_cadenza_pos_0_nargs=A...

@@ -10,6 +10,7 @@
 
 _shtab_cadenza_commands() {
   local _commands=(
+    capsule:'Show the capsules that the callback Capsule wrote when a step broke: the step, its samples, and the first module and parameter that were not finite. In Python, replay_capsule(trainer, RUN) repeats the step.'
     checkpoint:'Look at, verify, export and delete checkpoints.'
     compare:'Compare runs: how they ended, the arguments that differ, the best and last values and curves of their metrics, the number of their decisions, and the differences of their environments. With two runs, a column shows the difference of values, second minus first. Exit code 0, whether the runs differ or not; 1: a run cannot be read.'
     compat:'Read the source of a callback class of Hugging Face, Lightning or Keras, and list its events with the moments that call them, and the attributes of its arguments that a native run does not provide, with the replacement. The class is imported; nothing of it is called. Exit code 0: all that it uses is mapped; 1: something is not.'
@@ -43,6 +44,15 @@ _shtab_cadenza_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_cadenza_defaults_added=0
+
+_shtab_cadenza_capsule_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON, with all there is, for another program]"
+  ":a run directory, or a capsule in it:_files -/"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_cadenza_capsule_defaults_added=0
 
 _shtab_cadenza_checkpoint_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -225,6 +235,7 @@ _shtab_cadenza() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_cadenza-$line[1]:"
       case $line[1] in
+        capsule) _arguments -C -s $_shtab_cadenza_capsule_options ;;
         checkpoint) _shtab_cadenza_checkpoint ;;
         compare) _arguments -C -s $_shtab_cadenza_compare_options ;;
         compat) _arguments -C -s $_shtab_cadenza_compat_options ;;

@@ -1,0 +1,347 @@
+"""Keep what the last steps need to be repeated, and write it when a step breaks."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import traceback
+from collections import deque
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, checked_sign
+from cadenza.checkpoint.capsules import FOLDER, write_capsule
+from cadenza.drivers.sharding import is_sharded
+from cadenza.engine.locating import Located, locate
+from cadenza.engine.session import Session, session_of
+from cadenza.engine.trial import undone
+from cadenza.errors import DistributedError, NonFiniteError, StateError, notes_of
+from cadenza.hooks.moments import Callback
+from cadenza.hooks.schedule import Every
+from cadenza.loading.rng import RNGState, preserve_rng_state
+from cadenza.optim.extra_parameters import modules_of
+from cadenza.optim.finite import all_finite
+from cadenza.records.arriving import ArrivingNumber
+from cadenza.status.decisions import decide
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+@dataclass(slots=True)
+class _Batch:
+    """One batch of a step: its position, and what its forward pass depends on."""
+
+    epoch: int
+    number: int
+    """Its number in the epoch, from 0, on this rank."""
+    batch: Any
+    rng_state: RNGState
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step: its number, from 1, and its batches so far."""
+
+    number: int
+    batches: list[_Batch] = field(default_factory=list)
+    losses: list[ArrivingNumber] = field(default_factory=list)
+
+
+class Capsule(Callback):
+    """Write what a step needs to be repeated, when the step breaks: an exception, a loss that is not finite, or a spike.
+
+    The capsule is a folder of safetensors and JSON in the run directory, ``capsules/step-00000120``. It holds the samples, the
+    batches, the RNG states and the weights before the step, and the steps before with their RNG states. A second pass over the
+    batches, with hooks on all modules, finds the first module and the first parameter with a number that is not finite, and
+    the samples. ``cadenza capsule RUN`` shows it, and `replay_capsule` repeats the step.
+
+    The weights before the step are those in memory, because the loss is checked before the update. If they are not finite
+    themselves, the newest finite copy is taken of those that `weights` makes on the host. The capsule then holds the step after
+    the copy. If that step is not among the `last` ones, the capsule holds the present step, and is marked as not exact.
+
+    Each rank watches its own loss, and writes a capsule of its own: ``step-00000120-rank1``. With FSDP, the weights and the
+    second pass are left out; with a ``step_fn`` or a loop of your own, the second pass.
+
+    The check waits for the forward pass once a step, not for the backward pass. The batches of the `last` steps stay in memory.
+    The RNG state is that of its ``on_batch_start``: callbacks that draw random numbers there must stand before it.
+
+    Args:
+        last: The number of steps of which batches, positions and RNG states are kept, with the present one.
+        when: The signs in the loss: `NonFinite`, `Spike`, or several joined by ``|``. None: ``NonFinite() | Spike()``.
+        weights: The steps between copies of the weights on the host, such as ``"1000 steps"``; None: no copies. With
+            ``"1 step"``, the weights before the last steps are known.
+        most: The most capsules that each rank writes in a run.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong, or the run has no directory.
+
+    >>> import tempfile
+    >>> from cadenza.timetravel import replay_capsule
+    >>> from cadenza.testing import tiny_loader, tiny_trainer
+    >>> loader = tiny_loader()
+    >>> loader[3][0][1] = float("nan")  # the second sample of the fourth batch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     trainer = tiny_trainer(loader=loader, directory=folder, callbacks=[Capsule()])
+    ...     run = trainer.fit()
+    ...     again = replay_capsule(trainer, folder)
+    >>> again.step, again.located.module, again.located.rows, again.same
+    (4, 'the model (Linear)', [1], True)
+    """
+
+    decides: tuple[str, ...] = ("capsule written",)
+    asks = False
+
+    def __init__(
+        self,
+        *,
+        last: int = 3,
+        when: Sign | None = None,
+        weights: str | int | None = "1000 steps",
+        most: int = 3,
+    ) -> None:
+        for name, value in (("last", last), ("most", most)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+        self.when: Sign = NonFinite() | Spike() if when is None else checked_sign(when)
+        self.last: int = last
+        self.weights: int | None = None if weights is None else _steps_in(weights)
+        self.most: int = most
+        self._steps: deque[_Step] = deque(maxlen=last)
+        self._losses: list[ArrivingNumber] = []
+        self._written: list[dict[str, Any]] = []
+
+    def on_setup(self, run: Run) -> None:
+        if run.info.directory is None:
+            raise ValueError("Capsule writes into the directory of the run: give Trainer(directory=...)")
+        self._steps.clear()
+        self._losses, self._written = [], []
+        self._statistics: list[Tensor] = []
+        self._copies: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=2)  # of which one may be broken already
+        self._kept: list[Tensor] = []
+        self._updated = False
+        self.when.reset()
+
+    def on_fit_start(self, run: Run) -> None:
+        norms = [one for one in run.model.modules() if getattr(one, "running_mean", None) is not None]
+        self._statistics = [buffer for module in norms for buffer in module.buffers(recurse=False)]
+        self._kept = [buffer.clone() for buffer in self._statistics]
+        if self.weights is not None:
+            self._copy_weights(run)
+
+    def on_step_start(self, run: Run) -> None:
+        self._steps.append(_Step(run.progress.step + 1))
+        self._losses, self._updated = [], False
+        if self._statistics:
+            torch._foreach_copy_(self._kept, self._statistics)
+
+    def on_batch_start(self, run: Run, batch: Any) -> None:
+        at = run.progress
+        self._steps[-1].batches.append(_Batch(at.epoch, at.batch_in_epoch, batch, _rng_state()))
+
+    def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
+        loss, weight = outputs["loss"], outputs.get("weight")
+        if isinstance(loss, Tensor):
+            number = ArrivingNumber(loss)
+            self._steps[-1].losses.append(number)
+            if weight is None or float(weight) != 0:
+                self._losses.append(number)
+
+    def on_before_optimizer_step(self, run: Run) -> None:
+        self._judge(run)
+
+    def on_after_optimizer_step(self, run: Run) -> None:
+        self._updated = True
+
+    def on_step_end(self, run: Run) -> None:
+        self._judge(run)  # if all batches were skipped there was no update
+        if self.weights is not None and run.progress.step % self.weights == 0:
+            self._copy_weights(run)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        if isinstance(error, Exception) and not isinstance(error, DistributedError) and self._steps and self._steps[-1].batches:
+            self._write(run, "exception", f"{type(error).__name__}: {error}", error)
+
+    def on_fit_end(self, run: Run) -> None:
+        session = session_of(run)
+        if session.sync.together and run.outcome is not None and run.outcome.kind != "failed":
+            for rank, written in enumerate(run.driver.gather(self._written)):
+                for data in written if rank != run.driver.rank and run.is_main else ():
+                    decide(
+                        run, "capsule written", data["why"], who=f"{session.hooks.current_owner()} on rank {rank}", data=data
+                    )
+        self._steps.clear()
+        self._losses = []
+
+    def _copy_weights(self, run: Run) -> None:
+        model = run.model
+        if not any(is_sharded(one) for one in model.parameters()):
+            weights = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+            self._copies.append((run.progress.step, {name: one.detach().to("cpu", copy=True) for name, one in weights.items()}))
+
+    def _judge(self, run: Run) -> None:
+        losses, self._losses = self._losses, []
+        if not losses:
+            return
+        loss = sum(one.read() for one in losses) / len(losses)
+        seen = self.when.seen_in(loss)
+        if seen is None:
+            self.when.add(loss)
+        else:
+            self._write(run, "loss", seen)
+
+    def _write(self, run: Run, kind: str, why: str, error: Exception | None = None) -> None:
+        """Write a capsule of the present step, and record it. An error of this does not end the run."""
+        if len(self._written) >= self.most or any(one["step"] == self._steps[-1].number for one in self._written):
+            return
+        session = session_of(run)
+        try:
+            weights, step, exact = self._weights_before(session)
+            if not exact and self._written:
+                return  # what broke the weights was written before
+            facts = self._facts(run, step, kind, why, error) | {"weights_exact": exact}
+            broken = (
+                isinstance(error, NonFiniteError)
+                or not all(math.isfinite(loss) for loss in facts["losses"])
+                or weights is not None
+            )
+            located = self._located(session, step, weights, facts) if broken and (exact or weights is not None) else None
+            facts |= {} if located is None else self._found(session, step, located)
+            name = f"step-{step.number:08d}{f'-rank{run.driver.rank}' if run.driver.world_size > 1 else ''}"
+            assert run.info.directory is not None, "checked in on_setup"
+            path, facts = _written(run.info.directory / FOLDER, name, facts, self._state(session, step, weights))
+        except Exception as failed:
+            run.warn(f"the capsule of step {self._steps[-1].number} could not be written: {failed!r}")
+            return
+        names = ("step", "rank", "kind", "why", "module", "parameter", "tensor", "guilty_samples")
+        data = {"path": f"{FOLDER}/{path.name}", **{name: facts.get(name) for name in names}}
+        self._written.append(data)
+        decide(run, "capsule written", why, data=data)
+        where = f"; first not finite: {facts['module'] or facts['parameter']}" if located is not None and located.found else ""
+        samples = f", samples {facts['guilty_samples']}" if facts.get("guilty_samples") else ""
+        run.warn(f"step {step.number}: {why}{where}{samples}. Written to {path}; see: cadenza capsule {run.info.directory}")
+
+    def _weights_before(self, session: Session) -> tuple[dict[str, Tensor] | None, _Step, bool]:
+        """Return the weights before a step, the step, and whether they belong together.
+
+        No weights: those in memory, or there are only shards.
+        """
+        model, step = session.module, self._steps[-1]
+        if any(is_sharded(one) for one in model.parameters()):
+            return None, step, False
+        in_memory = not self._updated and not session.step.in_update
+        if in_memory and all_finite(model.parameters()):
+            return None, step, True
+        for number, copy in reversed(self._copies):
+            if number < step.number and all_finite(copy.values()):
+                following = next((one for one in self._steps if one.number == number + 1), None)
+                return copy, following or step, following is not None
+        return None, step, in_memory
+
+    def _located(
+        self, session: Session, step: _Step, weights: dict[str, Tensor] | None, facts: dict[str, Any]
+    ) -> Located | None:
+        """Repeat the forward and backward passes of a step on the user's own module, and restore everything after it."""
+        if session.step_fn is not None or session.own_loop or not step.batches:
+            return None
+        with undone(session):
+            session.module.train()
+            if weights is not None:
+                session.module.load_state_dict(weights, strict=False)
+            elif self._statistics:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._statistics, self._kept)
+            batches, states = [one.batch for one in step.batches], [one.rng_state for one in step.batches]
+            try:
+                return locate(session.module, session.compute, batches, states, modules_of(inspect.unwrap(session.compute)))
+            except Exception as failed:  # such as a loss function that reads something once
+                facts["second_pass"] = f"{type(failed).__name__}: {failed}"
+                return None
+
+    def _state(self, session: Session, step: _Step, weights: dict[str, Tensor] | None) -> dict[str, Any]:
+        if weights is None and not any(is_sharded(one) for one in session.module.parameters()):
+            weights = {name: one for name, one in session.module.state_dict().items() if isinstance(one, Tensor)}
+            before = {id(now): kept for now, kept in zip(self._statistics, self._kept, strict=True)}
+            buffers = session.module.state_dict(keep_vars=True)
+            weights |= {name: before[id(one)] for name, one in buffers.items() if id(one) in before}
+        return {
+            "model": weights,
+            "batches": [one.batch for one in step.batches],
+            "rng": [_plain(one.rng_state) for one in step.batches],
+            "last": [[_plain(one.rng_state) for one in earlier.batches] for earlier in self._steps],
+        }
+
+    def _facts(self, run: Run, step: _Step, kind: str, why: str, error: Exception | None) -> dict[str, Any]:
+        session = session_of(run)
+        facts: dict[str, Any] = {
+            "kind": kind,
+            "why": why,
+            "run": run.info.id,
+            "rank": run.driver.rank,
+            "ranks": run.driver.world_size,
+            "step": step.number,
+            "seen_at_step": self._steps[-1].number,
+            "losses": [loss.read() for loss in step.losses],
+            "module": None,
+            "parameter": None,
+            "tensor": None,
+            "guilty_samples": [],
+            "batches": _positions(session, step),
+            "last": [{"step": one.number, "batches": _positions(session, one)} for one in self._steps],
+            "precision": session.precision.name,
+            "torch": torch.__version__,
+            "decisions": [one.to_dict() for one in session.decisions[-3:]],
+        }
+        if error is not None:
+            lines = traceback.format_exception(error)
+            facts["error"] = {"type": type(error).__name__, "notes": notes_of(error), "traceback": "".join(lines)}
+        return facts
+
+    def _found(self, session: Session, step: _Step, located: Located) -> dict[str, Any]:
+        samples = _positions(session, step)[located.batch]["samples"] if located.batch is not None else None
+        guilty = [samples[row] for row in located.rows if row < len(samples)] if samples else located.rows
+        found = {name: getattr(located, name) for name in ("module", "parameter", "tensor", "batch", "rows")}
+        return {**found, "guilty_samples": guilty}
+
+
+def _positions(session: Session, step: _Step) -> list[dict[str, Any]]:
+    """Return epoch, number and samples of each batch of a step; samples are None if the loader has no indices."""
+    source = session.cursor.source
+    each = [(one.epoch, one.number, source.indices(one.epoch, one.number)) for one in step.batches]
+    return [
+        {"epoch": epoch, "batch_in_epoch": number, "samples": None if samples is None else [*samples]}
+        for epoch, number, samples in each
+    ]
+
+
+def _written(folder: Path, name: str, facts: dict[str, Any], state: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Write a capsule, without its batches if their types cannot be saved; the loader has them."""
+    try:
+        return write_capsule(folder, name, facts, state), facts
+    except StateError as error:
+        facts = facts | {"batches_left_out": str(error)}
+        return write_capsule(folder, name, facts, state | {"batches": None}), facts
+
+
+def _steps_in(weights: str | int) -> int:
+    length = Every(weights).length.of("step")
+    if length.unit != "step" or not length.whole:
+        raise ValueError(f"weights must be a number of steps, such as '1000 steps', or None; got {weights!r}")
+    return int(length.count)
+
+
+def _rng_state() -> RNGState:
+    """Return the RNG state in the form that is captured in a tenth of the time."""
+    on_cuda = torch.cuda.is_initialized()
+    return RNGState.capture(devices=False)._replace(cuda=tuple(torch.cuda.get_rng_state_all()) if on_cuda else ())
+
+
+def _plain(state: RNGState) -> dict[str, Any]:
+    with preserve_rng_state():
+        state.restore()
+        return RNGState.capture().to_plain()

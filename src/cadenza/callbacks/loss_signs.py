@@ -1,0 +1,159 @@
+"""Signs that a run breaks, seen in its loss: what `Capsule` and `Recover` wait for."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from cadenza.status.counting import counted
+
+LEAST = 10  # values before the first judgement, if the window has that many
+
+
+class Sign(ABC):
+    """A sign in the loss of a step. ``a | b`` is a sign if one of the two is."""
+
+    @abstractmethod
+    def seen_in(self, loss: float) -> str | None:
+        """Return what is wrong with this loss, in a sentence; None if nothing is. The loss is not added to the window."""
+
+    def add(self, loss: float) -> None:  # noqa: B027  # a sign without a window has nothing to do
+        """Add the loss of a complete step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses that later judgements depend on."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Restore the result of `state_dict`."""
+
+    def reset(self) -> None:  # noqa: B027
+        """Forget the losses of an earlier run."""
+
+    def __or__(self, other: Sign) -> Sign:
+        return AnySign([self, other])
+
+
+class NonFinite(Sign):
+    """The loss is NaN or infinite.
+
+    >>> NonFinite().seen_in(float("nan")), NonFinite().seen_in(1.0)
+    ('the loss is nan', None)
+    """
+
+    def seen_in(self, loss: float) -> str | None:
+        return None if math.isfinite(loss) else f"the loss is {loss}"
+
+    def __repr__(self) -> str:
+        return "NonFinite()"
+
+
+class Spike(Sign):
+    """The loss is much larger than the last ones.
+
+    With the median m of the last `window` losses, and the median d of their distances from m, a loss is a spike if it is above
+    ``m + (ratio - 1) * |m|`` and above ``m + 8 * d``. The second condition keeps losses that vary strongly from being spikes.
+    Medians do not move with a few outliers (P. Huber, Robust Statistics, 1981, section 5). Nothing is judged before 10 losses,
+    or `window` of them if it is shorter. A spike does not enter the window. The medians are computed again after each tenth of
+    a window.
+
+    Args:
+        name: ``"loss"``, the mean loss of the step.
+        ratio: How many times the median; above 1.
+        window: The number of losses that are compared.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    >>> spike = Spike(ratio=3, window=4)
+    >>> for loss in (1.0, 0.9, 1.1, 1.0):
+    ...     spike.add(loss)
+    >>> spike.seen_in(2.9), spike.seen_in(3.5)
+    (None, 'the loss is 3.5, 3.5 times the median 1 of the last 4 steps')
+    """
+
+    def __init__(self, name: str = "loss", ratio: float = 3.0, window: int = 50) -> None:
+        if name != "loss":
+            raise ValueError(f"Spike watches the mean loss of the step: name must be 'loss'; got {name!r}")
+        if not ratio > 1:
+            raise ValueError(f"ratio must be above 1; got {ratio!r}")
+        if type(window) is not int or window < 3:
+            raise ValueError(f"window must be a whole number of at least 3 steps; got {window!r}")
+        self.name: str = name
+        self.ratio: float = ratio
+        self.window: int = window
+        self._losses: deque[float] = deque(maxlen=window)
+        self._limit: list[float] = []  # the median and the limit, once there are enough losses
+        self._since = 0  # losses since they were computed
+
+    def seen_in(self, loss: float) -> str | None:
+        if not self._limit or not loss > self._limit[1] or math.isinf(loss):
+            return None
+        middle = self._limit[0]
+        times = f", {loss / middle:.3g} times the median {middle:.4g}" if middle > 0 else f", after a median of {middle:.4g}"
+        return f"the loss is {loss:.4g}{times} of the last {counted(len(self._losses), 'step')}"
+
+    def add(self, loss: float) -> None:
+        if not math.isfinite(loss) or (self._limit and loss > self._limit[1]):
+            return
+        self._losses.append(loss)
+        self._since += 1
+        if len(self._losses) >= min(LEAST, self.window) and (not self._limit or self._since >= self.window / 10):
+            middle = median(self._losses)
+            spread = median([abs(one - middle) for one in self._losses])
+            self._limit, self._since = [middle, middle + max((self.ratio - 1) * abs(middle), 8 * spread)], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": [*self._losses], "limit": self._limit, "since": self._since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._losses.clear()
+        self._losses.extend(state["losses"])
+        self._limit, self._since = [*state["limit"]], state["since"]
+
+    def reset(self) -> None:
+        self._losses.clear()
+        self._limit, self._since = [], 0
+
+    def __repr__(self) -> str:
+        return f"Spike({self.name!r}, ratio={self.ratio:g}, window={self.window})"
+
+
+class AnySign(Sign):
+    """The first of several signs."""
+
+    def __init__(self, signs: Iterable[Sign]) -> None:
+        self.signs: list[Sign] = [inner for one in signs for inner in (one.signs if isinstance(one, AnySign) else [one])]
+
+    def seen_in(self, loss: float) -> str | None:
+        return next((seen for one in self.signs if (seen := one.seen_in(loss)) is not None), None)
+
+    def add(self, loss: float) -> None:
+        for one in self.signs:
+            one.add(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(index): state for index, one in enumerate(self.signs) if (state := one.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for index, one in enumerate(self.signs):
+            if str(index) in state:
+                one.load_state_dict(state[str(index)])
+
+    def reset(self) -> None:
+        for one in self.signs:
+            one.reset()
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.signs))
+
+
+def checked_sign(when: object) -> Sign:
+    """Return `when`; raise `TypeError` if it is no sign."""
+    if not isinstance(when, Sign):
+        raise TypeError(f"when must be NonFinite(), Spike(...), or several joined by |; got {when!r}")
+    return when

@@ -1,0 +1,131 @@
+"""Capsules: what one step needs to be repeated, as safetensors and JSON in a folder of the run directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from cadenza.checkpoint.store.tensor_files import pieces, read_tensors
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.files.disk import flush, read_object
+from cadenza.status.decisions import in_json
+from cadenza.status.plain import decode, encode
+
+FOLDER = "capsules"
+"""The folder of the capsules in a run directory."""
+_FACTS, _TENSORS = "capsule.json", "tensors.safetensors"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CapsuleContent:
+    """A capsule that was read."""
+
+    path: Path
+    facts: dict[str, Any]
+    """What ``cadenza capsule`` shows: step, reason, samples, what was not finite."""
+    state: dict[str, Any]
+    """``batches``, ``rng`` (the RNG state before each batch), ``model`` (the weights) and ``last`` (the steps before)."""
+
+
+def write_capsule(folder: Path, name: str, facts: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
+    """Write a capsule, which appears whole or not at all, and return its path. An existing one of this name is replaced.
+
+    Args:
+        folder: The folder of the capsules. It is made if it is not there.
+        name: The name of the capsule.
+        facts: Plain values.
+        state: Values that a checkpoint can hold.
+
+    Raises:
+        StateError: A value in `state` cannot be saved; the message names its path.
+        OSError: The disk rejects it.
+    """
+    plain, tensors = encode(state)
+    beside, path = folder / f".{name}.new", folder / name
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        with (beside / _TENSORS).open("wb") as file:
+            for piece in pieces(tensors):
+                file.write(piece)
+        text = json.dumps({"format": _FORMAT, "facts": in_json(dict(facts)), "state": plain}, indent=1)
+        (beside / _FACTS).write_text(f"{text}\n", encoding="utf-8")
+        for one in (beside / _TENSORS, beside / _FACTS, beside):
+            flush(one)
+        shutil.rmtree(path, ignore_errors=True)
+        beside.rename(path)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return path
+
+
+def capsules_in(run: Path) -> list[Path]:
+    """Return the capsules in a run directory, by step and rank."""
+    return sorted(one.parent for one in (run / FOLDER).glob(f"step-*/{_FACTS}"))
+
+
+def capsule_at(path: str | PathLike[str]) -> Path:
+    """Return the folder of a capsule. Of a run directory, it is the last capsule.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    given = Path(path)
+    if (given / _FACTS).is_file():
+        return given
+    found = capsules_in(given)
+    if not found:
+        raise CheckpointError(
+            f"there is no capsule at {str(given)!r}: expected the path of one, such as runs/first/capsules/step-00000120, or a "
+            "run directory in which Capsule() has written one."
+        )
+    return found[-1]
+
+
+def facts_of_capsule(path: Path) -> dict[str, Any]:
+    """Return the facts of a capsule without its tensors.
+
+    Raises:
+        CheckpointDamagedError, CheckpointFormatError: It cannot be read.
+    """
+    facts: dict[str, Any] = _content(path)["facts"]
+    return facts
+
+
+def read_capsule(path: str | PathLike[str]) -> CapsuleContent:
+    """Read a capsule. Nothing in it is executed.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+    """
+    folder = capsule_at(path)
+    content = _content(folder)
+    try:
+        with (folder / _TENSORS).open("rb") as file:
+            tensors, _ = read_tensors(file, (folder / _TENSORS).stat().st_size)
+    except OSError as error:
+        raise CheckpointDamagedError(f"the capsule {str(folder)!r} cannot be read: {error}") from None
+    if isinstance(tensors, ValueError):
+        raise CheckpointDamagedError(f"the capsule {str(folder)!r} is damaged: {tensors}")
+    return CapsuleContent(folder, content["facts"], decode(content["state"], tensors))
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = read_object(path / _FACTS)
+    except ValueError as error:
+        raise CheckpointDamagedError(f"the capsule {str(path)!r} is damaged: {error}") from None
+    if content is None:
+        raise CheckpointError(f"there is no capsule at {str(path)!r}")
+    if content.get("format") != _FORMAT:
+        raise CheckpointFormatError(
+            f"the capsule {str(path)!r} has format {content.get('format')!r}; this version reads format {_FORMAT}."
+        )
+    return content

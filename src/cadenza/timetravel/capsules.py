@@ -1,0 +1,93 @@
+"""Repeat the step that a capsule holds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from cadenza.checkpoint.capsules import CapsuleContent, read_capsule
+from cadenza.engine.locating import Located, locate
+from cadenza.engine.recipe import Recipe
+from cadenza.engine.session import Session
+from cadenza.errors import CheckpointMismatchError, DataError
+from cadenza.loading.batches import moved
+from cadenza.loading.rng import RNGState, preserve_rng_state
+from cadenza.optim.extra_parameters import modules_of
+from cadenza.status.plain import same
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedStep:
+    """What `replay_capsule` returns."""
+
+    step: int
+    """The number of the step, from 1."""
+    batches: Sequence[Any]
+    """The batches of the step, on the device."""
+    losses: Sequence[float]
+    """The loss of each batch now, up to the first that is not finite."""
+    recorded: Sequence[float]
+    """The loss of each batch in the run."""
+    located: Located
+    """What was not finite."""
+    exact: bool
+    """Whether the weights are those before the step; else they are the newest earlier ones that were finite."""
+    facts: Mapping[str, Any]
+    """The facts of the capsule."""
+
+    @property
+    def same(self) -> bool:
+        """Whether the losses are equal to the recorded ones to the bit."""
+        return same([*self.losses], [*self.recorded[: len(self.losses)]])
+
+
+def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
+    """Repeat the forward and backward passes of the step in a capsule, and return what was not finite. Call it in a debugger.
+
+    The model gets the weights of the capsule, and keeps them. Its gradients are those of the step. No callback is called and no
+    optimizer steps. If an exception ended the step, it is raised again. One process repeats the part of the rank that wrote the
+    capsule.
+
+    Args:
+        trainer: A `Trainer` with the model and ``compute_loss`` of the run. With another ``compute_loss``, such as one with a
+            correction, the losses may differ.
+        path: A capsule; or a run directory, for its last capsule.
+
+    Raises:
+        CheckpointError: There is no capsule, or it cannot be read.
+        CheckpointMismatchError: Its weights do not fit the model.
+        DataError: The capsule holds no batches, as their type cannot be saved.
+        TypeError: The trainer has a ``step_fn``, which does not say what the forward pass is.
+    """
+    if trainer.step_fn is not None:
+        raise TypeError("replay_capsule repeats compute_loss, and this trainer has a step_fn. Use replay_step.")
+    capsule = read_capsule(path)
+    if capsule.state["batches"] is None:
+        left_out = capsule.facts.get("batches_left_out", "")
+        raise DataError(f"the capsule {str(capsule.path)!r} holds no batches: {left_out}. Use replay_step.")
+    session = trainer._new_session(training=False)
+    _load_weights(session, capsule)
+    batches = [moved(batch, session.device) for batch in capsule.state["batches"]]
+    states = [RNGState.from_plain(one) for one in capsule.state["rng"]]
+    session.module.train()
+    session.module.zero_grad()
+    with preserve_rng_state():
+        located = locate(session.module, session.compute, batches, states, modules_of(inspect.unwrap(session.compute)))
+    facts = capsule.facts
+    recorded = [float(loss) for loss in facts["losses"]]
+    return RepeatedStep(facts["step"], batches, located.losses, recorded, located, facts["weights_exact"], facts)
+
+
+def _load_weights(session: Session, capsule: CapsuleContent) -> None:
+    weights = capsule.state["model"]
+    if weights is None:
+        raise CheckpointMismatchError(
+            f"the capsule {str(capsule.path)!r} holds no weights: they were sharded over ranks. Use replay_step."
+        )
+    try:
+        session.module.load_state_dict({**session.module.state_dict(), **weights})
+    except RuntimeError as error:
+        raise CheckpointMismatchError(f"the capsule {str(capsule.path)!r} belongs to another model: {error}") from None

@@ -1,0 +1,193 @@
+"""`Capsule`: a step that breaks is written, named and repeated."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from cadenza import Callback, Trainer, supervised
+from cadenza.callbacks import Capsule, NonFinite, Spike, StopOnNonFinite
+from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
+from cadenza.commands.main import main
+from cadenza.errors import CheckpointError, CheckpointMismatchError, NonFiniteError
+from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
+from cadenza.timetravel import replay_capsule
+from tests.distributed.parts import rank
+
+BAD = 13
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Samples with random noise. One of them gets a value of which no logarithm exists."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        values = torch.rand(3) + 0.5
+        return values - 9 * (index == BAD), values.sum().unsqueeze(0)
+
+
+class Log(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return values.log()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Log(), nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+def trainer_in(directory: Path | None, *callbacks: Callback, workers: int = 0) -> Trainer:
+    return Trainer(
+        network(),
+        lambda parameters: torch.optim.SGD(parameters, 0.05),
+        DataLoader(Augmented(), 4, shuffle=True, num_workers=workers),
+        supervised(nn.MSELoss()),
+        max_epochs=1,
+        seed=3,
+        directory=directory,
+        callbacks=callbacks,
+        device="cpu",
+        driver="single" if rank() is None else "ddp",
+        progress=False,
+    )
+
+
+def test_on_two_ranks_with_workers_the_sample_and_the_module_are_named(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+
+    def train() -> list[Any]:
+        run = trainer_in(directory, StopOnNonFinite(), Capsule(), workers=2).fit()
+        return [(one.who, one.data["guilty_samples"]) for one in run.decisions if one.what == "capsule written"]
+
+    decided = launch(train)
+    (path,) = capsules_in(directory)
+    facts = facts_of_capsule(path)
+    assert facts["guilty_samples"] == [BAD]
+    assert facts["module"] == "'0' (Log)"
+    assert BAD in facts["batches"][0]["samples"]
+    assert ("Capsule" if facts["rank"] == 0 else "Capsule on rank 1", [BAD]) in decided[0]
+
+    again = replay_capsule(trainer_in(None), directory)  # in one process
+    assert (again.same, again.exact, again.located.module, again.located.batch) == (True, True, "'0' (Log)", 0)
+    assert again.located.rows == [facts["batches"][0]["samples"].index(BAD)]
+
+
+class Third(NonFinite):
+    """A sign in the loss of the third step, which is fine."""
+
+    def __init__(self) -> None:
+        self.losses = 0
+
+    def seen_in(self, loss: float) -> str | None:
+        return "chosen" if self.losses == 2 else None
+
+    def add(self, loss: float) -> None:
+        self.losses += 1
+
+
+def test_the_step_is_repeated_to_the_bit_and_the_run_goes_on_as_without_a_capsule(tmp_path: Path) -> None:
+    plain = trainer_in(None, StopOnNonFinite("skip")).fit()
+    trainer = trainer_in(tmp_path, Capsule(when=Third(), most=1), StopOnNonFinite("skip"))
+    run = trainer.fit()
+    assert run.why("capsule written").endswith("chosen")
+    for name, weight in plain.model.state_dict().items():
+        assert torch.equal(run.model.state_dict()[name], weight), name
+    again = replay_capsule(trainer, tmp_path)
+    assert (again.step, again.same, again.located.found, len(again.facts["last"])) == (3, True, False, 3)
+
+
+def test_an_exception_leaves_a_capsule_that_raises_it_again(tmp_path: Path) -> None:
+    def failing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if batch[0].min() > 0.5:
+            raise ValueError("too large")
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    trainer = tiny_trainer(compute_loss=failing, directory=tmp_path, callbacks=[Capsule()])
+    with pytest.raises(ValueError, match="too large"):
+        trainer.fit()
+    facts = facts_of_capsule(capsules_in(tmp_path)[0])
+    assert (facts["kind"], facts["step"], facts["error"]["type"]) == ("exception", 5, "ValueError")
+    with pytest.raises(ValueError, match="too large"):
+        replay_capsule(trainer, tmp_path)
+
+
+def test_a_gradient_that_breaks_the_weights_is_found_with_copies_of_each_step(tmp_path: Path) -> None:
+    class Root(nn.Module):  # the gradient of the root at 0 is infinite, and times 0 it is NaN
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, values: Tensor) -> Tensor:
+            return (values * self.scale).clamp(min=0).sqrt()
+
+    def run_with(weights: str | None, directory: Path) -> dict[str, Any]:
+        model = nn.Sequential(Root(), nn.Linear(1, 1))
+        loader = [(torch.full((2, 1), 0.0 if number == 2 else 1.0), torch.ones(2, 1)) for number in range(6)]
+        tiny_run(model=model, loader=loader, directory=directory, callbacks=[Capsule(weights=weights)])
+        return facts_of_capsule(capsules_in(directory)[0])
+
+    facts = run_with("1 step", tmp_path / "each")
+    assert (facts["step"], facts["seen_at_step"], facts["parameter"]) == (3, 4, "0.scale")
+    assert facts["module"] == "the backward pass of '0' (Root)"
+    assert facts["weights_exact"]
+    late = run_with(None, tmp_path / "late")
+    assert (late["step"], late["parameter"]) == (4, "'0.scale' is nan, first at index (0)")
+
+
+def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loader = tiny_loader()
+    loader[3][0][1] = math.nan
+    with pytest.raises(NonFiniteError):
+        tiny_run(loader=loader, directory=tmp_path, callbacks=[StopOnNonFinite("raise"), Capsule()])
+    assert main(["capsule", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "step-00000004: NonFiniteError: the loss is nan in batch 4" in shown[0]
+    assert [line.split()[0] for line in shown[1:]] == [
+        "step",
+        "batch",
+        "loss",
+        "module",
+        "parameter",
+        "tensor",
+        "not",
+        "weights",
+    ]
+    assert main(["capsule", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["guilty_samples"] == [1]
+    assert main(["capsule", str(tmp_path / "none")]) == 1
+    assert "there is no capsule" in capsys.readouterr().err
+
+
+def test_wrong_arguments_and_capsules_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="last must be a whole number"):
+        Capsule(last=0)
+    with pytest.raises(TypeError, match="when must be NonFinite"):
+        Capsule(when=lambda loss: True)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(ValueError, match="weights must be a number of steps"):
+        Capsule(weights="1 epoch")
+    with pytest.raises(ValueError, match="ratio must be above 1"):
+        Spike(ratio=1.0)
+    with pytest.raises(ValueError, match="give Trainer"):
+        tiny_run(callbacks=[Capsule()])
+    with pytest.raises(CheckpointError, match="there is no capsule"):
+        replay_capsule(tiny_trainer(), tmp_path)
+    tiny_run(losses=[1.0, math.nan], directory=tmp_path, callbacks=[Capsule()])
+    assert facts_of_capsule(capsules_in(tmp_path)[0])["second_pass"] == "StopIteration: "  # the losses were read once
+    with pytest.raises(CheckpointMismatchError, match="another model"):
+        replay_capsule(trainer_in(None), tmp_path)
+
+
+def test_no_more_capsules_than_asked_for_are_written(tmp_path: Path) -> None:
+    losses = [1.0 + 0.01 * (number % 5) for number in range(20)]
+    losses[12] = losses[14] = losses[16] = 50.0  # of steps 13, 15 and 17
+    tiny_run(losses=losses, directory=tmp_path, callbacks=[Capsule(most=2, last=1)])
+    assert [facts_of_capsule(path)["step"] for path in capsules_in(tmp_path)] == [13, 15]
