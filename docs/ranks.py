@@ -41,6 +41,8 @@ RANKS: dict[str, str] = {
     "OptunaPruning": "communicates at the setup. Only the main process reports to the trial; its request stops all ranks.",
     "Profile": "each rank measures itself, in its own `run.profile`; the main process prints and writes its own. It does not "
     "communicate.",
+    "Recover": "communicates: the mean loss of each step is reduced over the ranks, and all ranks go back together and leave "
+    "out the same rounds.",
     "SampleImages": "the main process shows images of its own batches; it does not communicate.",
     "SavePredictions": "communicates at the end of the evaluation: the main process writes all rows in the order of the "
     "loader.",

@@ -40,6 +40,10 @@ def first_inputs(batch: Any, outputs: Mapping[str, Any]) -> Tensor:
     return cast("Tensor", batch[0][:, 0])
 
 
+def _recover() -> BaseCallback:
+    return shipped.Recover(when=shipped.NonFinite(), then=shipped.LowerRate(0.5, "2 steps"))
+
+
 FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "Alert": [lambda: shipped.Alert("eval/loss rises 2 times"), lambda: shipped.Alert("no record for 10 h")],
     "BestWeights": [lambda: shipped.BestWeights("eval/loss", "min"), lambda: shipped.BestWeights("eval/loss", "max")],
@@ -78,6 +82,7 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "OmitFrozen": [],  # tests/checkpoint/test_omit_frozen.py: it needs a model with frozen weights
     "OptunaPruning": [lambda: shipped.OptunaPruning(FixedTrial({}), "eval/loss", "min")],
     "Profile": [shipped.Profile],
+    "Recover": [_recover],
     "SampleImages": [lambda: shipped.SampleImages(every="2 steps", evaluation="eval", images=grey)],
     "SavePredictions": [
         lambda: shipped.SavePredictions("a.csv", evaluation="eval", columns={"prediction": first_inputs}),
@@ -102,8 +107,8 @@ MEASURED = ["time/*", "*_per_s", "*/mfu", "process/*", "machine/*"]  # these dif
 
 @pytest.mark.parametrize("factory", CASES.values(), ids=CASES)
 def test_a_shipped_callback_meets_the_requirements(factory: Callable[[], BaseCallback]) -> None:
-    # StopOnNonFinite must know before the update whether the loss is finite.
-    check_callback(factory, ignore=MEASURED, reads=isinstance(factory(), shipped.StopOnNonFinite))
+    # StopOnNonFinite must know before the update whether the loss is finite, and Recover before a save.
+    check_callback(factory, ignore=MEASURED, reads=isinstance(factory(), shipped.Recover | shipped.StopOnNonFinite))
 
 
 def test_no_shipped_callback_is_left_out() -> None:

@@ -194,8 +194,8 @@ Trainer When __version__ attach export_weights load_weights on save_weights supe
 CALLBACKS = """
 Alert BestWeights Capsule Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema
 Evaluate FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen OptunaPruning
-Profile SampleImages SavePredictions ScheduleValue SequenceLength SlurmRequeue StopOnNonFinite Summary Swa TimeLimit Timer
-Warmup
+Profile Recover SampleImages SavePredictions ScheduleValue SequenceLength SlurmRequeue StopOnNonFinite Summary Swa TimeLimit
+Timer Warmup
 """
 
 SINKS = "Comet Console Csv Dvclive JsonLines Mlflow ProgressBar Sink Swanlab TensorBoard Trackio Wandb"
@@ -218,7 +218,7 @@ def test_type_checkers_are_told_the_same_names_as_the_running_program(package: M
         for alias in node.names
         if node.module != "cadenza"  # a package that is found by attribute
     }
-    beside = ("AlertMessage", "Best", "NonFinite", "Spike", "freeze", "unfreeze")  # __all__ names the callbacks
+    beside = ("AlertMessage", "Best", "LowerRate", "NonFinite", "Spike", "freeze", "unfreeze")  # __all__ names the callbacks
     others = [*beside] if package is cadenza.callbacks else []
     assert sorted(name for _, name in told if name) == sorted(package.__all__ + others)
     for place, name in told:

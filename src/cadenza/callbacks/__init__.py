@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from cadenza.callbacks.omit_frozen import OmitFrozen as OmitFrozen
     from cadenza.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
     from cadenza.callbacks.profile import Profile as Profile
+    from cadenza.callbacks.recover import LowerRate as LowerRate
+    from cadenza.callbacks.recover import Recover as Recover
     from cadenza.callbacks.sample_images import SampleImages as SampleImages
     from cadenza.callbacks.save_predictions import SavePredictions as SavePredictions
     from cadenza.callbacks.schedule_value import ScheduleValue as ScheduleValue
@@ -73,6 +75,7 @@ else:
             "cadenza.callbacks.omit_frozen": "OmitFrozen",
             "cadenza.callbacks.optuna_pruning": "OptunaPruning",
             "cadenza.callbacks.profile": "Profile",
+            "cadenza.callbacks.recover": "Recover",
             "cadenza.callbacks.sample_images": "SampleImages",
             "cadenza.callbacks.save_predictions": "SavePredictions",
             "cadenza.callbacks.schedule_value": "ScheduleValue",
@@ -90,6 +93,7 @@ else:
             "cadenza.callbacks.alert_targets": "AlertMessage",
             "cadenza.callbacks.freezing": "freeze unfreeze",
             "cadenza.callbacks.loss_signs": "NonFinite Spike",
+            "cadenza.callbacks.recover": "LowerRate",
             "cadenza.checkpoint.keeping": "Best",
         },
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from cadenza.status.counting import counted
 
+_SPREADS = 16  # losses of small batches have long tails: means of 4 squares are 8 such distances away once in 300 steps
 LEAST = 10  # values before the first judgement, if the window has that many
 
 
@@ -56,7 +57,7 @@ class Spike(Sign):
     """The loss is much larger than the last ones.
 
     With the median m of the last `window` losses, and the median d of their distances from m, a loss is a spike if it is above
-    ``m + (ratio - 1) * |m|`` and above ``m + 8 * d``. The second condition keeps losses that vary strongly from being spikes.
+    ``m + (ratio - 1) * |m|`` and above ``m + 16 * d``. The second condition keeps losses that vary strongly from being spikes.
     Medians do not move with a few outliers (P. Huber, Robust Statistics, 1981, section 5). Nothing is judged before 10 losses,
     or `window` of them if it is shorter. A spike does not enter the window. The medians are computed again after each tenth of
     a window.
@@ -105,7 +106,7 @@ class Spike(Sign):
         if len(self._losses) >= min(LEAST, self.window) and (not self._limit or self._since >= self.window / 10):
             middle = median(self._losses)
             spread = median([abs(one - middle) for one in self._losses])
-            self._limit, self._since = [middle, middle + max((self.ratio - 1) * abs(middle), 8 * spread)], 0
+            self._limit, self._since = [middle, middle + max((self.ratio - 1) * abs(middle), _SPREADS * spread)], 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": [*self._losses], "limit": self._limit, "since": self._since}

@@ -6,9 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-
 from cadenza.engine.run_length import planned_total
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
@@ -78,8 +75,6 @@ class Warmup(Callback, Compared):
         self.steps: float | None = None
         """The number of steps in the current run; it can have a fractional part if `length` is a fraction."""
         self._until = 0.0
-        self._kept: list[tuple[dict[str, Any], float | Tensor]] = []
-        self._kept_tensors: list[tuple[Tensor, Tensor]] = []
 
     def factor(self, step: int) -> float:
         """Return the factor in a step, counted from 1."""
@@ -104,7 +99,6 @@ class Warmup(Callback, Compared):
     def on_setup(self, run: Run) -> None:
         optimizer_of(run, self.optimizer, needed_by="Warmup")
         self.steps, self._until = None, 0.0
-        self._kept, self._kept_tensors = [], []
         session_of(run).rates.factors.setdefault(self.optimizer, []).append(self.factor)
 
     def on_fit_start(self, run: Run) -> None:
@@ -119,36 +113,13 @@ class Warmup(Callback, Compared):
         step = run.progress.step
         optimizer = run.optimizers[self.optimizer]
         if any(optimizer is one for one in session_of(run).step.updating):
-            self._scale(optimizer.param_groups, session_of(run).rates.factor(self.optimizer, step + 1))
+            session_of(run).rates.apply(self.optimizer, optimizer, step + 1)
 
     def _put_rates_back(self, run: Run) -> None:
-        if self._kept:
-            self._put_back()
+        session_of(run).rates.put_back(self.optimizer)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        self._put_back()  # if the update itself failed
-
-    def _scale(self, groups: list[dict[str, Any]], factor: float) -> None:
-        self._kept = [(group, group["lr"]) for group in groups]
-        # Each tensor once, because two groups may share it; in place, because captured graphs read its memory.
-        tensors = {id(rate): rate for _, rate in self._kept if isinstance(rate, Tensor)}
-        self._kept_tensors = [(rate, rate.detach().clone()) for rate in tensors.values()]
-        for group, rate in self._kept:
-            if not isinstance(rate, Tensor):
-                group["lr"] = rate * factor
-        if tensors:
-            with torch.no_grad():
-                for tensor in tensors.values():
-                    tensor.mul_(factor)
-
-    def _put_back(self) -> None:
-        for group, rate in self._kept:
-            group["lr"] = rate
-        if self._kept_tensors:
-            with torch.no_grad():
-                for tensor, before in self._kept_tensors:
-                    tensor.copy_(before)
-        self._kept, self._kept_tensors = [], []
+        session_of(run).rates.put_back(self.optimizer)  # if the update itself failed
 
     def _steps_in(self, run: Run) -> float:
         if isinstance(self.length, float):

@@ -28,7 +28,7 @@ class CapsuleContent:
 
     path: Path
     facts: dict[str, Any]
-    """What ``cadenza capsule`` shows: step, reason, samples, what was not finite."""
+    """The values that ``cadenza capsule`` shows: step, reason, samples, module, parameter."""
     state: dict[str, Any]
     """``batches``, ``rng`` (the RNG state before each batch), ``model`` (the weights) and ``last`` (the steps before)."""
 

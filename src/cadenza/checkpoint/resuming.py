@@ -27,12 +27,13 @@ from cadenza.records.reading import read_records
 from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Counters, Progress
+from cadenza.status.requests import GoBack
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
 
 def chosen(
-    resume: bool | str | PathLike[str],
+    resume: bool | str | PathLike[str] | GoBack,
     directory: RecordedRun | None,
     elsewhere: Iterable[str | PathLike[str]] = (),
     reader: Reader | None = None,
@@ -40,7 +41,7 @@ def chosen(
     """Return the start of a run.
 
     Args:
-        resume: As for ``fit``.
+        resume: As for ``fit``; or a request of the run itself.
         directory: The run directory, if there is one.
         elsewhere: Further folders and URLs that the run saves to.
         reader: Reads checkpoints; see `on_all_ranks`.
@@ -54,6 +55,8 @@ def chosen(
     if resume is True or resume == "auto":
         return at_newest(_given(directory, "auto"), elsewhere, reader)
     reader = reader or Reader()
+    if isinstance(resume, GoBack):
+        return at_path(resume.path, directory, elsewhere, reader, recovery=resume.recovery)
     if isinstance(resume, str) and is_name(resume):
         found = find(_given(directory, resume).path, resume, problem=reader.problem)
         return at_path(found.path, directory, elsewhere, reader)
@@ -61,7 +64,7 @@ def chosen(
 
 
 def chosen_on_all_ranks(
-    driver: Driver, resume: bool | str | PathLike[str], directory: RecordedRun | None, elsewhere: Iterable[str]
+    driver: Driver, resume: bool | str | PathLike[str] | GoBack, directory: RecordedRun | None, elsewhere: Iterable[str]
 ) -> Start:
     """Return the start of a run that the main process chooses, with what this rank has read. Every rank must call this.
 

@@ -9,14 +9,18 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from cadenza.checkpoint.finding import checkpoint_at
 from cadenza.checkpoint.reader import Reader
 from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
 from cadenza.checkpoint.store.checkpoints import on_line, only_branch
 from cadenza.checkpoint.store.files import absolute_path
 from cadenza.errors import CheckpointError
+from cadenza.optim.finite import all_finite
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RecordedRun
+from cadenza.status.progress import Counters
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
@@ -33,6 +37,8 @@ class Start:
     """The path of the checkpoint at which the branch began; None if it began without one."""
     left: int | None = None
     """The number of the branch that this start abandons; None if it abandons none."""
+    recovery: Mapping[str, Any] | None = None
+    """The data of the rollback with which the branch begins or began; None if the user chose its beginning."""
     lost: tuple[str, ...] = ()
     """The reasons why existing checkpoints are not used."""
 
@@ -51,13 +57,21 @@ class Start:
         foreign = [point for point in self.branch.ancestors if point.run != self.branch.run]
         parents = [{"run": point.run, "step": point.saved.step, "checkpoint": point.name} for point in foreign[-1:]]
         branch = {**self.branch.to_plain(), "resumed_at": self.path}
+        branch |= {} if self.recovery is None else {"recovery": dict(self.recovery)}
         return {"id": self.branch.run, "branch": branch, **({"parent": parents[0]} if parents else {})}
 
 
 def at_path(
-    path: str, directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]] = (), reader: Reader | None = None
+    path: str,
+    directory: RecordedRun | None,
+    elsewhere: Iterable[str | PathLike[str]] = (),
+    reader: Reader | None = None,
+    *,
+    recovery: Mapping[str, Any] | None = None,
 ) -> Start:
     """Return the start at a checkpoint: on a new branch, unless the checkpoint is the newest of the present branch.
+
+    With `recovery`, a callback takes the run back: a new branch begins in any case.
 
     Raises:
         CheckpointError: The checkpoint cannot be used.
@@ -68,11 +82,11 @@ def at_path(
     rank = present.rank(point.saved, wrote)
     on_present_line = wrote.run == present.run and rank is not None and rank[0] == 1
     newer = [one for one in known.line() if rank is None or (one.rank_on(present) or rank) > rank]
-    if on_present_line and not newer:
-        return Start(replace(present, at=loaded.name), loaded, path_in(directory))
+    if on_present_line and not newer and recovery is None:
+        return Start(replace(present, at=loaded.name), loaded, path_in(directory), recovery=recovery_in(directory))
     used = known.are_used(directory)
     branch = Branch(present.run, known.next_number if used else 0, (*wrote.ancestors, point), loaded.name)
-    return Start(branch, loaded, absolute_path(path), present.number if used else None)
+    return Start(branch, loaded, absolute_path(path), present.number if used else None, recovery)
 
 
 def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] = (), reader: Reader | None = None) -> Start:
@@ -95,7 +109,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
     for reason in skipped:
         logger.warning("skipped a checkpoint: %s", reason)
     if loaded is not None:
-        return Start(replace(branch, at=loaded.name), loaded, path)
+        return Start(replace(branch, at=loaded.name), loaded, path, recovery=recovery_in(directory))
     lost = known.unusable()
     is_over = outcome_in(directory) in OVER
     if any(one.wasted(is_over=is_over) for one in lost):
@@ -114,7 +128,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
         )
     if not known.are_used(directory):
         return Start(branch)
-    return Start(Branch(branch.run, known.next_number), None, None, branch.number, tuple(one.why for one in lost))
+    return Start(Branch(branch.run, known.next_number), None, None, branch.number, lost=tuple(one.why for one in lost))
 
 
 def outcome_in(directory: RecordedRun | None) -> str | None:
@@ -128,6 +142,28 @@ def path_in(directory: RecordedRun | None) -> str | None:
     previous = (directory.previous if directory is not None else None) or {}
     path = (previous.get("branch") or {}).get("resumed_at")
     return None if path is None else str(path)
+
+
+def recovery_in(directory: RecordedRun | None) -> Mapping[str, Any] | None:
+    """Return the data of the rollback with which the present branch began; None if it began without one."""
+    previous = (directory.previous if directory is not None else None) or {}
+    recovery: Mapping[str, Any] | None = (previous.get("branch") or {}).get("recovery")
+    return recovery
+
+
+def newest_good(directory: RecordedRun, elsewhere: Iterable[str], step: int) -> tuple[str, Counters] | None:
+    """Return the path and the counters of the newest checkpoint with finite weights, and at most `step` complete steps.
+
+    Only the line of the present branch counts. None: there is none.
+    """
+    for one in _Checkpoints(directory, elsewhere).line():
+        manifest = one.entry.manifest
+        if one.entry.saved.step > step or manifest is None or one.store.problem(one.entry) is not None:
+            continue
+        loaded = one.store.read(one.entry.saved)
+        if all_finite(weight for weight in loaded.model.values() if isinstance(weight, Tensor)):
+            return f"{one.store.files}/{one.entry.saved.name}", Counters(**loaded.state["progress"])
+    return None
 
 
 class _Found(NamedTuple):

@@ -130,7 +130,7 @@ class CheckpointWriter:
             OSError: A write has failed, and `strict`.
         """
         session = self.session
-        if self._attempts is None or self._half_changed:
+        if self._attempts is None or self._half_changed or session.sync.requests.back is not None:
             return
         self.take_results()
         asking = {*(names or self.names), *self._asked}

@@ -22,7 +22,7 @@ _MOST_SINGLE = 512  # a batch of more samples is not passed through the model sa
 
 @dataclass(slots=True)
 class Located:
-    """What was not finite in the batches of one step. None and an empty list: all was finite."""
+    """The first numbers in the batches of one step that were not finite. None and an empty list: all were finite."""
 
     losses: list[float] = field(default_factory=list)
     """The loss of each batch."""

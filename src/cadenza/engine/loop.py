@@ -220,7 +220,8 @@ def take_stop(session: Session) -> None:
     stop = session.sync.take_stop()
     if stop is not None and session.outcome is None:
         session.end(Outcome(session.sync.requests.kind, stop.why))
-        session.hooks.on_stop(session.run, stop.why)
+        if session.sync.requests.back is None:
+            session.hooks.on_stop(session.run, stop.why)
 
 
 def leave(session: Session, left: Left) -> None:

@@ -148,13 +148,15 @@ class StepState:
 class Restored:
     """What a run that continues takes from its checkpoint later. Written by restore."""
 
-    __slots__ = ("callback_states", "gradients", "rng_state")
+    __slots__ = ("callback_states", "gradients", "recovery", "rng_state")
 
     def __init__(self) -> None:
         self.rng_state: RNGState | None = None
         """The RNG state to continue with."""
         self.gradients: Sequence[tuple[Tensor, Tensor]] = ()
         """Parameters, and the gradients that a ``step_fn`` had left in them."""
+        self.recovery: Mapping[str, Any] | None = None
+        """The data of the rollback with which the present branch began; see `GoBack`."""
         self.callback_states: Mapping[str, Mapping[str, Any]] = {}
         """The states by callback, for what must be known in ``on_setup``."""
 

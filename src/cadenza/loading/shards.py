@@ -71,6 +71,18 @@ class Shard:
         """The number of batches in `consumed`, over all ranks."""
         return sum(world_size * rounds for world_size, rounds in self.consumed)
 
+    def first_of_round(self, number: int) -> int:
+        """Return the index in the epoch, over all ranks, of the first batch of a round.
+
+        >>> Shard(0, 3, consumed=((2, 4),)).first_of_round(5)
+        11
+        """
+        before, left = 0, number
+        for world_size, rounds in self.consumed:
+            taken = min(left, rounds)
+            before, left = before + world_size * taken, left - taken
+        return before + left * self.world_size
+
     def at_round(self, number: int) -> tuple[Shard, int]:
         """Return the shard from round `number` of an epoch on, and how many of the rounds before had the current world size.
 

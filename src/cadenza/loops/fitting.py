@@ -34,6 +34,7 @@ from cadenza.run import Run
 from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Progress
+from cadenza.status.requests import GoBack
 
 
 class Fitting(Recipe):
@@ -91,6 +92,20 @@ class Fitting(Recipe):
     ) -> Generator[Any, Any, None]:
         if any(one.run is self._run for one in FITS.under_way):
             raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
+        back: bool | str | PathLike[str] | GoBack | None = resume
+        while back is not None:  # more than once if the run goes back to a checkpoint
+            back = yield from self._carry_out_part(back, given, strict=strict, replay=replay, hand=hand)
+
+    def _carry_out_part(
+        self,
+        resume: bool | str | PathLike[str] | GoBack,
+        given: Given,
+        *,
+        strict: bool,
+        replay: bool,
+        hand: type[ByHand] | None,
+    ) -> Generator[Any, Any, GoBack | None]:
+        """Carry out a run to its end, or until it goes back to a checkpoint. Return the request to go back."""
         with ExitStack() as ending:
             files = self._opened_files(ending, resume=bool(resume))
             session, start, over = self._new_fit(files, resume, replay, given, own_loop=hand is not None)
@@ -103,14 +118,16 @@ class Fitting(Recipe):
             if over:
                 resuming.as_it_ended(session, files, start)
                 self._has_begun(session)
-                return
+                return None
             self._watch(session, ending)
             ending.push(partial(self._end, session))
             self._begin(session, start, resume, strict=strict)
             self._has_begun(session)
             yield from loop.course(session)
-            note_never_fired(session)
+            if session.sync.requests.back is None:
+                note_never_fired(session)
         exit_after_signal(session.sync.requests.signal)
+        return session.sync.requests.back
 
     def _watch(self, session: Session, ending: ExitStack) -> None:
         """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
@@ -146,7 +163,7 @@ class Fitting(Recipe):
     def _new_fit(
         self,
         files: RunDirectory | None,
-        resume: bool | str | PathLike[str],
+        resume: bool | str | PathLike[str] | GoBack,
         replay: bool,
         given: Given,
         *,
@@ -157,7 +174,7 @@ class Fitting(Recipe):
         start = resuming.chosen_on_all_ranks(self.driver, resume, files, elsewhere)
         freeze_early(self.callbacks, self.model)
         session = self._new_session(training=True, files=files, replay=replay, given=given, own_loop=own_loop)
-        session.branch = start.branch
+        session.branch, session.restored.recovery = start.branch, start.recovery
         if self.driver.broadcast(rank_checks.main_only(self.driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, start, True
         if start.loaded is not None:

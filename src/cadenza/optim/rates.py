@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from cadenza.errors import CallbackError
@@ -27,11 +29,39 @@ class Rates:
     def __init__(self) -> None:
         self.factors: dict[int, list[Factor]] = {}
         """By the index of the optimizer in the run: functions of the step, counted from 1. Their product is applied."""
+        self._kept: dict[int, list[tuple[dict[str, Any], Any]]] = {}
+        self._kept_tensors: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def factor(self, optimizer: int, step: int) -> float:
         """Return the factor on the rates of an optimizer in a step."""
         factors = self.factors.get(optimizer)
         return prod(factor(step) for factor in factors) if factors else 1.0
+
+    def apply(self, index: int, optimizer: Optimizer, step: int) -> None:
+        """Multiply the rates of an optimizer by their factor, once, until `put_back`."""
+        if index in self._kept:
+            return
+        factor, groups = self.factor(index, step), optimizer.param_groups
+        self._kept[index] = kept = [(group, group["lr"]) for group in groups]
+        # Each tensor once, because two groups may share it; in place, because captured graphs read its memory.
+        tensors = {id(rate): rate for _, rate in kept if isinstance(rate, Tensor)}
+        self._kept_tensors[index] = [(rate, rate.detach().clone()) for rate in tensors.values()]
+        for group, rate in kept:
+            if not isinstance(rate, Tensor):
+                group["lr"] = rate * factor
+        if tensors:
+            with torch.no_grad():
+                for tensor in tensors.values():
+                    tensor.mul_(factor)
+
+    def put_back(self, index: int) -> None:
+        """Restore the rates before `apply`."""
+        for group, rate in self._kept.pop(index, ()):
+            group["lr"] = rate
+        if tensors := self._kept_tensors.pop(index, ()):
+            with torch.no_grad():
+                for tensor, before in tensors:
+                    tensor.copy_(before)
 
     def of(self, run: Run) -> list[float]:
         """Return the rate of each parameter group, over all optimizers, in the next update."""

@@ -30,7 +30,8 @@ _METRICS = 1000  # the most in a request
 _PARAMS = 100
 _NAME = 250  # the most characters
 _VALUE = 6000
-_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED", "interrupted": "KILLED", "failed": "FAILED"}
+_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
+_STATUS |= dict.fromkeys(("rolled back", "preempted", "interrupted"), "KILLED")  # a run that continues takes it up again
 _TAG = "cadenza.run_id"
 
 

@@ -132,7 +132,7 @@ class Wandb(Sink):
             return
         _ids.discard(self._id)
         kind = "finished" if outcome is None else outcome.kind
-        if kind == "preempted":
+        if kind in ("preempted", "rolled back"):
             run.mark_preempting()
         run.finish(exit_code=0 if kind in ("finished", "stopped") else 1)
 

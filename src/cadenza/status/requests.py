@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from signal import SIGINT
 from typing import Any, Literal
 
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters
+
+
+@dataclass(frozen=True, slots=True)
+class GoBack:
+    """The request to end this part of a run, and to continue it from an earlier checkpoint."""
+
+    path: str
+    """The path or URL of the checkpoint."""
+    recovery: Mapping[str, Any]
+    """Plain data for the callback that requests it: they are kept in ``run.json`` with the branch that begins there."""
 
 
 class Requests:
@@ -18,6 +28,8 @@ class Requests:
     def __init__(self) -> None:
         self.stop: Decision | None = None
         """The request to end the run."""
+        self.back: GoBack | None = None
+        """The request to continue from an earlier checkpoint. Nothing is saved any more."""
         self.end_epoch: Decision | None = None
         """The request to end the epoch."""
         self.signal: int | None = None
@@ -36,6 +48,11 @@ class Requests:
     def ask_stop(self, decision: Decision) -> None:
         """Request the end of the run."""
         self.stop, self.leave = self.stop or decision, True
+
+    def ask_back(self, decision: Decision, back: GoBack) -> None:
+        """Request to continue from an earlier checkpoint. Every rank must request the same."""
+        self.back = back
+        self.ask_stop(decision)
 
     def withdraw_stop(self) -> None:
         """Drop the request to end the run, before any rank acts on it."""
@@ -56,10 +73,10 @@ class Requests:
         return self.stop is not None or self.signal is not None
 
     @property
-    def kind(self) -> Literal["stopped", "interrupted", "preempted"]:
-        """The kind of the end: by a callback, by Ctrl-C, or by another signal."""
+    def kind(self) -> Literal["stopped", "rolled back", "interrupted", "preempted"]:
+        """The kind of the end: by a callback, to continue from an earlier checkpoint, by Ctrl-C, or by another signal."""
         if self.signal is None:
-            return "stopped"
+            return "stopped" if self.back is None else "rolled back"
         return "interrupted" if self.signal == SIGINT else "preempted"
 
     def drop_epoch(self) -> None:

@@ -32,7 +32,7 @@ class RepeatedStep:
     recorded: Sequence[float]
     """The loss of each batch in the run."""
     located: Located
-    """What was not finite."""
+    """The first numbers that were not finite."""
     exact: bool
     """Whether the weights are those before the step; else they are the newest earlier ones that were finite."""
     facts: Mapping[str, Any]
@@ -45,11 +45,11 @@ class RepeatedStep:
 
 
 def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
-    """Repeat the forward and backward passes of the step in a capsule, and return what was not finite. Call it in a debugger.
+    """Repeat the forward and backward passes of the step in a capsule, and find the first number that is not finite.
 
-    The model gets the weights of the capsule, and keeps them. Its gradients are those of the step. No callback is called and no
-    optimizer steps. If an exception ended the step, it is raised again. One process repeats the part of the rank that wrote the
-    capsule.
+    Call it in a debugger. The model gets the weights of the capsule, and keeps them. Its gradients are those of the step. No
+    callback is called and no optimizer steps. If an exception ended the step, it is raised again. One process repeats the part
+    of the rank that wrote the capsule.
 
     Args:
         trainer: A `Trainer` with the model and ``compute_loss`` of the run. With another ``compute_loss``, such as one with a

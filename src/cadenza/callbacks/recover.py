@@ -1,0 +1,341 @@
+"""Go back to a checkpoint when the loss breaks, leave out the batches that broke it, and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, checked_sign
+from cadenza.checkpoint.starting import newest_good
+from cadenza.checkpoint.writer import CheckpointWriter
+from cadenza.engine.session import Session, session_of
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback
+from cadenza.hooks.order import Phase, Relation
+from cadenza.hooks.schedule import Every
+from cadenza.optim.finite import all_finite
+from cadenza.optim.parameters import parameters_of
+from cadenza.optim.settings import Compared
+from cadenza.records.directory import RecordedRun
+from cadenza.status.counting import counted
+from cadenza.status.decisions import decide, in_json
+from cadenza.status.progress import Counters
+from cadenza.status.requests import GoBack
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+LAST_GOOD = "last good checkpoint"
+SINCE: Literal["batches of the steps since"] = "batches of the steps since"
+GUILTY: Literal["the guilty batch"] = "the guilty batch"
+
+
+@dataclass(frozen=True, slots=True)
+class LowerRate:
+    """Multiply all learning rates by `factor` for some steps after a run went back: an argument of `Recover`.
+
+    Raises:
+        ValueError: `factor` is not between 0 and 1, or `steps` is no number of steps.
+    """
+
+    factor: float
+    steps: str | int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < 1:
+            raise ValueError(f"factor must be above 0 and below 1; got {self.factor!r}")
+        _steps(self.steps, "steps")
+
+
+class Recover(Callback, Compared):
+    """Go back to a checkpoint when the loss breaks, leave out the batches that broke it, and go on.
+
+    The loss of each step is checked at its end, before the step is evaluated or saved. If it shows a sign, this part of the run
+    ends with the outcome ``"rolled back"``, and ``fit`` continues from a checkpoint before, on a new branch, as
+    ``fit(resume=PATH)`` does: ``on_fit_end`` and ``on_setup`` are called, and the records since are moved to a file of their
+    own. `Trainer.fit` returns the run that went on.
+
+    With ``skip="the guilty batch"`` the steps are repeated up to the one with the sign, and each batch is checked before its
+    gradient is added. A batch with a loss that shows a sign is left out, and so are the batches of a step with a gradient that
+    is not finite. With ``skip="batches of the steps since"``, all batches between the checkpoint and the sign are left out. The
+    same is done, from an earlier checkpoint if there is one, if the sign comes again.
+
+    A batch that is left out counts in the progress, and is not trained on. A step without batches updates nothing. On several
+    ranks, the batches of all ranks in the same round are left out.
+
+    All of this depends on losses that are equal on all ranks. Each rank does the same, and a run that is killed in the middle
+    and resumed ends with the same bits. Each rollback and each batch that is left out is a decision with data.
+
+    The check waits for the device once a step, and reduces one number over the ranks.
+
+    Args:
+        when: The signs: `NonFinite`, `Spike`, or both joined by ``|``. None: ``NonFinite() | Spike()``.
+        back: ``"last good checkpoint"``: the newest one before the sign with finite weights; or, such as ``"100 steps"``, the
+            newest one at least so many steps before the sign.
+        skip: The batches to leave out, as above; None: none, and `then` must be given.
+        then: `LowerRate`, from the checkpoint to some steps after the sign; None: nothing.
+        times: The most rollbacks in a run. At the next sign the run stops.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; or the run has no directory, or is a loop of your own.
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import Checkpoint
+    >>> from cadenza.testing import tiny_loader, tiny_trainer
+    >>> loader = tiny_loader(10)
+    >>> loader[6][0][1] = float("nan")  # the seventh batch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = tiny_trainer(loader=loader, directory=folder, callbacks=[Checkpoint("4 steps"), Recover()]).fit()
+    >>> left_out = [one.data["batch_in_epoch"] for one in run.decisions if one.what == "batch left out"]
+    >>> run.outcome.kind, run.progress.step, left_out
+    ('finished', 10, [6])
+    """
+
+    decides: tuple[str, ...] = ("batch left out", "went back")
+
+    # Broken weights are neither evaluated nor saved, and a lowered rate is restored before a scheduler steps.
+    before: Relation = (Phase.CLIP, Phase.SCHEDULE, Phase.EVALUATE, Phase.SAVE)
+
+    def __init__(
+        self,
+        *,
+        when: Sign | None = None,
+        back: str = LAST_GOOD,
+        skip: Literal["batches of the steps since", "the guilty batch"] | None = "the guilty batch",
+        then: LowerRate | None = None,
+        times: int = 3,
+    ) -> None:
+        if skip not in (SINCE, GUILTY, None):
+            raise ValueError(f"skip must be {SINCE!r}, {GUILTY!r} or None; got {skip!r}")
+        if skip is None and then is None:
+            raise ValueError("skip=None repeats the same steps: give then=LowerRate(0.5, '200 steps'), or leave out batches")
+        if then is not None and not isinstance(then, LowerRate):
+            raise TypeError(f"then must be LowerRate(...) or None; got {then!r}")
+        if type(times) is not int or times < 1:
+            raise ValueError(f"times must be a whole number of at least 1; got {times!r}")
+        self.when: Sign = NonFinite() | Spike() if when is None else checked_sign(when)
+        self.back: str = back
+        self._steps_back = 1 if back == LAST_GOOD else _steps(back, "back")
+        self.skip: str | None = skip
+        self.then: LowerRate | None = then
+        self.times: int = times
+        self._plan = _no_plan()
+        self._statistics: list[Tensor] = []
+        self._kept: list[Tensor] = []
+        self._dropped = False
+
+    def listeners(self) -> list[Listener]:
+        own = [Listener(moment, function, skips=False) for moment, function in self._acting()]
+        return [*super().listeners(), *own]
+
+    def _acting(self) -> list[tuple[Callable[..., None], Callable[..., None]]]:
+        """Return the moments and functions that a run needs after it went back."""
+        return [
+            (Callback.on_batch_start, self._leave_out),
+            (Callback.on_before_backward, self._check_batch),
+            (Callback.on_before_optimizer_step, self._before_update),
+            (Callback.on_after_optimizer_step, self._after_update),
+        ]
+
+    def factor(self, step: int) -> float:
+        """Return the factor on the learning rates in a step, counted from 1."""
+        first, last, factor = self._plan["rates"] or (0, 0, 1.0)
+        return factor if first < step <= last else 1.0
+
+    def on_setup(self, run: Run) -> None:
+        session = session_of(run)
+        if run.info.directory is None:
+            raise ValueError("Recover goes back to a checkpoint of the run: give Trainer(directory=...)")
+        if session.own_loop or session.own_step is not None:
+            raise ValueError("Recover works in fit(): a loop of your own cannot be taken back. Use StopOnNonFinite.")
+        if session.step_fn is not None and self.skip == GUILTY:
+            raise ValueError(f"with a step_fn, Recover cannot check each batch: give skip={SINCE!r}")
+        self._plan, self._dropped = _no_plan(), False
+        self.when.reset()
+        if self.then is not None:
+            for index in range(len(run.optimizers)):
+                session.rates.factors.setdefault(index, []).append(self.factor)
+
+    def on_fit_start(self, run: Run) -> None:
+        session = session_of(run)
+        if not session.savers:
+            run.warn("Recover goes back to checkpoints, and no callback writes them: it can only stop. Add Checkpoint(...).")
+        if session.restored.recovery is not None:  # the present branch began with it
+            self._plan = deepcopy(dict(session.restored.recovery))
+            if session.progress.step == self._plan["to"]:
+                decide(run, "went back", self._plan["told"]["why"], data=self._plan["told"])
+        norms = [one for one in run.model.modules() if getattr(one, "running_mean", None) is not None]
+        self._statistics = [buffer for module in norms for buffer in module.buffers(recurse=False)]
+        self._kept = [buffer.clone() for buffer in self._statistics]
+        if self._plan["count"]:
+            return
+        for moment, function in self._acting():  # a run that never broke needs none of these
+            session.hooks.remove(moment, function)
+        if session.savers and not session.progress.step:
+            run.save("the beginning, to go back to")
+
+    def on_step_end(self, run: Run) -> None:
+        session = session_of(run)
+        mean = session.sync.mean_loss()
+        if mean is None:
+            return
+        loss = float(mean)
+        seen = self.when.seen_in(loss)
+        if seen is None:
+            self.when.add(loss)
+        else:
+            self._go_back(run, session, loss, seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plan": self._plan, "when": self.when.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._plan = deepcopy(state["plan"])
+        self.when.load_state_dict(state["when"])
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._put_rates_back(run)
+
+    # -- going back --------------------------------------------------------------------------------
+
+    def _go_back(self, run: Run, session: Session, loss: float, seen: str) -> None:
+        """Request to continue from a checkpoint, or to stop if there is none. Every rank must call this."""
+        plan, step = self._plan, run.progress.step
+        if plan["count"] >= self.times:
+            run.stop(f"{seen} at step {step}, after {counted(plan['count'], 'rollback')}")
+            return
+        again = plan["to"] is not None and step <= plan["sign"]  # the batches, or the checkpoint, are not those that broke it
+        found = self._checkpoint(session, min(step - self._steps_back, plan["to"] - 1) if again else step - self._steps_back)
+        if found is None and again and self.skip is not None:
+            found = self._checkpoint(session, plan["to"])
+        if found is None:
+            run.stop(f"{seen} at step {step}, and there is no checkpoint with finite weights to go back to")
+            return
+        path, reached = found
+        since = self.skip is not None and (again or self.skip == SINCE)
+        shard, at = session.cursor.source.shard, run.progress
+        of_epoch = shard if reached.epoch == at.epoch else shard.resumed(())
+        skips = [
+            [reached.epoch, of_epoch.first_of_round(reached.batch_in_epoch)],
+            [at.epoch, shard.first_of_round(at.batch_in_epoch)],
+        ]
+        told = {
+            "why": f"{seen} at step {step}: back to step {reached.step}",
+            "step": step,
+            "loss": loss,
+            "to": reached.step,
+            "checkpoint": path.rpartition("/")[2],
+            "skip": SINCE if since else self.skip,
+            "times": plan["count"] + 1,
+        }
+        recovery = {
+            "count": plan["count"] + 1,
+            "to": reached.step,
+            "sign": step,
+            "guard": step if self.skip == GUILTY else 0,
+            "skips": [*plan["skips"], *([skips] if since else [])],
+            "rates": [] if self.then is None else [reached.step, step + _steps(self.then.steps, "steps"), self.then.factor],
+            "told": in_json(told),
+        }
+        decision = decide(run, "rollback requested", told["why"], data=told)
+        session.sync.requests.ask_back(decision, GoBack(path, recovery))
+
+    def _checkpoint(self, session: Session, step: int) -> tuple[str, Counters] | None:
+        """Return the newest good checkpoint with at most `step` steps. Every rank must call this."""
+        whole = [one for one in session.savers if isinstance(one, CheckpointWriter) and not one.weights_only]
+        for writer in whole:
+            writer.finish()  # a checkpoint that is being written counts, as it does after a kill
+        directory = session.directory
+        assert directory is not None, "checked in on_setup"
+        folders = [str(one.store.files) for one in whole]
+        look = partial(newest_good, RecordedRun(directory), folders, step) if session.is_main else _nothing
+        found: tuple[str, Counters] | None = session.driver.broadcast(look())
+        return found
+
+    # -- leaving out -------------------------------------------------------------------------------
+
+    def _leave_out(self, run: Run, batch: Any) -> None:
+        session, at = session_of(run), run.progress
+        if self._statistics:
+            torch._foreach_copy_(self._kept, self._statistics)
+        here = [at.epoch, session.cursor.source.shard.first_of_round(at.batch_in_epoch)]
+        if any(first <= here < end for first, end in self._plan["skips"]):
+            session.step.skip()
+            self._tell(run, "it is among the batches since the checkpoint", at.batch_in_epoch)
+
+    def _check_batch(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
+        session = session_of(run)
+        if run.progress.step >= self._plan["guard"] or session.step.skipping:
+            return
+        loss, weight = float(outputs["loss"].detach()), outputs.get("weight")
+        seen = None if weight is not None and float(weight) == 0 else self.when.seen_in(loss)
+        everyone = run.driver.gather(seen) if session.sync.several else [seen]
+        if not any(everyone):
+            return
+        if self._statistics:
+            torch._foreach_copy_(self._statistics, self._kept)
+        session.step.skip()
+        rank = next(rank for rank, one in enumerate(everyone) if one)
+        self._tell(run, f"{everyone[rank]}", run.progress.batch_in_epoch, rank)
+
+    def _before_update(self, run: Run) -> None:
+        session = session_of(run)
+        if run.progress.step < self._plan["guard"]:
+            self._check_gradients(run, session)
+        if self._plan["rates"]:
+            for index, optimizer in enumerate(run.optimizers):
+                if any(optimizer is one for one in session.step.updating):
+                    session.rates.apply(index, optimizer, run.progress.step + 1)
+
+    def _after_update(self, run: Run) -> None:
+        self._put_rates_back(run)
+        if self._dropped:
+            self._dropped = False
+            session_of(run).step.undo_update()
+
+    def _put_rates_back(self, run: Run) -> None:
+        if self._plan["rates"]:
+            for index in range(len(run.optimizers)):
+                session_of(run).rates.put_back(index)
+
+    def _check_gradients(self, run: Run, session: Session) -> None:
+        """Drop the gradients of the step if one is not finite. They are reduced, so all ranks see the same."""
+        held = [one for one in parameters_of(session.step.updating) if one.grad is not None]
+        finite = all_finite(one.grad for one in held if one.grad is not None)
+        if not (session.driver.any_rank(not finite) if session.driver.shards else not finite):
+            return
+        for parameter in held:
+            parameter.grad = None
+        self._dropped = True
+        done = run.progress.batch_in_epoch
+        for number in range(done - session.step.window.seen, done):
+            self._tell(run, "a gradient of its step is not finite", number)
+
+    def _tell(self, run: Run, why: str, number: int, rank: int | None = None) -> None:
+        source, epoch = session_of(run).cursor.source, run.progress.epoch
+        samples = source.indices(epoch, number)
+        own = None if samples is None else [*samples]
+        everyone = run.driver.gather(own) if session_of(run).sync.several else [own]
+        data = {"epoch": epoch, "batch_in_epoch": number, "rank": rank, "samples": everyone, "why": why}
+        decide(run, "batch left out", f"batch {number + 1} of epoch {epoch + 1}: {why}", data=data)
+
+
+def _no_plan() -> dict[str, Any]:
+    return {"count": 0, "to": None, "sign": 0, "guard": 0, "skips": [], "rates": [], "told": {}}
+
+
+def _nothing() -> None:
+    return None
+
+
+def _steps(given: str | int, name: str) -> int:
+    length = Every(given).length.of("step")
+    if length.unit != "step" or not length.whole:
+        raise ValueError(f"{name} must be a number of steps, such as '100 steps'; got {given!r}")
+    return int(length.count)

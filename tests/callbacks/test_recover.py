@@ -1,0 +1,234 @@
+"""`Recover`: a run goes back, leaves out the batches that broke it, and ends with the same bits after a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cadenza import Callback, Run, Trainer, supervised
+from cadenza.callbacks import Checkpoint, LogTraining, LowerRate, NonFinite, Recover, Spike, Warmup
+from cadenza.testing import launch, tiny_run
+from tests.distributed.parts import rank
+
+SAMPLES, BATCH = 512, 8
+
+
+def data(bad: dict[int, float]) -> TensorDataset:
+    """Return samples of a linear function. The factors in `bad` spoil the targets of some."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(SAMPLES, 3, generator=generator)
+    targets = inputs.sum(1, keepdim=True) + torch.randn(SAMPLES, 1, generator=generator)
+    for index, factor in bad.items():
+        targets[index] = targets[index].sign() * factor
+    return TensorDataset(inputs, targets)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1))
+
+
+def trainer_in(directory: Path, bad: dict[int, float], *callbacks: Callback, epochs: int = 2, **arguments: Any) -> Trainer:
+    own = [one for one in callbacks if isinstance(one, Recover)] or [Recover()]
+    return Trainer(
+        network(),
+        lambda parameters: torch.optim.AdamW(parameters, 1e-2),
+        DataLoader(data(bad), BATCH, shuffle=True),
+        supervised(nn.MSELoss()),
+        max_epochs=epochs,
+        seed=1,
+        directory=directory,
+        callbacks=[
+            *own,
+            Checkpoint("20 steps"),
+            *(one for one in callbacks if one not in own),
+            LogTraining("1 step", throughput=False),
+        ],
+        device="cpu",
+        driver="single" if rank() is None else "ddp",
+        progress=False,
+        **arguments,
+    )
+
+
+def decided(run: Run, what: str) -> list[dict[str, Any]]:
+    return [dict(one.data) for one in run.decisions if one.what == what]
+
+
+def recorded(run: Run, what: str) -> list[dict[str, Any]]:
+    """Return the data of the decisions of all parts of a run."""
+    assert run.info.directory is not None
+    lines = (run.info.directory / "decisions.jsonl").read_text().splitlines()
+    return [one["data"] for one in map(json.loads, lines) if one["what"] == what]
+
+
+def left_out(run: Run) -> list[int]:
+    """Return the samples that were left out, over all ranks."""
+    return sorted({sample for data in recorded(run, "batch left out") for own in data["samples"] for sample in own})
+
+
+def weights_of(run: Run) -> list[Tensor]:
+    return [weight.detach().clone() for weight in run.model.state_dict().values()]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("factor", [math.nan, 1e4], ids=["not finite", "spike"])
+def test_the_guilty_batch_is_left_out_and_no_other(tmp_path: Path, factor: float) -> None:
+    clean = trainer_in(tmp_path / "clean", {}).fit()
+    assert not decided(clean, "rollback requested")
+    assert not left_out(clean)
+    run = trainer_in(tmp_path / "bad", {100: factor}).fit()
+    assert (run.outcome.kind, run.progress.epoch, run.progress.step) == ("finished", 2, 128)  # type: ignore[union-attr]
+    out = recorded(run, "batch left out")
+    assert len(out) == 2  # once in each epoch
+    assert all(100 in one["samples"][0] for one in out)
+    assert run.history["train/loss"][-1][1] == pytest.approx(clean.history["train/loss"][-1][1], rel=0.5)
+    info = json.loads((tmp_path / "bad" / "run.json").read_text())
+    assert info["branch"]["recovery"]["count"] == len(list((tmp_path / "bad").glob("metrics.branch-*.jsonl"))) == 2
+    assert [one["times"] for one in recorded(run, "went back")] == [1, 2]
+
+
+def test_on_two_ranks_all_do_the_same(tmp_path: Path) -> None:
+    def train() -> tuple[list[Tensor], list[int], list[Any]]:
+        run = trainer_in(tmp_path, {100: math.nan}, epochs=1).fit()
+        (out,) = decided(run, "batch left out")
+        return weights_of(run), left_out(run), [out["rank"], 100 in out["samples"][out["rank"]]]
+
+    (weights, samples, (guilty, there)), other = launch(train)
+    assert there
+    assert len(samples) == 2 * BATCH
+    assert equal(weights[:2], other[0][:2])
+    assert (samples, [guilty, there]) == other[1:]
+
+
+class Kill(Callback):
+    """Kills the process at a step of the part of the run with this many rollbacks."""
+
+    def __init__(self, step: int, rollbacks: int, act: Callable[[], object]) -> None:
+        self.step, self.rollbacks, self.act = step, rollbacks, act
+
+    def on_step_end(self, run: Run) -> None:
+        if run.progress.step == self.step and len(decided(run, "went back")) == self.rollbacks:
+            self.act()
+
+    def on_setup(self, run: Run) -> None:
+        if self.step == 0 and json.loads((run.info.directory / "run.json").read_text())["continued"]:  # type: ignore[operator]
+            self.act()
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("step", "rollbacks"), [(0, 0), (3, 1), (38, 1)], ids=["between", "while repeating", "later"])
+def test_a_run_that_is_killed_in_a_rollback_ends_with_the_same_bits(tmp_path: Path, step: int, rollbacks: int) -> None:
+    bad = {100: math.nan}
+    whole = trainer_in(tmp_path / "whole", bad, epochs=1).fit()
+    (went,) = decided(whole, "went back")
+    at = went["to"] + 1 if step == 3 else step and went["step"] + 3
+    if (child := os.fork()) == 0:
+        try:
+            trainer_in(tmp_path / "killed", bad, Kill(at, rollbacks, killed), epochs=1).fit()
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    run = trainer_in(tmp_path / "killed", bad, epochs=1).fit(resume="auto")
+    assert run.outcome is not None
+    assert run.outcome.kind == "finished"
+    assert equal(weights_of(run), weights_of(whole))
+    assert run.history["train/loss"] == whole.history["train/loss"]
+    assert recorded(run, "batch left out") == recorded(whole, "batch left out")
+
+
+def test_all_batches_since_the_checkpoint_are_left_out(tmp_path: Path) -> None:
+    run = trainer_in(tmp_path, {100: math.nan}, Recover(when=NonFinite(), skip="batches of the steps since"), epochs=1).fit()
+    (went,) = decided(run, "went back")
+    out = [one["batch_in_epoch"] for one in decided(run, "batch left out")]
+    assert out == [*range(went["to"], went["step"])]
+    assert all(weight.isfinite().all() for weight in weights_of(run))
+
+
+def test_further_back_and_with_a_lower_rate(tmp_path: Path) -> None:
+    rates: list[float] = []
+
+    class Rates(Callback):
+        before = ()
+
+        def on_before_optimizer_step(self, run: Run) -> None:
+            rates.append(run.optimizers[0].param_groups[0]["lr"])
+
+    recover = Recover(back="25 steps", then=LowerRate(0.1, "10 steps"), skip=None, when=Spike(), times=1)
+    run = trainer_in(tmp_path, {100: 1e4}, recover, Warmup("5 steps", start=0.5), Rates(), epochs=1).fit()
+    (went,) = decided(run, "went back")
+    assert went["to"] <= went["step"] - 25
+    assert run.outcome is not None
+    assert run.outcome.kind == "stopped"  # the batch was not left out, so the sign came again
+    assert "after 1 rollback" in run.outcome.reason
+    again = rates[went["step"] :]
+    assert again[5:] == pytest.approx([1e-3] * len(again[5:]))
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2)
+
+
+def test_a_gradient_that_is_not_finite_is_found_by_repeating(tmp_path: Path) -> None:
+    class Root(nn.Module):  # the gradient of the root at 0 is infinite, and times 0 it is NaN
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, values: Tensor) -> Tensor:
+            return (values * self.scale).clamp(min=0).sqrt()
+
+    loader = [(torch.full((2, 1), 0.0 if number == 12 else 1.0), torch.ones(2, 1)) for number in range(20)]
+    model = nn.Sequential(Root(), nn.Linear(1, 1))
+    run = tiny_run(model=model, loader=loader, directory=tmp_path, callbacks=[Recover(when=NonFinite()), Checkpoint("1 step")])
+    out = decided(run, "batch left out")
+    assert [(one["batch_in_epoch"], one["why"]) for one in out] == [(12, "a gradient of its step is not finite")]
+    assert decided(run, "went back")[0]["to"] == 12
+    assert run.progress.step == 20
+
+
+def test_a_run_that_breaks_each_time_stops(tmp_path: Path) -> None:
+    def broken(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(batch[0]).sum() * (math.nan if calls else 1.0)
+        calls.append(1)
+        return loss
+
+    calls: list[int] = []
+    run = tiny_run(compute_loss=broken, directory=tmp_path, callbacks=[Recover(times=2), Checkpoint("1 step")], batches=4)
+    assert run.outcome is not None
+    assert run.outcome.kind == "stopped"
+    assert "the loss is nan at step 4, after 2 rollbacks" in run.outcome.reason
+
+
+def test_wrong_arguments_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="skip=None repeats the same steps"):
+        Recover(skip=None)
+    with pytest.raises(ValueError, match="skip must be"):
+        Recover(skip="all")  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(TypeError, match="then must be LowerRate"):
+        Recover(then=0.5)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(ValueError, match="factor must be above 0"):
+        LowerRate(2.0, 10)
+    with pytest.raises(ValueError, match="back must be a number of steps"):
+        Recover(back="1 epoch")
+    with pytest.raises(ValueError, match="times must be"):
+        Recover(times=0)
+    with pytest.raises(ValueError, match="give Trainer"):
+        tiny_run(callbacks=[Recover()])
+    run = tiny_run(losses=[1.0, math.nan, 1.0], directory=tmp_path, callbacks=[Recover()])
+    assert run.why("stopped").endswith(
+        "the loss is nan at step 2, and there is no checkpoint with finite weights to go back to"
+    )
