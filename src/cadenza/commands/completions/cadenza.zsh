@@ -20,6 +20,7 @@ _shtab_cadenza_commands() {
     replay:'Take the records of a run, which it keeps in metrics.jsonl, to a tracker, or to a table. The run itself is not changed.'
     report:'Write runs as one HTML page that needs no network: curves, evaluations, checkpoints, times, decisions, environment.'
     runs:'Print a table of the runs below a folder: state, steps, time, the best value of each metric that a callback watched, and the trainer'"'"'s arguments that differ. A terminal that is too narrow shows fewer columns; a pipe and --json get all.'
+    step:'Name the samples that each rank read in a step, from run.json alone: run.info.samples(step) in Python. The run may be over, killed or going on, and may have been resumed on other numbers of ranks. For loaders without indices, the position is printed, and the reason.'
     watch:'Follow a run in the terminal until it ends: progress, throughput, newest values with their curves, decisions, checkpoints. The command only reads the run'"'"'s directory. Without a terminal, or without the package rich, it prints one line for each record. Exit code 0: the run finished or stopped; 1: it failed, was killed, interrupted or preempted; 130: Ctrl-C ended the command, not the run.'
     why:'Say why a run took a decision, from its decisions.jsonl: as run.why(...) in Python. Exit code 0: there is an answer; 1: the run decided nothing of this kind.'
   )
@@ -194,6 +195,17 @@ _shtab_cadenza_runs_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_cadenza_runs_defaults_added=0
 
+_shtab_cadenza_step_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--rank[only the samples of this rank]:rank:"
+  "--json[print JSON, with all there is, for another program]"
+  ":a run directory:_files -/"
+  ":the number of the step, from 1:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_cadenza_step_defaults_added=0
+
 _shtab_cadenza_watch_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--every[how often to look\; 1 if left out]:SECONDS:"
@@ -245,6 +257,7 @@ _shtab_cadenza() {
         replay) _arguments -C -s $_shtab_cadenza_replay_options ;;
         report) _arguments -C -s $_shtab_cadenza_report_options ;;
         runs) _arguments -C -s $_shtab_cadenza_runs_options ;;
+        step) _arguments -C -s $_shtab_cadenza_step_options ;;
         watch) _arguments -C -s $_shtab_cadenza_watch_options ;;
         why) _arguments -C -s $_shtab_cadenza_why_options ;;
       esac
