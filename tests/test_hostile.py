@@ -20,6 +20,7 @@ from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.manifest import canonical
 from cadenza.checkpoint.store.writing import write_common
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.files.disk import Unflushed
 from cadenza.records.reading import NewRecords, read_decisions, read_records
 from cadenza.report.page import page
 from cadenza.report.story import story_at
@@ -265,9 +266,9 @@ def test_a_folder_of_a_killed_save_behind_fsspec_is_removed_by_its_own_run_alone
     place = f"{scheme}://{tmp_path}/place"
     for run in ("own", "other"):
         store = Store(place, run)
-        write_common(
-            store.files, store._new_folder(content()), content()
-        )  # and then the process was killed, before the manifest
+        with Unflushed() as later:
+            write_common(store.files, store._new_folder(content()), content(), later)
+        # and then the process was killed, before the manifest
     store = Store(place, "own")
     assert [saved.name for saved in store.saved()] == ["step-00000005", "step-00000005-2"]
     store.files.make("step-00000009")
@@ -287,7 +288,8 @@ def test_a_run_that_is_continued_sweeps_what_it_left_behind_fsspec(tmp_path: Pat
     trainer(2).fit()
     run = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
     store = Store(f"file://{tmp_path}/saved", run)
-    write_common(store.files, store._new_folder(content(3)), content(3))
+    with Unflushed() as later:
+        write_common(store.files, store._new_folder(content(3)), content(3), later)
     trainer(4).fit(resume="auto")
     assert sorted(path.name for path in (tmp_path / "saved").glob("[ls]*")) == ["last", "step-00000002", "step-00000004"]
 

@@ -22,6 +22,7 @@ from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.engine.session import session_of
+from cadenza.files.disk import Unflushed
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment
 
@@ -62,12 +63,12 @@ class KillingFiles(LocalFiles):
         super().__init__(root)
         self.number, self.manifests = number, 0
 
-    def write(self, path: str, content: bytes) -> Facts:
+    def write(self, path: str, content: bytes, later: Unflushed | None = None) -> Facts:
         self.manifests += path.endswith("manifest.json")
         if self.manifests == 3 and threading.current_thread() is not threading.main_thread():
             os.kill(os.getpid(), self.number)
             self.manifests += 1
-        return super().write(path, content)
+        return super().write(path, content, later)
 
 
 def trainer(directory: Path, *more: Callback, workers: int = 0, every: str = "4 steps", **options: Any) -> Trainer:

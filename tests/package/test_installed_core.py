@@ -28,7 +28,7 @@ NEEDED_BY = {
     "wandb": "from cadenza.sinks import Wandb; Wandb()",
 }
 
-NEEDED_BY_NO_IMPORT = {"metrics"}  # a user passes objects of torchmetrics
+NEEDED_BY_NO_IMPORT = {"metrics", "fast"}  # a user passes objects of torchmetrics; without orjson the results are the same
 
 IMPORTS = """
 import importlib, pkgutil

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 import cadenza
 from cadenza import Callback, on
 from cadenza.callbacks import Evaluate, LogTraining
-from cadenza.records import read_decisions, read_records
+from cadenza.records import read_decisions, read_records, reading
+from cadenza.records.reading import NewRecords
 from cadenza.records.record import Record
 from cadenza.status.decisions import decide
 from cadenza.status.progress import Counters
@@ -57,6 +59,62 @@ def test_a_last_line_that_was_cut_is_passed_over_and_a_broken_one_before_it_is_c
     broken: list[int] = []
     assert [record.step for record in read_records(path, broken=broken)] == [7, 7]
     assert broken == [2, 3, 4, 5]
+
+
+GOOD = Record(Counters(step=7), 1.5, {"loss": 0.5}).to_json()
+ODD_VALUES = [
+    "NaN", "-Infinity", '"NaN"', '"-Infinity"', '"0.25"', '"word"', "-0", "-0.0", "1E5", "1e400", "-1e400", "1e-400", "5e-324",
+    "true", "null", "[1.5]", '{"a": 1}', "1e300", "0.1", "9007199254740993", str(2**63 - 1), str(2**63), str(2**64 - 1),
+    str(2**64), str(-(2**63)), str(-(2**63) - 1), str(10**30), "1" * 400, "1" * 5000, "01", "1.", "+1", "0x10", "",
+]  # fmt: skip
+ODD_LINES = [
+    GOOD.encode(), *(GOOD.replace("0.5", value).encode() for value in ODD_VALUES),
+    *(GOOD.replace('"step": 7', f'"step": {value}').encode() for value in ODD_VALUES),
+    *(GOOD.replace("1.5", value).encode() for value in ODD_VALUES),
+    *(GOOD.replace("loss", name).encode() for name in ("träge", "\x00", "\\ud800", "\\u00e9")),
+    GOOD.replace("loss", "träge").encode("latin-1"),
+    GOOD.replace("loss", "\ud800").encode("utf-8", "surrogatepass"),
+    *(GOOD.encode(name) for name in ("utf-16", "utf-8-sig")),
+    b"  " + GOOD.encode() + b" \t\r",
+    *(GOOD.replace("}", f", {more}}}").encode() for more in ('"loss": 2.5', '"tokens": 12', '"more": 1')),
+    *(b"", b"null", b"[1, 2]", b"{half of a li", b"[" * 2000, b'{"a":' * 1500 + b"1" + b"}" * 1500),
+    GOOD.replace('"step": 7, ', "").encode(),
+]  # fmt: skip
+
+
+def read(path: Path, *, only: list[str] | None = None) -> tuple[list[Any], list[int]]:
+    """Return the records and the broken lines as texts, which tell 1 from 1.0, and NaN is itself."""
+    broken: list[int] = []
+    found = [
+        (record.at, repr(record.time), [*map(repr, record.values.items())])
+        for record in read_records(path, broken=broken, names=only)
+    ]
+    return found, broken
+
+
+@pytest.mark.parametrize(
+    "last", [b"", GOOD.encode()[:-9], GOOD.encode(), b'{"epoch": 1}'], ids=["whole", "cut", "uncut", "no record"]
+)
+def test_with_orjson_and_without_it_the_same_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join([*ODD_LINES, last]))
+    assert reading._parser() is orjson.loads
+    fast, fast_named, fast_new = read(path), read(path, only=["loss"]), NewRecords(path)
+    new = repr([*fast_new.read()]), fast_new.broken
+    monkeypatch.setitem(sys.modules, "orjson", None)
+    assert reading._parser() is json.loads
+    slow_new = NewRecords(path)
+    assert (read(path), read(path, only=["loss"])) == (fast, fast_named)
+    assert (repr([*slow_new.read()]), slow_new.broken) == new
+    assert len(fast[0]) > 30
+    assert len(fast[1]) > 30
+
+
+def test_whole_numbers_of_any_size_stay_whole_and_numbers_that_are_too_large_are_infinite(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = {str(10**30): 10**30, str(2**64): 2**64, str(-(2**63) - 1): -(2**63) - 1, "1e400": math.inf, "1e300": 1e300}
+    path.write_text("".join(GOOD.replace("0.5", text) + "\n" for text in values))
+    assert [repr(record.values["loss"]) for record in read_records(path)] == [*map(repr, values.values())]
 
 
 def test_the_functions_are_public_in_records_and_the_old_path_warns() -> None:

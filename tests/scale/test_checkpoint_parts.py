@@ -23,6 +23,7 @@ from cadenza.drivers import DdpDriver, FsdpDriver
 from cadenza.drivers.agreeing import ALONE, Meeting
 from cadenza.drivers.sharding import chunk_of
 from cadenza.errors import CheckpointError, DistributedError, StateError
+from cadenza.files.disk import Unflushed
 from cadenza.testing import launch
 
 TENSORS, FACTS = 300, {"step": 1, "exact": True, "reason": "a test", "weights_only": False, "finite": True}
@@ -160,7 +161,8 @@ def test_a_machine_without_the_folder_sends_its_own_state_and_the_main_process_w
     part = write_part(there, "step", content, Meeting(1, 2, list, list), {})
     assert part.files == {}
     main = write_part(here, "step", Content({}, {}, {}, dict(FACTS)), ALONE, {})
-    write_whole(here, "step", Content({}, {"rank": 0}, {}, dict(FACTS)), {"model": {}, "state": {}}, [main, part])
+    with Unflushed() as later:
+        write_whole(here, "step", Content({}, {"rank": 0}, {}, dict(FACTS)), {"model": {}, "state": {}}, [main, part], later)
     assert (tmp_path / "here/step/rank-00002-of-00002.safetensors").read_bytes() == part.carried
 
 
@@ -172,7 +174,8 @@ def test_a_rank_with_another_tensor_adds_it_and_one_with_another_layout_is_an_er
     def index(shape: tuple[int, ...]) -> Any:
         layouts = [layout_of({"w": Shard(torch.ones(2), size, (0,))}, {}) for size in ((4,), shape)]
         layouts[1]["model"]["more"] = layouts[1]["model"]["w"]
-        write_whole(here, "step", empty, layouts[0], [Part({}, True, {}), Part({}, True, layouts[1])])
+        with Unflushed() as later:
+            write_whole(here, "step", empty, layouts[0], [Part({}, True, {}), Part({}, True, layouts[1])], later)
         return json.loads((tmp_path / "step/shards.json").read_text())["model"]
 
     assert index((4,)) == {name: {"shape": [4], "dtype": "float32", "split": 0} for name in ("w", "more")}

@@ -58,7 +58,8 @@ class Checkpoint(Callback):
             expected to take longer than the rest of this time, the weights are written first, then the whole checkpoint. A
             process that is killed in between leaves the weights, and the run continues at the checkpoint before. The
             expectation comes from earlier writes; for the first one it is 50 MB a second. None: the time is unknown.
-        background: Copy the run to the host, then write in a thread while the training goes on.
+        background: Copy the run to the host, then write in a thread while the training goes on. The memory of the copy is kept
+            for the next save, until the run ends.
         weights_only: Write the model alone. It is smaller, and for `load_weights`; a run cannot continue it.
         directory: A local folder or an fsspec URL. None: ``checkpoints`` in the directory of the run.
         strict: Raise the error of a failed write, and do not repeat the write.

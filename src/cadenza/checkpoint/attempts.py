@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import NamedTuple
 
+from torch import Tensor
+
 from cadenza.checkpoint.frozen import LEFT_OUT
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.content import JoinedFiles
@@ -64,6 +66,8 @@ class Attempts:
             whole checkpoint, its weights are written first.
         meeting: The ranks that write a `Save` together. Then each rank must start and stop, and all ranks make the same number
             of attempts.
+        written: Called with the tensors of a checkpoint when it is written, on the thread that writes. Nothing here reads
+            them any more.
     """
 
     def __init__(
@@ -77,13 +81,14 @@ class Attempts:
         repeats: bool = True,
         grace_s: float | None = None,
         meeting: Meeting = ALONE,
+        written: Callable[[list[Tensor]], object] = list,
     ) -> None:
         self.store: Store = store
         self._sync = sync
         self._prune = prune
         self._notify = notify
         self._background, self._repeats, self._grace_s = background, repeats, grace_s
-        self._meeting = meeting
+        self._meeting, self._written = meeting, written
         self.results: deque[Result] = deque()
         self._unsaved: Save | None = None  # the newest checkpoint while it is not written
         self._stopped = threading.Event()
@@ -104,8 +109,11 @@ class Attempts:
         """Make the first attempt. Call `stop` before."""
         self._stopped.clear()
         self._unsaved = save
-        if not self._background and self._attempt(save):
-            return
+        if not self._background:
+            if self._attempt(save):
+                return
+            if self._repeats:
+                save.content = save.content.kept()  # the training goes on and changes the tensors
         first = [0.0] if self._background else []
         pauses_s = chain(first, PAUSES_S, repeat(PAUSES_S[-1])) if self._repeats else first
         # No daemon: the process must not end while a checkpoint is half written.
@@ -144,6 +152,7 @@ class Attempts:
                 self.results.append(Result(save, error, []))
                 self._notify()
             return False
+        self._written(save.content.emptied())
         pruned: list[str] | Exception
         try:
             pruned = self._prune(saved)

@@ -158,6 +158,12 @@ class Retention:
         known = {} if batches_per_epoch is None else {"batches_per_epoch": batches_per_epoch}
         return {"asked_by": sorted(asking), "values": values, "averaged": averaged, "began": self.began, **known}
 
+    def judges(self, step: int) -> bool:
+        """Return whether a checkpoint of a step may be among the best, if its weights are finite."""
+        watching = [one for member in self.members.values() for one in member.watching]
+        new = any(one.step == step and math.isfinite(one.value) for one in watching)
+        return new or (bool(watching) and any(one.saved.step == step for one in self.known))
+
     def averaged(self, step: int) -> str | None:
         """Return the name of the averaged weights that were chosen after `step`. The first rule decides."""
         watching = (one for member in self.members.values() for one in member.watching)

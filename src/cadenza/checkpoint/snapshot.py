@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from cadenza.optim.held_weights import holders_in
 from cadenza.optim.optimizers import changed_by_loading, loadable
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.history import History
-from cadenza.status.plain import encode
+from cadenza.status.plain import encode, host_copy
 from cadenza.status.tensor_parts import first_unbuilt, is_built_of_tensors
 
 
@@ -53,12 +53,15 @@ class Snapshot:
     files: JoinedFiles = field(default_factory=JoinedFiles)
     """Local files that join the checkpoint."""
 
-    def content(self, *, weights_only: bool = False, averaged: str | None = None) -> Content:
+    def content(
+        self, *, weights_only: bool = False, averaged: str | None = None, copy: Callable[[Tensor], Tensor] = host_copy
+    ) -> Content:
         """Copy it to the host: all of it on the main process; elsewhere the shards, and the state that only this rank has.
 
         Args:
             weights_only: Leave out all but the weights of the model and of `averaged`.
             averaged: The name of the averaged weights for which the checkpoint is kept as the best. `load_weights` loads them.
+            copy: Copies a tensor to the host. See `Content.of`.
 
         Raises:
             StateError: A value cannot be saved; the message names its path.
@@ -67,7 +70,7 @@ class Snapshot:
         facts |= {} if averaged is None else {"weights": averaged}
         state = self._for_weights(averaged) if weights_only else {**self.state, "extra": self.extra}
         own = None if weights_only else self.own
-        return replace(Content.of(self.model, state, facts, own=own, whole=self.is_main), files=self.files)
+        return replace(Content.of(self.model, state, facts, own=own, whole=self.is_main, copy=copy), files=self.files)
 
     def _for_weights(self, averaged: str | None) -> dict[str, Any]:
         left_out = left_out_of(self.state)

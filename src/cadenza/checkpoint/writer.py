@@ -11,6 +11,7 @@ from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.attempts import Attempts, Save
 from cadenza.checkpoint.retention import Member, Retention
 from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.store.buffers import HostBuffers, host_view
 from cadenza.checkpoint.store.link_names import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_text
 from cadenza.drivers.agreeing import ALONE
@@ -55,6 +56,7 @@ class CheckpointWriter:
         self._postponed_at: int | None = None
         self._told_best = False
         self._fixed: dict[str, Any] = {}
+        self._buffers = HostBuffers()
         self._attempts: Attempts | None = None
         self._half_changed = False
 
@@ -94,6 +96,7 @@ class CheckpointWriter:
             repeats=not self.strict,
             grace_s=self.grace_s,
             meeting=session.driver.aside() if self._together else ALONE,
+            written=self._buffers.take_back if self.background else list,
         )
         for member in self.retention.members.values():
             member.begin(session.progress, session.step.window.size)
@@ -175,6 +178,7 @@ class CheckpointWriter:
             if self.attempts.failed is not None and (self.session.sync.together or not self.attempts.failed.together):
                 self.attempts.finish()
             self.take_results()
+            self._buffers.clear()
 
     def report_best(self) -> None:
         """Record the best checkpoints as a decision, at the end of a run: their values, steps and paths."""
@@ -284,7 +288,10 @@ class CheckpointWriter:
         together = self._together and (session.sync.together or session.driver.world_size == 1)
         if session.is_main or together:
             self._saved_at, self._newest, self._late = session.progress.now(), None, set()
-            content = taken.content(weights_only=self.weights_only, averaged=retention.averaged(self._saved_at.step))
+            averaged = retention.averaged(self._saved_at.step)
+            copy = self._buffers.copy if self.background else host_view  # nothing changes while this thread writes
+            content = taken.content(weights_only=self.weights_only, averaged=averaged, copy=copy)
+            self._buffers.clear()  # what this checkpoint does not need
             self._add_facts(content, asking)
             self.attempts.start(Save(content, self._saved_at, together, session.sync.requests.signalled_at))
 
@@ -292,6 +299,8 @@ class CheckpointWriter:
         """Add the facts that keep rules need, and which checkpoints are the best, with the one that is about to be written."""
         progress, retention = self.session.progress, self.retention
         content.facts |= retention.facts(progress.now(), asking, progress.batches_per_epoch)
+        if retention.judges(progress.step):  # else the thread that writes looks
+            content.facts["finite"] = content.is_finite()
         if self.session.is_main:
             saved = Saved(progress.step, 1, f"step-{progress.step:08d}")
             with suppress(Exception):  # if the folder cannot be read, the write reports the error

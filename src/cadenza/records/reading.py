@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,12 @@ from cadenza.records.record import Record
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters
 
-_COUNTERS = ("epoch", "step", "batch", "samples")
+Numbers = tuple[int, int, int, int, int]
+"""Epoch, step, batch, samples and tokens."""
+Row = tuple[Numbers, float, dict[str, float]]
+Parse = Callable[[bytes | str], Any]
+_LARGEST = (1 << 63) - 1
+_EXACT = float(1 << 63)
 _LATEST_S = 253_370_764_800.0  # the year 9999
 _WRONG = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 
@@ -34,11 +39,19 @@ def read_records(path: Path, *, broken: list[int] | None = None, names: Collecti
     >>> [(record.step, list(record.values)) for record in read_records(run.info.directory / "metrics.jsonl")]
     [(2, ['train/loss', 'train/lr']), (4, ['train/loss', 'train/lr'])]
     """
-    for number, line in _lines(path, broken, names):
+    for (epoch, step, batch, samples, tokens), when, values in read_values(path, broken=broken, names=names):
+        yield Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples, tokens=tokens), when, values)
+
+
+def read_values(path: Path, *, broken: list[int] | None = None, names: Collection[str] | None = None) -> Iterator[Row]:
+    """Yield the counters, the time and the values of each record, as `read_records` does, but in half the time."""
+    parse = _parser()
+    for number, line in _lines(path) if names is None else _lines_with(names, _lines(path)):
         try:
-            yield _record(line)
+            yield _row(line, parse)
         except _WRONG:
-            _note(broken, number)
+            if line.endswith(b"\n") or _is_object(line):
+                _note(broken, number)
 
 
 class NewRecords:
@@ -58,6 +71,7 @@ class NewRecords:
         """Yield the new records. An incomplete last line is left for the next call."""
         if not self.path.exists():
             return
+        parse = _parser()
         with open_regular(self.path) as file:
             file.seek(self._offset - len(self._end))
             if file.read(len(self._end)) != self._end:  # it was cut, and may have grown again
@@ -67,8 +81,8 @@ class NewRecords:
                     break
                 self._offset, self._end = self._offset + len(line), line
                 try:
-                    record = _record(json.loads(line))
-                except (AttributeError, *_WRONG):
+                    record = _record(line, parse)
+                except _WRONG:
                     self.broken += 1
                     continue
                 if record.step > self._known:
@@ -91,37 +105,79 @@ def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[D
     >>> [(one.what, one.why, one.when.step) for one in read_decisions(run.info.directory / "decisions.jsonl")]
     [('stopped', 'enough', 3)]
     """
-    for number, line in _lines(path, broken):
+    for number, line in _lines(path):
         try:
-            what, who, why = (str(line.pop(name)) for name in ("what", "who", "why"))
-            data = line.pop("data", {})
+            facts = _object(json.loads(line))
+            what, who, why = (str(facts.pop(name)) for name in ("what", "who", "why"))
+            data = facts.pop("data", {})
             if not isinstance(data, dict):
                 raise TypeError("data is no object")
-            yield Decision(what, who, why, Counters(**{name: count_in(value) for name, value in line.items()}), data)
+            yield Decision(what, who, why, Counters(**{name: count_in(value) for name, value in facts.items()}), data)
         except _WRONG:
-            _note(broken, number)
+            if line.endswith(b"\n") or _is_object(line):
+                _note(broken, number)
 
 
 def record_in(line: str) -> Record | None:
     """Return the record of one line; None if it cannot be read."""
     try:
-        return _record(json.loads(line))
-    except (AttributeError, *_WRONG):
+        return _record(line, json.loads)
+    except _WRONG:
         return None
 
 
-def _record(line: dict[str, Any]) -> Record:
-    epoch, step, batch, samples = (count_in(line.pop(name)) for name in _COUNTERS)
-    tokens = count_in(line.pop("tokens", 0))  # written if they are counted
-    when = time_in(line.pop("time"))
-    for name, value in line.items():
+def _record(line: bytes | str, parse: Parse) -> Record:
+    (epoch, step, batch, samples, tokens), when, values = _row(line, parse)
+    return Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples, tokens=tokens), when, values)
+
+
+def _row(line: bytes | str, parse: Parse) -> Row:
+    """Return the counters, the time and the values in a line. Raises one of `_WRONG` if it is no record."""
+    try:
+        values = _object(parse(line))
+    except ValueError:
+        values = _object(json.loads(line))  # which also reads NaN, and numbers of any size
+    take = values.pop
+    epoch, step, batch, samples, when = take("epoch"), take("step"), take("batch"), take("samples"), take("time")
+    tokens = take("tokens", 0)  # written if they are counted
+    if not (type(epoch) is type(step) is type(batch) is type(samples) is type(tokens) is int):
+        epoch, step, batch, samples, tokens = map(count_in, (epoch, step, batch, samples, tokens))
+    elif min(epoch, step, batch, samples, tokens) < 0 or max(epoch, step, batch, samples, tokens) > _LARGEST:
+        raise ValueError("a counter is negative, or does not fit into 64 bits")
+    if type(when) is not float or not 0 <= when < _LATEST_S:
+        when = time_in(when)
+    for name, value in values.items():
         if type(value) is float:  # most are
-            continue
+            if -_EXACT < value < _EXACT or parse is json.loads:
+                continue
+            return _row(line, json.loads)  # orjson makes a float of a whole number that is larger
         if not isinstance(value, int | float | str):
             raise TypeError("a value is no number")
         number = float(value)  # a whole number may be too large for one
-        line[name] = number if isinstance(value, str) else value
-    return Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples, tokens=tokens), when, line)
+        values[name] = number if isinstance(value, str) else value
+    return (epoch, step, batch, samples, tokens), when, values
+
+
+def _parser() -> Parse:
+    """Return orjson's function if the package is installed: it takes a fifth of the time. `_row` makes the results the same."""
+    try:
+        from orjson import loads
+    except ImportError:
+        return json.loads
+    return loads
+
+
+def _object(content: Any) -> dict[str, Any]:
+    if type(content) is not dict:
+        raise ValueError("no object")
+    return content
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):  # also bytes that are not UTF-8
+        return False
 
 
 def count_in(value: Any) -> int:
@@ -148,29 +204,21 @@ def time_in(value: Any) -> float:
     return seconds
 
 
-def _lines(path: Path, broken: list[int] | None, names: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file with their numbers; none if there is no file."""
     try:
         file = open_regular(path)
     except FileNotFoundError:
         return
     with file:
-        for number, line in enumerate(file, 1) if names is None else _lines_with(names, file):
-            try:
-                content = json.loads(line)
-                if not isinstance(content, dict):
-                    raise ValueError("no object")
-            except (ValueError, RecursionError):  # also bytes that are not UTF-8
-                if line.endswith(b"\n"):
-                    _note(broken, number)
-                continue
-            yield number, content
+        yield from enumerate(file, 1)
 
 
-def _lines_with(names: Collection[str], file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that may hold one of these names, and the last complete line, with their numbers."""
+def _lines_with(names: Collection[str], lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that may hold one of these names, and the last complete line."""
     keys = [json.dumps(name).encode() for name in names]
     skipped: tuple[int, bytes] | None = None
-    for number, line in enumerate(file, 1):
+    for number, line in lines:
         if any(key in line for key in keys):
             skipped = None
             yield number, line

@@ -16,7 +16,7 @@ from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.files.disk import read_object
 from cadenza.records import media_folder
 from cadenza.records.formats import counted, duration
-from cadenza.records.reading import count_in, read_decisions, read_records
+from cadenza.records.reading import count_in, read_decisions, read_values
 from cadenza.report import dates
 from cadenza.status.decisions import Decision, Outcome
 from cadenza.status.progress import Counters
@@ -234,11 +234,11 @@ def final_counters(info: Mapping[str, Any]) -> Counters | None:
 def _read_metrics(path: Path, story: Story, names: Collection[str] | None) -> None:
     broken: list[int] = []
     columns: dict[str, tuple[Callable[[int], None], Callable[[float], None]]] = {}
-    record = None
+    row = None
     try:
-        for record in read_records(path, broken=broken, names=names):
-            step = record.at.step
-            for name, value in record.values.items():
+        for row in read_values(path, broken=broken, names=names):
+            step = row[0][1]
+            for name, value in row[2].items():
                 column = columns.get(name)
                 if column is None:
                     if names is not None and name not in names:
@@ -249,8 +249,9 @@ def _read_metrics(path: Path, story: Story, names: Collection[str] | None) -> No
                 column[1](value)
     except OSError as error:
         story.problems.append(f"{path.name} cannot be read: {error}")
-    if record is not None:
-        story.reached, story.seen = record.at, record.time
+    if row is not None:
+        (epoch, step, batch, samples, tokens), story.seen, _ = row
+        story.reached = Counters(epoch=epoch, step=step, batch=batch, samples=samples, tokens=tokens)
     _report_broken(path.name, broken, story)
     for series in story.series.values():
         _put_in_order(series)

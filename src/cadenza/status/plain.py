@@ -19,12 +19,18 @@ from cadenza.errors import CheckpointFormatError, StateError
 from cadenza.status.tensor_parts import allowed, built, is_built_of_tensors, parts_of_tensor
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy on the host that shares memory with nothing. The numbers are copied once."""
+def host_copy(tensor: Tensor, into: Tensor | None = None) -> Tensor:
+    """Return a contiguous copy on the host that shares memory with nothing. The numbers are copied once.
+
+    Args:
+        tensor: The tensor.
+        into: A contiguous tensor on the host of the same shape and number format, which gets the numbers and is returned.
+    """
     detached = tensor.detach()
     if detached.layout is not torch.strided:
         return detached.to("cpu", copy=True)
-    return torch.empty(detached.shape, dtype=detached.dtype, device="cpu").copy_(detached)
+    new = torch.empty(detached.shape, dtype=detached.dtype, device="cpu") if into is None else into
+    return new.copy_(detached)
 
 
 def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, dict[str, Any]]:

@@ -15,6 +15,7 @@ from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.checkpoint.store.tensor_files import Facts
+from cadenza.files.disk import Unflushed
 from cadenza.testing import tiny_model, tiny_run, tiny_trainer
 
 
@@ -40,9 +41,9 @@ def names_written(directory: Path, grace_s: float | None, *, fails: bool = False
         checkpoint.store.files = files = SlowFiles(directory / "checkpoints")
         commit = checkpoint.store._commit
 
-        def noted(folder: str, facts: dict[str, object], parts: dict[str, object]) -> object:
+        def noted(folder: str, facts: dict[str, object], parts: dict[str, object], later: Unflushed) -> object:
             written.append((f"step {facts['step']}", bool(facts["weights_only"])))
-            return commit(folder, facts, parts)
+            return commit(folder, facts, parts, later)
 
         checkpoint.store._commit = noted  # type: ignore[method-assign, assignment]
         files.fails = False

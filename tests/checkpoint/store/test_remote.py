@@ -16,6 +16,7 @@ from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.files import RemoteFiles
 from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.errors import CheckpointDamagedError, CheckpointError
+from cadenza.files.disk import Unflushed
 from cadenza.testing import tiny_model, tiny_trainer
 from tests.checkpoint.store.contents import content, filled, step_in
 
@@ -74,11 +75,11 @@ class FullDisk(RemoteFiles):
 
     room = 2
 
-    def write(self, path: str, content: bytes) -> Facts:
+    def write(self, path: str, content: bytes, later: Unflushed | None = None) -> Facts:
         self.room -= 1
         if self.room < 0:
             raise OSError(28, "No space left on device")
-        return super().write(path, content)
+        return super().write(path, content, later)
 
 
 def test_a_write_that_fails_leaves_nothing(memory: Any) -> None:

@@ -30,6 +30,7 @@ from cadenza.checkpoint.store.shards import layout_of
 from cadenza.checkpoint.store.writing import Part, facts_of_ranks, write_common, write_part, write_whole
 from cadenza.drivers.agreeing import Meeting, by_main, decided
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.files.disk import Unflushed
 from cadenza.status.branches import Branch, Rank, Saved, owner_of, present
 from cadenza.status.counting import counted
 from cadenza.version import __version__
@@ -105,7 +106,9 @@ class Store:
         """
         folder = self._new_folder(content)
         try:
-            return self._commit(folder, content.facts, write_common(self.files, folder, content))
+            facts = {**content.facts, "finite": content.is_finite()}
+            with Unflushed() as later:
+                return self._commit(folder, facts, write_common(self.files, folder, content, later), later)
         except BaseException:
             self._discard(folder)
             raise
@@ -128,7 +131,8 @@ class Store:
 
         def commit(parts: list[Part]) -> Saved:
             facts = {**content.facts, **facts_of_ranks(parts)}
-            return self._commit(folder, facts, write_whole(self.files, folder, content, own, parts))
+            with Unflushed() as later:
+                return self._commit(folder, facts, write_whole(self.files, folder, content, own, parts, later), later)
 
         try:
             part = lambda: write_part(self.files, folder, content, meeting, {} if checksum_of(own) == known else own)  # noqa: E731
@@ -281,8 +285,13 @@ class Store:
     def delete(self, names: Iterable[str]) -> list[str]:
         """Delete checkpoints; return their names."""
         gone = list(names)
-        for name in gone:
-            self._delete(name)
+        folders = gone
+        if gone and self.files.atomic:  # hidden first, so that no process reads them while they are being deleted
+            hidden = {name: self.hidden("trash", name) for name in gone}
+            self.files.hide(hidden)
+            folders = [*hidden.values()]
+        for folder in folders:
+            self.files.remove(folder)
         return gone
 
     def sweep(self) -> None:
@@ -310,12 +319,12 @@ class Store:
         """Create the folder to write in, and return its name. It is hidden if a rename commits it, else the manifest does."""
         name = self.next_name(int(content.facts["step"])).name
         folder = self.hidden("tmp", name) if self.files.atomic else name
-        self.files.make(folder)
+        self.files.make(folder, lasting=not self.files.atomic)  # a name that a rename replaces need not last
         if not self.files.atomic:
             self.files.write(f"{folder}/{OWNER}", self.run.encode())  # first: after a kill it names the writer of the folder
         return folder
 
-    def _commit(self, folder: str, facts: Mapping[str, Any], files: Mapping[str, Any]) -> Saved:
+    def _commit(self, folder: str, facts: Mapping[str, Any], files: Mapping[str, Any], later: Unflushed) -> Saved:
         manifest = {
             "format": FORMAT if PARTS in files else 1,  # so that an older version reads what it can
             "cadenza": __version__,
@@ -326,7 +335,8 @@ class Store:
             **facts,
             **listed(files),
         }
-        self.files.write(f"{folder}/{MANIFEST}", canonical(manifest))
+        self.files.write(f"{folder}/{MANIFEST}", canonical(manifest), later)
+        later.flush()
         if not self.files.atomic:
             saved = next(saved for saved in self.saved() if saved.name == folder)
         else:
@@ -346,13 +356,6 @@ class Store:
             return Entry(saved, self.manifest(saved))
         except (CheckpointDamagedError, CheckpointFormatError) as error:
             return Entry(saved, None, isinstance(error, CheckpointUnfinishedError) and not self.files.atomic)
-
-    def _delete(self, name: str) -> None:
-        if self.files.atomic:  # hidden first, so that no process reads it while it is being deleted
-            trash = self.hidden("trash", name)
-            self.files.rename(name, trash)
-            name = trash
-        self.files.remove(name)
 
 
 def _not_exact(name: str, manifest: Mapping[str, Any]) -> str | None:

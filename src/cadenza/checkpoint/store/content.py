@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Content:
     plain: Any
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
-    """The facts for the manifest: step, epoch, reason, and whether the checkpoint is exact and finite."""
+    """The facts for the manifest: step, epoch, reason, and whether the checkpoint is exact."""
     model_shards: dict[str, Shard] = field(default_factory=dict)
     """The shards of the model on this rank."""
     shards: dict[str, Shard] = field(default_factory=dict)
@@ -60,6 +60,9 @@ class Content:
     files: JoinedFiles = field(default_factory=lambda: JoinedFiles())
     """Local files that join the checkpoint, by their paths in it. Each is in a folder there, such as ``pretrained/``."""
 
+    finite: bool | None = None
+    """Whether all weights of this rank are finite; None until `is_finite` has looked."""
+
     @property
     def nbytes(self) -> int:
         """The size of the tensors that are not in shards, in bytes."""
@@ -67,7 +70,13 @@ class Content:
 
     @staticmethod
     def of(
-        model: Mapping[str, Tensor], state: Any, facts: Mapping[str, Any], *, own: Any = None, whole: bool = True
+        model: Mapping[str, Tensor],
+        state: Any,
+        facts: Mapping[str, Any],
+        *,
+        own: Any = None,
+        whole: bool = True,
+        copy: Callable[[Tensor], Tensor] = host_copy,
     ) -> Content:
         """Copy model and state to the host, each tensor once.
 
@@ -77,25 +86,40 @@ class Content:
             facts: Facts for the manifest.
             own: The state that only this rank has, if it is not the main process.
             whole: Copy the tensors that are not in shards: the main process writes them.
+            copy: Copies a tensor to the host. With `host_view`, the content must be written, or `kept`, before it changes.
 
         Raises:
             StateError: A value in `state` or `own` cannot be saved.
         """
-        copy = _copy if whole else _copy_of_shard
-        plain, others = encode(state, copy)
-        copies = {name: copy(tensor) for name, tensor in model.items()}
-        parts = (one.part if isinstance(one, Shard) else one for one in copies.values() if one is not None)
-        finite = all_finite(parts)
-        both = (copies, others)
+
+        def copied(tensor: Tensor) -> Tensor | Shard | None:
+            return Shard.of(tensor, copy) if is_sharded(tensor) else copy(tensor) if whole else None
+
+        plain, others = encode(state, copied)
+        both = ({name: copied(tensor) for name, tensor in model.items()}, others)
         tensors, other_tensors = ({name: one for name, one in some.items() if isinstance(one, Tensor)} for some in both)
         shards, other_shards = ({name: one for name, one in some.items() if isinstance(one, Shard)} for some in both)
         mine = None if own is None else encode(own)
-        return Content(tensors, plain, other_tensors, {**facts, "finite": finite}, shards, other_shards, mine)
+        return Content(tensors, plain, other_tensors, dict(facts), shards, other_shards, mine)
 
+    def is_finite(self) -> bool:
+        """Return whether all weights of this rank are finite. They are read once, by the first call."""
+        if self.finite is None:
+            self.finite = all_finite([*self.model.values(), *(one.part for one in self.model_shards.values())])
+        return self.finite
 
-def _copy(tensor: Tensor) -> Tensor | Shard:
-    return Shard.of(tensor) if is_sharded(tensor) else host_copy(tensor)
+    def kept(self) -> Content:
+        """Return it with copies of all tensors, so that it may be written later."""
+        shards, other = (
+            {name: replace(one, part=host_copy(one.part)) for name, one in some.items()}
+            for some in (self.model_shards, self.shards)
+        )
+        model, tensors = ({name: host_copy(one) for name, one in some.items()} for some in (self.model, self.tensors))
+        return replace(self, model=model, tensors=tensors, model_shards=shards, shards=other)
 
-
-def _copy_of_shard(tensor: Tensor) -> Shard | None:
-    return Shard.of(tensor) if is_sharded(tensor) else None
+    def emptied(self) -> list[Tensor]:
+        """Return its tensors and keep none, so that nothing reads them from here any more."""
+        parts = [one.part for some in (self.model_shards, self.shards) for one in some.values()]
+        found = [*self.model.values(), *self.tensors.values(), *parts]
+        self.model, self.tensors, self.model_shards, self.shards = {}, {}, {}, {}
+        return found

@@ -7,8 +7,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -17,15 +17,16 @@ from typing import Any, BinaryIO, Protocol
 from torch import Tensor
 
 from cadenza.checkpoint.store.link_names import is_link_name, target_in
-from cadenza.checkpoint.store.tensor_files import CHUNK, Facts, Sum, facts_of, facts_of_file, pieces
+from cadenza.checkpoint.store.tensor_files import CHUNK, Facts, Sum, SumBeside, facts_of, facts_of_file, pieces
 from cadenza.errors import MissingExtraError
-from cadenza.files.disk import flush, open_regular, replacing
+from cadenza.files.disk import Unflushed, flush, open_regular, replacing
 
 
 class Files(Protocol):
     """The file operations of a `Store`. Paths are relative to its folder or URL, with ``/``.
 
-    What writes a file returns its size and checksum, which are computed of the bytes in memory: nothing is read back.
+    What writes a file returns its size and checksum, which are computed of the bytes in memory: nothing is read back. Its
+    content survives a power cut, with `later` once that is flushed.
     """
 
     atomic: bool
@@ -37,8 +38,8 @@ class Files(Protocol):
     def read(self, path: str) -> bytes:
         """Return a file's content. Raises FileNotFoundError, and OSError if it is no regular file, such as a FIFO."""
 
-    def make(self, folder: str) -> None:
-        """Make a folder, and the folders that contain it, so that their names survive a power cut."""
+    def make(self, folder: str, *, lasting: bool = True) -> None:
+        """Make a folder, and the folders that contain it. Their names survive a power cut, its own if it is to be `lasting`."""
 
     def open(self, path: str) -> BinaryIO:
         """Open a file to read it from its beginning to its end. Raises the errors of `read`."""
@@ -46,11 +47,13 @@ class Files(Protocol):
     def size(self, path: str) -> int:
         """Return the size of a file in bytes, without reading it. Raises FileNotFoundError, and OSError."""
 
-    def write(self, path: str, content: bytes) -> Facts:
-        """Write a file so that its content survives a power cut."""
+    def write(self, path: str, content: bytes, later: Unflushed | None = None) -> Facts:
+        """Write a file. Raises OSError."""
 
-    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> Facts:
-        """Write a safetensors file so that its content survives a power cut. Raises OSError."""
+    def write_tensors(
+        self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None, later: Unflushed | None = None
+    ) -> Facts:
+        """Write a safetensors file. Raises OSError."""
 
     def add(self, path: str, source: Path) -> Facts:
         """Add a local file, which stays where it is, so that its content survives a power cut. Missing folders are made.
@@ -66,6 +69,9 @@ class Files(Protocol):
 
     def rename(self, old: str, new: str) -> None:
         """Rename a folder, so that its new name survives a power cut."""
+
+    def hide(self, names: Mapping[str, str]) -> None:
+        """Rename folders that are about to be deleted, so that none of them has its old name again after a power cut."""
 
     def remove(self, folder: str) -> None:
         """Delete a folder and its content. Of a symbolic link to a folder, only the link is deleted."""
@@ -103,11 +109,12 @@ class LocalFiles:
         with open_regular(self.root / path, follow=False) as file:
             return file.read()
 
-    def make(self, folder: str) -> None:
+    def make(self, folder: str, *, lasting: bool = True) -> None:
         target = self.root / folder
         for missing in reversed([path for path in (target, *target.parents) if not path.is_dir()]):
             missing.mkdir(exist_ok=True)
-            flush(missing.parent)
+            if lasting or missing != target:
+                flush(missing.parent)
 
     def open(self, path: str) -> BinaryIO:
         return open_regular(self.root / path, follow=False)
@@ -115,20 +122,27 @@ class LocalFiles:
     def size(self, path: str) -> int:
         return (self.root / path).lstat().st_size
 
-    def write(self, path: str, content: bytes) -> Facts:
-        return self._write(path, [content])
+    def write(self, path: str, content: bytes, later: Unflushed | None = None) -> Facts:
+        return self._write(path, [content], later)
 
-    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> Facts:
-        return self._write(path, pieces(tensors, header))
+    def write_tensors(
+        self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None, later: Unflushed | None = None
+    ) -> Facts:
+        large = sum(one.nbytes for one in tensors.values()) > 4 * CHUNK  # else a thread costs more than it saves
+        return self._write(path, pieces(tensors, header), later, SumBeside() if large else Sum())
 
-    def _write(self, path: str, content: Iterable[bytes | memoryview]) -> Facts:
-        total = Sum()
-        with (self.root / path).open("wb") as file:
+    def _write(
+        self, path: str, content: Iterable[bytes | memoryview], later: Unflushed | None = None, total: Sum | None = None
+    ) -> Facts:
+        total = total or Sum()
+        with Unflushed() as own, closing(total):
+            file = (self.root / path).open("wb")
+            (later or own).add(file)
             for piece in content:
                 total.add(piece)
                 file.write(piece)
             file.flush()
-            os.fsync(file.fileno())
+            own.flush()
         return total.facts
 
     def add(self, path: str, source: Path) -> Facts:
@@ -163,6 +177,11 @@ class LocalFiles:
         if not (self.root / old).is_symlink():  # its target may be gone
             flush(self.root / old)
         (self.root / old).rename(self.root / new)
+        flush(self.root)
+
+    def hide(self, names: Mapping[str, str]) -> None:
+        for old, new in names.items():
+            (self.root / old).rename(self.root / new)
         flush(self.root)
 
     def remove(self, folder: str) -> None:
@@ -243,7 +262,7 @@ class RemoteFiles:
         content: bytes = self._system.cat_file(full)
         return content
 
-    def make(self, folder: str) -> None:
+    def make(self, folder: str, *, lasting: bool = True) -> None:
         self._system.makedirs(f"{self.root}/{folder}", exist_ok=True)
 
     def open(self, path: str) -> BinaryIO:
@@ -252,11 +271,13 @@ class RemoteFiles:
     def size(self, path: str) -> int:
         return int(self._system.info(f"{self.root}/{path}")["size"])
 
-    def write(self, path: str, content: bytes) -> Facts:
+    def write(self, path: str, content: bytes, later: Unflushed | None = None) -> Facts:
         self._system.pipe_file(f"{self.root}/{path}", content)
         return facts_of(content)
 
-    def write_tensors(self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> Facts:
+    def write_tensors(
+        self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None, later: Unflushed | None = None
+    ) -> Facts:
         return self.write(path, b"".join(pieces(tensors, header)))
 
     def add(self, path: str, source: Path) -> Facts:
@@ -288,6 +309,10 @@ class RemoteFiles:
 
     def rename(self, old: str, new: str) -> None:
         self._system.mv(f"{self.root}/{old}", f"{self.root}/{new}", recursive=True)
+
+    def hide(self, names: Mapping[str, str]) -> None:
+        for old, new in names.items():
+            self.rename(old, new)
 
     def remove(self, folder: str) -> None:
         self._system.rm(f"{self.root}/{folder}", recursive=True)

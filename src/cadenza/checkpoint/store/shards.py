@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,8 @@ class Shard:
     """How the layout of the checkpoint says that it is split."""
 
     @staticmethod
-    def of(tensor: Tensor) -> Shard:
-        """Copy this rank's part of a DTensor.
+    def of(tensor: Tensor, copy: Callable[[Tensor], Tensor] = host_copy) -> Shard:
+        """Copy this rank's part of a DTensor to the host, with `copy`.
 
         Raises:
             StateError: It is laid out in a way that cannot be saved.
@@ -52,7 +52,7 @@ class Shard:
         splits, is_first = Splits.of(tensor)
         if not is_first:
             part = part.new_empty(0)  # not copied: another rank has the same, and writes it
-        return Shard(host_copy(part), tuple(tensor.shape), offsets, split_entry(splits, dist.get_world_size()))
+        return Shard(copy(part), tuple(tensor.shape), offsets, split_entry(splits, dist.get_world_size()))
 
 
 @dataclass(frozen=True, slots=True)

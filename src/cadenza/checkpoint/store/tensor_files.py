@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
+from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 import torch
@@ -35,10 +37,43 @@ class Sum:
         self.size += len(chunk)
         self.crc = zlib.crc32(chunk, self.crc)
 
+    def close(self) -> None:
+        """Return when all bytes are added."""
+
     @property
     def facts(self) -> Facts:
         """Size and checksum of the bytes so far."""
         return {"size": self.size, "crc32": f"{self.crc:08x}"}
+
+
+class SumBeside(Sum):
+    """A `Sum` that a thread of its own computes, while the caller writes the same bytes. They must not change until `close`.
+
+    `close` raises the error of the thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chunks: SimpleQueue[bytes | memoryview | None] = SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._add_all, name="cadenza-checksum")
+        self._thread.start()
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        self._chunks.put(chunk)
+
+    def close(self) -> None:
+        self._chunks.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _add_all(self) -> None:
+        try:
+            while (chunk := self._chunks.get()) is not None:
+                super().add(chunk)
+        except Exception as error:  # such as a lack of memory
+            self._error = error
 
 
 def facts_of(content: bytes) -> Facts:

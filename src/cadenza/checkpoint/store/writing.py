@@ -13,6 +13,7 @@ from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS
 from cadenza.checkpoint.store.shards import header_of
 from cadenza.checkpoint.store.tensor_files import Facts, pieces
 from cadenza.drivers.agreeing import Meeting
+from cadenza.files.disk import Unflushed
 
 
 class Part(NamedTuple):
@@ -28,12 +29,12 @@ class Part(NamedTuple):
     """The content of the file of its own state, if this machine cannot write in the folder."""
 
 
-def write_common(files: Files, folder: str, content: Content) -> dict[str, Facts]:
-    """Write the files of the main process; return their sizes and checksums."""
+def write_common(files: Files, folder: str, content: Content, later: Unflushed) -> dict[str, Facts]:
+    """Write the files of the main process; return their sizes and checksums. The caller flushes."""
     return {
-        FILES[0]: files.write_tensors(f"{folder}/{FILES[0]}", content.model),
-        FILES[1]: files.write_tensors(f"{folder}/{FILES[1]}", content.tensors),
-        FILES[2]: files.write(f"{folder}/{FILES[2]}", json.dumps(content.plain, allow_nan=False).encode()),
+        FILES[0]: files.write_tensors(f"{folder}/{FILES[0]}", content.model, None, later),
+        FILES[1]: files.write_tensors(f"{folder}/{FILES[1]}", content.tensors, None, later),
+        FILES[2]: files.write(f"{folder}/{FILES[2]}", json.dumps(content.plain, allow_nan=False).encode(), later),
         **{name: files.add(f"{folder}/{name}", source) for name, source in content.files.items()},
     }
 
@@ -42,10 +43,12 @@ def write_part(files: Files, folder: str, content: Content, meeting: Meeting, la
     """Write the files of a rank: its shards, and the state that only this rank has."""
     written: dict[str, Facts] = {}
     carried: bytes | None = None
-    for kind, shards in ((MODEL, content.model_shards), (STATE, content.shards)):
-        if held := {name: shard for name, shard in shards.items() if shard.part.numel()}:
-            parts = {name: shard.part for name, shard in held.items()}
-            written[kind] = files.write_tensors(f"{folder}/{_file(kind, meeting)}", parts, header_of(held))
+    with Unflushed() as later:
+        for kind, shards in ((MODEL, content.model_shards), (STATE, content.shards)):
+            if held := {name: shard for name, shard in shards.items() if shard.part.numel()}:
+                parts = {name: shard.part for name, shard in held.items()}
+                written[kind] = files.write_tensors(f"{folder}/{_file(kind, meeting)}", parts, header_of(held), later)
+        later.flush()
     if content.own is not None:
         plain, tensors = content.own
         header = {"state": json.dumps(plain, allow_nan=False)}
@@ -55,16 +58,20 @@ def write_part(files: Files, folder: str, content: Content, meeting: Meeting, la
             if content.model_shards or content.shards:
                 raise
             carried = b"".join(pieces(tensors, header))
-    return Part(written, content.facts["finite"], layout, carried)
+    return Part(written, content.is_finite(), layout, carried)
 
 
-def write_whole(files: Files, folder: str, content: Content, layout: Layout, parts: Sequence[Part]) -> dict[str, Facts]:
+def write_whole(
+    files: Files, folder: str, content: Content, layout: Layout, parts: Sequence[Part], later: Unflushed
+) -> dict[str, Facts]:
     """Write the files of the main process, the layout, and the sizes and checksums of the files of all ranks.
+
+    The caller flushes `later`.
 
     Returns:
         Sizes and checksums for the manifest. That of ``parts.json`` stands for the files of all ranks.
     """
-    common = write_common(files, folder, content)
+    common = write_common(files, folder, content, later)
     for rank, part in enumerate(parts):
         if part.carried is not None:
             part.files[RANK] = files.write(f"{folder}/{part_file(RANK, rank, len(parts))}", part.carried)
@@ -72,8 +79,8 @@ def write_whole(files: Files, folder: str, content: Content, layout: Layout, par
     table = {kind: [_brief(part.files.get(kind)) for part in parts] for kind in (MODEL, STATE, RANK)}
     return {
         **common,
-        INDEX: files.write(f"{folder}/{INDEX}", _compact(index)),
-        PARTS: files.write(f"{folder}/{PARTS}", _compact(table)),
+        INDEX: files.write(f"{folder}/{INDEX}", _compact(index), later),
+        PARTS: files.write(f"{folder}/{PARTS}", _compact(table), later),
     }
 
 
