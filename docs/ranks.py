@@ -29,6 +29,8 @@ RANKS: dict[str, str] = {
     "call `evaluate`.",
     "FindBatchSize": "is an error: it needs a single process.",
     "FindLearningRate": "communicates in each step of its test: all ranks find the same rate.",
+    "Fingerprint": "the main process writes checksums of its own tensors, which are equal on all ranks; with FSDP, every rank "
+    "sends those of its shards.",
     "Freeze": "communicates when parameters are frozen or unfrozen, because the reduction of gradients is set up again.",
     "Histograms": "the main process logs its own weights and gradients, which are equal on all ranks; it does not communicate.",
     "LearningRate": _ALIKE,
@@ -43,6 +45,8 @@ RANKS: dict[str, str] = {
     "communicate.",
     "Recover": "communicates: the mean loss of each step is reduced over the ranks, and all ranks go back together and leave "
     "out the same rounds.",
+    "ReplayCheck": "communicates in the steps that it checks: every rank repeats the step, and with DDP they compare weights and "
+    "gradients. The first step of a process is not checked.",
     "SampleImages": "the main process shows images of its own batches; it does not communicate.",
     "SavePredictions": "communicates at the end of the evaluation: the main process writes all rows in the order of the "
     "loader.",

@@ -119,6 +119,10 @@ class NonFiniteError(CadenzaError, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
 
 
+class ReplayError(CadenzaError, RuntimeError):
+    """A step that was repeated from the same state gave other bits."""
+
+
 class AdapterError(CadenzaError, AttributeError):
     """A callback of another system uses something that its adapter does not provide."""
 

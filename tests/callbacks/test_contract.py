@@ -65,6 +65,7 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "Evaluate": [lambda: shipped.Evaluate(tiny_loader(1), name=f"test{next(NUMBERS)}", when_better=("eval/loss", "min"))],
     "FindBatchSize": [lambda: shipped.FindBatchSize(lambda size: tiny_loader(8, size), start=4, max_size=4)],
     "FindLearningRate": [lambda: shipped.FindLearningRate(steps=10), lambda: shipped.FindLearningRate(steps=30, apply=True)],
+    "Fingerprint": [lambda: shipped.Fingerprint("2 steps")],
     "Freeze": [lambda: shipped.Freeze("bias", until="1 epoch"), lambda: shipped.Freeze({"bias": "3 steps"})],
     "Histograms": [lambda: shipped.Histograms("2 steps", gradients=True)],
     "LearningRate": [
@@ -83,6 +84,7 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "OptunaPruning": [lambda: shipped.OptunaPruning(FixedTrial({}), "eval/loss", "min")],
     "Profile": [shipped.Profile],
     "Recover": [_recover],
+    "ReplayCheck": [lambda: shipped.ReplayCheck("2 steps")],
     "SampleImages": [lambda: shipped.SampleImages(every="2 steps", evaluation="eval", images=grey)],
     "SavePredictions": [
         lambda: shipped.SavePredictions("a.csv", evaluation="eval", columns={"prediction": first_inputs}),

@@ -193,9 +193,9 @@ Trainer When __version__ attach export_weights load_weights on save_weights supe
 
 CALLBACKS = """
 Alert BestWeights Capsule Checkpoint ClipGradients ConfusionMatrix ConvertSyncBatchNorm Derive DeviceStats EarlyStopping Ema
-Evaluate FindBatchSize FindLearningRate Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen OptunaPruning
-Profile Recover SampleImages SavePredictions ScheduleValue SequenceLength SlurmRequeue StopOnNonFinite Summary Swa TimeLimit
-Timer Warmup
+Evaluate FindBatchSize FindLearningRate Fingerprint Freeze Histograms LearningRate Limit LogTraining MoveModules OmitFrozen
+OptunaPruning Profile Recover ReplayCheck SampleImages SavePredictions ScheduleValue SequenceLength SlurmRequeue
+StopOnNonFinite Summary Swa TimeLimit Timer Warmup
 """
 
 SINKS = "Comet Console Csv Dvclive JsonLines Mlflow ProgressBar Sink Swanlab TensorBoard Trackio Wandb"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cadenza.callbacks.evaluate import Evaluate as Evaluate
     from cadenza.callbacks.find_batch_size import FindBatchSize as FindBatchSize
     from cadenza.callbacks.find_learning_rate import FindLearningRate as FindLearningRate
+    from cadenza.callbacks.fingerprint import Fingerprint as Fingerprint
     from cadenza.callbacks.freezing import Freeze as Freeze
     from cadenza.callbacks.freezing import freeze as freeze
     from cadenza.callbacks.freezing import unfreeze as unfreeze
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from cadenza.callbacks.profile import Profile as Profile
     from cadenza.callbacks.recover import LowerRate as LowerRate
     from cadenza.callbacks.recover import Recover as Recover
+    from cadenza.callbacks.replay_check import ReplayCheck as ReplayCheck
     from cadenza.callbacks.sample_images import SampleImages as SampleImages
     from cadenza.callbacks.save_predictions import SavePredictions as SavePredictions
     from cadenza.callbacks.schedule_value import ScheduleValue as ScheduleValue
@@ -66,6 +68,7 @@ else:
             "cadenza.callbacks.evaluate": "Evaluate",
             "cadenza.callbacks.find_batch_size": "FindBatchSize",
             "cadenza.callbacks.find_learning_rate": "FindLearningRate",
+            "cadenza.callbacks.fingerprint": "Fingerprint",
             "cadenza.callbacks.freezing": "Freeze",
             "cadenza.callbacks.histograms": "Histograms",
             "cadenza.callbacks.learning_rate": "LearningRate",
@@ -76,6 +79,7 @@ else:
             "cadenza.callbacks.optuna_pruning": "OptunaPruning",
             "cadenza.callbacks.profile": "Profile",
             "cadenza.callbacks.recover": "Recover",
+            "cadenza.callbacks.replay_check": "ReplayCheck",
             "cadenza.callbacks.sample_images": "SampleImages",
             "cadenza.callbacks.save_predictions": "SavePredictions",
             "cadenza.callbacks.schedule_value": "ScheduleValue",

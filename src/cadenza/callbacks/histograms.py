@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from cadenza.drivers.matching import Choice, check_choice, matches, named_matches
 from cadenza.drivers.sharding import whole
 from cadenza.engine.session import session_of
-from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import STEP_END, Counting
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import Every, Interval, Schedule, When
-from cadenza.hooks.subscription import periodic
+from cadenza.hooks.schedule import Interval, Schedule
+from cadenza.hooks.subscription import in_steps, periodic
 from cadenza.hooks.timers import Timer
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.record import Histogram
@@ -66,7 +65,13 @@ class Histograms(Callback):
             raise ValueError("Histograms has nothing to log: got weights=False and gradients=False. Set one of them to True.")
         self.every: Schedule = Schedule.parse(every)
         self.weights: bool = weights
-        self.gradients: _EachUpdate | None = _in_steps(self.every) if gradients else None
+        self.gradients: _EachUpdate | None = None
+        if gradients:
+            why, remedy = (
+                "gradients exist only before the update",
+                "For parameters at another interval, use a second Histograms.",
+            )
+            self.gradients = _EachUpdate(in_steps(self.every, "Histograms(gradients=True)", why, remedy))
         if parameters is not None:
             check_choice(parameters, "Histograms(parameters=...)")
         self.parameters = parameters
@@ -136,12 +141,3 @@ class _EachUpdateTimer(Timer):
         if run.progress.step != self._step:
             self._step, self._due = run.progress.step, self._timer.due(run)
         return self._due
-
-
-def _in_steps(every: Schedule) -> _EachUpdate:
-    if isinstance(every, When) or any(isinstance(one, Every) and one.unit != "step" for one in every.leaves()):
-        raise ScheduleError(
-            f"gradients exist only before the update, so Histograms(gradients=True) needs an interval in steps, such as "
-            f'"500 steps"; got {str(every)!r}. For parameters at another interval, use a second Histograms.'
-        )
-    return _EachUpdate(every)

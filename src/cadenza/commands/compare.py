@@ -24,13 +24,14 @@ from cadenza.commands.output import (
     say,
     width,
 )
+from cadenza.records.fingerprints import FILE, Parting, Row, parting, read_fingerprints
 from cadenza.records.formats import precise
 from cadenza.report import dates
 from cadenza.report.best import best_of
 from cadenza.report.settings import differing, text_of
 from cadenza.report.story import name_distinctly
 
-Row = tuple[str, list[str]]
+Cells = tuple[str, list[str]]
 _NARROW = 14  # columns for a run; with fewer, the runs are below each other
 _LONGEST = 60
 _CURVE = 24
@@ -40,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = (
         "Compare runs: how they ended, the arguments that differ, the best and last values and curves of their metrics, the "
-        "number of their decisions, and the differences of their environments. With two runs, a column shows the difference "
-        "of values, second minus first. Exit code 0, whether the runs differ or not; 1: a run cannot be read."
+        "number of their decisions, the first step and tensor at which fingerprints part (of runs with the callback "
+        "Fingerprint), and the differences of their environments. With two runs, a column shows the difference of values, "
+        "second minus first. Exit code 0, whether the runs differ or not; 1: a run cannot be read."
     )
     parser.epilog = (
         "examples:\n  cadenza compare runs/first runs/second\n  cadenza compare runs/* --metric eval/acc --metric eval/loss\n"
@@ -77,11 +79,12 @@ def compare(arguments: argparse.Namespace) -> None:
     _section("values", [*names, *["difference"] * (len(runs) == 2)], _values(runs, metrics), empty="no metric")
     _curves(runs, metrics)
     _section("decisions", names, _counts(runs), empty="no decision")
+    _fingerprints(runs)
     _section("environment", names, _facts(facts, everything=arguments.all), empty="no difference")
     return None
 
 
-def _section(title: str, names: Sequence[str], rows: Sequence[Row], *, empty: str = "") -> None:
+def _section(title: str, names: Sequence[str], rows: Sequence[Cells], *, empty: str = "") -> None:
     """Print a table with a column for each run; on a terminal that is too narrow for it, with a row for each run, or a list."""
     if title != "run":
         say()
@@ -111,7 +114,7 @@ def _fitted(text: str, room: int) -> str:
     return cut(clean(text), room)
 
 
-def _outcomes(runs: Sequence[RunFolder]) -> list[Row]:
+def _outcomes(runs: Sequence[RunFolder]) -> list[Cells]:
     return [
         ("state", [run.state for run in runs]),
         ("reason", [run.story.outcome.reason if run.story.outcome else "-" for run in runs]),
@@ -128,7 +131,7 @@ def _outcomes(runs: Sequence[RunFolder]) -> list[Row]:
     ]
 
 
-def _facts(columns: Sequence[Mapping[str, Any]], *, everything: bool) -> list[Row]:
+def _facts(columns: Sequence[Mapping[str, Any]], *, everything: bool) -> list[Cells]:
     names = list(dict.fromkeys(name for one in columns for name in one)) if everything else differing(columns)
     return [(name, [text_of(one.get(name)) for one in columns]) for name in names]
 
@@ -152,7 +155,7 @@ def _metrics(runs: Sequence[RunFolder]) -> list[str]:
     return list(dict.fromkeys([name for name in watched if name in known] + [n for run in runs for n in run.story.series]))
 
 
-def _values(runs: Sequence[RunFolder], metrics: Sequence[str]) -> list[Row]:
+def _values(runs: Sequence[RunFolder], metrics: Sequence[str]) -> list[Cells]:
     rows = []
     for name in metrics:
         bests = [best_of(run.story, name) for run in runs]
@@ -199,10 +202,33 @@ def _print_curves(rows: Sequence[Sequence[str]]) -> None:
         say(cut(text, width() or 10_000))
 
 
-def _counts(runs: Sequence[RunFolder]) -> list[Row]:
+def _counts(runs: Sequence[RunFolder]) -> list[Cells]:
     counts = [Counter(decision.what for decision in run.story.decisions) for run in runs]
     names = dict.fromkeys(name for one in counts for name in one)
     return [(name, [f"{one[name]:,}" for one in counts]) for name in names]
+
+
+def _fingerprints(runs: Sequence[RunFolder]) -> None:
+    """Say where each run parts from the first one, if one of them has fingerprints."""
+    found = _partings(runs)
+    if all(not rows for rows, _ in found):
+        return
+    say()
+    for run, (rows, parted) in zip(runs[1:], found[1:], strict=True):
+        without = [one.story.name for one, (own, _) in ((runs[0], found[0]), (run, (rows, parted))) if not own]
+        told = f"{clean(', '.join(without))} has none" if parted is None else str(parted)
+        say(f"fingerprints{f' of {clean(run.story.name)}' if len(runs) > 2 else ''}: {told}")
+
+
+def _partings(runs: Sequence[RunFolder]) -> list[tuple[Mapping[int, Row], Parting | None]]:
+    """Return the fingerprints of each run, and where it parts from the first run."""
+    read: list[Mapping[int, Row]] = []
+    for run in runs:
+        broken: list[int] = []
+        read.append(read_fingerprints(run.path / FILE, broken=broken))
+        if broken:
+            complain(f"{run.path / FILE}: {len(broken)} lines cannot be read, the first is line {broken[0]}")
+    return [(rows, parting(read[0], rows)) for rows in read]
 
 
 def _data(runs: Sequence[RunFolder], metrics: Sequence[str], *, everything: bool) -> dict[str, Any]:
@@ -212,7 +238,8 @@ def _data(runs: Sequence[RunFolder], metrics: Sequence[str], *, everything: bool
         for kind, columns in (("arguments", settings), ("environment", facts))
     }
     found = []
-    for run, given, fact in zip(runs, settings, facts, strict=True):
+    partings = [parted for _, parted in _partings(runs)]
+    for run, given, fact, parted in zip(runs, settings, facts, partings, strict=True):
         story = run.story
         bests = {name: best for name in metrics if (best := best_of(story, name))}
         found.append(
@@ -229,6 +256,7 @@ def _data(runs: Sequence[RunFolder], metrics: Sequence[str], *, everything: bool
                 "last": {name: last_of(story.series[name]) for name in metrics if name in story.series},
                 "curves": {name: list(story.series[name].points) for name in metrics if name in story.series},
                 "decisions": Counter(decision.what for decision in story.decisions),
+                "fingerprints": None if parted is None else {**asdict(parted), "comparable": parted.comparable},
                 "problems": story.problems,
             }
         )

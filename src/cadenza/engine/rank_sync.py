@@ -101,6 +101,11 @@ class RankSync:
             samples = count_in(outputs, "samples") or 0
         return samples, self.tokens.of(self._step) if self.tokens.asked or dict.get(outputs, "tokens") is not None else 0
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether the gradients of the current batch stay on this rank until a later batch."""
+        return False
+
     def expect_drops(self) -> None:
         """Exchange with each batch how many ranks drop theirs alone. Every rank must call this, before the first step."""
 

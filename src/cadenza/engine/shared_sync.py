@@ -131,6 +131,10 @@ class SharedSync(RankSync):
             self._driver.average_gradients(dict.fromkeys(parameters_of(self._stepped)))
         return self._summed()
 
+    @property
+    def holds_back(self) -> bool:
+        return self._held_back is not None
+
     def close(self) -> None:
         held_back, self._held_back = self._held_back, None
         if held_back is not None:

@@ -54,8 +54,8 @@ def finish_window(session: Session) -> None:
         counted = complete_by_hand(session)
     else:
         counted = window.counts(session.driver.data_world_size)
-        if counted and (window.unreduced or not window.complete):
-            complete_gradients(session)
+        if counted:
+            complete_window(session)
         elif window.left_out and not counted:
             drop_gradients(session.optimizers)  # the zeros that ranks have added for batches that none of them counts
     if counted:
@@ -83,12 +83,14 @@ def complete_by_hand(session: Session) -> bool:
     return True
 
 
-def complete_gradients(session: Session) -> None:
+def complete_window(session: Session) -> None:
     """Reduce gradients that were held back, and make the scaled sum a mean.
 
     A short window is divided by its own length, a weighted one by its weights.
     """
     window = session.step.window
+    if window.complete and not window.unreduced:
+        return
     if window.unreduced:
         session.driver.reduce_gradients(session.model.parameters())
     gradients = distinct_gradients(session.optimizers)

@@ -72,7 +72,11 @@ class AccumulationWindow:
             # The gradients of all ranks are added before they are corrected.
             self._first_weight = 1.0 if self._by_hand else self._mean(first, loss)
         self.weights.append(weight)
-        return weight / (self._first_weight * self.size)
+        return self.scale_of(-1)
+
+    def scale_of(self, index: int) -> float | Tensor:
+        """Return the loss scale of a batch that was added."""
+        return self._scale if self._first_weight is None else self.weights[index] / (self._first_weight * self.size)
 
     def leave_out(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """Leave out a batch on this rank, which takes part in the exchanges of the others as if its weight were 0."""

@@ -108,7 +108,8 @@ def _relations(callbacks: Sequence[Ordered]) -> dict[int, set[int]]:
     for index, callback in enumerate(callbacks):
         earlier[index].update(_named(callback.after, alike))
         for later in _named(callback.before, alike):
-            earlier[later].add(index)
+            if type(callbacks[later]) is not type(callback):  # "before all": two of one class keep the order of the list
+                earlier[later].add(index)
     for index, others in earlier.items():
         others.discard(index)
     return earlier

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from cadenza.errors import MomentError
+from cadenza.errors import MomentError, ScheduleError
 from cadenza.hooks.counting import counting_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment, check_declared, check_fits
-from cadenza.hooks.schedule import At, Interval, Schedule, When
+from cadenza.hooks.schedule import At, Interval, OfLength, Schedule, When
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -77,6 +77,31 @@ def periodic(every: Interval, function: Callable[[Run], object], note: str = "",
     if any(one.only_epochs for one in schedule.leaves()):
         listener.twin = Listener(Callback.on_epoch_end, function, schedule, note, asks, twin=listener)
     return listener
+
+
+def in_steps(every: Interval, owner: str, why: str, remedy: str = "") -> Schedule:
+    """Return the schedule of a listener inside of steps, which must count steps: it is due in the same steps at any moment.
+
+    Args:
+        every: The schedule; see `Schedule.parse`.
+        owner: The callback and its argument, for the message.
+        why: Why it must count steps, for the message.
+        remedy: What else to do, for the message.
+
+    Raises:
+        ScheduleError: `every` is no schedule, or does not count steps.
+
+    >>> in_steps("1 epoch", "Check(every=...)", "a step is checked before its update")
+    Traceback (most recent call last):
+        ...
+    cadenza.errors.ScheduleError: a step is checked before its update, so Check(every=...) needs an interval in steps, such as \
+"500 steps"; got 'every epoch'.
+    """
+    schedule = Schedule.parse(every)
+    if any(isinstance(one, When) or (isinstance(one, OfLength) and one.unit != "step") for one in schedule.leaves()):
+        needs = f'{why}, so {owner} needs an interval in steps, such as "500 steps"'
+        raise ScheduleError(f"{needs}; got {str(schedule)!r}.{remedy and f' {remedy}'}")
+    return schedule
 
 
 class Subscription(Callback):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cadenza.optim import stepping
+from cadenza.optim.parameters import distinct_gradients
 
 _NOTHING = nullcontext()
 
@@ -73,6 +74,9 @@ class Precision:
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         """Divide the gradients of the optimizers by the scale of the loss."""
+
+    def unscale_again(self, optimizers: Sequence[Optimizer]) -> None:
+        """Do the same once more, to gradients that were computed again after `unscale`."""
 
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         """Update the weights; return the optimizers that skipped the update because their gradients are not finite."""
@@ -140,6 +144,10 @@ class Scaled(Autocast):
             self._set_scale()
         for optimizer in self._unscaled:
             self.scaler.unscale_(optimizer)
+
+    def unscale_again(self, optimizers: Sequence[Optimizer]) -> None:
+        if gradients := distinct_gradients(optimizers):
+            torch._foreach_mul_(gradients, 1.0 / self.scaler.get_scale())
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Return whether the gradients of an optimizer are unscaled for the update in progress."""

@@ -1,4 +1,4 @@
-"""Copies of the rows and media of abandoned branches, beside ``metrics.jsonl``, ``decisions.jsonl`` and ``media``."""
+"""Copies of the rows and media of abandoned branches, beside the files of rows and ``media``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from cadenza.files.disk import replacing
 from cadenza.records import media_folder
 
-ROWS = ("metrics.jsonl", "decisions.jsonl")
+ROWS = ("metrics.jsonl", "decisions.jsonl", "fingerprints.jsonl")
 
 
 def keep(directory: Path, branch: int) -> list[str]:

@@ -24,6 +24,7 @@ from cadenza.files.disk import flush, read_object, replacing
 from cadenza.files.locking import FolderLock, HeldError
 from cadenza.records import media_folder
 from cadenza.records.branch_files import ROWS, cut
+from cadenza.records.fingerprints import FILE as FINGERPRINTS
 from cadenza.records.logs import Log
 from cadenza.records.reading import count_in
 from cadenza.records.record import Record
@@ -177,6 +178,10 @@ class RunDirectory(RecordedRun):
     def add_decision(self, decision: Mapping[str, Any]) -> None:
         """Append a line to ``decisions.jsonl``."""
         self._logs["decisions.jsonl"].add(json.dumps(decision))
+
+    def add_fingerprint(self, row: Mapping[str, Any]) -> None:
+        """Append a line to ``fingerprints.jsonl``."""
+        self._logs[FINGERPRINTS].add(json.dumps(row))
 
     def add_text(self, text: str) -> None:
         """Append a text that the user has seen to ``console.log``."""

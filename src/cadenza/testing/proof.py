@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cadenza.attaching import Loop
 from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.drivers.checksums import checksum, checksum_of_all
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
@@ -215,7 +215,7 @@ class _Witness(Callback):
         step = run.progress.step
         self.moments.append((step, name))
         if name == "on_batch_start":
-            self.batches[run.progress.batch] = zlib.crc32(b"".join(map(_bytes, tensors_in(arguments[0]))))
+            self.batches[run.progress.batch] = checksum_of_all(tensors_in(arguments[0]))
         elif name == "on_step_end":
             values = {
                 "the last batch": f"crc {self.batches.get(run.progress.batch - 1)}",
@@ -243,14 +243,10 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:
         for index, part in enumerate(tree):
             yield from _leaves(part, f"{path}[{index}]")
     elif isinstance(tree, Tensor):
-        yield path, repr(tree.item()) if tree.numel() == 1 else f"crc {zlib.crc32(_bytes(tree))}"
+        yield path, repr(tree.item()) if tree.numel() == 1 else f"crc {checksum(tree)}"
     else:
         text = repr(tree)
         yield path, text if len(text) < 80 else f"crc {zlib.crc32(text.encode())}"
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class _Cutter(Callback):

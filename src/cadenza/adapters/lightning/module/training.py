@@ -21,6 +21,8 @@ _COUNTS = ("weight", "samples", "tokens")
 class TrainingStep:
     """Call ``training_step``. This is the ``compute_loss`` of the trainer."""
 
+    has_effects = True  # it logs and updates metrics, so `ReplayCheck` must not call it twice for a batch
+
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
         self._takes_index = takes_index(attached.module)

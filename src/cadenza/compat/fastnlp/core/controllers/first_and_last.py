@@ -194,7 +194,7 @@ class FirstCallback(Callback):
         if self._losses:  # saved after this batch, before the update
             session = adapted.session
             self._resume_window(session.step.window)
-            updating.complete_gradients(session)
+            updating.complete_window(session)
             updating.update(session, session.optimizers)
         if adapted.run.progress.finished:
             adapted.call(Callback.on_epoch_end, type(self._trainer).finish_window, (), may_stop=True, may_fail=False)

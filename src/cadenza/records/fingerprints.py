@@ -1,0 +1,137 @@
+"""The fingerprints of a run, ``fingerprints.jsonl``: checksums by step, and the first step at which two runs differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cadenza.files.disk import open_regular
+from cadenza.status.counting import counted
+
+FILE = "fingerprints.jsonl"
+KINDS = {
+    "batch": "the batch {}",
+    "outputs": "{}",
+    "gradients": "the gradient of {!r}",
+    "buffers": "the buffer {!r}",
+    "weights": "the weight {!r}",
+}
+"""What a row has checksums of, by name, in the order in which a step computes it; and how a message names it."""
+
+Row = dict[str, Any]
+
+
+def read_fingerprints(path: Path, *, broken: list[int] | None = None) -> dict[int, Row]:
+    """Return the rows of a ``fingerprints.jsonl`` by step, in order; empty if there is no file.
+
+    Args:
+        path: The file.
+        broken: The numbers of lines that cannot be read are appended to it. An incomplete last line is not one of them:
+            the run still writes it, or was killed.
+    """
+    rows: dict[int, Row] = {}
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return rows
+    with file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = _checked(json.loads(line))
+            except (ValueError, TypeError, LookupError, RecursionError):  # also bytes that are not UTF-8
+                if broken is not None and line.endswith(b"\n"):
+                    broken.append(number)
+                continue
+            rows[row["step"]] = row
+    return dict(sorted(rows.items()))
+
+
+def _checked(row: Any) -> Row:
+    whole = type(row["step"]) is int and type(row["ranks"]) is int and type(row["shards"]) is bool
+    if not whole or not all(isinstance(row[kind], dict) for kind in KINDS):
+        raise ValueError("no fingerprint")
+    return dict(row)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """How far two runs are equal."""
+
+    equal: int
+    """The number of steps with equal fingerprints before the first difference."""
+    step: int | None
+    """The first step with a difference; None if there is none."""
+    kind: str
+    """What differs first in that step: one of `KINDS`; empty if nothing does."""
+    name: str
+    """Its name, such as that of a weight."""
+    only: tuple[Sequence[int], Sequence[int]]
+    """The steps of which only the first, and only the second run has a fingerprint."""
+    layouts: tuple[str, str]
+    """The ranks of both runs, such as ``2 ranks, sharded``."""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the checksums are of the same tensors: not if the shards are others."""
+        return self.layouts[0] == self.layouts[1] or not any("sharded" in one for one in self.layouts)
+
+    def __str__(self) -> str:
+        first, second = self.layouts
+        notes = "" if first == second else f" ({first} and {second})"
+        if not self.comparable:
+            return f"not comparable: the weights are in other shards{notes}"
+        if self.step is None:
+            told = f"{counted(self.equal, 'step')} equal" if self.equal else "no step in common"
+        else:
+            name = KINDS[self.kind].format(self.name)
+            told = f"the runs part at step {self.step:,}: {name}; {counted(self.equal, 'step')} before it equal"
+            if first != second:
+                notes += ". Other numbers of ranks add gradients in another order, so the last bits may differ"
+        for which, steps in zip(("first", "second"), self.only, strict=True):
+            if steps:
+                told += f"; only the {which} has {_listed(steps)}"
+        return told + notes
+
+
+def _listed(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]:,}"
+    return f"{counted(len(steps), 'step')} from {steps[0]:,} to {steps[-1]:,}"
+
+
+def parting(first: Mapping[int, Row], second: Mapping[int, Row]) -> Parting | None:
+    """Compare the fingerprints of two runs, step by step; None if one of them has none.
+
+    >>> row = {"step": 1, "ranks": 1, "shards": False, "batch": {}, "outputs": {}, "gradients": {"w": "0a"}, "buffers": {},
+    ...        "weights": {"w": "0b"}}
+    >>> print(parting({1: row}, {1: row | {"weights": {"w": "0c"}}, 2: row}))
+    the runs part at step 1: the weight 'w'; 0 steps before it equal; only the second has step 2
+    """
+    if not first or not second:
+        return None
+    common = [step for step in first if step in second]
+    layouts = _layout(first), _layout(second)
+    only = [step for step in first if step not in second], [step for step in second if step not in first]
+    for equal, step in enumerate(common):
+        found = next(_differences(first[step], second[step]), None)
+        if found is not None:
+            return Parting(equal, step, *found, only, layouts)
+    return Parting(len(common), None, "", "", only, layouts)
+
+
+def _layout(rows: Mapping[int, Row]) -> str:
+    found = dict.fromkeys(f"{counted(row['ranks'], 'rank')}{', sharded' if row['shards'] else ''}" for row in rows.values())
+    return " then ".join(found)
+
+
+def _differences(first: Row, second: Row) -> Iterator[tuple[str, str]]:
+    for kind in KINDS:
+        mine, theirs = first[kind], second[kind]
+        names = list(dict.fromkeys([*mine, *theirs]))
+        # The backward pass begins with the last ones.
+        yield from (
+            (kind, name) for name in (names[::-1] if kind == "gradients" else names) if mine.get(name) != theirs.get(name)
+        )
