@@ -47,6 +47,8 @@ RANKS: dict[str, str] = {
     "out the same rounds.",
     "ReplayCheck": "communicates in the steps that it checks: every rank repeats the step, and with DDP they compare weights and "
     "gradients. The first step of a process is not checked.",
+    "ReplayCheck": "communicates in the steps that it checks: every rank repeats the step, and with DDP they compare weights "
+    "and gradients. The first step of a process is not checked.",
     "SampleImages": "the main process shows images of its own batches; it does not communicate.",
     "SavePredictions": "communicates at the end of the evaluation: the main process writes all rows in the order of the "
     "loader.",

@@ -78,7 +78,7 @@ class _Slot:
 
 
 class StepRepeat:
-    """Takes a snapshot before the first batch of a step; computes the step again, from there, as often as it is asked to.
+    """Takes a snapshot before the first batch of a step; computes the step again, from there, with each call of `again`.
 
     It replaces the function that computes a batch, so it sees the batch after all hooks of ``on_batch_start``. The hooks of
     callbacks are not called again. All that the forward and the backward pass change is put back: weights, buffers, gradients,
