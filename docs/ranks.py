@@ -45,8 +45,6 @@ RANKS: dict[str, str] = {
     "communicate.",
     "Recover": "communicates: the mean loss of each step is reduced over the ranks, and all ranks go back together and leave "
     "out the same rounds.",
-    "ReplayCheck": "communicates in the steps that it checks: every rank repeats the step, and with DDP they compare weights and "
-    "gradients. The first step of a process is not checked.",
     "ReplayCheck": "communicates in the steps that it checks: every rank repeats the step, and with DDP they compare weights "
     "and gradients. The first step of a process is not checked.",
     "SampleImages": "the main process shows images of its own batches; it does not communicate.",
