@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,16 @@ class Accuracy:
     def compute(self) -> float:
         """Return the share."""
         return float(self.right) / self.seen
+
+
+class Once:
+    """Batches in their order, and nothing else that a loader may have: neither a length nor positions."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.batches
 
 
 def in_turn(ways: dict[str, Callable[[], object]], rounds: int, batches: int, base: str, clock: Callable[[], float]) -> None:
@@ -86,6 +96,13 @@ def loaders(rounds: int, batches: int, workers: int, shape: tuple[int, int]) -> 
         "TensorBatches, shuffled, by hand": read(lambda: shuffled),
         "TensorBatches, in order": read(lambda: in_order),
         "a list of ready batches": read(lambda: ready),
+    }
+    in_turn(ways, rounds, batches, torchs, time.process_time)
+    once = resumable(Once(ready), 1)
+    ways = {
+        torchs: read(lambda: plain),
+        "a generator of ready batches": read(lambda: Once(ready)),
+        "the same in a run": read(lambda: once.batches(0, 0)),
     }
     in_turn(ways, rounds, batches, torchs, time.process_time)
     if workers:

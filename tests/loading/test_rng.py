@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Callback, on
-from cadenza.loading import TensorBatches
-from cadenza.loading.host_streams import NumpyStream
+from cadenza.loading import TensorBatches, resumable
+from cadenza.loading.host_streams import NumpyStream, PythonStream
 from cadenza.loading.rng import RNGState, isolated_rng, preserve_rng_state, seed_all
 from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
@@ -113,6 +116,72 @@ def test_the_numpy_state_survives_a_checkpoint() -> None:
         expected = numpy.random.randn(3)
         RNGState.from_plain(plain).restore()
         assert numpy.array_equal(numpy.random.randn(3), expected)
+
+
+# -- Python's, by its memory ---------------------------------------------------------------------------
+
+
+def test_the_memory_of_pythons_generator_holds_its_state() -> None:
+    stream = PythonStream()
+    for drawn in range(3):
+        random.seed(4)
+        [random.gauss(0, 1) for _ in range(drawn)]  # they are drawn in pairs as well
+        expected, captured = random.getstate(), stream.capture()
+        assert isinstance(captured[0], bytes)
+        stream.seed(2**62 + 7)
+        seeded = random.getstate()
+        random.seed(2**62 + 7)
+        assert random.getstate() == seeded
+        stream.restore(captured)
+        assert random.getstate() == expected
+
+
+def test_a_generator_of_another_class_is_read_as_python_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "_inst", random.SystemRandom())
+    stream = PythonStream()
+    random.seed(4)
+    expected, captured = random.getstate(), stream.capture()
+    stream.seed(5)
+    assert random.getstate() == random.Random(5).getstate()
+    stream.restore(captured)
+    assert random.getstate() == captured == expected
+
+
+class DrawsSometimes(Dataset[torch.Tensor]):
+    """A data set of which every third sample draws, from one generator after the other."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        draws = (random.random, random.gauss, numpy.random.rand, numpy.random.randn, lambda: torch.rand(()).item())
+        return torch.tensor(float(index) if index % 3 else draws[index // 3 % 5]())
+
+
+@pytest.mark.parametrize("make", [lambda: DataLoader(DrawsSometimes(), 2, shuffle=True), lambda: Each(DrawsSometimes())])
+def test_what_draws_only_sometimes_gives_the_same_batches_from_any_position(make: Callable[[], Any]) -> None:
+    seed_all(1)
+    whole = [torch.as_tensor(one).tolist() for one in resumable(make(), 3, replay=True).batches(0, 0)]
+    after = draw()
+    for skip in range(1, len(whole), 5):
+        seed_all(1)
+        rest = []
+        for one in resumable(make(), 3, replay=True).batches(0, skip):
+            rest.append(torch.as_tensor(one).tolist())
+            draw(), random.gauss(0, 1), numpy.random.randn()  # as a step of the training
+        assert rest == whole[skip:]
+    seed_all(1)
+    assert draw() == after, "the loader draws from the generators of the training"
+
+
+class Each:
+    """The samples of a data set, one after another, without positions."""
+
+    def __init__(self, dataset: DrawsSometimes) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self.dataset[index] for index in range(len(self.dataset)))
 
 
 def test_another_kind_of_generator_is_read_as_numpy_offers() -> None:

@@ -20,7 +20,7 @@ from cadenza.loading.mixture import Mixture
 from cadenza.loading.orders import PERMUTED
 from cadenza.loading.persistent_workers import PersistentWorkers, has_persistent_workers
 from cadenza.loading.resumable_base import END, LimitedLoader, Located, ResumableLoader
-from cadenza.loading.rng import derive_seed, isolated_rng
+from cadenza.loading.rng import derive_seed, isolated_rng, seeds_below
 from cadenza.loading.rounds import PositionBatches, batches_of_rank
 from cadenza.loading.sample_counts import uses_torch_iteration, with_sample_counts
 from cadenza.loading.seeded import ResumableSampler, SeededCollate, SeededDataset, SeededWorkerInit
@@ -365,8 +365,9 @@ def _with_seeds(
             generator.manual_seed(derive_seed(generator.initial_seed(), epoch))
         with isolated_rng(derive_seed(seed, epoch)):
             batches = iter(loader)
+        seed_of = seeds_below(seed, epoch)
         for number in numbers:
-            with isolated_rng(derive_seed(seed, epoch, index_of(number))):
+            with isolated_rng(seed_of(index_of(number))):
                 batch = next(batches, END)
             if batch is END:
                 return

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cadenza.loading.host_streams import NumpyStream
+from cadenza.loading.host_streams import NumpyStream, PythonStream
 
-_NUMPY = NumpyStream()
+_PYTHON, _NUMPY = PythonStream(), NumpyStream()
 
 
 def derive_seed(*parts: int) -> int:
@@ -24,11 +24,27 @@ def derive_seed(*parts: int) -> int:
     """
     value = 0
     for part in parts:
-        value = (value ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
-        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-        value ^= value >> 31
+        value = _mixed(value, part)
     return value >> 1
+
+
+def seeds_below(*parts: int) -> Callable[[int], int]:
+    """Return a function that returns ``derive_seed(*parts, last)`` for `last`, in less time.
+
+    >>> seeds_below(1, 2)(3) == derive_seed(1, 2, 3)
+    True
+    """
+    above = 0
+    for part in parts:
+        above = _mixed(above, part)
+    return lambda last: _mixed(above, last) >> 1
+
+
+def _mixed(value: int, part: int) -> int:
+    value = (value ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
 
 
 _MASK = 2**64 - 1
@@ -51,10 +67,10 @@ def seed_all(seed: int) -> None:
 
 def seed_host(seed: int) -> None:
     """Seed the generators of this process on the host, which code that loads data draws from."""
-    random.seed(seed)
+    _PYTHON.seed(seed)
     torch.default_generator.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
+        _NUMPY.seed(numpy, seed)
 
 
 def draw_seed(*, keep: bool = False) -> int:
@@ -80,21 +96,18 @@ class RNGState(NamedTuple):
     numpy: Any
 
     @staticmethod
-    def capture(*, devices: bool = True) -> RNGState:
-        """Return the current RNG state.
-
-        Without `devices`, only of the generators on the host, and in a form that is captured faster: for every batch.
-        """
+    def capture() -> RNGState:
+        """Return the current RNG state."""
         numpy = sys.modules.get("numpy")
         return RNGState(
             python=random.getstate(),
             torch_cpu=torch.get_rng_state(),
-            cuda=tuple(torch.cuda.get_rng_state_all()) if devices and torch.cuda.is_initialized() else (),
-            numpy=None if numpy is None else numpy.random.get_state() if devices else _NUMPY.capture(numpy),
+            cuda=tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
+            numpy=None if numpy is None else numpy.random.get_state(),
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the RNG state as plain values and tensors. It must have been captured with `devices`."""
+        """Return the RNG state as plain values and tensors."""
         numpy = None
         if self.numpy is not None:
             name, keys, *rest = self.numpy
@@ -139,12 +152,43 @@ def preserve_rng_state() -> Iterator[None]:
         state.restore()
 
 
-@contextmanager
-def isolated_rng(seed: int) -> Iterator[None]:
+class HostState(NamedTuple):
+    """The state of the global generators on the host, in a form that is captured and restored quickly: for every batch."""
+
+    python: Any
+    torch_cpu: Tensor
+    numpy: Any
+
+    @staticmethod
+    def capture() -> HostState:
+        """Return the current state."""
+        numpy = sys.modules.get("numpy")
+        captured = None if numpy is None else _NUMPY.capture(numpy)
+        return HostState(_PYTHON.capture(), torch.default_generator.get_state(), captured)
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        _PYTHON.restore(self.python)
+        torch.default_generator.set_state(self.torch_cpu)
+        if self.numpy is not None:
+            _NUMPY.restore(sys.modules["numpy"], self.numpy)
+
+
+class isolated_rng:  # noqa: N801  # as a function of contextlib
     """Seed the generators on the host inside; restore their state at the end, also after an error."""
-    outside = RNGState.capture(devices=False)
-    try:
-        seed_host(seed)
-        yield
-    finally:
-        outside.restore()
+
+    __slots__ = ("_outside", "_seed")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        self._outside = HostState.capture()
+        try:
+            seed_host(self._seed)
+        except BaseException:
+            self._outside.restore()
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        self._outside.restore()

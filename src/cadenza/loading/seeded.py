@@ -18,7 +18,7 @@ from cadenza.errors import DataError, add_note
 from cadenza.loading.indices import known_batches, known_order
 from cadenza.loading.loaders import set_loader_epoch
 from cadenza.loading.orders import PERMUTED
-from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, seed_host
+from cadenza.loading.rng import HostState, derive_seed, isolated_rng, seed_host, seeds_below
 from cadenza.loading.rounds import batches_of_rank
 from cadenza.loading.sample_counts import CountedBatch
 from cadenza.loading.shards import Shard
@@ -40,7 +40,7 @@ class SeededSamples(NamedTuple):
 
     samples: Any
     seed: int
-    rng_state: RNGState | None
+    rng_state: HostState | None
     size: int | None
     """The number of samples in the batch; None if the sampler yields no batches."""
 
@@ -73,7 +73,7 @@ class SeededDataset:
 
     def _load(self, request: SeededIndex, get: Callable[[Any], Any], count: int | None) -> SeededSamples:
         # In the main process, the model draws from the same generators. In a worker nothing else does.
-        rng_state = None if get_worker_info() is not None else RNGState.capture(devices=False)
+        rng_state = None if get_worker_info() is not None else HostState.capture()
         if request.epoch != self.epoch:  # in a persistent worker, the copy of the dataset has an earlier epoch
             self.epoch = request.epoch
             set_loader_epoch(self, request.epoch)
@@ -162,12 +162,13 @@ class ResumableSampler:
                 self.sampler.sampler = copied
 
     def __iter__(self) -> Iterator[SeededIndex]:
-        seed, epoch, skip, shard = self.seed, self.epoch, self.skip, self.shard
+        epoch, skip, shard = self.epoch, self.skip, self.shard
+        seed_of = seeds_below(self.seed, epoch)
         for batch, index in enumerate(self._read(skip), skip):
             # A batch that all ranks train on has the same random numbers on all of them.
             replicated = self.replicated_at == shard.consumed_rounds + batch
             global_index = shard.global_index(batch) - (shard.rank if replicated else 0)
-            yield SeededIndex(index, derive_seed(seed, epoch, global_index), epoch)
+            yield SeededIndex(index, seed_of(global_index), epoch)
 
     def indices(self, epoch: int, shard: Shard, skip: int) -> list[Any] | None:
         """Return the indices in batch `skip` of an epoch; None if there are fewer batches. The position does not change."""
@@ -215,13 +216,13 @@ class ResumableSampler:
         with isolated_rng(seed):
             drawn = iter(self.sampler)
             indices = list(islice(drawn, AHEAD))
-            inside = RNGState.capture(devices=False)
+            inside = HostState.capture()
         while indices:
             yield from indices
-            outside = RNGState.capture(devices=False)
+            outside = HostState.capture()
             inside.restore()
             try:
                 indices = list(islice(drawn, AHEAD))
-                inside = RNGState.capture(devices=False)
+                inside = HostState.capture()
             finally:
                 outside.restore()
