@@ -14,6 +14,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import LogTraining
 from cadenza.errors import DirectoryError
 from cadenza.records.directory import RunDirectory
+from cadenza.sinks import JsonLines
 from cadenza.testing import tiny_run, tiny_trainer
 
 
@@ -70,7 +71,7 @@ def test_run_json_names_the_commit_of_the_working_directory(tmp_path: Path, monk
     assert commit_told("changed") == f"{commit}+"
 
 
-def test_while_the_run_goes_on_everything_can_be_read(tmp_path: Path) -> None:
+def test_while_the_run_goes_on_everything_can_be_read_with_lines_written_at_once(tmp_path: Path) -> None:
     states: list[tuple[Any, int]] = []
 
     @on(Callback.on_step_start)
@@ -78,7 +79,7 @@ def test_while_the_run_goes_on_everything_can_be_read(tmp_path: Path) -> None:
         metrics = tmp_path / "metrics.jsonl"
         states.append((facts_in(tmp_path)["outcome"], len(lines_of(metrics)) if metrics.exists() else 0))
 
-    tiny_run(directory=tmp_path, callbacks=[LogTraining(every="1 step"), look], steps=3)
+    tiny_run(directory=tmp_path, callbacks=[JsonLines(), LogTraining(every="1 step"), look], steps=3)
     assert states == [(None, 0), (None, 1), (None, 2)]
 
 

@@ -120,3 +120,8 @@ def test_a_path_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path) 
 def test_it_keeps_the_contract_of_callbacks(tmp_path: Path) -> None:
     count = iter(range(10))
     check_callback(lambda: JsonLines(f"own{next(count)}.jsonl"))
+
+
+def test_without_a_path_it_needs_the_directory_of_the_run() -> None:
+    with pytest.raises(DirectoryError, match=r"JsonLines\(\) without a path .* but the run has no directory\. Give Trainer"):
+        tiny_run(callbacks=[log_step, JsonLines()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +12,14 @@ import torch
 from cadenza.engine.flop_count import FlopCount, is_compiled, traced
 from cadenza.engine.session import session_of
 from cadenza.errors import nearest
-from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 PARTS = ("steps", "samples", "tokens", "mfu")
+_READ = attrgetter("training_s", "step", "samples", "tokens", "batch")
+_AT = {"steps": 1, "samples": 2, "tokens": 3, "mfu": 4}  # where `_READ` has what a part counts
+_NAMES = {"steps": "steps_per_s", "samples": "samples_per_s", "tokens": "tokens_per_s", "mfu": "mfu"}
 
 PEAKS = {
     "B200": 2250e12,
@@ -78,7 +81,7 @@ class Throughput:
 
     def begin(self, run: Run) -> None:
         """Measure from now on."""
-        self._mark: tuple[float, Counters] = run.progress.training_s, run.progress.now()
+        self._mark: tuple[float, int, int, int, int] = _READ(run.progress)
 
     @property
     def counts(self) -> bool:
@@ -107,24 +110,22 @@ class Throughput:
 
     def values(self, run: Run) -> dict[str, float]:
         """Return the speed since the last call, or since the fit began."""
-        (before_s, before), now = self._mark, run.progress.now()
-        self._mark = elapsed_s, _ = run.progress.training_s, now
-        passed_s = max(elapsed_s - before_s, 1e-9)
-        parts = (*self._parts, "tokens") if self._automatic and now.tokens else self._parts
-        if "tokens" in self._parts and not now.tokens and now.step - run.progress.origin.step > 1:
+        before, self._mark = self._mark, _READ(run.progress)
+        now = self._mark
+        passed_s = max(now[0] - before[0], 1e-9)
+        tokens = now[_AT["tokens"]]
+        if not tokens and "tokens" in self._parts and run.progress.step - run.progress.origin.step > 1:
             raise ValueError(
                 "LogTraining(throughput=...) has 'tokens', but nothing counts them: return 'tokens' from compute_loss, or give "
                 "Trainer(tokens=...), a function (batch) -> int."
             )
-        done = {
-            "samples": now.samples - before.samples,
-            "steps": now.step - before.step,
-            "tokens": now.tokens - before.tokens,
-            "mfu": (now.batch - before.batch) * (self._flops or 0) / (self._peak or 1),
-        }
-        counted = {"samples": now.samples, "mfu": now.batch}  # 0 in a loop of cadenza.attach without loop.batch()
-        known = [name for name in parts if counted.get(name, 1)]
-        return {name if name == "mfu" else f"{name}_per_s": done[name] / passed_s for name in known}
+        values = {}
+        for part in (*self._parts, "tokens") if self._automatic and tokens else self._parts:
+            at = _AT[part]
+            if now[at] or part in ("steps", "tokens"):  # 0 samples and batches in a loop of cadenza.attach without loop.batch()
+                done = now[at] - before[at]
+                values[_NAMES[part]] = (done if part != "mfu" else done * (self._flops or 0) / (self._peak or 1)) / passed_s
+        return values
 
 
 def peak_of(run: Run, given: float | None, flops: float | None) -> float:

@@ -25,7 +25,7 @@ from cadenza.files.locking import FolderLock, HeldError
 from cadenza.records import media_folder
 from cadenza.records.branch_files import ROWS, cut
 from cadenza.records.fingerprints import FILE as FINGERPRINTS
-from cadenza.records.logs import Log
+from cadenza.records.logs import GatheredLog, Log
 from cadenza.records.reading import count_in
 from cadenza.records.record import Record
 from cadenza.status.branches import Branch
@@ -87,7 +87,8 @@ class RunDirectory(RecordedRun):
             self.release()
             raise
         self._info: dict[str, Any] = {}
-        self._logs = {name: Log(path / name) for name in (*ROWS, "console.log")}
+        self._records = GatheredLog(path / "metrics.jsonl")
+        self._logs = {name: Log(path / name) for name in (*ROWS, "console.log")} | {"metrics.jsonl": self._records}
         self._completed: dict[str, Any] = {}
         """The earlier outcome and counters of a run that was over, until this attempt has restored a checkpoint."""
 
@@ -145,10 +146,12 @@ class RunDirectory(RecordedRun):
 
     def release(self) -> None:
         """Release the directory for other processes."""
+        self.flush_records()
         self._lock.release()
 
     def offsets(self) -> dict[str, int]:
-        """Return the length in bytes of the files that records and decisions are appended to."""
+        """Write the records that wait. Return the length in bytes of the files that records and decisions are appended to."""
+        self.flush_records()
         sizes = {name: (self.path / name).stat().st_size for name in ROWS if (self.path / name).exists()}
         return {name: size + len(self._logs[name].waiting) for name, size in sizes.items()}
 
@@ -167,13 +170,23 @@ class RunDirectory(RecordedRun):
 
         After a rollback or a new start it does not, so they are copied first; see `branch_files`.
         """
+        self.flush_records()
         media_folder.cut(self.path / media_folder.FOLDER, step)
         for name in ROWS:
             cut(self.path / name, offsets.get(name, 0))
 
     def add_record(self, record: Record) -> None:
-        """Append a line to ``metrics.jsonl``."""
-        self._logs["metrics.jsonl"].add(record.to_json())
+        """Append a line to ``metrics.jsonl``: within a second, see `GatheredLog`."""
+        self._records.add(record.to_json())
+
+    def flush_records(self) -> None:
+        """Write the records that wait. May be called from any thread."""
+        self._records.flush()
+
+    def write_records_at_once(self) -> None:
+        """Write each record before the next step, from now on."""
+        self._records.at_once = True
+        self.flush_records()
 
     def add_decision(self, decision: Mapping[str, Any]) -> None:
         """Append a line to ``decisions.jsonl``."""

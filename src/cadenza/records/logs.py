@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from contextlib import suppress
 from io import FileIO
 from logging import Logger, getLogger
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock, RLock, Thread
 from typing import Self
 
 logger: Logger = getLogger("cadenza")
 
+GATHER_S = 0.25
+"""A line of a `GatheredLog` that comes within this time after others, in seconds, waits as long, to be written with more."""
+LONGEST_S = 1.0
+"""The longest time in seconds that such a line waits while further lines come, also if the thread does not run."""
 _WAIT_S = 2.0  # how long a text of another rank waits for the same one of the main process
 _LAST_WAIT_S = 0.2  # the same at the end of the run
 _KNOWN = 4096  # so many of the main process's last lines are compared
@@ -28,8 +34,12 @@ class Log:
         self.waiting: bytes = b""
 
     def add(self, line: str) -> None:
+        """Append a line."""
+        self._write(f"{line}\n")
+
+    def _write(self, text: str) -> None:
         warned = bool(self.waiting)
-        self.waiting += f"{line}\n".encode(errors="backslashreplace")
+        self.waiting += text.encode(errors="backslashreplace")
         try:
             if self._file is None:
                 self._file = self._path.open("ab", buffering=0)
@@ -47,6 +57,63 @@ class Log:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class GatheredLog(Log):
+    """A log of which a thread writes the lines, many at once, if they come often: for a line in every step.
+
+    A line that comes `GATHER_S` or more after the last write is written at once. Other lines wait for the thread. If the
+    process is killed (``SIGKILL``, a crash in native code), the lines of the last `GATHER_S` may be lost, and in no case
+    a line that came more than `LONGEST_S` before the last one. `flush` writes all lines; `end` does so too. The thread ends
+    when no line waits. The interpreter waits for it when it exits, so that a run that was never ended loses no line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.at_once: bool = False
+        """Whether each line is written at once."""
+        self._lines: deque[str] = deque()
+        self._written_at = -math.inf
+        self._writing, self._hurry = RLock(), Event()
+        self._thread: Thread | None = None
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+        since = time.monotonic() - self._written_at
+        if since > (GATHER_S if self._thread is None else LONGEST_S) or self.at_once or self._ended:
+            self.flush()
+        elif self._thread is None:
+            self._start()
+
+    def flush(self) -> None:
+        """Write the lines that wait. May be called from any thread."""
+        with self._writing:
+            self._written_at = time.monotonic()
+            lines = [self._lines.popleft() for _ in range(len(self._lines))]
+            if lines or self.waiting:
+                self._write("".join(f"{line}\n" for line in lines))
+
+    def end(self) -> None:
+        self._hurry.set()
+        self.flush()
+        with self._writing:
+            super().end()
+
+    def _start(self) -> None:
+        self._thread = Thread(target=self._work, name="cadenza-records")
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter exits
+            self._thread = None
+            self.flush()
+
+    def _work(self) -> None:
+        while self._lines:
+            self._hurry.wait(GATHER_S)
+            self.flush()
+        self._thread = None
+        if self._lines:  # one came in between, and saw this thread
+            self.flush()
 
 
 class RankLog:

@@ -78,12 +78,18 @@ class Rows:
     path: Path
     start: int
     """The length of the file in bytes when the run started or continued."""
+    flush: Callable[[], object]
+    """Writes the rows that wait in memory."""
 
     @classmethod
     def of(cls, run: Run) -> Rows | None:
         """Return the rows of a run from now on; None if it writes none."""
         files = run._session.files
-        return None if files is None else cls(files.path / "metrics.jsonl", files.offsets().get("metrics.jsonl", 0))
+        return (
+            None
+            if files is None
+            else cls(files.path / "metrics.jsonl", files.offsets().get("metrics.jsonl", 0), files.flush_records)
+        )
 
     def read(self, after: int | None, skip: int, count: int) -> Iterator[tuple[int, str]]:
         """Yield rows with their numbers; the first row that the run added has number 1.
@@ -93,6 +99,7 @@ class Rows:
             skip: The number of added rows to leave out.
             count: The number of the last row. Later rows are still on their way to the sink.
         """
+        self.flush()
         if not self.path.exists():
             return
         with open_regular(self.path) as file:

@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from cadenza.errors import DirectoryError
 from cadenza.hooks.moments import Callback
 from cadenza.sinks.own_file import earlier_records, own_path
 
@@ -17,15 +18,17 @@ if TYPE_CHECKING:
 class JsonLines(Callback):
     """Append each record as a line of JSON: counters, time, numbers. Each line is flushed, so that it can be read at once.
 
-    A run with a directory always writes such a file, ``metrics.jsonl``. This sink writes another one, at a path of your choice.
-    A run that continues removes the lines after its checkpoint.
+    A run with a directory always writes such a file, ``metrics.jsonl``, many lines at once: each within a second. This sink
+    writes another one, at a path of your choice, each line before the next step. A run that continues removes the lines after
+    its checkpoint.
 
     Args:
-        path: The path of the file. A relative path starts at the directory of the run, if it has one.
+        path: The path of the file. A relative path starts at the directory of the run, if it has one. None writes no other
+            file; the run writes each line of its own ``metrics.jsonl`` before the next step, so that a kill loses none.
 
     Raises:
         DirectoryError: At the start of a run: the file exists and is not of this run, is ``metrics.jsonl``, or cannot be
-            written.
+            written; or `path` is None and the run has no directory.
 
     >>> import tempfile
     >>> from cadenza.callbacks import LogTraining
@@ -39,13 +42,15 @@ class JsonLines(Callback):
     <BLANKLINE>
     """
 
-    def __init__(self, path: str | PathLike[str]) -> None:
-        self.path: Path = Path(path)
+    def __init__(self, path: str | PathLike[str] | None = None) -> None:
+        self.path: Path | None = None if path is None else Path(path)
         self._file: TextIO | None = None
 
     def on_fit_start(self, run: Run) -> None:
         self._file = None
-        if run.is_main:
+        if self.path is None:
+            self._write_own_at_once(run)
+        elif run.is_main:
             path = own_path(self.path, run.info, sink="JsonLines", begins='{"epoch": ')
             beside = path.with_name(f"{path.name}.new")
             with beside.open("w", encoding="utf-8") as file:
@@ -57,3 +62,12 @@ class JsonLines(Callback):
     def on_log(self, run: Run, record: Record) -> None:
         if self._file is not None:  # None: it failed to start, and the run is ending with that error
             self._file.write(record.to_json() + "\n")
+
+    def _write_own_at_once(self, run: Run) -> None:
+        if run.info.directory is None:
+            raise DirectoryError(
+                "JsonLines() without a path writes the metrics.jsonl of the run at once, but the run has no directory. Give "
+                "Trainer(directory=...), or JsonLines a path."
+            )
+        if (files := run._session.files) is not None:
+            files.write_records_at_once()

@@ -156,6 +156,8 @@ class Sink(Callback):
 
         def reopen(step: int) -> None:
             nonlocal opened
+            if rows is not None:
+                rows.flush()  # `open` reads the records up to this step
             if opened:
                 with suppress(Exception):
                     self.abandon()
