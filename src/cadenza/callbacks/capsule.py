@@ -23,7 +23,7 @@ from cadenza.engine.trial import undone
 from cadenza.errors import DistributedError, NonFiniteError, StateError, notes_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every
-from cadenza.loading.rng import RNGState, preserve_rng_state
+from cadenza.loading.rng import QuickState
 from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.finite import all_finite
 from cadenza.records.arriving import ArrivingNumber
@@ -41,7 +41,7 @@ class _Batch:
     number: int
     """Its number in the epoch, from 0, on this rank."""
     batch: Any
-    rng_state: RNGState
+    rng_state: QuickState
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class Capsule(Callback):
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
         at = run.progress
-        self._steps[-1].batches.append(_Batch(at.epoch, at.batch_in_epoch, batch, _rng_state()))
+        self._steps[-1].batches.append(_Batch(at.epoch, at.batch_in_epoch, batch, QuickState.capture()))
 
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss, weight = outputs["loss"], outputs.get("weight")
@@ -272,8 +272,8 @@ class Capsule(Callback):
         return {
             "model": weights,
             "batches": [one.batch for one in step.batches],
-            "rng": [_plain(one.rng_state) for one in step.batches],
-            "last": [[_plain(one.rng_state) for one in earlier.batches] for earlier in self._steps],
+            "rng": [one.rng_state.to_plain() for one in step.batches],
+            "last": [[one.rng_state.to_plain() for one in earlier.batches] for earlier in self._steps],
         }
 
     def _facts(self, run: Run, step: _Step, kind: str, why: str, error: Exception | None) -> dict[str, Any]:
@@ -333,15 +333,3 @@ def _steps_in(weights: str | int) -> int:
     if length.unit != "step" or not length.whole:
         raise ValueError(f"weights must be a number of steps, such as '1000 steps', or None; got {weights!r}")
     return int(length.count)
-
-
-def _rng_state() -> RNGState:
-    """Return the RNG state in the form that is captured in a tenth of the time."""
-    on_cuda = torch.cuda.is_initialized()
-    return RNGState.capture(devices=False)._replace(cuda=tuple(torch.cuda.get_rng_state_all()) if on_cuda else ())
-
-
-def _plain(state: RNGState) -> dict[str, Any]:
-    with preserve_rng_state():
-        state.restore()
-        return RNGState.capture().to_plain()

@@ -174,6 +174,31 @@ class HostState(NamedTuple):
             _NUMPY.restore(sys.modules["numpy"], self.numpy)
 
 
+class QuickState(NamedTuple):
+    """The RNG state on the host and on the devices in use, in a form that is captured quickly."""
+
+    host: HostState
+    cuda: tuple[Tensor, ...]
+
+    @staticmethod
+    def capture() -> QuickState:
+        """Return the current state."""
+        in_use = torch.cuda.is_initialized()
+        return QuickState(HostState.capture(), tuple(torch.cuda.get_rng_state_all()) if in_use else ())
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        self.host.restore()
+        if self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the state as `RNGState.to_plain` does."""
+        with preserve_rng_state():
+            self.restore()
+            return RNGState.capture().to_plain()
+
+
 class isolated_rng:  # noqa: N801  # as a function of contextlib
     """Seed the generators on the host inside; restore their state at the end, also after an error."""
 
