@@ -35,7 +35,7 @@ class SingleDriver(Driver):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         materialize(model, self.device, self.meeting)
-        return model.to(self.device)
+        return model if _is_on(self.device, model) else model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -68,6 +68,16 @@ class SingleDriver(Driver):
         return f"SingleDriver({str(self.device)!r})"
 
 
+def _is_on(device: torch.device, model: nn.Module) -> bool:
+    """Return whether ``model.to(device)`` would move nothing. A module that moves its tensors in a way of its own may."""
+    return all(
+        type(module)._apply is nn.Module._apply
+        and type(module).to is nn.Module.to
+        and all(one is None or one.device == device for one in (*module._parameters.values(), *module._buffers.values()))
+        for module in model.modules()
+    )
+
+
 def _best() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -75,6 +85,8 @@ def _best() -> torch.device:
 
 
 def _existing(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        return device
     exists = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not exists.get(device.type, True):
         raise ValueError(f"device {str(device)!r} does not exist; this machine has {[name for name in exists if exists[name]]}")

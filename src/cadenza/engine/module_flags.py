@@ -62,12 +62,14 @@ class ModuleFlags:
 
     def _parts(self) -> Iterator[tuple[str, str, Any]]:
         """Yield each flag with the name and the object that holds it."""
-        known: set[int] = set()
-        for name, parameter in self._model.named_parameters():
-            known.add(id(parameter))
-            yield "requires_grad", name, parameter
+        modules, known = [*self._model.named_modules()], set[int]()
+        for path, module in modules:  # as named_parameters does, in one walk with that over the modules
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in known:
+                    known.add(id(parameter))
+                    yield "requires_grad", f"{path}.{name}" if path else name, parameter
         for index, tensor in enumerate(parameters_of(self._optimizers)):
             if id(tensor) not in known:  # such as one of a loss
                 yield "requires_grad", f"parameter {index} of the optimizers", tensor
-        for name, module in self._model.named_modules():
-            yield "training", name, module
+        for path, module in modules:
+            yield "training", path, module

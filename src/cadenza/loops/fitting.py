@@ -170,8 +170,7 @@ class Fitting(Recipe):
         own_loop: bool,
     ) -> tuple[Session, Start, bool]:
         """Return the session of a new fit, its start, and whether the run is over already."""
-        elsewhere = self._elsewhere
-        start = resuming.chosen_on_all_ranks(self.driver, resume, files, elsewhere)
+        start = resuming.chosen_on_all_ranks(self.driver, resume, files, self._elsewhere)
         freeze_early(self.callbacks, self.model)
         session = self._new_session(training=True, files=files, replay=replay, given=given, own_loop=own_loop)
         session.branch, session.restored.recovery = start.branch, start.recovery
@@ -179,6 +178,11 @@ class Fitting(Recipe):
             return session, start, True
         if start.loaded is not None:
             session.restored.expect(start.loaded.state.get("callbacks", {}))
+        resuming.begin(session, files, start, {} if files is None else self._written_facts(session, given))
+        return session, start, False
+
+    def _written_facts(self, session: Session, given: Given) -> dict[str, Any]:
+        """Return the facts of a run that its ``run.json`` holds."""
         facts: dict[str, Any] = {
             "arguments": session.arguments,
             "steps": session.progress.total("step", session.accumulate),
@@ -187,10 +191,9 @@ class Fitting(Recipe):
             "plan": self._plan(session.optimizers, session.hooks, session).text(),
         }
         facts |= {"override": shown(given)} if given.override else {}
-        facts |= {"checkpoints": elsewhere} if elsewhere else {}
+        facts |= {"checkpoints": self._elsewhere} if self._elsewhere else {}
         facts |= {"monitors": monitors} if (monitors := monitors_in(session.hooks)) else {}
-        resuming.begin(session, files, start, facts)
-        return session, start, False
+        return facts
 
     def _begin(self, session: Session, start: Start, resume: object, *, strict: bool) -> None:
         """Set up the run, and restore it if it resumes."""

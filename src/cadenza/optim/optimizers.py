@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from inspect import Parameter
 from typing import Any
 
@@ -79,7 +80,12 @@ def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether the step of an optimizer requires a closure, as that of LBFGS."""
-    given = signature_of(type(optimizer).step).parameters.get("closure")
+    return _requires_closure(type(optimizer).step)
+
+
+@lru_cache(maxsize=64)
+def _requires_closure(step: Callable[..., Any]) -> bool:
+    given = signature_of(step).parameters.get("closure")
     return given is not None and given.default is Parameter.empty
 
 
