@@ -397,5 +397,4 @@ def test_what_it_copies_for_the_background_is_its_own() -> None:
     weight = torch.zeros(2)
     content = Content.of({"weight": weight}, {"list": [weight]}, {"step": 1})
     weight.fill_(math.inf)
-    assert content.is_finite()
-    assert content.model["weight"].tolist() == content.tensors["list[0]"].tolist() == [0.0, 0.0]
+    assert [content.is_finite(), *map(float, (content.model["weight"].sum(), content.tensors["list[0]"].sum()))] == [True, 0, 0]

@@ -15,6 +15,7 @@ from cadenza import Callback, Trainer, supervised
 from cadenza.callbacks import (
     Alert,
     BestWeights,
+    Capsule,
     Checkpoint,
     ClipGradients,
     ConfusionMatrix,
@@ -24,6 +25,7 @@ from cadenza.callbacks import (
     EarlyStopping,
     Ema,
     Evaluate,
+    Fingerprint,
     Freeze,
     Histograms,
     LearningRate,
@@ -31,6 +33,8 @@ from cadenza.callbacks import (
     LogTraining,
     MoveModules,
     Profile,
+    Recover,
+    ReplayCheck,
     SampleImages,
     SavePredictions,
     ScheduleValue,
@@ -99,6 +103,10 @@ def everything() -> list[Callback]:
         Timer("3 steps"),
         TimeLimit("1 h"),
         Profile(),
+        Capsule(),
+        Recover(),
+        ReplayCheck("3 steps"),
+        Fingerprint("2 steps"),
         Checkpoint(every="2 steps", keep_best=("eval/loss", "min")),
     ]
 

@@ -12,7 +12,7 @@ _shtab_cadenza_commands() {
   local _commands=(
     capsule:'Show the capsules that the callback Capsule wrote when a step broke: the step, its samples, and the first module and parameter that were not finite. In Python, replay_capsule(trainer, RUN) repeats the step.'
     checkpoint:'Look at, verify, export and delete checkpoints.'
-    compare:'Compare runs: how they ended, the arguments that differ, the best and last values and curves of their metrics, the number of their decisions, and the differences of their environments. With two runs, a column shows the difference of values, second minus first. Exit code 0, whether the runs differ or not; 1: a run cannot be read.'
+    compare:'Compare runs: how they ended, the arguments that differ, the best and last values and curves of their metrics, the number of their decisions, the first step and tensor at which fingerprints part (of runs with the callback Fingerprint), and the differences of their environments. With two runs, a column shows the difference of values, second minus first. Exit code 0, whether the runs differ or not; 1: a run cannot be read.'
     compat:'Read the source of a callback class of Hugging Face, Lightning or Keras, and list its events with the moments that call them, and the attributes of its arguments that a native run does not provide, with the replacement. The class is imported; nothing of it is called. Exit code 0: all that it uses is mapped; 1: something is not.'
     completion:'Print a script that completes commands, options and paths of cadenza in a shell.'
     demo:'Train a small network on the handwritten digits that come with scikit-learn. Nothing is downloaded.'
