@@ -45,8 +45,10 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 # In test_left_evaluations.py, in files of their own in tests/callbacks and, with LoRA, in tests/recipes/test_on_two_ranks.py;
 # ReplayCheck in test_replay_check.py:
-ELSEWHERE = ("SlurmRequeue", "OptunaPruning", "Alert", "SequenceLength", "OmitFrozen")
-ELSEWHERE += ("Capsule", "Fingerprint", "Recover", "ReplayCheck")
+ELSEWHERE = (
+    *("SlurmRequeue", "OptunaPruning", "Alert", "SequenceLength", "OmitFrozen"),
+    *("Capsule", "Fingerprint", "Recover", "ReplayCheck"),
+)
 shown: set[type] = {getattr(callbacks, name) for name in ELSEWHERE}
 
 
