@@ -84,7 +84,7 @@ class RunDirectory(RecordedRun):
             _check_free(path, resume)  # again: another run may have used the directory before the lock was taken
             super().__init__(path)
         except BaseException:
-            self.release()
+            self._lock.release()
             raise
         self._info: dict[str, Any] = {}
         self._records = GatheredLog(path / "metrics.jsonl")
