@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def killed(script: str, whole: Path, folder: Path, seconds: float, kills: int, d
             break
         victim = folder / f"rank-{dice.randrange(ranks)}"
         if ranks > 1 and dice.random() < 0.5 and victim.exists():
-            os.kill(int(victim.read_text()), signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended
+                os.kill(int(victim.read_text()), signal.SIGKILL)
             time.sleep(dice.uniform(0, 1))  # then the launcher ends the others, as torchrun does
         if not ended(child):
             os.killpg(child, signal.SIGKILL)

@@ -16,12 +16,14 @@ PLAIN = """
 BestWeights: {monitor: [eval/loss, min]}
 Checkpoint: {every: 1 epoch, keep_best: [[eval/loss, min], [eval/acc, max]], directory: saved}
 ClipGradients: {max_norm: 1.0, parameters: [weight]}
+Capsule: {last: 2, weights: 100 steps}
 ConfusionMatrix: {labels: [cat, dog], normalize: 'true'}
 Alert: {rule: train/loss > 10, to: [console]}
 ConvertSyncBatchNorm: {}
 DeviceStats: {every: 20 steps, machine: true}
 EarlyStopping: {monitor: eval/loss, mode: min, patience: 3, min_delta: 0.01, threshold: 0.1, restore_best: true}
 Ema: {decay: 0.99, every: 2 steps, rampup: 10}
+Fingerprint: {every: 100 steps}
 FindLearningRate: {start: 1.0e-6, end: 1.0, steps: 50, apply: true}
 Freeze: {modules: {body: 1 epoch, neck: 10 steps}}
 Histograms: {every: 10 steps, parameters: [weight], gradients: true}
@@ -30,6 +32,8 @@ Limit: {train: 10, evaluation: 2}
 LogTraining: {every: 10 steps, outputs: [loss, acc]}
 OmitFrozen: {}
 Profile: {window: [2, 5], trace: false}
+Recover: {back: 20 steps, skip: the guilty batch, times: 2}
+ReplayCheck: {every: 100 steps, action: warn}
 SampleImages: {count: 4, every: 1 epoch, mean: [0.5, 0.5, 0.5], std: 0.5}
 SavePredictions: {path: predictions.csv, evaluation: test}
 SlurmRequeue: {}

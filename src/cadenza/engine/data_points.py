@@ -26,7 +26,9 @@ class Reading(Protocol):
 
 
 def begin(session: Reading) -> None:
-    """Note where the run begins or continues, before the first step."""
+    """Note where the run begins or continues, before the first step. A loop that brings its own data has no positions."""
+    if not session.progress.has_epochs:
+        return
     driver, cursor = session.driver, session.cursor
     dealt, consumed = driver.data_shard().share_data, cursor.source.shard.consumed
     loader = described(session.loader)

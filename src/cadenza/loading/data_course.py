@@ -182,11 +182,12 @@ class DataCourse:
         """Return the last point before a step, its segment, and the point after it."""
         points = [(segment, point) for segment in self.segments for point in segment.points]
         index = max((i for i, (_, point) in enumerate(points) if point.step < step), default=None)
+        if not points:
+            raise ValueError(f"the samples of step {step} are not known: the loop of cadenza.attach(...) brings its own data.")
         if index is None:
-            first = f"step {points[0][1].step + 1}" if points else "a later version"
             raise ValueError(
-                f"the samples of step {step} are not known: the first step that run.json describes is {first}. An earlier "
-                "version of Cadenza did the steps before."
+                f"the samples of step {step} are not known: the first step that run.json describes is step "
+                f"{points[0][1].step + 1}. An earlier version of Cadenza did the steps before."
             )
         following = (point for _, point in points[index + 1 :])
         return *points[index], next(following, None)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from io import FileIO
 from logging import Logger, getLogger
 from pathlib import Path
-from threading import Event, Lock, RLock, Thread
+from threading import Event, Lock, RLock, Thread, current_thread
 from typing import Self
 
 logger: Logger = getLogger("cadenza")
@@ -94,10 +94,13 @@ class GatheredLog(Log):
                 self._write("".join(f"{line}\n" for line in lines))
 
     def end(self) -> None:
+        thread = self._thread
         self._hurry.set()
         self.flush()
         with self._writing:
             super().end()
+        if thread is not None and thread is not current_thread():
+            thread.join()
 
     def _start(self) -> None:
         self._thread = Thread(target=self._work, name="cadenza-records")

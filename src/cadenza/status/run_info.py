@@ -68,7 +68,10 @@ class RunInfo:
             most = "" if self.last_step is None else f" to {self.last_step}"
             raise ValueError(f"the run has no step {step}: expected a step from 1{most}.")
         if self.name_samples is None:
-            raise ValueError("the samples are not known: run.json does not describe the data. An earlier version wrote it.")
+            raise ValueError(
+                "the samples are not known: run.json does not describe the data. An earlier version wrote it, or the loop of "
+                "cadenza.attach(...) brings its own data."
+            )
         return self.name_samples(step)
 
     @property
