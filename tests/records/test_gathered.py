@@ -140,3 +140,16 @@ for number in range(100):
 def test_a_process_that_exits_without_an_end_loses_no_line(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", ABANDONED, str(tmp_path / "log")], check=True)
     assert len((tmp_path / "log").read_text().splitlines()) == 100
+
+
+def test_the_thread_has_ended_when_the_run_has(tmp_path: Path) -> None:
+    running: list[bool] = []
+
+    @on(Callback.on_step_end)
+    def look(run: Run) -> None:
+        running.append(any(one.name == "cadenza-records" for one in threading.enumerate()))
+
+    for number in range(20):
+        tiny_run(directory=tmp_path / str(number), steps=5, callbacks=[LogTraining("1 step"), look])
+        assert not [one for one in threading.enumerate() if one.name == "cadenza-records"]
+    assert any(running)

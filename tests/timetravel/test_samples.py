@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
-from cadenza import Callback, Run, on
+from cadenza import Callback, Run, attach, on
 from cadenza.callbacks import Checkpoint
 from cadenza.errors import DirectoryError
 from cadenza.loading import Mixture, TensorBatches
@@ -257,3 +257,15 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({**facts, "data": [{"points": 3}]}))
     with pytest.raises(DirectoryError, match=r"the part 'data' of .* cannot be read"):
         read_info(tmp_path / "run")
+
+
+def test_an_attached_loop_brings_its_own_data(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with attach(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=2, directory=tmp_path, progress=False) as loop:
+        while not loop.over():
+            with loop.step():
+                loop.backward(model(torch.ones(1, 2)).mean())
+                loop.update()
+    for info in (loop.run.info, read_info(tmp_path)):
+        with pytest.raises(ValueError, match=r"the loop of cadenza\.attach\(\.\.\.\) brings its own data"):
+            info.samples(2)
