@@ -187,7 +187,7 @@ SEARCHED = {
     "wandb": "reference/sinks/Wandb.html",
     "freeze": "reference/callbacks/Freeze.html",
     "seed": "reference/cadenza/Trainer.html",
-    "lightning": "coming-from.html",
+    "lightning": "guides/from-lightning.html",
     "checkpoint": "checkpoints.html",
     "callback": "writing-a-callback.html",
 }

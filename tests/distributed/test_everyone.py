@@ -45,11 +45,8 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 # In test_left_evaluations.py, in files of their own in tests/callbacks and, with LoRA, in tests/recipes/test_on_two_ranks.py;
 # ReplayCheck in test_replay_check.py:
-ELSEWHERE = (
-    *("SlurmRequeue", "OptunaPruning", "Alert", "SequenceLength", "OmitFrozen"),
-    *("Capsule", "Fingerprint", "Recover", "ReplayCheck"),
-)
-shown: set[type] = {getattr(callbacks, name) for name in ELSEWHERE}
+ELSEWHERE = ("SlurmRequeue", "OptunaPruning", "Alert", "SequenceLength", "OmitFrozen", "Fingerprint", "ReplayCheck")
+shown: set[type] = {getattr(callbacks, name) for name in (*ELSEWHERE, "Capsule", "Recover")}
 
 
 def shows(*classes: type) -> Callable[[Test], Test]:
