@@ -165,7 +165,7 @@ def test_the_run_is_only_read(tmp_path: Path) -> None:
 
 
 def test_a_log_of_100_000_steps(tmp_path: Path) -> None:
-    """It took 0.3 s of processor time; the bar of 1 s leaves room for a busy machine."""
+    """Processor time, so that other load on the machine does not count."""
     STEP["now"] = 0
     trainer(tmp_path, [], epochs=1).fit()
     facts = json.loads((tmp_path / "run.json").read_text())
