@@ -105,18 +105,18 @@ class _Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch inside."""
-        modules = [(name, one) for name, one in self._model.named_modules()]
+        modules = [*self._model.named_modules()]
         with ExitStack() as removing, torch.compiler.set_stance("force_eager"):
             for name, module in chain(modules, (("", one) for one in self._others)):
                 kind = type(module).__name__
                 called = f"{name!r} ({kind})" if name else f"the model ({kind})" if module is self._model else kind
-                removing.enter_context(_removed(module.register_forward_hook(partial(self._look, called))))
+                removing.callback(module.register_forward_hook(partial(self._look, called)).remove)
             owners = {id(one): (name, module) for name, module in modules for one in module.parameters(recurse=False)}
             for name, parameter in self._model.named_parameters():
                 if parameter.requires_grad:
                     owner, module = owners[id(parameter)]
                     hook = partial(self._look_at_gradient, name, f"{owner!r} ({type(module).__name__})")
-                    removing.enter_context(_removed(parameter.register_hook(hook)))
+                    removing.callback(parameter.register_hook(hook).remove)
             yield
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -126,14 +126,6 @@ class _Watch:
     def _look_at_gradient(self, name: str, owner: str, gradient: Tensor) -> None:
         if self.parameter is None and not all_finite([gradient]):
             self.parameter, self.of_parameter = name, f"the backward pass of {owner}"
-
-
-@contextmanager
-def _removed(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _floats(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

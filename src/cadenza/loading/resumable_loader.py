@@ -204,10 +204,8 @@ def _is_worker_death(error: Exception, batches: Any) -> bool:
     if "in DataLoader worker process" in str(error):  # raised by the dataset
         return False
     workers = getattr(batches, "_workers", ())
-    wait_s = (
-        5.0 if isinstance(error, EOFError | ConnectionError) else 0.1
-    )  # a worker that was killed just now is still reported alive
-    until = time.monotonic() + wait_s
+    # A worker that was killed just now is still reported alive.
+    until = time.monotonic() + (5.0 if isinstance(error, EOFError | ConnectionError) else 0.1)
     while workers and all(worker.is_alive() for worker in workers) and time.monotonic() < until:
         time.sleep(0.005)
     return any(not worker.is_alive() for worker in workers)
