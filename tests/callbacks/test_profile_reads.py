@@ -136,10 +136,13 @@ def test_reads_of_the_training_itself_do_not_count() -> None:
 
 
 def test_of_cadenzas_own_only_what_must_know_at_once_is_named(tmp_path: Path) -> None:
-    """`StopOnNonFinite` keeps a bad batch from the weights, so it must know before the update; its docstring says so."""
+    """`StopOnNonFinite` must know before the update, `Recover` before the next step, and `Fingerprint` copies all values.
+
+    Their docstrings say so.
+    """
     run = make(tmp_path).fit()
     assert run.profile is not None
-    assert {read.callback for read in run.profile.host_reads} == {"StopOnNonFinite"}
+    assert {read.callback for read in run.profile.host_reads} == {"StopOnNonFinite", "Recover", "Fingerprint"}
 
 
 def test_sinks_are_not_named(tmp_path: Path) -> None:

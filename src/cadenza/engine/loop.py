@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -66,9 +67,9 @@ def course(session: Session) -> Iterator[Any]:
     finally:
         with hooks.unwinding_of(error):
             try:
-                hooks.on_fit_end(run)
+                with closing(session):
+                    hooks.on_fit_end(run)
             finally:
-                session.close()
                 FITS.leave(session)
 
 
