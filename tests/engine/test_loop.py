@@ -9,7 +9,7 @@ import pytest
 
 from cadenza import Callback, Counters, on
 from cadenza.callbacks import Evaluate
-from cadenza.testing import Recorder, tiny_loader, tiny_run
+from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 
 BATCH = """
 on_batch_start
@@ -284,3 +284,16 @@ def test_a_full_group_closes_right_after_its_last_batch() -> None:
     names, _ = seen_when(batches=2, accumulate=2)
     ending = trace(f"{BATCH} {UPDATE} on_step_end on_fetch_start on_fetch_end on_epoch_end on_fit_end")
     assert names[-len(ending) :] == ending
+
+
+def test_a_run_that_could_not_close_what_was_opened_is_over_and_its_trainer_fits_again() -> None:
+    errors = [OSError("on purpose")]
+
+    def close() -> None:
+        if errors:
+            raise errors.pop()
+
+    trainer = tiny_trainer(epochs=1, callbacks=[on(Callback.on_fit_start)(lambda run: run.at_end(close))])
+    with pytest.raises(OSError, match="on purpose"):
+        trainer.fit()
+    assert trainer.fit().progress.epoch == 1
