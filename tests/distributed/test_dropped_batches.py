@@ -180,20 +180,21 @@ def test_all_ranks_raise_the_error_of_a_loss_that_is_not_finite_before_the_updat
     assert weights.isfinite().all()
 
 
-def test_a_callback_that_never_asks_may_not_skip_a_batch_on_several_ranks() -> None:
+@pytest.mark.parametrize("setting", ["asks", "skips"])
+def test_a_callback_that_never_asks_may_not_skip_a_batch_on_several_ranks(setting: str) -> None:
     class Quiet(Callback):
-        asks = False
+        asks, skips = setting != "asks", setting != "skips"
 
         def on_batch_start(self, run: Run, batch: Any) -> None:
             run.skip_batch("unexpected")
 
     def training() -> str:
-        with pytest.raises(RuntimeError, match="asks = False") as raised:
+        with pytest.raises(RuntimeError, match=f"{setting} = False") as raised:
             trainer(callbacks=[Quiet()]).fit()
         return str(raised.value)
 
     first, _ = launch(training)
-    assert first.startswith("Quiet has asks = False, so the other ranks do not expect it to skip a batch")
+    assert first.startswith(f"Quiet has {setting} = False, so the other ranks do not expect it to skip a batch")
 
 
 def test_the_leaves_of_a_loss_are_the_tensors_that_get_a_gradient() -> None:

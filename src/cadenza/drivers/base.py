@@ -135,6 +135,11 @@ class Driver(ABC):
         Every rank must call this, and the function, in the same order.
         """
 
+    def count_later(self, flag: bool) -> Callable[[], int]:
+        """Start to count the ranks with a true `flag`; return a function that waits for it, as `reduce_later`."""
+        arrives = self.reduce_later(torch.tensor(int(flag)))
+        return lambda: int(arrives())
+
     @abstractmethod
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank. Every rank must call this, in the same order."""

@@ -145,9 +145,10 @@ class SharedSync(RankSync):
             self._step.skip()  # else the others would wait for its gradients
 
     def check_skip(self, listener: Listener | None) -> None:
-        if listener is not None and not self._hooks.skips(listener):
+        if listener is not None and not self._hooks.can_skip(listener):
+            setting = "skips = False" if self._hooks.callbacks[listener.owner].asks else "asks = False"
             raise RuntimeError(
-                f"{listener.owner} has asks = False, so the other ranks do not expect it to skip a batch. Remove asks = False."
+                f"{listener.owner} has {setting}, so the other ranks do not expect it to skip a batch. Remove {setting}."
             )
 
     def expect_drops(self) -> None:

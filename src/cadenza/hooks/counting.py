@@ -34,6 +34,13 @@ class Counting:
     paired: bool = False
     """Whether the schedule has a listener at the end of steps and one at the end of epochs. Then each pulse belongs to one."""
 
+    part: bool = False
+    """Whether the schedule is a part of another one."""
+
+    def as_part(self) -> Counting:
+        """Return the same for a part of the schedule."""
+        return replace(self, part=True)
+
     def as_paired(self) -> Counting:
         """Return the same for one of two listeners."""
         return replace(self, paired=True)

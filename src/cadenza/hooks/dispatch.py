@@ -184,11 +184,11 @@ class Hooks(Callback):
 
     def may_skip(self, moment: Moment) -> bool:
         """Return whether `moment` calls a listener in the current step that may skip the batch. It is the same on all ranks."""
-        return moment in self._calls and any(self.skips(one) for one in self._calls[moment].listeners)
+        return moment in self._calls and any(self.can_skip(one) for one in self._calls[moment].listeners)
 
-    def skips(self, listener: Listener) -> bool:
+    def can_skip(self, listener: Listener) -> bool:
         """Return whether a listener may skip a batch."""
-        return self._asks(listener) if listener.skips is None else listener.skips
+        return (self._asks(listener) and self.callbacks[listener.owner].skips) if listener.skips is None else listener.skips
 
     def _asks(self, listener: Listener) -> bool:
         return self.callbacks[listener.owner].asks if listener.asks is None else listener.asks

@@ -48,7 +48,61 @@ class StepTimer(SharedFunctionTimer):
         if step == (run.progress.origin.step if self._last is None else self._last):
             return False
         self._last = step
+        return self._answer(run)
+
+    def _answer(self, run: Run) -> bool:
         return super().due(run)
+
+
+class StepEndTimer(StepTimer):
+    """At the end of steps: a rank waits for the others only if the function is true on it.
+
+    It is due at this step if the function is true on all ranks, and at the next one if it is true on some. At the last step of
+    an epoch and of the run, all ranks wait, and it is due if the function is true on one.
+    """
+
+    __slots__ = ("_arrives", "_late")
+
+    def __init__(self, function: Callable[[Run], bool]) -> None:
+        super().__init__(function)
+        self._arrives: Callable[[], int] | None = None
+        """Waits for the number of ranks on which the function was true at the last step; set only if it was false here."""
+        self._late = False
+
+    def make_due(self, at: Progress) -> None:
+        self._late = True
+
+    def waits(self, at: Progress, accumulate: int) -> bool:
+        return self._is_late()
+
+    def _answer(self, run: Run) -> bool:
+        late, self._late = self._is_late(), False
+        own, driver = bool(self._function(run)), run.driver
+        if driver.world_size == 1:
+            return late or own
+        if _may_be_last(run.progress):
+            return late or driver.any_rank(own)
+        arrives = driver.count_later(own)
+        if own:
+            everywhere = arrives() == driver.world_size
+            self._late = not everywhere
+            return late or everywhere
+        # After an error, other ranks may never begin this exchange.
+        self._arrives = lambda: 0 if run.outcome is not None and run.outcome.kind == "failed" else arrives()
+        return late
+
+    def _is_late(self) -> bool:
+        """Return whether the function was true on some ranks at the last step: the same on all ranks."""
+        arrives, self._arrives = self._arrives, None
+        if arrives is not None:
+            self._late = arrives() > 0
+        return self._late
+
+
+def _may_be_last(at: Progress) -> bool:
+    """Return whether this step may be the last of its epoch or of the run: the same on all ranks."""
+    unknown = at.batches_per_epoch is None and at.max_epochs is not None
+    return unknown or at.finished or at.batch_in_epoch == at.batches_per_epoch
 
 
 class UntilTimer(Timer):

@@ -52,7 +52,7 @@ class Listener:
     """Whether the function may log or make requests; None takes `Callback.asks` of its callback."""
 
     skips: bool | None = None
-    """Whether the function may call `Run.skip_batch` on one rank alone; None takes `asks`."""
+    """Whether the function may call `Run.skip_batch` on one rank alone; None takes `asks` and `Callback.skips`."""
 
     event: str = ""
     """The name of the hook in another system, which errors show; empty: the name of the moment."""

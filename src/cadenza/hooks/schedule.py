@@ -30,7 +30,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from cadenza.hooks.counting import STEP_END, Counting
-from cadenza.hooks.function_timers import FunctionTimer, SharedFunctionTimer, StepTimer
+from cadenza.hooks.function_timers import FunctionTimer, SharedFunctionTimer, StepEndTimer, StepTimer
 from cadenza.hooks.length import LENGTHS, Length, Unit, check_length, too_late
 from cadenza.hooks.timers import (
     ClockTimer,
@@ -96,7 +96,7 @@ class Schedule(ABC):
 
     def opposite(self, on: Counting) -> Timer:
         """Return the state of ``~self``."""
-        return NotTimer(self.timer(on))
+        return NotTimer(self.timer(on.as_part()))
 
     def counting(self, unit: Unit) -> Schedule:
         """Return the same schedule in which bare numbers count `unit`."""
@@ -277,8 +277,8 @@ class At(Every):
 class When(Schedule):
     """Due each time that a function of the run is true; on all ranks if it is on one.
 
-    A listener often needs all ranks, and the function may read what differs among them, such as ``run.loss``. At a moment that
-    counts steps, batches or epochs, the function is called once after each completed step.
+    The function may read what differs by rank, such as ``run.loss``. At a moment that counts steps, batches or epochs, it is
+    called once after each completed step. At the end of steps, ranks wait for each other only where it is true.
 
     Args:
         function: ``function(run)`` returns a bool.
@@ -298,7 +298,8 @@ class When(Schedule):
     def timer(self, on: Counting = STEP_END) -> Timer:
         if self.alone or on.main_only:
             return FunctionTimer(self.function)
-        return (SharedFunctionTimer if on.unit == "time" else StepTimer)(self.function)
+        timed = SharedFunctionTimer if on.unit == "time" else StepTimer
+        return (StepEndTimer if on == STEP_END else timed)(self.function)
 
     def __repr__(self) -> str:
         return f"When({brief(self.function)})"
@@ -330,7 +331,7 @@ class Composite(Schedule):
         return Composite(operator, tuple(chain(*nested)))
 
     def timer(self, on: Counting = STEP_END) -> Timer:
-        return Composed(self.operator, [part.timer(on) for part in self.parts])
+        return Composed(self.operator, [part.timer(on.as_part()) for part in self.parts])
 
     def opposite(self, on: Counting) -> Timer:
         return Composed("|" if self.operator == "&" else "&", [part.opposite(on) for part in self.parts])
