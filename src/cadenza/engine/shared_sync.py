@@ -235,7 +235,8 @@ class SharedSync(RankSync):
             progress.agree(passed_ns / ranks / 1e9)
         if leave or self._exact:
             votes = [0] * len(votes)
-        self._silence.agree(votes, ranks, progress.step, progress.elapsed_s)
+        self._silence.measure(progress.step, progress.elapsed_s)
+        self._silence.agree(votes, ranks, progress.step + 1)
         return int(samples), int(tokens)
 
     def _may_speak(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 STEPS = (2, 8, 32, 128)
-"""The numbers of steps for which ranks may agree to exchange nothing."""
+"""The numbers of steps for which ranks that expect different calls may agree to exchange nothing."""
 
 LONGEST_S = 0.25
 """The longest time without an exchange, in seconds: a signal waits for so long."""
+
+_MOST = 1 << 16  # of the steps that a rank says it expects without a call: the sum of their squares stays small
 
 
 class Silence:
@@ -27,23 +29,32 @@ class Silence:
         return step < self._until
 
     @staticmethod
-    def votes(quiet: float) -> list[bool]:
-        """Return what a rank says that expects `quiet` steps without a call: whether each of `STEPS` suits it."""
-        return [quiet >= steps for steps in STEPS]
+    def votes(quiet: float) -> list[int]:
+        """Return what a rank sends that expects `quiet` steps without a call: their number, its square, the `STEPS` within."""
+        expected = int(max(0, min(quiet, _MOST)))
+        return [expected, expected * expected, *(expected >= steps for steps in STEPS)]
 
-    def agree(self, votes: Sequence[int], ranks: int, step: int, elapsed_s: float) -> None:
-        """Start the longest quiet window for which all ranks voted and which is short enough at the pace of the last steps.
-
-        Args:
-            votes: How many ranks voted for each of `STEPS`.
-            ranks: The number of ranks.
-            step: The number of complete steps.
-            elapsed_s: The seconds since the fit began, by the clock of all ranks.
-        """
+    def measure(self, step: int, elapsed_s: float) -> None:
+        """Note the seconds since the fit began, by the clock of all ranks, at a number of complete steps."""
         if self._measured is None or step > self._measured[0]:
             before, then_s = self._measured or (step - 1, 0.0)
             self._pace_s = (elapsed_s - then_s) / (step - before)  # since the last exchange: a pause is soon forgotten
             self._measured = step, elapsed_s
-        agreed = (steps for steps, sure in zip(STEPS, votes, strict=True) if sure == ranks)
-        longest = max((steps for steps in agreed if steps * self._pace_s <= LONGEST_S), default=0)
-        self._until = step + 1 + longest if longest else 0
+
+    def agree(self, votes: Sequence[float], ranks: int, first: int) -> None:
+        """Start the longest quiet window that all ranks voted for and that is short enough at the pace of the last steps.
+
+        Ranks that expect the same number of steps get a window of this length. Others get one of `STEPS`.
+
+        Args:
+            votes: The sums of the votes of all ranks.
+            ranks: The number of ranks.
+            first: The number of complete steps at which the window starts.
+        """
+        total, squares, *each = votes
+        if total * total == squares * ranks:  # only if all numbers are equal
+            agreed = total // ranks
+        else:
+            agreed = max((steps for steps, sure in zip(STEPS, each, strict=True) if sure == ranks), default=0)
+        steps = int(min(agreed, LONGEST_S / self._pace_s if self._pace_s else agreed))
+        self._until = first + steps if steps else 0
