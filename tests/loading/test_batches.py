@@ -126,6 +126,12 @@ def test_the_size_of_a_batch_is_the_first_dimension_of_its_first_tensor_or_array
     assert size_of(batch) == size
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_without_a_shape_has_a_size() -> None:
+    texts = torch.nested.nested_tensor([torch.zeros(5, 2), torch.zeros(3, 2)])
+    assert size_of((texts, torch.zeros(2))) == 2
+
+
 def test_a_limited_loader_yields_its_count_of_batches_in_each_pass() -> None:
     limited = Limited(tiny_loader(5), 2)
     assert len(limited) == len(list(limited)) == len(list(limited)) == 2

@@ -103,20 +103,20 @@ def each_batch(session: Session, evaluation: Evaluation, act: Callable[[Any, Out
 
     Not a generator: in one, a StopIteration that a hook raises would become another error.
     """
-    hooks, computed, none = session.hooks, computing(session, evaluation), Outputs()
+    run, hooks, computed, none = session.run, session.hooks, computing(session, evaluation), Outputs()
     for batch, own in batches_of(session, evaluation):
         if not own:
             computed(batch)
             continue
         outputs = none
         try:
-            hooks.on_eval_batch_start(session.run, evaluation, batch)
+            hooks.on_eval_batch_start(run, evaluation, batch)
             outputs = computed(batch)
             evaluation.batch += 1
         except BaseException as error:
-            hooks.end(error, Callback.on_eval_batch_end, session.run, evaluation, batch, outputs)
+            hooks.end(error, Callback.on_eval_batch_end, run, evaluation, batch, outputs)
             raise
-        hooks.on_eval_batch_end(session.run, evaluation, batch, outputs)
+        hooks.on_eval_batch_end(run, evaluation, batch, outputs)
         act(batch, outputs)
     check_some(evaluation, session.driver)
 

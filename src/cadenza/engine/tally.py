@@ -75,31 +75,37 @@ class Tally:
 
     def add(self, batch: Any, outputs: Outputs) -> None:
         """Add the numbers in the outputs of a batch, and update the metrics."""
-        weight, pending = None, self._means.pending
+        weight, pending, left_out = None, self._means.pending, self._left_out
         for name, value in outputs.items():  # without derived values
-            if name in self._left_out:
+            if name in left_out:
                 continue
-            kind = type(value)
-            if kind is not float and (kind is not Tensor or value.ndim or value.dtype.is_complex):
-                if (value := number_of(name, value, self._evaluation.name)) is None:
-                    continue
-                kind = type(value)
+            number = value.item() if type(value) is Tensor and value.is_cpu and not value.ndim else value
+            if type(number) is not float and (number := self._number(name, value)) is None:
+                continue
             if weight is None:
-                weight = dict.get(outputs, "weight")
-                if weight is None and (weight := count_in(outputs, "samples")) is None:
-                    weight = self._evaluation.size_of(batch)
-                if type(weight) is not int:
-                    weight = self._means.kept(weight)
+                weight = self._weight(batch, outputs)
             try:
                 values, weights = pending[name]
             except KeyError:
                 values, weights = self._begun(name)
-            values.append(value.item() if kind is Tensor and value.is_cpu else self._means.kept(value))
+            values.append(number)
             weights.append(weight)
         if not self._evaluation.batch % _PENDING:
             self._means.add_up()
         if self._metrics:
             self._update(batch, outputs)
+
+    def _number(self, name: object, value: Any) -> float | Tensor | None:
+        number = number_of(name, value, self._evaluation.name)
+        return None if number is None else self._means.kept(number)
+
+    def _weight(self, batch: Any, outputs: Outputs) -> float | Tensor:
+        weight = dict.get(outputs, "weight")
+        if weight is None and dict.get(outputs, "samples") is not None:
+            weight = count_in(outputs, "samples")
+        if weight is None:
+            weight = self._evaluation.size_of(batch)
+        return weight if type(weight) is int else self._means.kept(weight)
 
     def _update(self, batch: Any, outputs: Outputs) -> None:
         given = {names: _inputs(one, self._evaluation, batch, outputs) for names, one in self._needed.items()}

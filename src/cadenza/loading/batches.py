@@ -24,6 +24,7 @@ def size_of(batch: object) -> int:
     8
     """
     first = batch[0] if type(batch) in (tuple, list) and batch else None  # type: ignore[index]  # in most batches a tensor
+    # Not its shape, which a nested tensor does not have.
     return first.size(0) if type(first) is Tensor and first.ndim else next(_sizes_in(batch), 1)
 
 
@@ -64,8 +65,14 @@ class Mover:
 
     def __call__(self, batch: Any) -> Any:
         """Return `batch` on the device, ready for use on the current stream."""
+        if self._on_cpu and type(batch) in (tuple, list):  # the common case
+            for part in batch:
+                if type(part) is not Tensor or not part.is_cpu:
+                    break
+            else:
+                return batch
         if self._stream is None:
-            return batch if self._on_cpu and _plainly_on_cpu(batch) else moved(batch, self.device)
+            return moved(batch, self.device)
         with torch.cuda.stream(self._stream):
             batch = moved(batch, self.device, non_blocking=True)
         current = torch.cuda.current_stream(self.device)
@@ -93,16 +100,6 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
     elif not isinstance(batch, str | bytes | int | float | None):
         for part in _parts(batch):
             yield from tensors_in(part)
-
-
-def _plainly_on_cpu(batch: Any) -> bool:
-    """Return whether a batch is a tuple or list of tensors on the CPU: a fast check of the common case."""
-    if type(batch) not in (tuple, list):
-        return False
-    for part in batch:  # noqa: SIM110  # a generator for all() costs as much as the rest
-        if type(part) is not Tensor or not part.is_cpu:
-            return False
-    return True
 
 
 def _sizes_in(part: Any) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ def as_number(value: float | Tensor, device: torch.device, dtype: torch.dtype = 
 
 def as_numbers(like: Tensor, values: list[Any]) -> Tensor:
     """Return numbers and tensors of shape () as one tensor of shape (N,), with the dtype and the device of `like`."""
+    if like.is_cpu and values:  # four times as fast as torch.tensor
+        return torch.frombuffer(array("d", values), dtype=torch.float64).to(like.dtype)
     if any(issubclass(kind, Tensor) for kind in set(map(type, values))):
         return torch.stack([as_number(value, like.device, like.dtype) for value in values])
     return torch.tensor(values, dtype=like.dtype, device=like.device)
