@@ -179,3 +179,60 @@ def test_wrong_arguments_are_errors_at_once() -> None:
         ClipGradients(1.0, parameters=cast("Any", 3))
     with pytest.raises(ScheduleError, match="unknown unit 'stps'"):
         ClipGradients(1.0, log="norm", log_every="5 stps")
+
+
+class Own(Tensor):
+    """A tensor for which torch uses no foreach function."""
+
+
+def gradients_of(kind: str) -> list[Tensor]:
+    torch.manual_seed(5)
+    made = [torch.randn(4, 3), torch.randn(7), torch.randn(2, 2, 2), torch.randn(())]
+    kinds = {
+        "large": made,
+        "small": [one * 0.01 for one in made],
+        "not finite": [*made, torch.tensor([math.nan, 1.0])],
+        "infinite": [*made, torch.tensor([math.inf, 1.0])],
+        "bfloat16": [one.bfloat16() for one in made],
+        "of two kinds": [made[0].bfloat16(), *made[1:], made[0].double()],
+        "of a subclass": [made[0], made[1].as_subclass(Own), made[2]],
+    }
+    return kinds[kind]
+
+
+class Weights(nn.Module):
+    """Parameters that have these gradients."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        gradients = [one.as_subclass(Tensor) for one in gradients_of(kind)]
+        self.held = nn.ParameterList(nn.Parameter(torch.zeros_like(one)) for one in gradients)
+        for parameter, gradient in zip(self.held, gradients_of(kind), strict=True):
+            parameter.grad = gradient
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = inputs + sum(one.sum() for one in self.held)
+        return outputs
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("kind", ["large", "small", "not finite", "infinite", "bfloat16", "of two kinds", "of a subclass"])
+def test_the_bits_are_those_of_torch(kind: str, norm_type: float) -> None:
+    model, expected, clip = Weights(kind), Weights(kind), ClipGradients(0.5, norm_type=norm_type)
+    norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.5, norm_type)
+    clipped: list[Tensor] = []
+
+    @on(Callback.on_after_backward)
+    def put(run: Run, outputs: Any) -> None:
+        for one, gradient in zip(run.model.parameters(), gradients_of(kind), strict=True):
+            one.grad = gradient
+
+    @on(Callback.on_before_optimizer_step)
+    def take(run: Run) -> None:
+        for one in run.model.parameters():
+            clipped.append(cast("Tensor", one.grad))
+            one.grad = None  # SGD updates no subclass
+
+    tiny_run(model=model, callbacks=[put, clip, take], steps=1)
+    pairs = zip([clip.norm, *clipped], [norm, *(one.grad for one in expected.parameters())], strict=True)
+    assert all(torch.allclose(cast("Tensor", one), cast("Tensor", other), 0, 0, equal_nan=True) for one, other in pairs)

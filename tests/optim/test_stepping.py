@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialLR, LRScheduler, SequentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import SWALR
 
 from cadenza.optim import stepping
 from cadenza.testing import tiny_loader, tiny_model, tiny_trainer
@@ -113,12 +115,100 @@ def test_a_class_with_a_step_of_its_own_is_called_as_it_is(monkeypatch: pytest.M
     assert optimizer.calls == 1
 
 
-def test_the_wrapper_of_a_scheduler_is_called(recwarn: pytest.WarningsRecorder) -> None:
+SCHEDULERS = [
+    pytest.param(lambda given: [StepLR(given, 1, 0.5)], id="StepLR"),
+    pytest.param(lambda given: [CosineAnnealingLR(given, 3)], id="CosineAnnealingLR"),
+    pytest.param(lambda given: [SequentialLR(given, [ConstantLR(given), ExponentialLR(given, 0.9)], [1])], id="SequentialLR"),
+    pytest.param(lambda given: [StepLR(given, 1, 0.5), ExponentialLR(given, 0.9)], id="two"),
+    pytest.param(lambda given: [SWALR(given, 0.01, anneal_epochs=2)], id="SWALR"),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_with_a_scheduler_the_bits_are_the_same_and_both_wrappers_are_left_out(
+    make: Callable[[Optimizer], list[LRScheduler]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = parameters(), parameters()
+    one, other = torch.optim.SGD(here, lr=0.1, momentum=0.9), torch.optim.SGD(there, lr=0.1, momentum=0.9)
+    ours, theirs = make(one), make(other)
+    for _ in range(3):
+        assert not has_gone_through_torchs_wrapper(one, monkeypatch)
+        other.step()
+        for scheduler in (*ours, *theirs):
+            scheduler.step()  # without the warning that it comes before optimizer.step()
+    assert all(map(torch.equal, here, there))
+    assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+
+
+def test_torch_still_warns_of_a_scheduler_that_is_stepped_first() -> None:
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scheduler = StepLR(optimizer, 1)
+    with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
+        scheduler.step()
+
+
+def test_hooks_and_profilers_see_an_optimizer_with_a_scheduler() -> None:
+    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
+    scheduler = StepLR(optimizer, 1)
+    with torch.profiler.profile() as profile:
+        stepping.step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     stepping.step(optimizer)
     scheduler.step()
-    assert not recwarn  # torch warns of scheduler.step() before optimizer.step()
+    assert calls == ["after"]
+
+
+def test_a_wrapper_around_that_of_a_scheduler_is_called() -> None:
+    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
+    scheduler = StepLR(optimizer, 1)
+    inside: Any = optimizer.step
+
+    @functools.wraps(inside)  # with its mark and its __wrapped__, as tools do
+    def counted(*arguments: Any) -> Any:
+        calls.append("tool")
+        return inside(*arguments)
+
+    vars(optimizer)["step"] = counted
+    stepping.step(optimizer)
+    scheduler.step()
+    assert calls == ["tool"]
+
+
+def test_what_a_scheduler_has_wrapped_before_the_class_was_patched_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
+    inside: Any = torch.optim.SGD.step
+
+    @functools.wraps(inside)
+    def counted(*arguments: Any) -> Any:
+        calls.append("tool")
+        return inside(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", counted)
+        StepLR(optimizer, 1)
+    stepping.step(optimizer)
+    assert calls == ["tool"]
+
+
+def test_the_step_of_another_optimizer_is_called() -> None:
+    """As a tool may give it to a wrapper: the scheduler of the other one wrapped it."""
+    weights, others = parameters(), parameters()
+    optimizer, other = torch.optim.SGD(weights, lr=0.1), torch.optim.SGD(others, lr=0.1)
+    StepLR(other, 1)
+    vars(optimizer)["step"] = vars(other)["step"]
+    stepping.step(optimizer)
+    assert all(map(torch.equal, weights, parameters()))
+    assert not any(map(torch.equal, others, parameters()))
+
+
+def test_a_version_of_torch_with_another_wrapper_of_schedulers_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stepping._code_within(LRScheduler.__init__, "no such function", "wrapper") is None
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    StepLR(optimizer, 1)
+    assert not has_gone_through_torchs_wrapper(optimizer, monkeypatch)
+    monkeypatch.setattr(stepping, "_TRACKER", None)
+    assert has_gone_through_torchs_wrapper(optimizer, monkeypatch)
 
 
 def test_what_is_no_optimizer_of_torch_is_called_by_its_step() -> None:

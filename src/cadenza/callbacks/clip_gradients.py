@@ -98,20 +98,22 @@ class ClipGradients(Callback, Compared):
 
     def on_before_optimizer_step(self, run: Run) -> None:
         chosen = self._chosen
-        held = [
-            one
-            for one in parameters_of(session_of(run).step.updating)
-            if one.grad is not None and (chosen is None or id(one) in chosen)
-        ]
+        held, gradients = [], []
+        for one in parameters_of(session_of(run).step.updating):
+            if (gradient := one.grad) is not None and (chosen is None or id(one) in chosen):
+                held.append(one)
+                gradients.append(gradient)
         if not held:
             return
         if run.driver.shards and any(map(is_sharded, held)):
-            self._clip_shards(run, [one.grad for one in held if one.grad is not None])
+            self._clip_shards(run, gradients)
+        elif self.max_norm is not None and _are_alike(gradients):
+            self._note(run, clip_alike(gradients, self.max_norm, self.norm_type))
         elif self.max_norm is not None:
             self._note(run, clip_grad_norm_(held, self.max_norm, self.norm_type))
         elif self.max_value is not None:
             if self.log is not None:
-                self._note(run, get_total_norm([one.grad for one in held if one.grad is not None], self.norm_type))
+                self._note(run, get_total_norm(gradients, self.norm_type))
             clip_grad_value_(held, self.max_value)
 
     def _clip_shards(self, run: Run, gradients: list[Tensor]) -> None:
@@ -120,7 +122,7 @@ class ClipGradients(Callback, Compared):
         if self.max_norm is not None or self.log is not None:
             self._note(run, total_norm(gradients, self.norm_type))
         if self.max_norm is not None and self.norm is not None:
-            torch._foreach_mul_(parts, torch.clamp(self.max_norm / (self.norm + 1e-6), max=1.0))  # torch's formula
+            torch._foreach_mul_(parts, _factor(self.norm, self.max_norm))
         elif self.max_value is not None:
             torch._foreach_clamp_min_(parts, -self.max_value)
             torch._foreach_clamp_max_(parts, self.max_value)
@@ -132,3 +134,27 @@ class ClipGradients(Callback, Compared):
         # A step has no gradients if all of its batches were skipped.
         if self.log is not None and self.norm is not None and self._step == run.progress.step:
             run.log(self.log, self.norm)
+
+
+def _are_alike(gradients: list[Tensor]) -> bool:
+    """Return whether `clip_alike` can clip: no gradient is of a subclass, and all have one dtype and one device."""
+    dtype, device = gradients[0].dtype, gradients[0].device
+    return device.type in ("cpu", "cuda") and all(
+        type(one) is Tensor and one.dtype is dtype and one.device == device for one in gradients
+    )
+
+
+@torch.no_grad()
+def clip_alike(gradients: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Do what ``torch.nn.utils.clip_grad_norm_`` does, to the same bits, at half of its cost on a small model.
+
+    The function of torch sorts the gradients by dtype and device, twice. Here all have the same.
+    """
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
+    torch._foreach_mul_(gradients, _factor(norm, max_norm))
+    return norm
+
+
+def _factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what gradients of this total norm are multiplied by: torch's formula."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+
+def _code_within(function: Any, *names: str) -> CodeType | None:
+    """Return the code of a function that is defined inside another one; None if there is none of this name."""
+    code: CodeType | None = getattr(function, "__code__", None)
+    for name in names:
+        inner = [one for one in getattr(code, "co_consts", ()) if isinstance(one, CodeType) and one.co_name == name]
+        code = inner[0] if inner else None
+    return code
+
+
+# None if a version of torch lacks the function: `optimizer.step()` is called then.
 _WRAPPER = getattr(Optimizer.profile_hook_step(Optimizer.step), "__code__", None)
+_TRACKER = _code_within(LRScheduler.__init__, "patch_track_step_called", "wrap_step", "wrapper")
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
@@ -17,15 +31,19 @@ def step(optimizer: Optimizer) -> None:
     """Do what ``optimizer.step()`` does, at half of its cost on a small model.
 
     torch wraps ``step`` of each optimizer class: the wrapper opens a record for the profiler and calls hooks. If there is no
-    profiler and no hook, and the method is one of ``torch.optim``, the function inside the wrapper is called. In any other case
-    ``optimizer.step()`` is called: for a profiler, for hooks of this optimizer or of all, for a class with a ``step`` of its
-    own, and for an instance with one, as a scheduler of torch makes it.
+    profiler and no hook, and the method is one of ``torch.optim``, the function inside the wrapper is called. A scheduler of
+    torch wraps ``step`` of the instance, to note that it was called: the same note is made. In any other case
+    ``optimizer.step()`` is called: for a profiler, for hooks of this optimizer or of all, and for a class or an instance with a
+    ``step`` of its own.
     """
-    inner = _inside(getattr(type(optimizer), "step", None))
-    if inner is None or _is_observed(optimizer):
+    method = getattr(type(optimizer), "step", None)
+    inner, own = _inside(method), optimizer.__dict__.get("step")
+    if inner is None or _is_observed(optimizer) or (own is not None and not _is_tracker(own, optimizer, method)):
         optimizer.step()
-    else:
-        inner(optimizer)
+        return
+    if own is not None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+    inner(optimizer)
 
 
 def _inside(method: Any) -> Callable[[Optimizer], Any] | None:
@@ -36,10 +54,19 @@ def _inside(method: Any) -> Callable[[Optimizer], Any] | None:
     return inner
 
 
+def _is_tracker(own: Any, optimizer: Optimizer, method: Any) -> bool:
+    """Return whether `own` is the function with which torch's schedulers wrap the `method` of this optimizer."""
+    if getattr(own, "__code__", own) is not _TRACKER:
+        return False
+    around = dict(zip(own.__code__.co_freevars, own.__closure__, strict=True))
+    if around.keys() != {"func", "opt_ref"}:
+        return False
+    return around["func"].cell_contents is method and around["opt_ref"].cell_contents() is optimizer
+
+
 def _is_observed(optimizer: Optimizer) -> bool:
     return (
-        "step" in optimizer.__dict__
-        or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         or any(_GLOBAL_HOOKS)
         or torch.autograd.profiler._is_profiler_enabled
         or torch._C._autograd._profiler_enabled()
