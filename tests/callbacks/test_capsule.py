@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from cadenza import Callback, Trainer, supervised
+from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Capsule, NonFinite, Spike, StopOnNonFinite
 from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointError, CheckpointMismatchError, NonFiniteError
 from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
 from cadenza.timetravel import replay_capsule
+from tests.callbacks.breaking import Root, batches
 from tests.distributed.parts import rank
 
 BAD = 13
@@ -120,19 +121,20 @@ def test_an_exception_leaves_a_capsule_that_raises_it_again(tmp_path: Path) -> N
         replay_capsule(trainer, tmp_path)
 
 
+def test_an_error_before_the_batch_is_seen_is_not_that_of_the_step_before(tmp_path: Path) -> None:
+    @on(Callback.on_batch_start, at=3)
+    def fails(run: Run, batch: Any) -> None:
+        raise ValueError("not of step 2")
+
+    with pytest.raises(ValueError, match="not of step 2"):
+        tiny_run(directory=tmp_path, callbacks=[fails, Capsule()])
+    assert not capsules_in(tmp_path)
+
+
 def test_a_gradient_that_breaks_the_weights_is_found_with_copies_of_each_step(tmp_path: Path) -> None:
-    class Root(nn.Module):  # the gradient of the root at 0 is infinite, and times 0 it is NaN
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, values: Tensor) -> Tensor:
-            return (values * self.scale).clamp(min=0).sqrt()
-
     def run_with(weights: str | None, directory: Path) -> dict[str, Any]:
         model = nn.Sequential(Root(), nn.Linear(1, 1))
-        loader = [(torch.full((2, 1), 0.0 if number == 2 else 1.0), torch.ones(2, 1)) for number in range(6)]
-        tiny_run(model=model, loader=loader, directory=directory, callbacks=[Capsule(weights=weights)])
+        tiny_run(model=model, loader=batches(6, broken=2), directory=directory, callbacks=[Capsule(weights=weights)])
         return facts_of_capsule(capsules_in(directory)[0])
 
     facts = run_with("1 step", tmp_path / "each")
@@ -191,3 +193,31 @@ def test_no_more_capsules_than_asked_for_are_written(tmp_path: Path) -> None:
     losses[12] = losses[14] = losses[16] = 50.0  # of steps 13, 15 and 17
     tiny_run(losses=losses, directory=tmp_path, callbacks=[Capsule(most=2, last=1)])
     assert [facts_of_capsule(path)["step"] for path in capsules_in(tmp_path)] == [13, 15]
+
+
+def test_a_layer_in_evaluation_mode_stays_in_it_when_the_step_is_repeated(tmp_path: Path) -> None:
+    model = network()
+    norm: Any = model[2]
+
+    @on(Callback.on_step_start)
+    def freeze(run: Run) -> None:
+        norm.eval()
+
+    @on(Callback.on_step_end, at=2)
+    def plant(run: Run) -> None:
+        norm.running_mean[1] = math.nan  # only a layer in evaluation mode reads it
+
+    loader = [(torch.rand(4, 3) + 1, torch.ones(4, 1)) for _ in range(4)]
+    trainer = tiny_trainer(model=model, loader=loader, directory=tmp_path, callbacks=[freeze, plant, Capsule()])
+    trainer.fit()
+    again = replay_capsule(trainer, capsules_in(tmp_path)[0])
+    assert (again.step, again.same, again.located.module) == (3, True, "'2' (BatchNorm1d)")
+    assert again.located.weight == "'2.running_mean' is nan, first at index (1)"
+
+
+def test_a_disk_that_rejects_capsules_is_reported_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "capsules").write_text("a file")
+    loader = [(torch.full((2, 1), math.nan), torch.ones(2, 1)) for _ in range(6)]
+    run = tiny_run(loader=loader, directory=tmp_path, callbacks=[Capsule(most=2)])
+    assert run.progress.step == 6
+    assert caplog.text.count("could not be written") == 2

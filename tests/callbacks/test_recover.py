@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Callback, Run, Trainer, supervised
 from cadenza.callbacks import Checkpoint, LogTraining, LowerRate, NonFinite, Recover, Spike, Warmup
 from cadenza.testing import launch, tiny_run
+from tests.callbacks.breaking import Root, batches
 from tests.distributed.parts import rank
 
 SAMPLES, BATCH = 512, 8
@@ -183,15 +184,7 @@ def test_further_back_and_with_a_lower_rate(tmp_path: Path) -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_found_by_repeating(tmp_path: Path) -> None:
-    class Root(nn.Module):  # the gradient of the root at 0 is infinite, and times 0 it is NaN
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, values: Tensor) -> Tensor:
-            return (values * self.scale).clamp(min=0).sqrt()
-
-    loader = [(torch.full((2, 1), 0.0 if number == 12 else 1.0), torch.ones(2, 1)) for number in range(20)]
+    loader = batches(20, broken=12)
     model = nn.Sequential(Root(), nn.Linear(1, 1))
     run = tiny_run(model=model, loader=loader, directory=tmp_path, callbacks=[Recover(when=NonFinite()), Checkpoint("1 step")])
     out = decided(run, "batch left out")

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import traceback
 from collections import deque
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, checked_sign
+from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
 from cadenza.checkpoint.capsules import FOLDER, write_capsule
 from cadenza.drivers.sharding import is_sharded
 from cadenza.engine.locating import Located, locate
 from cadenza.engine.session import Session, session_of
+from cadenza.engine.statistics import Statistics
 from cadenza.engine.trial import undone
 from cadenza.errors import DistributedError, NonFiniteError, StateError, notes_of
 from cadenza.hooks.moments import Callback
@@ -26,31 +27,27 @@ from cadenza.hooks.schedule import Every
 from cadenza.loading.rng import QuickState
 from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.finite import all_finite
-from cadenza.records.arriving import ArrivingNumber
+from cadenza.records.arriving import ArrivingNumber, arriving
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-@dataclass(slots=True)
-class _Batch:
-    """One batch of a step: its position, and what its forward pass depends on."""
-
-    epoch: int
-    number: int
-    """Its number in the epoch, from 0, on this rank."""
-    batch: Any
-    rng_state: QuickState
-
-
-@dataclass(slots=True)
 class _Step:
-    """One step: its number, from 1, and its batches so far."""
+    """One step: its number, from 1, and the number of updates before it. It is made in each step: no dataclass."""
 
-    number: int
-    batches: list[_Batch] = field(default_factory=list)
-    losses: list[ArrivingNumber] = field(default_factory=list)
+    __slots__ = ("batches", "losses", "number", "positions", "rng_states", "updates")
+
+    def __init__(self, number: int, updates: int) -> None:
+        self.number: int = number
+        self.updates: int = updates
+        self.batches: list[Any] = []
+        self.positions: list[tuple[int, int]] = []
+        """Of each batch the epoch, and the number in it, from 0, on this rank."""
+        self.rng_states: list[QuickState] = []
+        """Before the forward pass of each batch."""
+        self.losses: list[float | ArrivingNumber] = []
 
 
 class Capsule(Callback):
@@ -113,58 +110,59 @@ class Capsule(Callback):
         self.weights: int | None = None if weights is None else _steps_in(weights)
         self.most: int = most
         self._steps: deque[_Step] = deque(maxlen=last)
-        self._losses: list[ArrivingNumber] = []
+        self._losses: list[float | ArrivingNumber] = []  # those that are not judged yet
         self._written: list[dict[str, Any]] = []
 
     def on_setup(self, run: Run) -> None:
         if run.info.directory is None:
             raise ValueError("Capsule writes into the directory of the run: give Trainer(directory=...)")
         self._steps.clear()
-        self._losses, self._written = [], []
-        self._statistics: list[Tensor] = []
+        self._losses, self._written, self._failed = [], [], 0
         self._copies: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=2)  # of which one may be broken already
-        self._kept: list[Tensor] = []
-        self._updated = False
         self.when.reset()
+        self._watch = Watch(self.when)
 
     def on_fit_start(self, run: Run) -> None:
-        norms = [one for one in run.model.modules() if getattr(one, "running_mean", None) is not None]
-        self._statistics = [buffer for module in norms for buffer in module.buffers(recurse=False)]
-        self._kept = [buffer.clone() for buffer in self._statistics]
+        self._statistics = Statistics(run.model)
+        self._state_of_step = session_of(run).step
+        self._numpy, self._cuda = sys.modules.get("numpy"), torch.cuda.is_available()
         if self.weights is not None:
             self._copy_weights(run)
 
-    def on_step_start(self, run: Run) -> None:
-        self._steps.append(_Step(run.progress.step + 1))
-        self._losses, self._updated = [], False
-        if self._statistics:
-            torch._foreach_copy_(self._kept, self._statistics)
-
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        at = run.progress
-        self._steps[-1].batches.append(_Batch(at.epoch, at.batch_in_epoch, batch, QuickState.capture()))
+        at, steps = run.progress, self._steps
+        if not steps or steps[-1].number != at.step + 1:
+            self._statistics.keep()
+            steps.append(_Step(at.step + 1, self._state_of_step.updates))
+        step = steps[-1]
+        step.batches.append(batch)
+        step.positions.append((at.epoch, at.batch_in_epoch))
+        step.rng_states.append(QuickState(sys.modules.get("numpy") if self._numpy is None else self._numpy, cuda=self._cuda))
 
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
-        loss, weight = outputs["loss"], outputs.get("weight")
+        loss = outputs["loss"]
         if isinstance(loss, Tensor):
-            number = ArrivingNumber(loss)
+            number = arriving(loss)
             self._steps[-1].losses.append(number)
+            values: Any = outputs  # a dict, which need not look for derived outputs
+            weight = dict.get(values, "weight")
             if weight is None or float(weight) != 0:
                 self._losses.append(number)
 
     def on_before_optimizer_step(self, run: Run) -> None:
-        self._judge(run)
-
-    def on_after_optimizer_step(self, run: Run) -> None:
-        self._updated = True
+        if self._losses:
+            self._judge(run)
 
     def on_step_end(self, run: Run) -> None:
-        self._judge(run)  # if all batches were skipped there was no update
+        if self._losses:  # all batches were skipped, so there was no update
+            self._judge(run)
         if self.weights is not None and run.progress.step % self.weights == 0:
             self._copy_weights(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if isinstance(error, Exception) and not isinstance(error, DistributedError) and self._steps and self._steps[-1].batches:
+        if not isinstance(error, Exception) or isinstance(error, DistributedError) or not self._steps:
+            return
+        if self._steps[-1].batches[-1] is run.batch:  # else a hook before this one ended the next step
             self._write(run, "exception", f"{type(error).__name__}: {error}", error)
 
     def on_fit_end(self, run: Run) -> None:
@@ -185,19 +183,18 @@ class Capsule(Callback):
             self._copies.append((run.progress.step, {name: one.detach().to("cpu", copy=True) for name, one in weights.items()}))
 
     def _judge(self, run: Run) -> None:
-        losses, self._losses = self._losses, []
-        if not losses:
-            return
-        loss = sum(one.read() for one in losses) / len(losses)
-        seen = self.when.seen_in(loss)
-        if seen is None:
-            self.when.add(loss)
-        else:
+        losses = self._losses
+        loss = float(losses[0]) if len(losses) == 1 else sum(map(float, losses)) / len(losses)
+        losses.clear()
+        seen = self._watch.look(loss)
+        if seen is not None:
             self._write(run, "loss", seen)
 
     def _write(self, run: Run, kind: str, why: str, error: Exception | None = None) -> None:
         """Write a capsule of the present step, and record it. An error of this does not end the run."""
-        if len(self._written) >= self.most or any(one["step"] == self._steps[-1].number for one in self._written):
+        if len(self._written) + self._failed >= self.most or any(
+            one["step"] == self._steps[-1].number for one in self._written
+        ):
             return
         session = session_of(run)
         try:
@@ -216,6 +213,7 @@ class Capsule(Callback):
             assert run.info.directory is not None, "checked in on_setup"
             path, facts = _written(run.info.directory / FOLDER, name, facts, self._state(session, step, weights))
         except Exception as failed:
+            self._failed += 1
             run.warn(f"the capsule of step {self._steps[-1].number} could not be written: {failed!r}")
             return
         names = ("step", "rank", "kind", "why", "module", "parameter", "tensor", "guilty_samples")
@@ -234,7 +232,7 @@ class Capsule(Callback):
         model, step = session.module, self._steps[-1]
         if any(is_sharded(one) for one in model.parameters()):
             return None, step, False
-        in_memory = not self._updated and not session.step.in_update
+        in_memory = session.step.updates == step.updates and not session.step.in_update
         if in_memory and all_finite(model.parameters()):
             return None, step, True
         for number, copy in reversed(self._copies):
@@ -250,15 +248,14 @@ class Capsule(Callback):
         if session.step_fn is not None or session.own_loop or not step.batches:
             return None
         with undone(session):
-            session.module.train()
             if weights is not None:
                 session.module.load_state_dict(weights, strict=False)
-            elif self._statistics:
-                with torch.no_grad():
-                    torch._foreach_copy_(self._statistics, self._kept)
-            batches, states = [one.batch for one in step.batches], [one.rng_state for one in step.batches]
+            else:
+                self._statistics.restore()
             try:
-                return locate(session.module, session.compute, batches, states, modules_of(inspect.unwrap(session.compute)))
+                return locate(
+                    session.module, session.compute, step.batches, step.rng_states, modules_of(inspect.unwrap(session.compute))
+                )
             except Exception as failed:  # such as a loss function that reads something once
                 facts["second_pass"] = f"{type(failed).__name__}: {failed}"
                 return None
@@ -266,14 +263,14 @@ class Capsule(Callback):
     def _state(self, session: Session, step: _Step, weights: dict[str, Tensor] | None) -> dict[str, Any]:
         if weights is None and not any(is_sharded(one) for one in session.module.parameters()):
             weights = {name: one for name, one in session.module.state_dict().items() if isinstance(one, Tensor)}
-            before = {id(now): kept for now, kept in zip(self._statistics, self._kept, strict=True)}
+            before = {id(now): kept for now, kept in zip(self._statistics.buffers, self._statistics.copies, strict=True)}
             buffers = session.module.state_dict(keep_vars=True)
             weights |= {name: before[id(one)] for name, one in buffers.items() if id(one) in before}
         return {
             "model": weights,
-            "batches": [one.batch for one in step.batches],
-            "rng": [one.rng_state.to_plain() for one in step.batches],
-            "last": [[one.rng_state.to_plain() for one in earlier.batches] for earlier in self._steps],
+            "batches": step.batches,
+            "rng": [one.to_plain() for one in step.rng_states],
+            "last": [[one.to_plain() for one in earlier.rng_states] for earlier in self._steps],
         }
 
     def _facts(self, run: Run, step: _Step, kind: str, why: str, error: Exception | None) -> dict[str, Any]:
@@ -286,13 +283,14 @@ class Capsule(Callback):
             "ranks": run.driver.world_size,
             "step": step.number,
             "seen_at_step": self._steps[-1].number,
-            "losses": [loss.read() for loss in step.losses],
+            "losses": [*map(float, step.losses)],
             "module": None,
             "parameter": None,
             "tensor": None,
             "guilty_samples": [],
             "batches": _positions(session, step),
             "last": [{"step": one.number, "batches": _positions(session, one)} for one in self._steps],
+            "not_training": [name for name, one in session.module.named_modules() if not one.training],
             "precision": session.precision.name,
             "torch": torch.__version__,
             "decisions": [one.to_dict() for one in session.decisions[-3:]],
@@ -312,7 +310,7 @@ class Capsule(Callback):
 def _positions(session: Session, step: _Step) -> list[dict[str, Any]]:
     """Return epoch, number and samples of each batch of a step; samples are None if the loader has no indices."""
     source = session.cursor.source
-    each = [(one.epoch, one.number, source.indices(one.epoch, one.number)) for one in step.batches]
+    each = [(epoch, number, source.indices(epoch, number)) for epoch, number in step.positions]
     return [
         {"epoch": epoch, "batch_in_epoch": number, "samples": None if samples is None else [*samples]}
         for epoch, number, samples in each

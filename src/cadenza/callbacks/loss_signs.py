@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,8 @@ from typing import Any
 from cadenza.status.counting import counted
 
 _SPREADS = 16  # losses of small batches have long tails: means of 4 squares are 8 such distances away once in 300 steps
+_HIGHEST = sys.float_info.max
+_LOWEST = -_HIGHEST
 LEAST = 10  # values before the first judgement, if the window has that many
 
 
@@ -35,6 +38,10 @@ class Sign(ABC):
     def reset(self) -> None:  # noqa: B027
         """Forget the losses of an earlier run."""
 
+    def quiet(self) -> tuple[float, int]:
+        """Return the largest finite loss that is no sign, and the number of added losses after which it may be another one."""
+        return -math.inf, 1
+
     def __or__(self, other: Sign) -> Sign:
         return AnySign([self, other])
 
@@ -48,6 +55,9 @@ class NonFinite(Sign):
 
     def seen_in(self, loss: float) -> str | None:
         return None if math.isfinite(loss) else f"the loss is {loss}"
+
+    def quiet(self) -> tuple[float, int]:
+        return (math.inf, sys.maxsize) if type(self) is NonFinite else super().quiet()
 
     def __repr__(self) -> str:
         return "NonFinite()"
@@ -108,6 +118,12 @@ class Spike(Sign):
             spread = median([abs(one - middle) for one in self._losses])
             self._limit, self._since = [middle, middle + max((self.ratio - 1) * abs(middle), _SPREADS * spread)], 0
 
+    def quiet(self) -> tuple[float, int]:
+        if type(self) is not Spike:
+            return super().quiet()
+        until = self.window / 10 - self._since if self._limit else min(LEAST, self.window) - len(self._losses)
+        return self._limit[1] if self._limit else math.inf, max(math.ceil(until), 1)
+
     def state_dict(self) -> dict[str, Any]:
         return {"losses": [*self._losses], "limit": self._limit, "since": self._since}
 
@@ -137,6 +153,10 @@ class AnySign(Sign):
         for one in self.signs:
             one.add(loss)
 
+    def quiet(self) -> tuple[float, int]:
+        limits, counts = zip(*(one.quiet() for one in self.signs), strict=True)
+        return min(limits), min(counts)
+
     def state_dict(self) -> dict[str, Any]:
         return {str(index): state for index, one in enumerate(self.signs) if (state := one.state_dict())}
 
@@ -151,6 +171,37 @@ class AnySign(Sign):
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.signs))
+
+
+class Watch:
+    """Shows each loss of a run to a sign. A loss below the limit of the sign costs one comparison, and is added later.
+
+    >>> watch = Watch(NonFinite() | Spike(window=4))
+    >>> [watch.look(loss) for loss in (1.0, 0.9, 1.1, 1.0, float("nan"))]
+    [None, None, None, None, 'the loss is nan']
+    >>> watch.look(3.5)
+    'the loss is 3.5, 3.5 times the median 1 of the last 4 steps'
+    """
+
+    def __init__(self, sign: Sign) -> None:
+        self.sign: Sign = sign
+        self._later: list[float] = []
+        self._limit, self._room = -math.inf, 0
+
+    def look(self, loss: float) -> str | None:
+        """Return what is wrong with the loss of a step; None if nothing is, and then the sign gets it."""
+        if _LOWEST <= loss <= self._limit and len(self._later) < self._room:
+            self._later.append(loss)
+            return None
+        for one in self._later:
+            self.sign.add(one)
+        self._later.clear()
+        seen = self.sign.seen_in(loss)
+        if seen is None:
+            self.sign.add(loss)
+        limit, count = self.sign.quiet()
+        self._limit, self._room = min(limit, _HIGHEST), count - 1
+        return seen
 
 
 def checked_sign(when: object) -> Sign:

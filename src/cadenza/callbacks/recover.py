@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-
 from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, checked_sign
 from cadenza.checkpoint.starting import newest_good
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.session import Session, session_of
+from cadenza.engine.statistics import Statistics
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
@@ -126,8 +124,6 @@ class Recover(Callback, Compared):
         self.then: LowerRate | None = then
         self.times: int = times
         self._plan = _no_plan()
-        self._statistics: list[Tensor] = []
-        self._kept: list[Tensor] = []
         self._dropped = False
 
     def listeners(self) -> list[Listener]:
@@ -170,9 +166,7 @@ class Recover(Callback, Compared):
             self._plan = deepcopy(dict(session.restored.recovery))
             if session.progress.step == self._plan["to"]:
                 decide(run, "went back", self._plan["told"]["why"], data=self._plan["told"])
-        norms = [one for one in run.model.modules() if getattr(one, "running_mean", None) is not None]
-        self._statistics = [buffer for module in norms for buffer in module.buffers(recurse=False)]
-        self._kept = [buffer.clone() for buffer in self._statistics]
+        self._statistics = Statistics(run.model)
         if self._plan["count"]:
             return
         for moment, function in self._acting():  # a run that never broke needs none of these
@@ -262,8 +256,7 @@ class Recover(Callback, Compared):
 
     def _leave_out(self, run: Run, batch: Any) -> None:
         session, at = session_of(run), run.progress
-        if self._statistics:
-            torch._foreach_copy_(self._kept, self._statistics)
+        self._statistics.keep()
         here = [at.epoch, session.cursor.source.shard.first_of_round(at.batch_in_epoch)]
         if any(first <= here < end for first, end in self._plan["skips"]):
             session.step.skip()
@@ -278,8 +271,7 @@ class Recover(Callback, Compared):
         everyone = run.driver.gather(seen) if session.sync.several else [seen]
         if not any(everyone):
             return
-        if self._statistics:
-            torch._foreach_copy_(self._statistics, self._kept)
+        self._statistics.restore()
         session.step.skip()
         rank = next(rank for rank, one in enumerate(everyone) if one)
         self._tell(run, f"{everyone[rank]}", run.progress.batch_in_epoch, rank)

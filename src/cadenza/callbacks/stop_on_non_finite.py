@@ -8,11 +8,11 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
 from cadenza.engine.outputs import checked_loss
 from cadenza.engine.session import session_of
+from cadenza.engine.statistics import Statistics
 from cadenza.errors import NonFiniteError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -67,8 +67,6 @@ class StopOnNonFinite(Callback, Compared):
         self._dropped = False
         self._alone = self._agrees = False
         self._found: tuple[str, list[str | None]] | None = None
-        self._statistics: list[Tensor] = []
-        self._before_batch: list[Tensor] = []
 
     def listeners(self) -> list[Listener]:
         own = super().listeners()
@@ -99,21 +97,17 @@ class StopOnNonFinite(Callback, Compared):
         else:
             session.hooks.remove(Callback.on_batch_end, self._tell_of_dropped)
         # Not in on_setup, where another callback may replace layers.
-        norms = [module for module in run.model.modules() if getattr(module, "running_mean", None) is not None]
-        self._statistics = [buffer for module in norms for buffer in module.buffers(recurse=False)]
-        self._before_batch = [buffer.clone() for buffer in self._statistics]
+        self._statistics = Statistics(run.model)
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        if self._statistics:
-            torch._foreach_copy_(self._before_batch, self._statistics)
+        self._statistics.keep()
 
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = float(checked_loss(outputs["loss"]).detach())
         finite = math.isfinite(loss) or _weighs_nothing(outputs)
         if not (run.driver.any_rank(not finite) if self._agrees else not finite):
             return
-        if self._statistics:
-            torch._foreach_copy_(self._statistics, self._before_batch)
+        self._statistics.restore()
         what = "the loss of another rank is not finite" if finite else f"the loss is {loss}"
         others = {name: value for name, value in outputs.items() if name != "loss"}
         causes = [first_not_finite(tensors_at(others, "outputs")), *_broken_weights(run)]

@@ -64,7 +64,7 @@ class StepState:
 
     __slots__ = (
         *("batch", "counted", "derived", "discarded", "dropped", "drops", "in_update", "last_window", "left", "left_out"),
-        *("may_skip", "most", "next_change", "outputs", "owner", "run", "skipping", "updated", "updating", "window"),
+        *("may_skip", "most", "next_change", "outputs", "owner", "run", "skipping", "updated", "updates", "updating", "window"),
     )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
@@ -102,6 +102,8 @@ class StepState:
         """The optimizers that the current step updates."""
         self.in_update: bool = False
         """Whether the optimizers step now."""
+        self.updates: int = 0
+        """How often the optimizers have stepped in this session."""
         self.updated: bool = True
         """Whether the last update took place, of one optimizer at least; fp16 skips it when gradients overflow."""
         self.left_out: Sequence[Optimizer] = ()

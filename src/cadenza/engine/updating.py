@@ -123,6 +123,7 @@ def update_weights(session: Session, optimizers: Sequence[Optimizer]) -> None:
     step.in_update = True
     step.left_out = left_out = session.precision.step(optimizers)
     step.in_update = False
+    step.updates += 1
     step.updated = not left_out or len(left_out) < len(optimizers)
     hooks.on_after_optimizer_step(run)
 

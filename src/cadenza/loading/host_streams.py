@@ -58,6 +58,7 @@ class NumpyStream:
     """The state of numpy's global generator, as ``numpy.random.get_state()`` returns it, or as its bytes."""
 
     def __init__(self) -> None:
+        self._current: Any = None  # numpy's function that returns its generator
         self._generator: Any = None
         self._memory: Any = None
         self._whole: bytes | None = None
@@ -65,9 +66,11 @@ class NumpyStream:
 
     def capture(self, numpy: Any) -> Any:
         """Return the state, for `restore`."""
-        memory = self._found(numpy)
-        if memory is None:
-            return numpy.random.get_state()
+        memory = self._memory
+        if memory is None or self._current() is not self._generator:
+            memory = self._found(numpy)
+            if memory is None:
+                return numpy.random.get_state()
         seen: bytes = memory.raw
         if seen != self._whole:
             # Normal numbers are drawn in pairs, and the half of one that may be waiting lies elsewhere.
@@ -75,7 +78,7 @@ class NumpyStream:
             if state[3]:
                 return state
             self._whole = seen
-        return seen
+        return self._whole
 
     def seed(self, numpy: Any, seed: int) -> None:
         """Seed the generator."""
@@ -98,11 +101,12 @@ class NumpyStream:
 
     def _found(self, numpy: Any) -> Any:
         """Return the memory of the numbers; None if its address is not known."""
-        current = getattr(numpy.random, "get_bit_generator", lambda: None)()
-        if current is None:
+        get = getattr(numpy.random, "get_bit_generator", None)
+        if get is None:
             return None
+        current = get()
         if current is not self._generator:
-            self._generator, self._whole, self._seeded = current, None, None
+            self._current, self._generator, self._whole, self._seeded = get, current, None, None
             self._memory = _memory_of_numpy(numpy, current)
         return self._memory
 

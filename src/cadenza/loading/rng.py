@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cadenza.loading.host_streams import NumpyStream, PythonStream
 
-_PYTHON, _NUMPY = PythonStream(), NumpyStream()
+_PYTHON, _NUMPY, _TORCH = PythonStream(), NumpyStream(), torch.default_generator
 
 
 def derive_seed(*parts: int) -> int:
@@ -174,23 +174,27 @@ class HostState(NamedTuple):
             _NUMPY.restore(sys.modules["numpy"], self.numpy)
 
 
-class QuickState(NamedTuple):
-    """The RNG state on the host and on the devices in use, in a form that is captured quickly."""
+class QuickState:
+    """The RNG state on the host and on the devices in use, in a form that is captured quickly, for every batch.
 
-    host: HostState
-    cuda: tuple[Tensor, ...]
+    Args:
+        numpy: ``sys.modules.get("numpy")``.
+        cuda: Whether CUDA may be in use.
+    """
 
-    @staticmethod
-    def capture() -> QuickState:
-        """Return the current state."""
-        in_use = torch.cuda.is_initialized()
-        return QuickState(HostState.capture(), tuple(torch.cuda.get_rng_state_all()) if in_use else ())
+    __slots__ = ("_cuda", "_numpy", "_python", "_torch")
+
+    def __init__(self, numpy: Any, *, cuda: bool = True) -> None:
+        self._python = _PYTHON.capture()
+        self._torch = _TORCH.get_state()
+        self._numpy = None if numpy is None else _NUMPY.capture(numpy)
+        self._cuda = torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
         """Set the generators to this state."""
-        self.host.restore()
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda))
+        HostState(self._python, self._torch, self._numpy).restore()
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the state as `RNGState.to_plain` does."""

@@ -72,7 +72,9 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
     _load_weights(session, capsule)
     batches = [moved(batch, session.device) for batch in capsule.state["batches"]]
     states = [RNGState.from_plain(one) for one in capsule.state["rng"]]
-    session.module.train()
+    not_training = {*capsule.facts.get("not_training", ())}
+    for name, module in session.module.named_modules():
+        module.training = name not in not_training
     session.module.zero_grad()
     with preserve_rng_state():
         located = locate(session.module, session.compute, batches, states, modules_of(inspect.unwrap(session.compute)))
