@@ -8,7 +8,10 @@ import os
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
+from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,11 +24,18 @@ torch.set_num_threads(1)  # the machines that run these tests have few cores, an
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras reads it when it is imported
 
+os.environ["GIT_DIR"] = os.devnull  # each run with a directory asks git: without a repository in a millisecond, not six
+
 # For tests/forked.py; and with Python 3.14, workers of a loader are forks of this server. It imports these once, not each fork.
 multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "cadenza.trainer", "cadenza.callbacks", "cadenza.testing"])
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts its background jobs so, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Until a device is initialized, torch keeps the stack of each seed for it; pytest's stacks are sixty frames deep.
+_traceback = SimpleNamespace(**{**vars(traceback), "format_stack": list})
+for _module in (torch.cuda, torch.mtia, torch.xpu):
+    vars(_module)["traceback"] = _traceback
 
 LONG_FILES = (
     "tests/contracts/test_typing.py",
@@ -85,5 +95,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Leave what the imports made out of later garbage collections, which would take half a second each."""
+    import_module("torch._dynamo")  # the first optimizer imports it, and some ten thousand functions with it
     gc.collect()
     gc.freeze()

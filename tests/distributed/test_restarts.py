@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cadenza import Callback, Run, on
@@ -49,6 +51,7 @@ def torchrun(
     """
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    dynamic_rendezvous.get_method_name = caller  # its own searches all modules for each frame of pytest
     config = LaunchConfig(
         min_nodes=nodes if fewest is None else fewest,
         max_nodes=nodes,
@@ -63,6 +66,11 @@ def torchrun(
         logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
     )
     return elastic_launch(config, function)()
+
+
+def caller(depth: int = 2) -> str:
+    """Return the name of the function `depth` calls above, for the events that torchrun records."""
+    return sys._getframe(depth).f_code.co_name
 
 
 def training(folder: Path, at: Moment | None, step: int, victim: int, failure: Failure = kill) -> Callable[[], Any]:

@@ -52,6 +52,7 @@ def test_run_json_names_the_commit_of_the_working_directory(tmp_path: Path, monk
     inner.mkdir(parents=True)
     monkeypatch.chdir(inner)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.delenv("GIT_DIR")
 
     def commit_told(run: str) -> str | None:
         tiny_run(directory=tmp_path / run, steps=1)

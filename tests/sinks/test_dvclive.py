@@ -119,7 +119,10 @@ def test_a_missing_package_is_an_error_at_construction(monkeypatch: pytest.Monke
         Dvclive()
 
 
-def test_the_process_the_home_the_network_and_the_git_repository_are_left_as_they_were(tmp_path: Path) -> None:
+def test_the_process_the_home_the_network_and_the_git_repository_are_left_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GIT_DIR")
     subprocess.run(["git", "init", "-q", str(tmp_path / "work")], check=True)
     check_left_as_it_was("Dvclive()", tmp_path)
     assert sorted(os.listdir(tmp_path / "work")) == [".git"]
