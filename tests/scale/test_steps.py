@@ -122,11 +122,14 @@ LISTS: dict[str, Callable[[], list[Callback]]] = {
 }
 
 
-def plain_steps(make: Callable[[], list[Callback]], folder: Path, **arguments: Any) -> tuple[list[int], list[int]]:
+def plain_steps(
+    make: Callable[[], list[Callback]], folder: Path, data: Any = None, **arguments: Any
+) -> tuple[list[int], list[int]]:
     """Return for each of the steps 5 to 10 of an epoch how often this rank waited, and how many collectives it started."""
     watched = Watched()
     mark = Mark(watched)
-    trainer(loader(4 * 2 * 12), max_epochs=1, callbacks=[mark, *make()], directory=folder, **arguments).fit()
+    data = loader(4 * 2 * 12) if data is None else data
+    trainer(data, max_epochs=1, callbacks=[mark, *make()], directory=folder, **arguments).fit()
     waited, started = (numbers[4:10] for numbers in (mark.waited, mark.started))
     return _differences(waited), _differences(started)
 

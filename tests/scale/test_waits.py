@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint
+from cadenza.drivers import DdpDriver
+from cadenza.engine.session import session_of
+from cadenza.errors import LossError
 from cadenza.hooks.schedule import Every, Schedule, When
 from cadenza.testing import launch
-from tests.distributed.parts import loader, trainer, weights_of
-from tests.distributed.parts import own_rank as rank
+from tests.distributed.parts import Batch, loader, own_rank, rank, samples, squared_error, trainer, weights_of
 from tests.scale.test_steps import plain_steps
 
 
@@ -37,10 +42,17 @@ def scheduled(function: Callable[[Run], bool]) -> Callback:
     return on(Callback.on_step_end, every=function)(lambda run: None)
 
 
+def weighted(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return a loss with a weight; that of every fifth batch is 0, and its loss NaN, as for padding."""
+    weight = float(batch[2][0] // 4 % 5)
+    return {"loss": squared_error(model, batch) * (1.0 if weight else math.nan), "weight": weight}
+
+
 CASES: dict[str, tuple[int, int, Callable[[], list[Callback]], dict[str, Any]]] = {
     "two schedules that are functions": (0, 4, lambda: [scheduled(never), Checkpoint(never)], {}),
     "a callback that may skip": (2, 4, lambda: [Skips()], {}),
     "a callback that skips nothing": (0, 2, lambda: [Logs()], {}),
+    "weights": (0, 1, list, {"compute_loss": weighted}),
 }
 
 
@@ -50,6 +62,47 @@ def test_the_waits_of_a_plain_step_are_those_of_the_guide(name: str, tmp_path: P
     for waited, started in launch(lambda: plain_steps(make, tmp_path / "run", **arguments)):
         assert waited == [expected] * 5
         assert max(started) <= most
+
+
+# -- weights ----------------------------------------------------------------------------------------
+
+
+def train_weighted(steps: int | None = None, **arguments: Any) -> tuple[Tensor, float | None]:
+    """Return the weights of the model, and the unit of the weights of batches."""
+    accumulate = 2 if rank() is not None else 4  # two ranks take as many samples in a step as one process
+    callbacks = [Checkpoint()] if "directory" in arguments else []
+    arguments = {"compute_loss": weighted, "accumulate": accumulate, **arguments}
+    one = trainer(loader(4 * 30, shuffle=False), max_steps=steps, callbacks=callbacks, **arguments)
+    run = one.fit(resume="auto" if callbacks else False)
+    return weights_of(one), session_of(run).step.weight_unit
+
+
+def test_weights_that_travel_with_the_batches_give_the_result_of_one_process_and_resume_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    def both() -> Any:
+        train_weighted(7, directory=tmp_path / "cut")
+        return train_weighted(), train_weighted(directory=tmp_path / "cut")
+
+    expected, alone = train_weighted()
+    assert alone is None
+    for (weights, unit), (again, kept) in launch(both):
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(weights, again)
+        assert unit == kept == 0.5  # the weights of the first batches are 0 and 1
+
+
+def test_a_weight_on_some_ranks_only_is_an_error_on_all() -> None:
+    def training() -> str:
+        def sometimes(model: nn.Module, batch: Batch) -> dict[str, Any]:
+            outputs = weighted(model, batch)
+            return {"loss": squared_error(model, batch)} if own_rank() == 1 and batch[2][0] > 30 else outputs
+
+        with pytest.raises(LossError, match="on some ranks only"):
+            train_weighted(compute_loss=sometimes)
+        return "raised"
+
+    assert launch(training) == ["raised"] * 2
 
 
 # -- schedules that are functions -------------------------------------------------------------------
@@ -68,7 +121,7 @@ def due_at(function: Callable[[Run], bool] | Schedule, data: Any = None, **argum
     [
         (lambda run: run.progress.step in (2, 3, 8), [2, 3, 8]),  # on all ranks: at once
         (lambda run: rank() == 1 and run.progress.step in (2, 6), [3, 7]),  # on one: a step later
-        (lambda run: run.progress.step == 2 + rank(), [3, 4]),  # on one, then on the other
+        (lambda run: run.progress.step == 2 + own_rank(), [3, 4]),  # on one, then on the other
         (lambda run: rank() == 0 and run.progress.step in (4, 8), [4, 8]),  # at the end of an epoch all ranks wait
     ],
 )
@@ -119,3 +172,68 @@ def test_a_checkpoint_holds_that_a_schedule_is_due_at_the_next_step(tmp_path: Pa
     for (weights, calls), (others, later) in launch(both):
         assert (calls, later) == ([3, 6, 9], [6, 9])
         assert weights.equal(others)
+
+
+# -- streams without a length -----------------------------------------------------------------------
+
+
+class Shards(IterableDataset[Any]):
+    """Four shards of different lengths: rank 0 of 2 has 14 batches of 4 samples, and rank 1 has 13."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def shards(self) -> list[range]:
+        return [range(25), range(25, 50), range(50, 81), range(81, 108)]
+
+    def read_shard(self, shard: range, start: int) -> Iterator[Any]:
+        for number in shard[start:]:
+            self.read.append(number)
+            yield samples(108)[number]
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("the shards are read")
+
+
+class OwnPart(IterableDataset[Any]):
+    """A stream that is sharded already, without positions: 12 batches of 4 on rank 0, and 14 on rank 1."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (samples(112)[number] for number in range(own_rank(), (96, 112)[own_rank()], 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "expected"),
+    [(Shards, {}, 0), (OwnPart, {"num_workers": 1}, 0), (OwnPart, {}, 1)],
+    ids=["shards", "with a worker", "without workers"],
+)
+def test_the_end_of_a_stream_is_known_a_batch_before_if_batches_can_be_read_ahead(
+    make: Callable[[], Any], options: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
+    def counted() -> tuple[list[int], list[int]]:
+        driver = None if make is Shards else DdpDriver("cpu", share_data=False, timeout_s=100)
+        data = DataLoader(make(), 4, **options)
+        return plain_steps(list, tmp_path / "run", data, driver=driver)
+
+    for waited, started in launch(counted):
+        assert waited == [expected] * 5
+        assert max(started) == 2
+
+
+def test_a_stream_of_shards_ends_with_the_first_rank_and_continues_at_the_batch_after_the_last_one_used(tmp_path: Path) -> None:
+    def trained(folder: str, steps: int | None) -> tuple[Tensor, int, list[int]]:
+        data = Shards()
+        callbacks = [Checkpoint()]
+        one = trainer(DataLoader(data, 4), max_steps=steps, max_epochs=2, directory=tmp_path / folder, callbacks=callbacks)
+        run = one.fit(resume="auto")
+        return weights_of(one), run.progress.step, data.read
+
+    def both() -> Any:
+        whole = trained("whole", None)
+        trained("cut", 5)
+        return whole, trained("cut", None)
+
+    for (weights, steps, read), (again, total, after) in launch(both):
+        assert steps == total == 26
+        assert torch.equal(weights, again)
+        assert after == read[4 * 5 :]

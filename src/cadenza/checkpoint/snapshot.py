@@ -131,7 +131,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in session.optimizers],
         "outside": session.extra_parameters.state_dict(),
-        "precision": session.precision.state_dict(),
+        **_of_gradients(session),
         "switched": session.module_flags.changed(),
         "data_seed": session.data_seed,
         "course": session.cursor.course.to_plain(),
@@ -150,6 +150,11 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
     snapshot = Snapshot(reason, tensors, state, {}, exact, None if main or not session.sync.together else own, main)
     session.hooks.on_save(session.run, snapshot)
     return snapshot
+
+
+def _of_gradients(session: Session) -> dict[str, Any]:
+    """Return what scales gradients."""
+    return {"precision": session.precision.state_dict(), "weight_unit": session.step.weight_unit}
 
 
 def _states_of_callbacks(session: Session, *, each_rank: bool) -> dict[str, Any]:
@@ -194,9 +199,9 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
         written = written._replace(found=None)  # it counts batches of another size
     load_model(session, loaded)
     _load_optimizers(session, state)
-    session.extra_parameters.load_state_dict(state.get("outside", {}))
     session.precision.load_state_dict(state["precision"])
     session.data_seed, session.module_flags.saved = state["data_seed"], state.get("switched", {})
+    session.step.weight_unit = state.get("weight_unit")
     session.state.update(placed(session, state["state"]))
     session.metrics.restore(History.from_state(state["history"], session.metrics.history.limit, state.get("rows")))
     over = state["exhausted"] or (written.over and "batch_size" in declared)
@@ -263,6 +268,7 @@ def _load_optimizers(session: Session, state: Mapping[str, Any]) -> None:
             session.warn(change)
         optimizer.load_state_dict(optimizer_laid_out(saved, list(parameters_of([optimizer]))))
     settings.take_over(session, state.get("given", {}))
+    session.extra_parameters.load_state_dict(state.get("outside", {}))
 
 
 def placed(session: Session, tree: Any) -> Any:

@@ -212,7 +212,7 @@ class Driver(ABC):
 
     def data_shard(self) -> Shard:
         """Return the shard of every loader that this rank reads."""
-        return Shard(self.data_rank, self.data_world_size, self.any_rank, self.least)
+        return Shard(self.data_rank, self.data_world_size, self.any_rank, self.least, self.count_later)
 
     def share_buffers(self, model: nn.Module) -> None:  # noqa: B027  # one process has nothing to do
         """Copy the buffers of rank 0, such as BatchNorm statistics, to all ranks. Every rank must call this."""

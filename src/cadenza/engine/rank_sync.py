@@ -109,8 +109,15 @@ class RankSync:
     def expect_drops(self) -> None:
         """Exchange with each batch how many ranks drop theirs alone. Every rank must call this, before the first step."""
 
-    def before_backward(self) -> None:
-        """Exchange whether this rank drops the batch alone. Communicates: every rank must call this, without waiting."""
+    def before_backward(self, weight: Any) -> float | None:
+        """Exchange whether this rank drops the batch alone, and its weight. Communicates: every rank must call this.
+
+        Only for the first batch with a weight ranks wait.
+
+        Returns:
+            The `unit` for `AccumulationWindow.add`.
+        """
+        return None
 
     def take_no_part(self, loss: Tensor) -> None:
         """Reduce the gradients of a batch that this rank drops alone: it adds nothing."""

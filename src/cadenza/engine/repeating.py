@@ -142,8 +142,11 @@ class StepRepeat:
                 outputs = Outputs()
                 outputs.take(self._computed(index, session.model, deepcopy(one.batch)))
                 scale = window.scale_of(index)
-                if type(scale) is not float or scale:
+                shared = window.of_ranks is not None
+                if type(scale) is not float or scale or (shared and not session.driver.adds_nothing):
                     session.precision.backward(outputs["loss"], scale)
+                elif shared and not one.held_back:
+                    session.driver.add_no_gradients(session.model, outputs["loss"])
         complete_window(session)
         if session.driver.reduces:
             session.driver.average_gradients(session.extra_parameters.parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,6 +19,8 @@ from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress
 from cadenza.engine.silence import Silence
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.engine.token_count import TokenCount
+from cadenza.engine.window import number_on_host
+from cadenza.errors import LossError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
@@ -86,6 +89,8 @@ class SharedSync(RankSync):
         self._late: tuple[Counters, list[float]] | None = None  # sums of which all ranks know that only some have something
         self._held_back: AbstractContextManager[None] | None = None
         self._drops = False  # a batch is announced when its loss is known, which may be a reason to drop it on this rank
+        self._weighs = False  # a batch is announced with its weight
+        self._weight: float | None = None
 
     def depends_on(self, units: Collection[str]) -> None:
         self._by_tokens |= "token" in units
@@ -112,7 +117,7 @@ class SharedSync(RankSync):
         step, window, driver = self._step, self._step.window, self._driver
         self.agree_on_skip(Callback.on_batch_start)
         self._count(batch)
-        if not self._announces_late and not self._drops:
+        if not self._announces_late and not self._announces_at_loss:
             self._announce()
         if self._by_hand and not driver.shards:
             driver.share_buffers(self._model)  # as the wrapper of DDP does, which a step_fn does not call
@@ -154,9 +159,24 @@ class SharedSync(RankSync):
     def expect_drops(self) -> None:
         self._drops = True
 
-    def before_backward(self) -> None:
-        if self._drops and not self._announces_late and self._announced is None:
+    def before_backward(self, weight: Any) -> float | None:
+        own = None if self._by_hand else number_on_host(weight)
+        if own is not None:
+            self._weigh(0.0 if self._step.dropped or not self._driver.counts else own)
+        if self._announces_at_loss and not self._announces_late and self._announced is None:
             self._announce()
+        return None if own is None else self._step.weight_unit or 1.0
+
+    def _weigh(self, weight: float) -> None:
+        """Send a weight with the batch. The first one has to be reduced apart: the batch is announced already."""
+        if self._weighs:
+            self._weight = weight
+            return
+        self._weighs = True
+        total = float(self._driver.reduce(torch.tensor(weight, dtype=torch.float64), "total"))
+        self._step.window.of_ranks = (self._step.window.of_ranks or 0.0) + total
+        if self._step.weight_unit is None and 0 < total < math.inf:  # a power of 2, which does not change the rounding
+            self._step.weight_unit = 2.0 ** round(math.log2(total / self._driver.data_world_size))
 
     def take_no_part(self, loss: Tensor) -> None:
         if self._held_back is None:
@@ -173,6 +193,11 @@ class SharedSync(RankSync):
         listeners = self._hooks.by_moment
         may_skip = self._by_hand or listeners.get(Callback.on_batch_start) or listeners.get(Callback.on_before_backward)
         return self._progress.batches_per_epoch is not None and not may_skip
+
+    @property
+    def _announces_at_loss(self) -> bool:
+        """Whether a batch is announced when its loss is known."""
+        return self._drops or self._weighs
 
     @property
     def _announces_late(self) -> bool:
@@ -200,7 +225,7 @@ class SharedSync(RankSync):
     def _announce(self) -> None:
         """Start the exchange for a batch, unless this is a quiet step."""
         progress = self._progress
-        if self._silence.covers(progress.step):
+        if self._silence.covers(progress.step) and not self._weighs:
             return
         may_speak = self._may_speak()
         quiet = 0 if may_speak else self._next_call(asking=False) - progress.step - 2
@@ -214,26 +239,34 @@ class SharedSync(RankSync):
             self._step.dropped and self._driver.counts,
         ]
         self._samples = self._tokens = 0
-        self._announced = self._driver.reduce_later(torch.tensor([*flags, *Silence.votes(quiet)]))
+        own = [*flags, *Silence.votes(quiet), self._weight is not None, self._weight or 0]
+        self._weight = None
+        self._announced = self._driver.reduce_later(torch.tensor(own, dtype=torch.float64 if self._weighs else torch.int64))
 
     def _summed(self) -> tuple[int, int]:
         """Return the samples and the tokens in the announced batches of all ranks."""
         self._collect()
         self._count_outputs()
-        if self._announces_late or (self._drops and self._announced is None):
+        if self._announces_late or (self._announces_at_loss and self._announced is None):
             self._announce()
         if self._announced is None:
             self._leave_sent, self._quiet = False, True
             return 0, 0
-        samples, tokens, leave, may_speak, passed_ns, drops, *votes = self._announced().tolist()
+        samples, tokens, leave, may_speak, passed_ns, drops, *votes, weighed, weight = self._announced().tolist()
         self._announced = None
         self._step.drops = int(drops)
         self._step.window.left_out += int(drops)
         self._leave_sent, self._quiet = bool(leave), not may_speak
         ranks, progress = self._driver.world_size, self._progress
+        if weighed:
+            self._step.window.of_ranks = (self._step.window.of_ranks or 0.0) + weight
+            if weighed < ranks:
+                raise LossError(
+                    "outputs['weight'] is there on some ranks only; either all batches of a step report it, or none"
+                )
         if isinstance(progress, SharedProgress):
             progress.agree(passed_ns / ranks / 1e9)
-        if leave or self._exact:
+        if leave or self._exact or self._weighs:
             votes = [0] * len(votes)
         self._silence.measure(progress.step, progress.elapsed_s)
         self._silence.agree(votes, ranks, progress.step + 1)

@@ -65,6 +65,7 @@ class StepState:
     __slots__ = (
         *("batch", "counted", "derived", "discarded", "dropped", "drops", "in_update", "last_window", "left", "left_out"),
         *("may_skip", "most", "next_change", "outputs", "owner", "run", "skipping", "updated", "updates", "updating", "window"),
+        "weight_unit",
     )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
@@ -73,6 +74,8 @@ class StepState:
         """The accumulation windows of the current step and of the last one."""
         self.most: int = self.window.size
         """The most batches that a step of the run has."""
+        self.weight_unit: float | None = None
+        """What loss scales of several ranks assume as the weight of each batch, in the whole run."""
         self.next_change: float = math.inf
         """The number of complete steps at which the size of the windows may change."""
         self.batch: Any = None

@@ -27,18 +27,22 @@ def backward(session: Session, outputs: Outputs, window: AccumulationWindow | No
     session.sync.agree_on_skip(Callback.on_before_backward)
     if step.skipping:
         return
-    session.sync.before_backward()
+    weight = dict.get(outputs, "weight")
+    unit = session.sync.before_backward(weight)
     if step.dropped and session.own_loop:
         return
-    loss, weight = checked_loss(outputs["loss"], session.model), dict.get(outputs, "weight")
+    loss = checked_loss(outputs["loss"], session.model)
     if step.dropped and window is not None:
-        window.leave_out(loss, weight)
+        window.leave_out(loss, weight, unit)
         session.sync.take_no_part(loss)
         hooks.on_after_backward(run, outputs)  # as on the other ranks, which may communicate there
         return
-    scale = 1.0 if window is None else window.add(loss, weight)
-    if type(scale) is not float or scale:  # 0 times a gradient that is NaN is NaN, so a weight of 0 needs no backward pass
+    scale = 1.0 if window is None else window.add(loss, weight, unit)
+    # 0 times a gradient that is NaN is NaN, so a batch of weight 0 has no backward pass, if the other ranks can do without it.
+    if type(scale) is not float or scale or (unit is not None and not session.driver.adds_nothing):
         session.precision.backward(loss, scale)
+    elif unit is not None:
+        session.sync.take_no_part(loss)
     hooks.on_after_backward(run, outputs)
 
 

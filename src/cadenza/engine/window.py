@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ class AccumulationWindow:
     """
 
     __slots__ = (
-        *("_by_hand", "_first_weight", "_mean_over_ranks", "_scale", "_taken", "applied", "left_out", "losses", "seen"),
-        *("size", "unreduced", "weights"),
+        *("_by_hand", "_first_weight", "_mean_over_ranks", "_scale", "_taken", "applied", "left_out", "losses", "of_ranks"),
+        *("seen", "size", "unreduced", "weights"),
     )
 
     def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None, *, by_hand: bool = False) -> None:
@@ -47,14 +48,21 @@ class AccumulationWindow:
         self.losses: list[Tensor] = []
         self.weights: list[float | Tensor] = []
         self._first_weight: float | Tensor | None = None
+        self.of_ranks: float | None = None
+        """The sum of the weights of all ranks, if it is exchanged with the batches."""
 
     def resume(self, losses: list[Tensor]) -> None:
         """Continue after the batches with these losses, which a checkpoint has counted."""
         self.clear()
         self.losses, self.seen, self._taken = losses, len(losses), len(losses)
 
-    def add(self, loss: Tensor, weight: float | Tensor | None) -> float | Tensor:
+    def add(self, loss: Tensor, weight: float | Tensor | None, unit: float | None = None) -> float | Tensor:
         """Add a batch and return its loss scale. The loss is stored without its graph, which would keep activations alive.
+
+        Args:
+            loss: The loss of the batch.
+            weight: Its weight.
+            unit: What loss scales assume as the weight of each batch, the same on all ranks. None: the mean of the first ones.
 
         Raises:
             LossError: Some batches of the step have a weight, and others have none.
@@ -65,9 +73,11 @@ class AccumulationWindow:
         self._taken += 1
         if weight is None:
             return self._scale
-        if not isinstance(weight, Tensor) or weight.is_cpu:  # all numbers on the host are treated alike
-            weight = float(weight)
-        if self._first_weight is None:
+        if (on_host := number_on_host(weight)) is not None:
+            weight = on_host
+        if self._first_weight is None and unit is not None:
+            self._first_weight = unit
+        elif self._first_weight is None:
             first = weight + (weight == 0)  # a batch of weight 0, such as one of padding only, cannot be the reference
             # The gradients of all ranks are added before they are corrected.
             self._first_weight = 1.0 if self._by_hand else self._mean(first, loss)
@@ -78,12 +88,12 @@ class AccumulationWindow:
         """Return the loss scale of a batch that was added."""
         return self._scale if self._first_weight is None else self.weights[index] / (self._first_weight * self.size)
 
-    def leave_out(self, loss: Tensor, weight: float | Tensor | None) -> None:
+    def leave_out(self, loss: Tensor, weight: float | Tensor | None, unit: float | None = None) -> None:
         """Leave out a batch on this rank, which takes part in the exchanges of the others as if its weight were 0."""
         if weight is None:
             self._taken += 1
         else:
-            self.add(loss, 0.0)
+            self.add(loss, 0.0, unit)
 
     def counts(self, ranks: int = 1) -> bool:
         """Return whether a batch of any rank counts."""
@@ -105,7 +115,7 @@ class AccumulationWindow:
             return self.size * ranks / (self._taken * ranks - self.left_out)
         if self._first_weight is None:
             return self.size / len(self.losses)
-        total = self._mean(sum(self.weights), self.losses[0])
+        total = self._mean(sum(self.weights), self.losses[0]) if self.of_ranks is None else self.of_ranks / ranks
         return self._first_weight * self.size / (total + (total == 0))
 
     def _mean(self, weight: float | Tensor, like: Tensor) -> float | Tensor:
@@ -118,6 +128,11 @@ class AccumulationWindow:
         """Return the (weighted) mean loss of the batches so far, shape (), without graph; None before the first batch."""
         losses, weights = self.losses, self.weights  # read once: a progress bar calls this from another thread
         return mean_loss(losses, weights) if losses else None
+
+
+def number_on_host(weight: Any) -> float | None:
+    """Return a weight as a number; None if there is none, or if it is on a device, which would have to be waited for."""
+    return None if weight is None or (isinstance(weight, Tensor) and not weight.is_cpu) else float(weight)
 
 
 def mean_loss(losses: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:

@@ -334,13 +334,16 @@ class _Sequential(ResumableLoader):
                 "fit(resume=..., replay=True)."
             )
         shard, own = self.shard.at_round(skip)
-        batches = _seeded(self._read, self._seed, epoch, 0, shard, consumed=shard.consumed_batches)
+        ahead = isinstance(self._loader, DataLoader) and self._loader.num_workers > 0  # which read ahead anyway
+        batches = _seeded(self._read, self._seed, epoch, 0, shard, consumed=shard.consumed_batches, ahead=ahead)
         for _ in range(own):
             next(batches, None)
         return self.counted(batches)
 
 
-def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int, shard: Shard, *, consumed: int = 0) -> Iterator[Any]:
+def _seeded(
+    loader: Iterable[Any], seed: int, epoch: int, skip: int, shard: Shard, *, consumed: int = 0, ahead: bool = False
+) -> Iterator[Any]:
     """Yield the batches of this rank from its number `skip` on. The random numbers of each batch depend on its index alone.
 
     `loader` stands at the next batch, except for `consumed` batches of other world sizes, which must still be read.
@@ -348,7 +351,8 @@ def _seeded(loader: Iterable[Any], seed: int, epoch: int, skip: int, shard: Shar
     # Every rank reads all batches of a loader that Cadenza shards, and keeps its own.
     first = shard.consumed_batches - consumed + skip * shard.world_size if shard.share_data else skip
     index_of = int if shard.share_data else shard.global_index
-    return shard.shard_batches(islice(_with_seeds(loader, seed, epoch, count(first), index_of), consumed, None))
+    batches = _with_seeds(loader, seed, epoch, count(first), index_of)
+    return shard.shard_batches(islice(batches, consumed, None), ahead=ahead)
 
 
 def _with_seeds(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -12,6 +12,11 @@ from torch.utils.data import IterableDataset
 from cadenza.errors import DataError
 from cadenza.loading.loaders import is_of
 from cadenza.status.counting import counted
+
+
+def _alone(flag: bool) -> Callable[[], int]:
+    return lambda: int(flag)
+
 
 Consumed = tuple[tuple[int, int], ...]
 """The consumed part of an epoch, in order: pairs ``(world size, rounds)``. A round is one batch on each rank."""
@@ -33,6 +38,8 @@ class Shard:
     """Returns whether a flag is true on any rank. Every rank must call it."""
     least: Callable[[int], int] = int
     """Returns the least of the numbers of all ranks. Every rank must call it."""
+    count_later: Callable[[bool], Callable[[], int]] = field(default=_alone, repr=False)
+    """Starts to count the ranks with a true flag; returns a function that waits for their number. Every rank must call both."""
     share_data: bool = True
     """Whether Cadenza shards the loader. False: the loader of each rank yields only the shard of this rank."""
     even: bool = True
@@ -128,24 +135,26 @@ class Shard:
             batches = _remaining(batches, world_size, done)
         return _rounds(batches, self.world_size)
 
-    def shard_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of this rank. In training, an incomplete last round is dropped."""
+    def shard_batches(self, batches: Iterator[Any], *, ahead: bool = False) -> Iterator[Any]:
+        """Yield the batches of this rank. In training, an incomplete last round is dropped (`ahead`: see `until_any_ends`)."""
         if self.world_size == 1 or not self.share_data:
-            yield from self.until_any_ends(batches)
+            yield from self.until_any_ends(batches, ahead=ahead)
         else:
             while round_ := list(islice(batches, self.world_size)):
                 if len(round_) == self.world_size or (not self.even and self.rank < len(round_)):
                     yield round_[self.rank]
 
-    def until_any_ends(self, batches: Iterator[Any], length: int | None = None) -> Iterator[Any]:
+    def until_any_ends(self, batches: Iterator[Any], length: int | None = None, *, ahead: bool = False) -> Iterator[Any]:
         """Yield all batches. If the loaders are sharded already, training ends with the first rank that has no more batches.
 
         Otherwise the other ranks would wait for it in a collective. If the loaders of all ranks have a length, they exchange it
-        once. Otherwise they exchange before each batch whether one of them has no more, and wait.
+        once. Otherwise they exchange for each batch whether one of them has no more: with `ahead` while they train on the one
+        before, otherwise they wait.
 
         Args:
             batches: The batches of this rank.
             length: How many they are; None if that is not known.
+            ahead: Whether a batch may be read before the one before it is used.
 
         Raises:
             DataError: There are not as many batches as `length` says.
@@ -162,8 +171,15 @@ class Shard:
             if least == length and next(batches, none) is not none:
                 raise DataError(_WRONG_LENGTH.format(length=length, came="more"))
             return
-        while not self.any_rank((batch := next(batches, none)) is none):
-            yield batch
+        ends = self.any_rank((batch := next(batches, none)) is none)
+        while not ends:
+            if ahead:
+                arrives = self.count_later((following := next(batches, none)) is none)
+                yield batch
+                batch, ends = following, arrives() > 0
+            else:
+                yield batch
+                ends = self.any_rank((batch := next(batches, none)) is none)
 
 
 _WRONG_LENGTH = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -155,10 +156,12 @@ class ShardedStream(ResumableLoader):
         if skip and restored is not None and not self._replay:
             self._check_workers(restored)
             self._position = restored
-        batches = self.counted(self._read(epoch))
-        for _ in range(skip if self._replay else 0):
-            next(batches, None)
-        return batches if self.shard.world_size == 1 else self.shard.until_any_ends(batches)
+        batches = self._read(epoch)
+        for batch in islice(batches, skip if self._replay else 0):
+            self._position.reach(batch.position)
+        if self.shard.world_size > 1:
+            batches = self.shard.until_any_ends(batches, ahead=True)
+        return self.counted(self._reached(batches))
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self._position.to_plain()}
@@ -166,7 +169,13 @@ class ShardedStream(ResumableLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = StreamPosition.from_plain(state["stream"]) if "stream" in state else None
 
-    def _read(self, epoch: int) -> Iterator[CountedBatch]:
+    def _reached(self, batches: Iterator[_Placed]) -> Iterator[CountedBatch]:
+        """Yield the batches, and move the position: it is that of the batch in use, also if the next one was read ahead."""
+        for batch in batches:
+            self._position.reach(batch.position)
+            yield CountedBatch(batch.value, batch.samples)
+
+    def _read(self, epoch: int) -> Iterator[_Placed]:
         with isolated_rng(derive_seed(self._seed, epoch)):
             batches = iter(self._loader(epoch))
         while True:
@@ -174,8 +183,7 @@ class ShardedStream(ResumableLoader):
                 batch = next(batches, END)
             if batch is END:
                 return
-            self._position.reach(batch.position)
-            yield CountedBatch(batch.value, batch.samples)
+            yield batch
 
     def _loader(self, epoch: int) -> DataLoader[Any]:
         """Return a loader for an epoch. Its workers start with the epoch and with the position."""
