@@ -103,11 +103,11 @@ BAR: dict[str, Any] = {"interval_s": 60}
 @pytest.mark.parametrize(
     "callbacks",
     [
-        lambda: [ProgressBar("plain", **BAR), LogTraining("50 steps")],
-        lambda: [LogTraining(50), Ema(), ClipGradients(1.0), LearningRate(lambda one: StepLR(one, 10)), Console()],
+        lambda: [ProgressBar("plain", **BAR), LogTraining("40 steps")],
+        lambda: [LogTraining(40), Ema(), ClipGradients(1.0), LearningRate(lambda one: StepLR(one, 10)), Console()],
         lambda: [
-            LogTraining(50),
-            ClipGradients(1.0, log="norm", log_every=50),
+            LogTraining(40),
+            ClipGradients(1.0, log="norm", log_every=40),
             on(Callback.on_batch_end, every=40)(print_none),
         ],
     ],

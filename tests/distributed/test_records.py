@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cadenza import Callback, Run, on
+from cadenza.callbacks import LogTraining
+from cadenza.engine.session import session_of
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Text
 from cadenza.testing import launch
+from tests.distributed.parts import loader, squared_error, trainer
 from tests.distributed.parts import own_rank as rank
-from tests.distributed.parts import trainer
 
 
 def test_records_hold_the_mean_over_all_ranks_and_are_written_once(tmp_path: Path) -> None:
@@ -116,3 +119,28 @@ def test_marks_of_names_are_alike_only_for_the_same_names() -> None:
     assert told("a", "b") == told("a", "b")
     assert told("a", "b") != told("b", "a") != told("ab") != told("a")
     assert told("a", "b\nc") != told("a\nb", "c")
+
+
+@pytest.mark.parametrize("number_format", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_loss_in_a_record_has_the_bits_of_the_mean_over_ranks(number_format: torch.dtype) -> None:
+    """As a replay computes it."""
+
+    def losses() -> tuple[list[float], list[float]]:
+        seen: list[float] = []
+
+        @on(Callback.on_step_end)
+        def see(run: Run) -> None:
+            mean = session_of(run).sync.mean_loss()
+            assert mean is not None
+            seen.append(mean.item())
+
+        def compute(model: Any, batch: Any) -> Tensor:
+            return squared_error(model, batch).to(number_format) * 10.0 ** rank()
+
+        run = trainer(loader(4 * 3 * 6), max_epochs=1, compute_loss=compute, callbacks=[LogTraining(1), see]).fit()
+        return [value for _, value in run.history["train/loss"]], seen
+
+    (logged, seen), *others = launch(losses, ranks=3)
+    assert len(set(logged)) == 6
+    assert logged == seen
+    assert [(logged, seen)] * 2 == others

@@ -155,40 +155,19 @@ def test_ranks_exchange_nothing_in_steps_of_callbacks_that_only_update(monkeypat
     class Count(Mark):
         _reads_totals = False
 
-    def exchanges() -> tuple[int, int]:
+    def exchanges() -> tuple[int, int, int]:
         watched = Watched()
         count = Count(watched)
         run = trainer(loader(4 * 2 * 100), max_epochs=1, callbacks=[count, *usual], directory=tmp_path / "run").fit()
         assert run.progress.step == 100
         assert [step for step, _ in run.history["train/loss"]] == [50, 100]
         assert run.progress.samples == 800
-        return watched.started, count.started[99] - count.started[51]
+        return watched.started, count.started[50] - count.started[49], count.started[99] - count.started[51]
 
-    for at_all, between_records in launch(exchanges):
+    for at_all, with_record, between_records in launch(exchanges):
         assert at_all < 70  # many of them at the start and at the end
+        assert with_record == 2  # with the batch, and at the end of the step: the loss is in the record
         assert between_records == 0  # the quiet window ends where the next record is due
-
-
-def quiet_steps(expected: Sequence[float], pace_s: float) -> list[int]:
-    """Return the steps of a quiet window, of ranks that expect so many steps without a call, after step 1."""
-    window = silence.Silence()
-    window.measure(1, pace_s)
-    votes = [sum(each) for each in zip(*map(window.votes, expected), strict=True)]
-    window.agree(votes, len(expected), first=2)
-    return [step for step in range(2, 200) if window.covers(step)]
-
-
-def test_a_quiet_window_of_ranks_that_expect_the_same_ends_at_the_next_call() -> None:
-    assert quiet_steps([47, 47], 0.001) == [*range(2, 49)]
-    assert quiet_steps([1, 1], 0.001) == [2]
-    assert quiet_steps([0, 0], 0.001) == quiet_steps([-1, -1], 0.001) == []
-    assert quiet_steps([math.inf, math.inf], 0.01) == [*range(2, 27)]  # 25 steps take a quarter of a second
-
-
-def test_a_quiet_window_of_ranks_that_differ_suits_each_of_them() -> None:
-    assert quiet_steps([47, 9], 0.001) == quiet_steps([9, 8, math.inf], 0.001) == [*range(2, 10)]
-    assert quiet_steps([47, 1], 0.001) == []
-    assert quiet_steps([200, 130], 0.01) == [*range(2, 27)]
 
 
 @pytest.mark.parametrize("kind", ["sampler", "list", "tensors"])

@@ -97,7 +97,7 @@ class LogTraining(Callback):
         prefix = self.prefix
         values: dict[str, Any] = {}
         for name in self.outputs:
-            value = session_of(run).sync.mean_loss() if name == "loss" else self._output(run, name)
+            value = session_of(run).sync.loss_to_log() if name == "loss" else self._output(run, name)
             if value is not None:
                 values[f"{prefix}/{name}"] = value
         if self.lr:

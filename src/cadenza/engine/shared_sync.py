@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
+from cadenza.engine import rank_loss
 from cadenza.engine.accumulating import units_of
 from cadenza.engine.outputs import count_in
 from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress
@@ -27,7 +28,6 @@ from cadenza.hooks.moments import Callback, Moment
 from cadenza.hooks.parts import lengths_in
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.metric_buffer import MetricBuffer
-from cadenza.records.scalars import as_number, quotient, widened
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters, Progress
 
@@ -358,16 +358,11 @@ class SharedSync(RankSync):
         return self.requests.stop or self.requests.signalled  # a signal is recorded when all ranks know of it
 
     def mean_loss(self) -> Tensor | None:
-        own, reduce, window = super().mean_loss(), self._driver.reduce, self._step.last_window
-        uneven = self._by_hand or window.left_out > 0  # ranks may have different numbers of batches
-        if self._driver.world_size == 1 or (own is None and not uneven):
-            return own
-        if not self._by_hand and not window.counts(self._driver.data_world_size):
-            return None
-        own = torch.zeros((), device=self._driver.device) if own is None else widened(own)
-        weight = as_number(window.total if window.weights or uneven else 1.0, own.device, own.dtype)
-        total = reduce(torch.stack([own * weight, weight]), "sum")
-        return quotient(total[0], total[1])
+        return rank_loss.mean_over_ranks(self._step.last_window, self._driver, by_hand=self._by_hand)
+
+    def loss_to_log(self) -> Tensor | None:
+        window = self._step.last_window
+        return window.mean_loss() if rank_loss.is_number(window, by_hand=self._by_hand) else self.mean_loss()
 
     def _exchange_requests(self) -> None:
         requests = self.requests
