@@ -50,6 +50,14 @@ def test_every_training_ends_with_the_weights_of_the_loop_by_hand(worker: Any, r
         assert cell["apart"] == 0
 
 
+def test_each_flipped_bit_is_found_and_a_clean_step_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    replay_check = importlib.import_module("replay_check")
+    assert replay_check.found(["gradient"], 5) == (5, 5, True)
+    assert replay_check.alarms(5) == (5, 0)
+    assert replay_check.cost(40, 8)[1] > 0
+
+
 def test_loops_of_ones_own_end_with_the_weights_of_the_loop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     own_loops = importlib.import_module("own_loops")

@@ -221,3 +221,18 @@ def test_a_disk_that_rejects_capsules_is_reported_and_the_run_goes_on(tmp_path: 
     run = tiny_run(loader=loader, directory=tmp_path, callbacks=[Capsule(most=2)])
     assert run.progress.step == 6
     assert caplog.text.count("could not be written") == 2
+
+
+def test_a_step_fn_has_no_second_pass_and_the_batch_is_searched_all_the_same(tmp_path: Path) -> None:
+    def step(run: Run, batch: Any) -> dict[str, Tensor]:
+        loss = nn.functional.mse_loss(run.model(batch[0]), batch[1])
+        run.backward(loss)
+        run.update()
+        return {"loss": loss}
+
+    loader = tiny_loader()
+    loader[3][1][1] = math.inf
+    tiny_run(step_fn=step, loader=loader, directory=tmp_path, callbacks=[Capsule()])
+    facts = facts_of_capsule(capsules_in(tmp_path)[0])
+    assert (facts["step"], facts["tensor"], facts["guilty_samples"]) == (4, "batch[1] is inf, first at index (1, 0)", [1])
+    assert facts["module"] is None

@@ -16,7 +16,18 @@ from torch import nn
 
 import cadenza
 from cadenza import Callback, Evaluation, History, Listener, Monitor, Record, Run, Trainer, on
-from cadenza.callbacks import ClipGradients, EarlyStopping, Ema, Evaluate, LogTraining, OmitFrozen, Profile, Warmup
+from cadenza.callbacks import (
+    Capsule,
+    Checkpoint,
+    ClipGradients,
+    EarlyStopping,
+    Ema,
+    Evaluate,
+    LogTraining,
+    OmitFrozen,
+    Profile,
+    Warmup,
+)
 from cadenza.drivers import TensorParallel
 from cadenza.hooks import HeldWeights
 from cadenza.loading import Mixture, Shard, TensorBatches, resumable
@@ -25,9 +36,10 @@ from cadenza.status.counting import counted
 from cadenza.status.markup import notebook_table
 from cadenza.status.shown import brief
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
+from cadenza.timetravel import Difference, replay_capsule, replay_step, what_if
 from tests.callbacks.test_contract import FACTORIES
 
-PACKAGES = ["callbacks", "drivers", "hooks", "loading", "records", "sinks", "testing"]
+PACKAGES = ["callbacks", "drivers", "hooks", "loading", "records", "sinks", "testing", "timetravel"]
 TABLES = {"Calendar", "Plan", "Timings"}  # their repr is the table that print shows
 NO_OBJECT = {"Callback", "HoldsWeights", "Driver", "Sink", "Phase", "Schedule", "Hooks"}  # bases and tables, shown below
 OF_SEVERAL_PROCESSES = {"DdpDriver", "FsdpDriver"}
@@ -48,12 +60,13 @@ def run() -> Run:
 
 
 @pytest.fixture(scope="module")
-def objects(run: Run) -> dict[str, Any]:
+def objects(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One object of each public class that is no callback."""
     trainer = tiny_trainer(callbacks=[Evaluate(tiny_loader())])
     plan = trainer.plan()
     values = torch.zeros(3, 8, 8)
     return {
+        **of_time_travel(tmp_path_factory.mktemp("run")),
         "Audio": cadenza.Audio(torch.zeros(100), 8000),
         "At": cadenza.At("3 epochs"),
         "Between": cadenza.Between("1 epoch", "50%"),
@@ -99,6 +112,23 @@ def objects(run: Run) -> dict[str, Any]:
         "Trainer": trainer,
         "supervised": cadenza.supervised(nn.MSELoss()),
     }
+
+
+def of_time_travel(directory: Path) -> dict[str, Any]:
+    loader = tiny_loader()
+    loader[3][0][1] = math.nan
+    trainer = tiny_trainer(
+        loader=loader, seed=1, directory=directory, callbacks=[Capsule(), Checkpoint("2 steps", keep_last=None)]
+    )
+    trainer.fit()
+    with replay_step(trainer, directory, 3) as again:
+        return {
+            "Answer": what_if(directory, [Checkpoint("1 step")]),
+            "Answers": what_if(directory, lambda last: [Checkpoint("1 step", keep_last=last)], last=[1, 2]),
+            "Difference": Difference(3, "train/loss", 0.5, 0.25),
+            "RepeatedStep": replay_capsule(trainer, directory),
+            "Replay": again,
+        }
 
 
 def public_classes() -> set[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
 from cadenza.checkpoint.capsules import FOLDER, write_capsule
 from cadenza.drivers.sharding import is_sharded
-from cadenza.engine.locating import Located, locate
+from cadenza.engine.locating import Located, locate, located_in
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.statistics import Statistics
 from cadenza.engine.trial import undone
@@ -62,8 +62,9 @@ class Capsule(Callback):
     themselves, the newest finite copy is taken of those that `weights` makes on the host. The capsule then holds the step after
     the copy. If that step is not among the `last` ones, the capsule holds the present step, and is marked as not exact.
 
-    Each rank watches its own loss, and writes a capsule of its own: ``step-00000120-rank1``. With FSDP, the weights and the
-    second pass are left out; with a ``step_fn`` or a loop of your own, the second pass.
+    Each rank watches its own loss, and writes a capsule of its own: ``step-00000120-rank1``. With FSDP and tensor
+    parallelism, the weights and the second pass are left out; with a ``step_fn`` or a loop of your own, the second pass. Then
+    only the batches are searched for numbers that are not finite.
 
     The check waits for the forward pass once a step, not for the backward pass. The batches of the `last` steps stay in memory.
     The RNG state is that of its ``on_batch_start``: callbacks that draw random numbers there must stand before it.
@@ -207,8 +208,8 @@ class Capsule(Callback):
                 or not all(math.isfinite(loss) for loss in facts["losses"])
                 or weights is not None
             )
-            located = self._located(session, step, weights, facts) if broken and (exact or weights is not None) else None
-            facts |= {} if located is None else self._found(session, step, located)
+            located = self._located(session, step, weights, facts, known=exact or weights is not None) if broken else Located()
+            facts |= self._found(session, step, located)
             name = f"step-{step.number:08d}{f'-rank{run.driver.rank}' if run.driver.world_size > 1 else ''}"
             assert run.info.directory is not None, "checked in on_setup"
             path, facts = _written(run.info.directory / FOLDER, name, facts, self._state(session, step, weights))
@@ -220,7 +221,7 @@ class Capsule(Callback):
         data = {"path": f"{FOLDER}/{path.name}", **{name: facts.get(name) for name in names}}
         self._written.append(data)
         decide(run, "capsule written", why, data=data)
-        where = f"; first not finite: {facts['module'] or facts['parameter']}" if located is not None and located.found else ""
+        where = f"; first not finite: {facts['module'] or facts['parameter'] or facts['tensor']}" if located.found else ""
         samples = f", samples {facts['guilty_samples']}" if facts.get("guilty_samples") else ""
         run.warn(f"step {step.number}: {why}{where}{samples}. Written to {path}; see: cadenza capsule {run.info.directory}")
 
@@ -242,11 +243,14 @@ class Capsule(Callback):
         return None, step, in_memory
 
     def _located(
-        self, session: Session, step: _Step, weights: dict[str, Tensor] | None, facts: dict[str, Any]
-    ) -> Located | None:
-        """Repeat the forward and backward passes of a step on the user's own module, and restore everything after it."""
-        if session.step_fn is not None or session.own_loop or not step.batches:
-            return None
+        self, session: Session, step: _Step, weights: dict[str, Tensor] | None, facts: dict[str, Any], *, known: bool
+    ) -> Located:
+        """Repeat the forward and backward passes of a step on the user's own module, and restore everything after it.
+
+        If this process does not know the weights, or how the losses are computed, look at the batches alone.
+        """
+        if not known or session.step_fn is not None or session.own_loop:
+            return located_in(step.batches)
         with undone(session):
             if weights is not None:
                 session.module.load_state_dict(weights, strict=False)
@@ -258,7 +262,7 @@ class Capsule(Callback):
                 )
             except Exception as failed:  # such as a loss function that reads something once
                 facts["second_pass"] = f"{type(failed).__name__}: {failed}"
-                return None
+                return located_in(step.batches)
 
     def _state(self, session: Session, step: _Step, weights: dict[str, Tensor] | None) -> dict[str, Any]:
         if weights is None and not any(is_sharded(one) for one in session.module.parameters()):

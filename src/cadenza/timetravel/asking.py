@@ -21,7 +21,7 @@ from cadenza.timetravel.playing import Played, check_playable, play
 from cadenza.timetravel.recording import Recording
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Answer:
     """What callbacks would have decided in a recorded run. `what_if` returns it; print it."""
 
@@ -36,6 +36,10 @@ class Answer:
     decisions: Sequence[Decision]
     """All decisions, in order."""
 
+    def __repr__(self) -> str:
+        end = "not stopped" if self.stopped is None else f"stopped by {self.stopped.who}"
+        return f"<Answer: {end}, step {self.step}, {counted(len(self.kept), 'checkpoint')} kept>"
+
     def __str__(self) -> str:
         lines = [str(self.stopped) if self.stopped else f"not stopped in the {counted(self.step, 'recorded step')}"]
         lines += [f"{name}: {', '.join(rules)}" for name, rules in self.kept.items()]
@@ -43,7 +47,7 @@ class Answer:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Answers:
     """The answers for each combination of settings. `what_if` returns it for a grid; print it as a table."""
 
@@ -58,6 +62,9 @@ class Answers:
 
     def __getitem__(self, index: int) -> tuple[Mapping[str, Any], Answer]:
         return self.rows[index]
+
+    def __repr__(self) -> str:
+        return f"<Answers: {counted(len(self.rows), 'row')}>"
 
     def __str__(self) -> str:
         names = list(self.rows[0][0])

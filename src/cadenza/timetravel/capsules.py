@@ -19,7 +19,7 @@ from cadenza.optim.extra_parameters import modules_of
 from cadenza.status.plain import same
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RepeatedStep:
     """What `replay_capsule` returns."""
 
@@ -42,6 +42,11 @@ class RepeatedStep:
     def same(self) -> bool:
         """Whether the losses are equal to the recorded ones to the bit."""
         return same([*self.losses], [*self.recorded[: len(self.losses)]])
+
+    def __repr__(self) -> str:
+        found = self.located.module or self.located.parameter or self.located.tensor
+        where = f", first not finite: {found}" if found else ""
+        return f"<RepeatedStep: step {self.step}, {'same losses' if self.same else 'other losses'}{where}>"
 
 
 def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
