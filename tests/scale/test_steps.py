@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler
 
-from cadenza import Callback, Run, on
+from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import (
     Checkpoint,
     ClipGradients,
@@ -123,13 +123,17 @@ LISTS: dict[str, Callable[[], list[Callback]]] = {
 
 
 def plain_steps(
-    make: Callable[[], list[Callback]], folder: Path, data: Any = None, **arguments: Any
+    make: Callable[[], list[Callback]],
+    folder: Path,
+    data: Any = None,
+    train: Callable[[Trainer], object] = Trainer.fit,
+    **arguments: Any,
 ) -> tuple[list[int], list[int]]:
     """Return for each of the steps 5 to 10 of an epoch how often this rank waited, and how many collectives it started."""
     watched = Watched()
     mark = Mark(watched)
     data = loader(4 * 2 * 12) if data is None else data
-    trainer(data, max_epochs=1, callbacks=[mark, *make()], directory=folder, **arguments).fit()
+    train(trainer(data, max_epochs=1, callbacks=[mark, *make()], directory=folder, **arguments))
     waited, started = (numbers[4:10] for numbers in (mark.waited, mark.started))
     return _differences(waited), _differences(started)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from cadenza import Callback, Run, on
-from cadenza.callbacks import Checkpoint
-from cadenza.drivers import DdpDriver
+from cadenza import Callback, Run, Trainer, on
+from cadenza.callbacks import Checkpoint, StopOnNonFinite
+from cadenza.drivers import DdpDriver, FsdpDriver
 from cadenza.engine.session import session_of
 from cadenza.errors import LossError
 from cadenza.hooks.schedule import Every, Schedule, When
@@ -38,7 +39,7 @@ class Logs(Skips):
     skips = False
 
 
-def scheduled(function: Callable[[Run], bool]) -> Callback:
+def scheduled(function: Callable[[Run], bool] | Schedule) -> Callback:
     return on(Callback.on_step_end, every=function)(lambda run: None)
 
 
@@ -48,20 +49,62 @@ def weighted(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return {"loss": squared_error(model, batch) * (1.0 if weight else math.nan), "weight": weight}
 
 
-CASES: dict[str, tuple[int, int, Callable[[], list[Callback]], dict[str, Any]]] = {
-    "two schedules that are functions": (0, 4, lambda: [scheduled(never), Checkpoint(never)], {}),
-    "a callback that may skip": (2, 4, lambda: [Skips()], {}),
-    "a callback that skips nothing": (0, 2, lambda: [Logs()], {}),
-    "weights": (0, 1, list, {"compute_loss": weighted}),
+def own_step(run: Run, batch: Batch) -> Tensor:
+    loss = squared_error(run.model, batch)
+    run.backward(loss)
+    run.update()
+    return loss.detach()
+
+
+def own_loop(one: Trainer, compute_loss: Callable[..., Any] = squared_error) -> None:
+    for step in one.steps():
+        for batch in step:
+            step.backward(step.forward(compute_loss, batch))
+
+
+def sharded() -> dict[str, Any]:
+    return {"driver": FsdpDriver("cpu", timeout_s=100)}
+
+
+def own_weights() -> dict[str, Any]:
+    data = loader(4 * 2 * 12, shuffle=False)  # no step in which both ranks have a batch of weight 0
+    return {"compute_loss": None, "train": partial(own_loop, compute_loss=weighted), "data": data}
+
+
+Case = tuple[int, Callable[[], list[Callback]], Callable[[], dict[str, Any]]]
+OWN_STEP: dict[str, Any] = {"compute_loss": None, "step_fn": own_step}
+OWN_LOOP: dict[str, Any] = {"compute_loss": None, "train": own_loop}
+CASES: dict[str, Case] = {  # with one more for loops of one's own and a step_fn with DDP: their reduction of gradients
+    "two schedules that are functions": (0, lambda: [scheduled(never), Checkpoint(never)], dict),
+    "a function and a length": (0, lambda: [scheduled(When(never) & Every("100 steps"))], dict),
+    "a function or a length": (1, lambda: [scheduled(When(never) | Every("100 steps"))], dict),
+    "a callback that may skip": (2, lambda: [Skips()], dict),
+    "a callback that skips nothing": (0, lambda: [Logs()], dict),
+    "weights": (0, list, lambda: {"compute_loss": weighted}),
+    "FSDP with weights": (0, list, lambda: {"compute_loss": weighted, **sharded()}),
+    "FSDP and non-finite losses": (1, lambda: [StopOnNonFinite()], sharded),
+    "FSDP and non-finite gradients": (2, lambda: [StopOnNonFinite(gradients=True)], sharded),
+    "a step_fn": (1 + 2, list, lambda: OWN_STEP),
+    "a step_fn and non-finite losses": (1 + 3, lambda: [StopOnNonFinite()], lambda: OWN_STEP),
+    "a step_fn and FSDP": (0, list, lambda: {**OWN_STEP, **sharded()}),
+    "a loop": (1 + 1, list, lambda: OWN_LOOP),
+    "a loop with weights and non-finite losses": (1 + 1, lambda: [StopOnNonFinite()], own_weights),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_waits_of_a_plain_step_are_those_of_the_guide(name: str, tmp_path: Path) -> None:
-    expected, most, make, arguments = CASES[name]
-    for waited, started in launch(lambda: plain_steps(make, tmp_path / "run", **arguments)):
-        assert waited == [expected] * 5
-        assert max(started) <= most
+def test_the_waits_of_plain_steps_are_those_of_the_guide(tmp_path: Path) -> None:
+    def counted() -> dict[str, tuple[list[int], int]]:
+        found = {}
+        for name, (_, make, arguments) in CASES.items():
+            waited, started = plain_steps(make, tmp_path / name, **arguments())
+            found[name] = waited, max(started)
+        return found
+
+    for found in launch(counted):
+        assert {name: waited for name, (waited, _) in found.items()} == {
+            name: [waits] * 5 for name, (waits, *_) in CASES.items()
+        }
+        assert all(most - CASES[name][0] <= 4 for name, (_, most) in found.items())
 
 
 # -- weights ----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -108,7 +108,7 @@ class Driver(ABC):
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average over all ranks the gradients that were added in `no_sync`. Every rank must call this."""
 
-    def average_gradients(self, parameters: Iterable[Tensor]) -> None:  # noqa: B027  # one process has nothing to do
+    def average_gradients(self, parameters: Iterable[Tensor], also: Sequence[float] = ()) -> Sequence[float]:
         """Average over all ranks the gradients that no backward pass has reduced. Every rank must call this.
 
         These are the gradients of a ``step_fn`` with DDP, and those of parameters outside of the model. The ranks first
@@ -118,7 +118,12 @@ class Driver(ABC):
 
         Args:
             parameters: The same on all ranks, in the same order.
+            also: Numbers to sum over ranks in the first exchange; ranks that compute together count once.
+
+        Returns:
+            The sums of `also`.
         """
+        return also
 
     @abstractmethod
     def reduce(self, value: Tensor, how: Reduction = "mean") -> Tensor:

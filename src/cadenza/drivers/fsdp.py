@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -265,10 +265,11 @@ class FsdpDriver(GroupDriver):
 
         return _held_back(model) if isinstance(model, FSDPModule) else nullcontext()
 
-    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+    def average_gradients(self, parameters: Iterable[Tensor], also: Sequence[float] = ()) -> Sequence[float]:
         from torch.distributed.tensor import DTensor
 
-        super().average_gradients([one for one in parameters if not isinstance(one, DTensor)])  # FSDP has reduced the others
+        # FSDP has reduced the others.
+        return super().average_gradients([one for one in parameters if not isinstance(one, DTensor)], also)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         raise DistributedError(

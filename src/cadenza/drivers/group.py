@@ -6,7 +6,7 @@ import atexit
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -30,7 +30,6 @@ from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard
 
 _TREE_FROM = 16  # ranks: with fewer, the ring of gloo takes less time than messages that a thread of Python sends
-_NO_GRADIENT, _DENSE, _SPARSE = range(3)
 _LARGEST_EXCHANGE = 64 * 2**20  # bytes: the copies that an exchange needs take no more memory
 _CONTROL: WeakKeyDictionary[Any, dict[tuple[float, str], Any]] = WeakKeyDictionary()  # by default group
 _SUM = dist.ReduceOp.SUM
@@ -176,23 +175,25 @@ class GroupDriver(Driver):
     def data_shard(self) -> Shard:
         return replace(super().data_shard(), share_data=self.share_data)
 
-    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        held = list(parameters)
-        layouts = torch.tensor([_layout_of(parameter.grad) for parameter in held], dtype=torch.uint8)
-        if not held:
-            return
-        dist.all_reduce(layouts, dist.ReduceOp.MAX, group=self._hosts)
+    def average_gradients(self, parameters: Iterable[Tensor], also: Sequence[float] = ()) -> Sequence[float]:
+        held, sparse = list(parameters), self.world_size + 1  # a sum above the number of ranks: sparse on one of them
+        if not held and not also:
+            return also
+        own = [sparse if one.grad is not None and one.grad.is_sparse else one.grad is not None for one in held]
+        sums = torch.tensor([*(number * self.counts for number in also), *own], dtype=torch.float64)
+        dist.all_reduce(sums, group=self._hosts)
         dense: list[Tensor] = []
-        for parameter, layout in zip(held, layouts.tolist(), strict=True):
+        for parameter, layout in zip(held, sums[len(also) :].tolist(), strict=True):
             if layout and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
-            if layout == _DENSE and gradient is not None:
+            if 0 < layout < sparse and gradient is not None:
                 dense.append(gradient)
-            elif layout == _SPARSE and gradient is not None:
+            elif layout >= sparse and gradient is not None:
                 parameter.grad = gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
                 self._average(gradient)
         _exchange_flat(dense, self._average)
+        return sums[: len(also)].tolist()
 
     def _average(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
@@ -245,10 +246,6 @@ class GroupDriver(Driver):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.device)!r}, rank {self.rank} of {self.world_size})"
-
-
-def _layout_of(gradient: Tensor | None) -> int:
-    return _NO_GRADIENT if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
 
 
 def _exchange_flat(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from cadenza.drivers.sharding import locals_of
 from cadenza.engine.outputs import checked_loss
 from cadenza.engine.session import Session
-from cadenza.engine.window import AccumulationWindow
+from cadenza.engine.window import AccumulationWindow, number_on_host
 from cadenza.hooks.moments import Callback
 from cadenza.optim.parameters import distinct_gradients
 from cadenza.records.scalars import as_number
@@ -72,16 +72,17 @@ def complete_by_hand(session: Session) -> bool:
     A loop of the user's own calls the user's own module, so no gradient is reduced yet, and a rank may leave out batches.
     """
     window, driver = session.step.window, session.driver
-    batches, weighted = driver.reduce(
-        torch.tensor([len(window.losses), len(window.weights)], dtype=torch.float64), "sum"
-    ).tolist()
+    on_host = number_on_host(window.total) if window.weights else 0.0
+    own = [len(window.losses), len(window.weights), on_host or 0.0, on_host is None]
+    batches, weighted, total, on_device = driver.average_gradients(session.module.parameters(), own)
     if not batches:
         return False
-    driver.average_gradients(session.module.parameters())
     factor: float | Tensor = window.size * driver.data_world_size / batches
-    if weighted:
-        total = driver.reduce(as_number(window.total, driver.device, torch.float32))
-        factor = window.size / (total + (total == 0))
+    if on_device:
+        mean = driver.reduce(as_number(window.total, driver.device, torch.float32))
+        factor = window.size / (mean + (mean == 0))
+    elif weighted:
+        factor = window.size * driver.data_world_size / (total or driver.data_world_size)
     if (weighted or factor != 1.0) and (gradients := distinct_gradients(session.optimizers)):
         _multiply(session, gradients, factor)
     return True
