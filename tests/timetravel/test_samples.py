@@ -226,6 +226,28 @@ def test_with_replacement_a_list_and_a_killed_run(tmp_path: Path) -> None:
     assert (named.batches[0].unit, named.of_rank(0), read[12]) == ("batches", [4], [4.0, 4.0])
 
 
+def test_a_run_that_goes_on_from_the_last_step_of_an_epoch_describes_its_data_as_an_undisturbed_one(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    @on(Callback.on_epoch_end)
+    def kill(run: Run) -> None:
+        if run.progress.origin.step == 0:
+            raise Killed
+
+    def trainer(name: str, *more: Callback) -> Any:
+        return tiny_trainer(directory=tmp_path / name, epochs=2, seed=1, callbacks=[Checkpoint("1 step"), *more])
+
+    def described(name: str) -> Any:
+        return json.loads((tmp_path / name / "run.json").read_text())["data"]
+
+    with pytest.raises(Killed):
+        trainer("killed", kill).fit()
+    assert trainer("killed", kill).fit(resume="auto").progress.origin.batch_in_epoch > 0  # the epoch was not counted
+    trainer("whole").fit()
+    assert described("killed") == described("whole")
+
+
 def test_a_run_that_goes_on_names_its_steps_and_cannot_name_later_ones(tmp_path: Path) -> None:
     seen: list[Any] = []
 

@@ -122,7 +122,8 @@ class DataCourse:
         points = self.segments[-1].points if self.segments else None
         if points is None:
             return False  # the run has not begun
-        if points and points[-1].after(at.step) == (at.epoch, at.read) and points[-1][4:] == at[4:]:
+        # Before an epoch's end is carried out, the last batch of it is the same position as the first of the next.
+        if points and points[-1].after(at.step) == at.after(at.step) and points[-1][4:] == at[4:]:
             return False
         points.append(at)
         return True
