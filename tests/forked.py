@@ -7,7 +7,10 @@ what it imports. The process begins with the environment and the signal handlers
 from __future__ import annotations
 
 import os
+import runpy
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -59,3 +62,24 @@ def _work(output: Path, function: Callable[..., object], arguments: tuple[Any, .
         os.dup2(file.fileno(), 2)
     function(*arguments)
     sys.stdout.flush()
+
+
+def run(script: Path, *arguments: str | Path, folder: Path, **environment: str) -> str:
+    """Run a script in a folder, as ``python -W error`` would; return what it printed. It must end well."""
+    with tempfile.TemporaryDirectory() as its:
+        output, errors = Path(its, "output"), Path(its, "errors")
+        given = [str(script), *map(str, arguments)]
+        process = start(_as_main, given, folder, {**os.environ, **environment}, errors, output=output)
+        assert process.ended() == 0, errors.read_text(encoding="utf-8")
+        return process.said()
+
+
+def _as_main(arguments: list[str], folder: Path, environment: dict[str, str], errors: Path) -> None:
+    with errors.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    warnings.simplefilter("error")
+    sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).parent)
+    runpy.run_path(arguments[0], run_name="__main__")
