@@ -96,7 +96,9 @@ EXAMPLES: dict[str, Function[[Path], object]] = {
         lambda _: trainer(DataLoader(TensorDataset(INPUTS, LABELS), batch_size=9, drop_last=True)).fit()
     ),
     "directory ... already holds a run": lambda folder: held_back(folder).fit(),
-    "belongs to another run; nothing was restored": lambda folder: held_back(folder, model=nn.Linear(2, 5)).fit(resume="auto"),
+    "does not fit this trainer; nothing was restored": lambda folder: held_back(folder, model=nn.Linear(2, 5)).fit(
+        resume="auto"
+    ),
     "Checkpoint needs a folder": lambda _: trainer(callbacks=[Checkpoint(every="1 epoch")]).fit(),
     "'500 stps' is no schedule": lambda _: Checkpoint(every="500 stps"),
     "... watches 'eval/los', but ... will report only ['eval/loss']": (

@@ -150,7 +150,7 @@ def test_other_outputs_are_logged_by_name_and_each_group_has_its_rate() -> None:
 
 
 def test_outputs_given_as_one_text_are_an_error() -> None:
-    with pytest.raises(TypeError, match=r'outputs must be a sequence of names, such as \("loss",\); got the text \'loss\''):
+    with pytest.raises(TypeError, match=r'outputs must be a sequence of names, such as \("loss",\); got \'loss\''):
         LogTraining(outputs="loss")
 
 

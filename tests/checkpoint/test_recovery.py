@@ -154,7 +154,7 @@ def test_an_attempt_that_restores_nothing_leaves_the_outcome_of_a_finished_run(t
 
     make(2, "other", Checkpoint("2 steps")).fit()
     make(1, "run").fit()
-    with pytest.raises(CheckpointError, match="belongs to another run"):
+    with pytest.raises(CheckpointError, match="does not fit this trainer"):
         make(1, "run").fit(resume=at(tmp_path / "other", 5))
     assert make(1, "run").fit(resume="auto").progress.origin.step == 5
     assert facts(tmp_path / "run")["outcome"]["kind"] == "finished"

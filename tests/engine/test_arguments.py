@@ -305,7 +305,7 @@ def test_a_finished_run_of_another_model_is_an_error_with_the_differences(tmp_pa
     other = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
     before = {name: weight.clone() for name, weight in other.state_dict().items()}
     with pytest.raises(
-        CheckpointMismatchError, match=r"belongs to another run; nothing was restored\. .*0\.weight: saved nothing"
+        CheckpointMismatchError, match=r"does not fit this trainer; nothing was restored\. .*0\.weight: saved nothing"
     ):
         tiny_trainer(model=other, directory=tmp_path, callbacks=[Checkpoint()]).fit(resume="auto")
     assert all(torch.equal(before[name], weight) for name, weight in other.state_dict().items())

@@ -270,9 +270,8 @@ def test_replay_resumes_any_iterable_by_reading(workers: int) -> None:
 
 
 def test_without_replay_the_error_names_the_alternatives() -> None:
-    with pytest.raises(
-        DataError, match=r"batch 4 of an epoch.*DataLoader can only start at the beg.*StatefulDataLoader.*replay=True"
-    ):
+    reason = "a DataLoader over an IterableDataset can only start at the beg.*StatefulDataLoader.*replay=True"
+    with pytest.raises(DataError, match=rf"batch 4 of an epoch, but {reason}"):
         rest_of(loader_of(Stream()), 0, 3)
     assert len(rest_of(loader_of(Stream()), 2, 0)) == 6, "between two epochs no state is needed"
 

@@ -14,6 +14,7 @@ from cadenza.engine.session import session_of
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import check_real
 from cadenza.hooks.order import Phase
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
@@ -67,6 +68,8 @@ class ClipGradients(Callback, Compared):
         if (max_norm is None) == (max_value is None):
             raise ValueError(f"expected max_norm or max_value, not both; got max_norm={max_norm!r}, max_value={max_value!r}")
         for name, bound in (("max_norm", max_norm), ("max_value", max_value), ("norm_type", norm_type)):
+            if bound is not None:
+                check_real(name, bound)
             if bound is not None and not bound > 0:
                 raise ValueError(f"{name} must be greater than 0; got {bound!r}")
         if parameters is not None:

@@ -10,7 +10,7 @@ from cadenza.callbacks.best import BestCopy
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
 from cadenza.hooks.habits import STOPPING, answered, renamed
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.numbers import at_least
+from cadenza.hooks.numbers import at_least, check_real
 from cadenza.hooks.order import Phase
 from cadenza.optim.settings import Compared
 from cadenza.status.counting import counted
@@ -72,6 +72,7 @@ class EarlyStopping(Callback, Compared):
     ) -> None:
         self.patience: int = at_least(1, "patience", patience)
         self.ignore_first: int = at_least(0, "ignore_first", ignore_first)
+        check_real("min_delta", min_delta)
         if not min_delta >= 0:
             raise ValueError(f"min_delta must be 0 or more; got {min_delta!r}")
         owner = name or "EarlyStopping"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.numbers import at_least
+from cadenza.hooks.numbers import at_least, check_real
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.averaging import Averaging
@@ -52,6 +52,7 @@ class Ema(Averaging, Compared):
         name: str = "ema",
         use_at_end: bool = False,
     ) -> None:
+        check_real("decay", decay)
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
         super().__init__(name, self._weight_of_new_at, use_at_end=use_at_end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cadenza.engine.session import session_of
@@ -62,8 +62,8 @@ class LogTraining(Callback):
         flops: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
-        if isinstance(outputs, str):
-            raise TypeError(f'outputs must be a sequence of names, such as ("loss",); got the text {outputs!r}')
+        if isinstance(outputs, str) or not isinstance(outputs, Iterable):
+            raise TypeError(f'outputs must be a sequence of names, such as ("loss",); got {outputs!r}')
         self.every: Schedule = Schedule.parse(every)
         self.outputs: tuple[str, ...] = tuple(outputs)
         self.lr: bool = lr

@@ -17,6 +17,7 @@ import torch
 
 from cadenza.engine.rank_times import measure_waits, rank_times
 from cadenza.engine.session import session_of
+from cadenza.files.paths import local_text
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -199,7 +200,7 @@ class Profile(Callback):
                 self._write_trace(run, spans)
 
     def _write_trace(self, run: Run, spans: _Window) -> None:
-        path = self._path(run, "trace.json") if self.trace is True else self._path(run, os.fspath(self.trace or ""), own=False)
+        path = self._path(run, "trace.json") if self.trace is True else self._path(run, local_text(self.trace or ""), own=False)
         if not spans.opened:
             run.warn(f"{path.name} was not written: the run ended before step {self.window[0]}. Give Profile(window=(0, 20)).")
             return

@@ -12,6 +12,7 @@ from weakref import ref
 
 from cadenza.engine.outputs import predictions_in, targets_in
 from cadenza.errors import DataError, nearest
+from cadenza.files.paths import local_text
 from cadenza.hooks.moments import Callback
 from cadenza.records.tables import column_of, format_of, writing
 from cadenza.sinks.own_file import own_folder
@@ -72,7 +73,7 @@ class SavePredictions(Callback):
         columns: Mapping[str, Column] | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.path: str = os.fspath(path)
+        self.path: str = local_text(path)
         self.evaluation: str = evaluation
         self.overwrite: bool = overwrite
         self.columns: dict[str, Column] = dict(columns or {})

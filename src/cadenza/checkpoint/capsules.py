@@ -13,6 +13,7 @@ from typing import Any
 from cadenza.checkpoint.store.tensor_files import pieces, read_tensors
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.files.disk import flush, read_object
+from cadenza.files.paths import local_path
 from cadenza.status.decisions import in_json
 from cadenza.status.plain import decode, encode
 
@@ -77,7 +78,7 @@ def capsule_at(path: str | PathLike[str]) -> Path:
     Raises:
         CheckpointError: There is none.
     """
-    given = Path(path)
+    given = local_path(path)
     if (given / _FACTS).is_file():
         return given
     found = capsules_in(given)

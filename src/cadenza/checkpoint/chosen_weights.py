@@ -23,9 +23,11 @@ from cadenza.drivers.agreeing import agreed
 from cadenza.drivers.weight_files import tensors_in_file
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError, CheckpointMismatchError, nearest
+from cadenza.files.paths import local_text
 from cadenza.hooks.held_weights import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
+from cadenza.status.counting import some
 from cadenza.status.decisions import in_json
 
 MODEL = "model"
@@ -69,7 +71,7 @@ class Chosen:
         if misfits and strict:
             raise CheckpointMismatchError(
                 f"{self.where} does not fit the model, which is as it was. It differs in {len(misfits)}: "
-                f"{'; '.join(misfits[:10])}. Give the model it was made of, or strict=False to take what fits."
+                f"{some(misfits)}. Give the model it was made of, or strict=False to take what fits."
             )
         kept = {name: given[name] for name in tensors if name in given and _misfit(name, given[name], tensors[name]) is None}
         return kept, misfits
@@ -116,7 +118,7 @@ def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str
     Raises:
         CheckpointError: There are no such weights, or they are damaged.
     """
-    text = fspath(path)
+    text = local_text(path)
     if not is_weights_file(text):
         reader = Reader()
         found = find(text, which, reader.problem)

@@ -18,6 +18,7 @@ from cadenza.checkpoint.store.links import linked
 from cadenza.checkpoint.store.manifest import best_text, best_value
 from cadenza.errors import CheckpointError, nearest
 from cadenza.files.disk import read_object
+from cadenza.files.paths import local_text
 from cadenza.status.branches import Rank
 
 Which = str | PathLike[str]
@@ -61,7 +62,7 @@ def find(path: str | PathLike[str], which: Which | None = None, problem: Problem
             checkpoint already.
         ValueError: `which` is no name of a checkpoint.
     """
-    text = fspath(path)
+    text = local_text(path)
     check_which(which)
     if which is not None and is_path(which):
         return find(which)
@@ -163,7 +164,7 @@ def stores_at(path: str | PathLike[str]) -> tuple[list[Store], Branch | None]:
         path: A run directory, its ``checkpoints``, another folder of checkpoints, or an fsspec URL. A run directory comes with
             the other folders and URLs that its run saves to.
     """
-    text = fspath(path).rstrip("/")
+    text = local_text(path).rstrip("/")
     if "://" in text:
         return [Store(text)], None
     folder = Path(text)

@@ -11,6 +11,7 @@ from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading import Consumed, num_batches
 from cadenza.loading.data_course import DataCourse
 from cadenza.loading.loaders import length_of
+from cadenza.loading.resumable_base import ResumableLoader
 from cadenza.loading.rng import RNGState, derive_seed
 from cadenza.loading.shards import Shard
 from cadenza.status.counting import counted
@@ -99,9 +100,14 @@ class Written(NamedTuple):
             before, now = (self.batches, length_of(loader)) if whole else (None, None)
         if before != now:
             raise CheckpointMismatchError(
-                f"{self.name} belongs to another run: its loader had {_batches(before)}, and this one has {_batches(now)}. "
+                f"{self.name} does not fit this trainer: its loader had {_batches(before)}, and this one has {_batches(now)}. "
                 "Give the loader that it was written with, or another directory."
             )
+
+    def check_source(self, source: ResumableLoader) -> None:
+        """Raise `DataError` if a loader cannot continue at this batch of the epoch."""
+        self.check_position(source.shard)
+        source.check_inside(self.at.batch_in_epoch if self.inside else 0)
 
     def check_position(self, shard: Shard) -> None:
         """Raise `DataError` if a rank that reads `shard` cannot continue at this batch of the epoch."""

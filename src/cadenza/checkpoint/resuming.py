@@ -6,7 +6,7 @@ import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any
 
 from cadenza.checkpoint import snapshot
@@ -19,6 +19,7 @@ from cadenza.engine import rank_checks
 from cadenza.engine.plan_changes import plan_changes
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError
+from cadenza.files.paths import local_text
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RecordedRun, RunDirectory
 from cadenza.records.history import History
@@ -60,7 +61,7 @@ def chosen(
     if isinstance(resume, str) and is_name(resume):
         found = find(_given(directory, resume).path, resume, problem=reader.problem)
         return at_path(found.path, directory, elsewhere, reader)
-    return at_path(fspath(resume), directory, elsewhere, reader)
+    return at_path(local_text(resume), directory, elsewhere, reader)
 
 
 def chosen_on_all_ranks(

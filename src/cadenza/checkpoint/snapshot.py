@@ -28,6 +28,7 @@ from cadenza.optim.held_weights import holders_in
 from cadenza.optim.optimizers import changed_by_loading, loadable
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.history import History
+from cadenza.status.counting import some
 from cadenza.status.plain import encode, host_copy
 from cadenza.status.tensor_parts import first_unbuilt, is_built_of_tensors
 
@@ -190,7 +191,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     _check_override(loaded.name, found, state["optimizers"])
     free = {*declared, *(["batches an epoch"] if "batch_size" in declared else [])}
     _check_config(loaded.name, *written.must_agree(session, state["config"], config, free), samples)
-    written.check_position(session.cursor.source.shard)
+    written.check_source(session.cursor.source)
     if samples and written.inside:
         why = "The loader must not change inside an epoch. It may change at a checkpoint from the end of an epoch."
         raise CheckpointMismatchError(f"{_mismatch(loaded.name, samples)} {why}{_may_be_declared(samples)}")
@@ -368,7 +369,7 @@ def _check_override(name: str, found: Sequence[settings.Difference], optimizers:
 
 def _mismatch(name: str, differences: Sequence[str]) -> str:
     return (
-        f"{name} belongs to another run; nothing was restored. It differs in {len(differences)}: {'; '.join(differences)}. "
+        f"{name} does not fit this trainer; nothing was restored. It differs in {len(differences)}: {some(differences)}. "
         "Give the arguments that it was written with, or another directory."
     )
 

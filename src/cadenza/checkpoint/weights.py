@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from cadenza.checkpoint.chosen_weights import Chosen, chosen_at
 from cadenza.checkpoint.finding import Which
 from cadenza.drivers.sharding import all_laid_out, is_sharded, whole
+from cadenza.files.paths import local_path
 from cadenza.status.plain import host_copy
 
 
@@ -120,6 +120,6 @@ def write_chosen(chosen: Chosen, target: str | PathLike[str]) -> None:
 def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
     from safetensors.torch import save_file
 
-    target = Path(path)
+    target = local_path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_file(weights, target)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cadenza.drivers.sharding import Region
 from cadenza.errors import CheckpointFormatError
+from cadenza.files.paths import local_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def tensors_in_file(path: str | PathLike[str]) -> dict[str, FileTensor]:
     Raises:
         CheckpointFormatError: It is neither.
     """
-    target = Path(path)
+    target = local_path(path)
     if target.suffix != ".json":
         return _in_one_file(target)
     try:

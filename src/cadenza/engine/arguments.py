@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from cadenza.engine.objective import supervised
 from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
+from cadenza.files.paths import local_path
 from cadenza.hooks.habits import FIT, moment_meant
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
@@ -25,7 +26,7 @@ from cadenza.loading.metrics import Metric
 from cadenza.loading.mixture import Mixture
 from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.counted_schedule import is_counted
-from cadenza.optim.precision import PRECISIONS
+from cadenza.optim.precision import check_precision
 from cadenza.optim.settings import Given
 from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
@@ -44,7 +45,7 @@ def absolute_folder(directory: str | os.PathLike[str] | None) -> Path | None:
             f"directory must be a local folder; got the URL {os.fspath(directory)!r}. Give a local folder, and "
             f"Checkpoint(directory={os.fspath(directory)!r}) for the checkpoints."
         )
-    return Path(directory).absolute()
+    return local_path(directory).absolute()
 
 
 def check_parts(model: object, optimizer: object, loader: object, compute_loss: object, step_fn: object) -> None:
@@ -148,8 +149,7 @@ def given_by(override: object, resume: object) -> Given:
 
 def check_recipe(precision: object, seed: object) -> None:
     """Raise `ValueError` or `TypeError` for an invalid training argument."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+    check_precision(precision)
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise TypeError(f"seed must be a whole number or None; got {seed!r}")
 
@@ -236,9 +236,14 @@ def check_not_empty(loader: Any, shard: Shard, what: str = "the training loader"
         for name, one in loader.loaders.items():
             check_not_empty(one, shard, f"the loader {name!r}")
         return
+    check_some_batch(loader, what)
+    check_enough_batches(loader, length_of(loader), shard, what)
+
+
+def check_some_batch(loader: Any, what: str) -> None:
+    """Raise `DataError` if a loader is known to have no batch."""
     if length_of(loader) == 0:
         raise DataError(f"{what} is empty: expected at least one batch; got {_sizes(loader)}")
-    check_enough_batches(loader, length_of(loader), shard, what)
 
 
 def _sizes(loader: Any) -> str:

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cadenza.engine.error_context import explained
+from cadenza.engine.error_context import described, explained
 from cadenza.engine.evaluation_batches import batches_of, check_some
-from cadenza.engine.monitor_checks import check_reported
+from cadenza.engine.monitor_checks import check_reported, reports_nothing
 from cadenza.engine.session import Session
 from cadenza.engine.tally import tally_of
 from cadenza.engine.whereabouts import whereabouts
@@ -40,7 +40,20 @@ def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
         evaluation.results = tally.results()
         record_evaluated(session, evaluation)
         evaluation.complete = True
+    _warn_of_nothing(session, evaluation, evaluation.results, tally.unused)
     return evaluation.results
+
+
+def _warn_of_nothing(session: Session, evaluation: Evaluation, results: Mapping[str, float], unused: Outputs | None) -> None:
+    """Warn once that an evaluation has no result. `unused` are outputs of a batch without a number."""
+    if evaluation.has_warned or not reports_nothing(session.hooks, results):
+        return
+    evaluation.has_warned = True
+    outputs: Any = unused["predictions"] if unused is not None and [*unused] == ["predictions"] else unused
+    session.warn(
+        f"the evaluation {evaluation.name!r} reports no result: expected metrics, a loss, or a mapping with numbers of shape "
+        f"(); got {described(outputs)}. Return such a mapping from Evaluate(compute=...), or give Evaluate(metrics=...)."
+    )
 
 
 def record_evaluated(session: Session, evaluation: Evaluation, *, who: str | None = None) -> None:
@@ -61,8 +74,9 @@ def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:
                 tally.add(batch, outputs)
                 trial.batch += 1
         check_some(trial, session.driver)
-        trial.results = tally.results()
+        trial.results, trial.complete = tally.results(), True
         check_reported(session.hooks, trial)
+        _warn_of_nothing(session, evaluation, trial.results, tally.unused)
 
 
 T = TypeVar("T")

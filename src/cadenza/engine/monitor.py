@@ -109,6 +109,8 @@ class Monitor:
             MonitorError: It belongs to this evaluation, which did not report it.
         """
         others = [one for one in run.evaluations.values() if one.name != evaluation.name]
+        if not evaluation.results and not evaluation.complete:  # cut short by an error
+            return None
         if isinstance(self.watched, str) and self.watched not in evaluation.results and _may_report(others, self.watched):
             return None
         return self.value_in(evaluation.name, evaluation.results, own_names=evaluation.own_names)
@@ -124,8 +126,6 @@ class Monitor:
         Raises:
             MonitorError: It belongs to this evaluation, which did not report it.
         """
-        if not results:  # cut short by an error
-            return None
         if not isinstance(self.watched, str):
             return self.watched(results)
         if self.watched in results:

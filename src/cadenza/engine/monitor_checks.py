@@ -43,6 +43,12 @@ def check_reported(hooks: Hooks, trial: Evaluation) -> None:
                     monitor.value_in(trial.name, trial.results)
 
 
+def reports_nothing(hooks: Hooks, results: Mapping[str, float]) -> bool:
+    """Return whether an evaluation has no result, and no hook can have used its batches."""
+    used = any(moment.__name__ == "on_eval_batch_end" and listeners for moment, listeners in hooks.by_moment.items())
+    return not results and not used and _only_own(hooks)
+
+
 def monitors_in(hooks: Hooks) -> list[dict[str, str]]:
     """Return the monitors of all callbacks as plain data: monitor, mode, and the name of the callback."""
     return [

@@ -23,6 +23,7 @@ from cadenza.engine.outputs import joined, on_host
 from cadenza.engine.rank_checks import main_only
 from cadenza.engine.session import Session
 from cadenza.errors import DataError, DirectoryError, DistributedError
+from cadenza.files.paths import local_path
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.records.tables import Format, Table, column_of, format_of, plain_value, writing
@@ -76,7 +77,7 @@ class Prediction(Evaluation):
                 raise TypeError(f"to must be the path of a file, such as 'predictions.parquet'; got {to!r}")
             if "://" in os.fspath(to):
                 raise ValueError(f"to must be a local file; got the URL {os.fspath(to)!r}. Write a local file, and copy it.")
-            self.to, self.format = Path(to), format_of(Path(to), needed_by=_OWNER)
+            self.to, self.format = local_path(to), format_of(local_path(to), needed_by=_OWNER)
 
 
 def predict(session: Session, evaluation: Evaluation) -> Any:

@@ -23,7 +23,13 @@ from cadenza.engine.plan import Plan
 from cadenza.engine.plan_changes import plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import Session
-from cadenza.engine.start_checks import check_computes, check_schedules, warn_of_doubts, warn_of_graph_breaks
+from cadenza.engine.start_checks import (
+    check_computes,
+    check_evaluation_loaders,
+    check_schedules,
+    warn_of_doubts,
+    warn_of_graph_breaks,
+)
 from cadenza.errors import DirectoryError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
@@ -233,6 +239,7 @@ class Recipe:
         session.open_loader()
         check_schedules(session)
         check_computes(session)
+        check_evaluation_loaders(session)
         warn_of_doubts(session, own_optimizer=self._own_optimizer)
         if self._compile is not None:
             session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))

@@ -6,11 +6,12 @@ import inspect
 import sys
 
 from cadenza.engine import accumulating
-from cadenza.engine.arguments import check_schedule
+from cadenza.engine.arguments import check_schedule, check_some_batch
 from cadenza.engine.compiling import breaks_since
 from cadenza.engine.objective import no_loss
 from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Session
+from cadenza.loading.arguments import is_read_once
 from cadenza.loading.hints import loader_hints
 from cadenza.optim.optimizers import fused_by_choice, notes
 from cadenza.status.counting import counted
@@ -81,6 +82,28 @@ def warn_of_no_checkpoint(session: Session, resume: object) -> None:
         session.warn(f"resume={resume!r} is given, and {missing}")
     elif session.directory is not None:  # this is often meant, so it is no warning of the run
         print(f"directory= is given, and {missing}", file=sys.stderr)  # noqa: T201
+
+
+def warn_of_loader(session: Session) -> None:
+    """Warn of a loader that can be read once, and of one that cannot continue inside an epoch although the run is saved."""
+    progress, loader = session.progress, session.loader
+    if not session.is_main or not session.advises:
+        return
+    if is_read_once(loader) and progress.max_steps is None and progress.max_tokens is None and progress.max_epochs != 1:
+        session.warn(
+            f"the training loader is a {type(loader).__name__}, which can be read once, and the run has "
+            f"{counted(progress.max_epochs or 0, 'epoch')}. Pass a list, a DataLoader, or another iterable that starts again "
+            "at each iter()."
+        )
+    if session.savers and (obstacle := session.cursor.source.obstacle) is not None:
+        session.warn(f"a checkpoint inside an epoch cannot be continued: {obstacle}")
+
+
+def check_evaluation_loaders(session: Session) -> None:
+    """Raise `DataError` for an evaluation with a loader that is known to be empty. A list may be filled later."""
+    for name, evaluation in session.evaluations.items():
+        if not isinstance(evaluation.loader, list):
+            check_some_batch(evaluation.loader, f"the loader of {name!r}")
 
 
 def warn_of_graph_breaks(session: Session, before: int) -> None:

@@ -39,6 +39,11 @@ class TallyBySource:
         self._parts = evaluation.parts()
         self._tallies = {name: Tally(driver, part) for name, part in self._parts.items()}
 
+    @property
+    def unused(self) -> Outputs | None:
+        """The outputs of the last batch, if no batch had a number so far."""
+        return self._all.unused
+
     def add(self, batch: Any, outputs: Outputs) -> None:
         """Add the numbers in the outputs of a batch, and update the metrics."""
         source = self._evaluation.source or ""
@@ -72,6 +77,8 @@ class Tally:
         self._later = [one for one in self._metrics if not (alone or reduces_itself(one.metric))]
         """The metrics that must see the inputs of all ranks, because their states cannot be added up over ranks."""
         self._needed = {one.inputs: one for one in self._metrics}
+        self.unused: Outputs | None = None
+        """The outputs of the last batch, if no batch had a number so far; for the warning of an evaluation without a result."""
 
     def add(self, batch: Any, outputs: Outputs) -> None:
         """Add the numbers in the outputs of a batch, and update the metrics."""
@@ -90,6 +97,8 @@ class Tally:
                 values, weights = self._begun(name)
             values.append(number)
             weights.append(weight)
+        if not pending:
+            self.unused = outputs
         if not self._evaluation.batch % _PENDING:
             self._means.add_up()
         if self._metrics:

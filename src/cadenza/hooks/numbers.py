@@ -1,8 +1,9 @@
-"""Checks of whole numbers in arguments."""
+"""Checks of numbers in arguments."""
 
 from __future__ import annotations
 
 import operator
+from numbers import Real
 from typing import SupportsIndex
 
 
@@ -27,6 +28,12 @@ def at_least(least: int, name: str, value: object, instead: str = "") -> int:
 def at_least_or_none(least: int, name: str, value: object) -> int | None:
     """Return an integer argument as an ``int``, or None. See `at_least`."""
     return None if value is None else at_least(least, name, value, "None or ")
+
+
+def check_real(name: str, value: object) -> None:
+    """Raise `TypeError` unless an argument is a real number, such as NumPy's, and no bool."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number; got {value!r}")
 
 
 def whole_number(value: object) -> int | None:

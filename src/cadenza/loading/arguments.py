@@ -37,11 +37,16 @@ def check_loader(loader: object, what: str, *, again: bool = False) -> None:
             f"{what} must be an iterable of batches; got the data set {type(loader).__name__}: each sample would become "
             "a batch. Pass DataLoader(dataset, batch_size=32), or DataLoader(dataset, batch_size=None) if it yields batches."
         )
-    if again and isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
+    if again and is_read_once(loader):
         raise TypeError(
             f"{what} is read at each evaluation; got a {type(loader).__name__}, which can be read once. Pass a list, a "
             "DataLoader, or another iterable that starts again at each iter()."
         )
+
+
+def is_read_once(loader: object) -> bool:
+    """Return whether a loader is an iterator of Python, such as a generator. Other iterators may start again at ``iter()``."""
+    return isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools")
 
 
 def _is_data_set(loader: Any) -> bool:

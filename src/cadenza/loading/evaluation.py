@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch import nn
 from torch.utils.data import SequentialSampler
@@ -69,7 +69,7 @@ class Evaluation(SampleCounter):
         compute: Callable[[nn.Module, Any], Any] | None = None,
         limit: int | None = None,
     ) -> None:
-        if limit is not None and limit < 1:
+        if limit is not None and (not isinstance(limit, SupportsIndex) or limit < 1):
             raise ValueError(f"limit must be at least 1 batch, or None for all; got {limit!r}")
         check_loader(loader, f"the loader of {name!r}")
         if not name or "/" in name:
@@ -97,6 +97,8 @@ class Evaluation(SampleCounter):
         """The number of completed batches in the current pass, or in the last one."""
         self.ranks: int = 1
         """The number of ranks over which the batches are sharded."""
+        self.has_warned = False
+        """Whether a warning said that it has no result."""
         self.complete = False
         """Whether the last pass was complete. It is true in ``on_eval_end``, except after an error."""
 

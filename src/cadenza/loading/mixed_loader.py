@@ -50,6 +50,13 @@ class MixedLoader(ResumableLoader):
         """The name of the loader that the last batch comes from; None in the mode zip."""
         self.shard: Shard = self._shard_of_all()
 
+    @property
+    def obstacle(self) -> str | None:
+        return next((one for index in range(len(self._names)) if (one := self._source(index).obstacle) is not None), None)
+
+    def check_inside(self, skip: int) -> None:
+        """Do nothing: the positions in the loaders decide, when these are read."""
+
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         restored, self._restored = self._restored, None
         if not skip:

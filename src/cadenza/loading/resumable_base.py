@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cadenza.errors import DataError
 from cadenza.loading.sample_counts import SampleCounter
 from cadenza.loading.shards import Shard
 
@@ -52,6 +53,16 @@ class ResumableLoader(SampleCounter, ABC):
         """Return where batch `number`, from 0, comes from: of a `Mixture` in the mode zip, one position in each loader."""
         return [Located("", epoch, number, self.indices(epoch, number))]
 
+    @property
+    def obstacle(self) -> str | None:
+        """Why a run cannot continue inside an epoch of this loader, and what to do; None if it can."""
+        return None
+
+    def check_inside(self, skip: int) -> None:
+        """Raise `DataError` if a run must continue at batch `skip`, from 0, and this loader cannot start there."""
+        if skip and (obstacle := self.obstacle) is not None:
+            raise DataError(f"the run must continue at batch {skip + 1} of an epoch, but {obstacle}")
+
     @abstractmethod
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         """Return the batches of an epoch from number `skip` on. Earlier batches may have been read with another world size.
@@ -82,6 +93,10 @@ class LimitedLoader(ResumableLoader):
     @property
     def replicated_at(self) -> int | None:
         return self._inner.replicated_at
+
+    @property
+    def obstacle(self) -> str | None:
+        return self._inner.obstacle
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         batches = self._inner.batches(epoch, skip)

@@ -231,6 +231,16 @@ class _Stateful(ResumableLoader):
         self._loader, self._stateful, self._seed, self.shard = loader, stateful, seed, shard
         self._restored: Mapping[str, Any] | None = None
 
+    @property
+    def obstacle(self) -> str | None:
+        if not _has_shuffle_buffer(getattr(self._stateful, "dataset", self._stateful)):
+            return None
+        return (
+            "the state of a streamed dataset does not contain the samples in its shuffle buffer, which would be lost. Shuffle "
+            "without a buffer (only the shards, or a map-style dataset), or read and discard the batches with "
+            "fit(resume=..., replay=True)."
+        )
+
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         restored, self._restored = self._restored, None
         if skip and restored is None:
@@ -238,12 +248,7 @@ class _Stateful(ResumableLoader):
                 "the checkpoint holds no position for this loader: it was saved with another kind of loader. Resume with that "
                 "kind, or read and discard the batches with fit(resume=..., replay=True)."
             )
-        if skip and _has_shuffle_buffer(getattr(self._stateful, "dataset", self._stateful)):
-            raise DataError(
-                f"the run must continue at batch {skip + 1} of an epoch, but the state of a streamed dataset does not contain "
-                "the samples in its shuffle buffer, which would be lost. Shuffle without a buffer (only the shards, or a "
-                "map-style dataset), or read and discard the batches with fit(resume=..., replay=True)."
-            )
+        self.check_inside(skip)
         set_loader_epoch(self._loader, epoch)
         if skip and restored is not None:  # at the start of an epoch, the saved position is the end of the previous epoch
             self._stateful.load_state_dict(restored["loader"])
@@ -324,15 +329,20 @@ class _Sequential(ResumableLoader):
         if isinstance(loader, DataLoader) and uses_torch_iteration(loader) and has_persistent_workers(loader):
             self._read = PersistentWorkers(loader)
 
+    @property
+    def obstacle(self) -> str | None:
+        if self._replay:
+            return None
+        streams = isinstance(self._loader, DataLoader) and isinstance(self._loader.dataset, IterableDataset)
+        return (
+            f"a {type(self._loader).__name__}{' over an IterableDataset' if streams else ''} can only start at the beginning "
+            "of an epoch. Use a DataLoader over a map-style dataset, or a loader with state_dict and load_state_dict "
+            "(torchdata's StatefulDataLoader), or read and discard the batches with fit(resume=..., replay=True)."
+        )
+
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         set_loader_epoch(self._read, epoch)
-        if skip and not self._replay:
-            raise DataError(
-                f"the run must continue at batch {skip + 1} of an epoch, but a {type(self._loader).__name__} can only start at "
-                "the beginning of an epoch. Use a DataLoader over a map-style dataset, or a loader with state_dict and "
-                "load_state_dict (torchdata's StatefulDataLoader), or read and discard the batches with "
-                "fit(resume=..., replay=True)."
-            )
+        self.check_inside(skip)
         shard, own = self.shard.at_round(skip)
         ahead = isinstance(self._loader, DataLoader) and self._loader.num_workers > 0  # which read ahead anyway
         batches = _seeded(self._read, self._seed, epoch, 0, shard, consumed=shard.consumed_batches, ahead=ahead)

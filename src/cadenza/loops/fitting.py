@@ -22,7 +22,7 @@ from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.monitor_checks import monitors_in
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
-from cadenza.engine.start_checks import note_never_fired, warn_of_no_checkpoint, warn_of_trained_weights
+from cadenza.engine.start_checks import note_never_fired, warn_of_loader, warn_of_no_checkpoint, warn_of_trained_weights
 from cadenza.engine.whereabouts import caller, whereabouts
 from cadenza.errors import add_note, out_of_generator
 from cadenza.hooks.dispatch import Hooks
@@ -205,6 +205,7 @@ class Fitting(Recipe):
             warn_of_trained_weights(session, before)
         if resume or all(isinstance(one, Callback) for one in self.callbacks):  # adapters may write checkpoints of their own
             warn_of_no_checkpoint(session, resume)
+        warn_of_loader(session)
         if start.loaded is not None:
             resuming.restored(session, session.files, start, strict=strict)
             start.loaded = None  # its memory is free during the training

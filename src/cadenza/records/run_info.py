@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 
 from cadenza.errors import DirectoryError
+from cadenza.files.paths import local_path
 from cadenza.loading.data_course import DataCourse
 from cadenza.records.directory import OVER, RecordedRun
 from cadenza.status.run_info import RunInfo
@@ -28,7 +28,7 @@ def read_info(run: str | PathLike[str]) -> RunInfo:
     step 7, in epoch 1:
       rank 0, batch 1: batch 1
     """
-    path = Path(run)
+    path = local_path(run)
     info = RecordedRun(path).previous
     if info is None:
         raise DirectoryError(f"{str(path)!r} is not the directory of a run: expected a run.json in it.")

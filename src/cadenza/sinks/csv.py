@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from cadenza.files.paths import local_path
 from cadenza.records.formats import no_formula
 from cadenza.sinks.own_file import earlier_records, own_path
 from cadenza.sinks.sink import Sink
@@ -52,7 +53,7 @@ class Csv(Sink):
 
     def __init__(self, path: str | PathLike[str] = "metrics.csv") -> None:
         super().__init__()
-        self.path: Path = Path(path)
+        self.path: Path = local_path(path)
         self._file: TextIO | None = None
         self._columns: list[str] = []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import DirectoryError
+from cadenza.files.paths import local_path
 from cadenza.records.record import Image, Media
 from cadenza.sinks.media import MediaBox, picture_of
 from cadenza.sinks.own_file import own_folder
@@ -56,7 +57,7 @@ class Dvclive(Sink):
 
     def __init__(self, directory: str | PathLike[str] | None = None, *, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.directory: Path | None = None if directory is None else Path(directory)
+        self.directory: Path | None = None if directory is None else local_path(directory)
         self.config: dict[str, Any] = dict(config or {})
         self._live: Any = None
         self._names: dict[str, str] = {}

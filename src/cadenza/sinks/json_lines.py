@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cadenza.errors import DirectoryError
+from cadenza.files.paths import local_path
 from cadenza.hooks.moments import Callback
 from cadenza.sinks.own_file import earlier_records, own_path
 
@@ -43,7 +44,7 @@ class JsonLines(Callback):
     """
 
     def __init__(self, path: str | PathLike[str] | None = None) -> None:
-        self.path: Path | None = None if path is None else Path(path)
+        self.path: Path | None = None if path is None else local_path(path)
         self._file: TextIO | None = None
 
     def on_fit_start(self, run: Run) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import DirectoryError
+from cadenza.files.paths import local_path
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.sink import Sink
 
@@ -53,7 +54,7 @@ class TensorBoard(Sink):
 
     def __init__(self, directory: str | PathLike[str] | None = None) -> None:
         super().__init__()
-        self.directory: Path | None = None if directory is None else Path(directory)
+        self.directory: Path | None = None if directory is None else local_path(directory)
         self._writer: SummaryWriter | None = None
         self._left_out: set[str] = set()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
+from cadenza.files.paths import local_path
 from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, wave_of
@@ -86,7 +87,7 @@ class Wandb(Sink):
         self.config: dict[str, Any] = dict(config or {})
         self.tags: list[str] = list(tags)
         self.settings: dict[str, Any] = dict(settings or {})
-        self.directory: Path | None = None if directory is None else Path(directory)
+        self.directory: Path | None = None if directory is None else local_path(directory)
         self._run: wandb.Run | None = None
         self._id = ""
         self._media = MediaBox(self.remarks.append)

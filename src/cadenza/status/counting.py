@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def counted(count: int, one: str, many: str = "") -> str:
     """Return a count with its noun.
@@ -10,6 +12,16 @@ def counted(count: int, one: str, many: str = "") -> str:
     ('1 point', '2,000 points', '0 batches', '2 children')
     """
     return f"{count:,} {one if count == 1 else many or plural(one)}"
+
+
+def some(texts: Sequence[str], most: int = 10) -> str:
+    """Return the first texts, joined by semicolons, and the number of the others.
+
+    >>> some(["a", "b", "c"]), some(["a", "b", "c"], most=2)
+    ('a; b; c', 'a; b; and 1 more')
+    """
+    more = [f"and {len(texts) - most:,} more"] if len(texts) > most else []
+    return "; ".join([*texts[:most], *more])
 
 
 def plural(one: str) -> str:

@@ -7,12 +7,12 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import product
 from os import PathLike
-from pathlib import Path
 from typing import Any, overload
 
 from cadenza.adapters.recognition import AnyCallback, adapted
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.early_stopping import EarlyStopping
+from cadenza.files.paths import local_path
 from cadenza.hooks.moments import BaseCallback
 from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision
@@ -121,7 +121,7 @@ def what_if(
     1         10               -                 -
     9         -                -                 -
     """
-    recording = Recording.read(Path(run))
+    recording = Recording.read(local_path(run))
     if not grid:
         if callable(callbacks) and not isinstance(callbacks, Iterable):
             raise TypeError(

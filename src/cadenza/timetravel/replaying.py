@@ -20,6 +20,7 @@ from cadenza.drivers.agreeing import by_main
 from cadenza.engine.loop import END, STEP, train_step
 from cadenza.engine.session import Session, session_of
 from cadenza.errors import DirectoryError, DistributedError, out_of_generator
+from cadenza.files.paths import local_path
 from cadenza.hooks.moments import Callback
 from cadenza.records.directory import OVER, RecordedRun
 from cadenza.records.reading import read_records
@@ -226,7 +227,7 @@ def replay_step(
     12 True None
     """
     _check(trainer, step)
-    start: _Start = by_main(trainer.driver.meeting, lambda: _Start.of(Path(run), step), _failed)
+    start: _Start = by_main(trainer.driver.meeting, lambda: _Start.of(local_path(run), step), _failed)
     witness = _Witness(step)
     repeated = Replay(_separate(trainer, start, leave_out, witness), start, step, witness)
     try:

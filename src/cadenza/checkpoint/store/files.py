@@ -20,6 +20,7 @@ from cadenza.checkpoint.store.link_names import is_link_name, target_in
 from cadenza.checkpoint.store.tensor_files import CHUNK, Facts, Sum, SumBeside, facts_of, facts_of_file, pieces
 from cadenza.errors import MissingExtraError
 from cadenza.files.disk import Unflushed, flush, open_regular, replacing
+from cadenza.files.paths import local_text
 
 
 class Files(Protocol):
@@ -343,7 +344,7 @@ class RemoteFiles:
 
 def files_at(location: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
     """Return the files at a local path or an fsspec URL."""
-    text = os.fspath(location)
+    text = local_text(location)
     return RemoteFiles(text) if "://" in text else LocalFiles(Path(text))
 
 
@@ -354,7 +355,7 @@ def absolute_path(location: str | os.PathLike[str]) -> str:
         MissingExtraError: The package for this kind of URL is not installed.
         ValueError: fsspec does not support this kind of URL.
     """
-    text = os.fspath(location)
+    text = local_text(location)
     if "://" not in text:
         return str(Path(text).absolute())
     _check_protocols(text)

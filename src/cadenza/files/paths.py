@@ -1,0 +1,17 @@
+"""Paths that a user gives, with ``~`` for the home directory."""
+
+from __future__ import annotations
+
+import os
+from os import PathLike
+from pathlib import Path
+
+
+def local_path(path: str | PathLike[str]) -> Path:
+    """Return a local path; a leading ``~`` or ``~user`` becomes the home directory of the user, if there is one."""
+    return Path(local_text(path))
+
+
+def local_text(path: str | PathLike[str]) -> str:
+    """Return a local path or a URL as a text, with the home directory as in `local_path`."""
+    return os.path.expanduser(os.fspath(path))  # Path.expanduser raises for "~unknown", a valid file name
