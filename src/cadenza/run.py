@@ -218,7 +218,7 @@ class Run:
         [(1, 4), (2, 4), (3, 2)]
         """
         buffer = self._session.metrics.buffer
-        for key, one in name.items() if isinstance(name, Mapping) else ((name, value),):
+        for key, one in name.items() if type(name) is dict or isinstance(name, Mapping) else ((name, value),):
             if reduce is not None:
                 buffer.add_reduced(key, one, reduce, weight)
             elif weight is not None:

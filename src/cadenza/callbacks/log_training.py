@@ -94,20 +94,19 @@ class LogTraining(Callback):
 
     def log(self, run: Run) -> None:
         """Log now. Every rank must call this, because the loss is a mean over all ranks."""
-        prefix = self.prefix
+        prefix, session = self.prefix, session_of(run)
         values: dict[str, Any] = {}
         for name in self.outputs:
-            value = session_of(run).sync.loss_to_log() if name == "loss" else self._output(run, name)
+            value = session.sync.loss_to_log() if name == "loss" else self._output(run, name)
             if value is not None:
                 values[f"{prefix}/{name}"] = value
         if self.lr:
-            rates = session_of(run).rates.of(run)
-            if len(rates) == 1:
-                values[f"{prefix}/lr"] = rates[0]
-            else:
-                values |= {f"{prefix}/lr/{index}": rate for index, rate in enumerate(rates)}
+            rates = session.rates.of(run)
+            for index, rate in enumerate(rates):
+                values[f"{prefix}/lr/{index}" if len(rates) > 1 else f"{prefix}/lr"] = rate
         if self._speed is not None:
-            values |= {f"{prefix}/{name}": value for name, value in self._speed.values(run).items()}
+            for name, value in self._speed.values(run).items():
+                values[f"{prefix}/{name}"] = value
         run.log(values)
 
     def _output(self, run: Run, name: str) -> Any:

@@ -70,8 +70,8 @@ class LossCheck:
 
     def _look(self, name: str, value: float, step: int) -> None:
         if math.isfinite(value):
-            self._since.pop(name, None)
-            self._seen.pop(name, None)
+            if name in self._since:
+                del self._since[name], self._seen[name]
             return
         since = self._since.setdefault(name, step)
         self._seen[name] = self._seen.get(name, 0) + 1

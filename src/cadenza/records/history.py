@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 LIMIT = 50_000
 _SHOWN, _MOST_ROWS = 4, 50  # names in the line of a history, and in its table
+_COUNTS = attrgetter(*(field.name for field in fields(Counters)))  # astuple takes 30 times as long
 _Row = tuple[Counters, float, tuple[str, ...]]
 
 
@@ -46,7 +48,7 @@ class History:
             raise ValueError(f"limit must be at least 4 values of a name; got {limit!r}")
         self.limit = limit
         self._series: dict[str, list[tuple[int, float]]] = {}
-        self._given: dict[str, int] = {}
+        self._given: dict[str, int] = {}  # how many values came of a name, where not all are kept
         self._every: dict[str, int] = {}
         self._rows: list[_Row] = []  # of each record, when it was and which names it has
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -55,14 +57,17 @@ class History:
         """Keep the numbers of a record. When thinning begins, return a sentence that says so, once."""
         notice = None
         names = tuple(record.values)
-        self._rows += ((record.at, record.time, self._names.setdefault(names, names)),)
+        self._rows.append((record.at, record.time, self._names.setdefault(names, names)))
+        step, all_series, thinned = record.at.step, self._series, self._given
         for name, value in record.values.items():
-            series = self._series.setdefault(name, [])
-            given, every = self._given.get(name, 0), self._every.get(name, 1)
-            if series and (given - 1) % every:
-                series.pop()  # it was kept only as the newest
-            series.append((record.at.step, value))
-            self._given[name] = given + 1
+            series = all_series.get(name)
+            if series is None:
+                series = all_series[name] = []
+            if name in thinned:
+                if (thinned[name] - 1) % self._every[name]:
+                    series.pop()  # it was kept only as the newest
+                thinned[name] += 1
+            series.append((step, value))
             if len(series) >= self.limit:
                 first = not self._every
                 self._thin(name)
@@ -73,6 +78,7 @@ class History:
         if len(self._rows) >= self.limit:
             self._rows = [*self._rows[::2], self._rows[-1]]
         series = self._series[name]
+        self._given.setdefault(name, len(series))
         self._every[name] = self._every.get(name, 1) * 2
         # The newest stays: if it is not in line with the others, only until the next one comes.
         series[:] = series[::2] if len(series) % 2 else [*series[::2], series[-1]]
@@ -141,7 +147,7 @@ class History:
             name: (
                 torch.tensor([step for step, _ in series]),
                 torch.tensor([value for _, value in series], dtype=torch.float64),
-                self._given[name],
+                self._given.get(name, len(series)),
                 self._every.get(name, 1),
             )
             for name, series in self._series.items()
@@ -151,7 +157,7 @@ class History:
         """Return of the records that are kept counters (N, 6) int64, times (N,) float64, and which set of names each has."""
         sets = {names: index for index, names in enumerate(self._names)}
         return {
-            "counters": torch.tensor([astuple(at) for at, _, _ in self._rows], dtype=torch.int64).reshape(-1, 6),
+            "counters": torch.tensor([_COUNTS(at) for at, _, _ in self._rows], dtype=torch.int64).reshape(-1, 6),
             "times": torch.tensor([when for _, when, _ in self._rows], dtype=torch.float64),
             "names": torch.tensor([sets[names] for _, _, names in self._rows], dtype=torch.int64),
             "sets": [list(names) for names in self._names],
@@ -186,8 +192,8 @@ class History:
             history._rows = [(Counters(*at), when, sets[index]) for at, when, index in zip(*columns, strict=True)]
         for name, (steps, values, given, every) in state.items():
             history._series[name] = list(zip(steps.tolist(), values.tolist(), strict=True))
-            history._given[name] = given
-            history._every |= {name: every} if every > 1 else {}
+            if every > 1:
+                history._given[name], history._every[name] = given, every
         return history
 
     def to_frame(self) -> pandas.DataFrame:
