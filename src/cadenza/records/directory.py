@@ -177,7 +177,7 @@ class RunDirectory(RecordedRun):
 
     def add_record(self, record: Record) -> None:
         """Append a line to ``metrics.jsonl``: within a second, see `GatheredLog`."""
-        self._records.add(record.to_json())
+        self._records.gather(record.to_json)
 
     def flush_records(self) -> None:
         """Write the records that wait. May be called from any thread."""
