@@ -30,7 +30,17 @@ Init = Callable[[nn.Module], object]
 
 def empty_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers on the device ``meta``, by name; one that several modules have only once."""
+    if not any(one.is_meta for one in tensors_of(model)):
+        return {}
     return {name: one for name, one in [*model.named_parameters(), *model.named_buffers()] if one.is_meta}
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers in one walk, without names."""
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor
 
 
 def check_can_materialize(model: nn.Module, init: Init | None = None, weights: str | PathLike[str] | None = None) -> None:

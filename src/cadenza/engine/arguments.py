@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from cadenza.drivers.materializing import tensors_of
 from cadenza.engine.objective import supervised
 from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
 from cadenza.files.paths import local_path
@@ -77,8 +78,9 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
 
 
 def _check_data_of(model: nn.Module) -> None:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    if not_made := [name for name, one in tensors if is_lazy(one)]:
+    if any(map(is_lazy, tensors_of(model))):
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        not_made = [name for name, one in tensors if is_lazy(one)]
         raise ValueError(
             f"model has {len(not_made)} uninitialized lazy tensors: {_some(not_made)}. Run the model once on a batch before "
             "you make the optimizer and the trainer."

@@ -31,7 +31,7 @@ class ModuleFlags:
         Every rank must call this.
         """
         self._expected = {(flag, name): getattr(part, flag) for flag, name, part in self._parts()}
-        if lines := list(self._restored()):
+        if self.saved and (lines := list(self._restored())):
             decide("flags restored", "; ".join(lines), who="the trainer")
             driver.renew(model)
 

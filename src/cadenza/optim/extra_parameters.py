@@ -69,8 +69,8 @@ class ExtraParameters:
 
     def doubts(self, held: set[int], model: nn.Module) -> Iterator[str]:
         """Yield a warning if no optimizer holds a parameter of the loss. `held` has the ids of the held parameters."""
-        known = held | {id(parameter) for parameter in model.parameters()}
         named = [pair for module in self.modules for pair in module.named_parameters()]
+        known = held | {id(parameter) for parameter in model.parameters()} if named else held
         left = [name for name, one in named if one.requires_grad and id(one) not in known]
         if left:
             yield (

@@ -59,7 +59,6 @@ def is_kept(given: object) -> bool:
 def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[Optimizer]:
     """Return the given optimizers as a list. Raise `TypeError` or `ValueError` if they cannot train `model`."""
     optimizers: list[Optimizer] = []
-    known = {id(parameter) for parameter in model.parameters()}
     for optimizer in given if isinstance(given, Sequence) else [given]:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected torch optimizers; got {optimizer!r}")
@@ -69,7 +68,8 @@ def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[
             raise ValueError(_CLOSURE.format(name=type(optimizer).__name__, index=len(optimizers) - 1))
     if not optimizers:
         raise ValueError("expected at least one optimizer; got an empty list")
-    if not any(id(parameter) in known for parameter in parameters_of(optimizers)):  # some may hold parameters of the loss alone
+    held = {id(parameter) for parameter in parameters_of(optimizers)}
+    if not any(id(parameter) in held for parameter in model.parameters()):  # some may hold parameters of the loss alone
         named = f"{type(optimizers[0]).__name__} holds" if len(optimizers) == 1 else "the optimizers hold"
         raise ValueError(
             f"{named} none of the model's parameters, so the model would not be trained. "
