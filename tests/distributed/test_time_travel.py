@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +50,27 @@ def left_out(run: Run) -> list[Any]:
     return [one.data["samples"] for one in run.decisions if one.what == "batch left out"]
 
 
+def elsewhere(told: BufferingHandler) -> list[str]:
+    return [one.getMessage() for one in told.buffer if "written elsewhere" in one.getMessage()]
+
+
 def test_with_tensor_parallelism_steps_are_repeated_and_a_sample_is_named_and_left_out(tmp_path: Path) -> None:
     def train() -> list[Any]:
         check = ReplayCheck(every="2 steps")
         checked, plain = trained(check), trained()
+        told = BufferingHandler(1000)
+        logging.getLogger("cadenza").addHandler(told)
         healed = trained(Capsule(), Recover(), Checkpoint("2 steps"), bad=5, directory=tmp_path)
         (out,) = left_out(healed)
-        return [check.steps, numbers(checked) == numbers(plain), healed.progress.step, all(5 in one for one in out)]
+        return [
+            check.steps,
+            numbers(checked) == numbers(plain),
+            healed.progress.step,
+            all(5 in one for one in out),
+            elsewhere(told),
+        ]
 
-    assert launch(train) == [[[2, 4, 6], True, 6, True]] * 2
+    assert launch(train) == [[[2, 4, 6], True, 6, True, []]] * 2
     for path in capsules_in(tmp_path):
         facts = facts_of_capsule(path)
         assert (facts["guilty_samples"], facts["module"], facts["weights_exact"]) == ([5], None, False)

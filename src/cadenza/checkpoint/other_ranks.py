@@ -157,6 +157,12 @@ class Written(NamedTuple):
         # No rank had this number: its RNG state begins anew.
         return {**own, "streams": RNGState.seeded(derive_seed(session.data_seed, rank, self.at.step)).to_plain()}
 
+    def environments(
+        self, session: Session, saved: Mapping[str, Any], now: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return both, with the same ranks if the parts of the data differ: `warn` tells that."""
+        return saved, now if session.driver.data_world_size == self.ranks else {**now, "ranks": saved.get("ranks")}
+
     def warn(self, session: Session) -> None:
         """Warn if the number of ranks differs."""
         ranks, before = session.driver.data_world_size, self.ranks * self.accumulate

@@ -214,7 +214,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     session.cursor.source.load_state_dict(own["loader"])
     session.sync.requests.suspended = placed(session, own.get("suspended"))
     _restore_callbacks(session, {**state, "callbacks": {**state["callbacks"], **own.get("callbacks of the rank", {})}}, strict)
-    for difference in _differences(state["environment"], {**environment_of(session), "ranks": written.ranks}):
+    for difference in _differences(*written.environments(session, state["environment"], environment_of(session))):
         session.warn(f"{loaded.name} was written elsewhere, so the result may not be bit-identical: {difference}")
     settings.tell(session, loaded.name, found, given)
     written.warn(session)
