@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
 
@@ -37,8 +39,26 @@ _PHASES = {
 def whereabouts(session: Session) -> Post:
     """Return where the training thread of a run is now. May be called in any thread."""
     scene = session.hooks.scene
-    frame = sys._current_frames().get(scene.thread)
-    return Post(session.progress.step, named(frame, scene.listener), _waits(frame), _busy_s(scene.thread))
+    with _no_collection():
+        frame = sys._current_frames().get(scene.thread)
+        return Post(session.progress.step, named(frame, scene.listener), _waits(frame), _busy_s(scene.thread))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage while the frames of another thread are read.
+
+    Python 3.11 collects inside the call that makes the object of a frame. If what it destroys lets the other thread go on, the
+    frame may be gone when the call continues, and the process crashes. From Python 3.12 on, nothing is collected there.
+    """
+    off = sys.version_info < (3, 12) and gc.isenabled()
+    if off:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if off:
+            gc.enable()
 
 
 def caller(session: Session) -> tuple[str, str]:
