@@ -18,11 +18,9 @@ demo: .venv/.demo
 	$(BIN)/cadenza demo
 
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check .
-# Checkpoints are flushed to the disk ten thousands of times: temporary files are held in memory, where 4 GB of it are offered.
-MEMORY := $(shell df -k /dev/shm 2>/dev/null | awk 'NR > 1 && $$4 > 4000000 { print "TMPDIR=/dev/shm" }')
 # A caller may forbid cached bytecode: hundreds of processes would then compile the package anew. And xdist would give out the
 # files with most tests first, not the longest, which tests/conftest.py has sorted to the front.
-PYTEST := $(MEMORY) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 TOOK = code=$$?; echo "make $@ took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; exit $$code
 
 # mypy is run by tests/contracts/test_typing.py, beside the other tests.

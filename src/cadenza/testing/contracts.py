@@ -157,8 +157,9 @@ def _results_or_error(trainer: Trainer, ignore: Sequence[str]) -> dict[str, Any]
 
 def _results(trainer: Trainer, ignore: Sequence[str]) -> dict[str, Any]:
     run = trainer.fit()
-    # Whether a save waits for the last one, and when it is complete, depends on the speed of the disk.
-    decisions: list[Any] = [(one.what, one.who, one.when.step) for one in run.decisions if one.what not in ("waited", "saved")]
+    # Whether a save waits for the last one, and when it is complete and old ones are pruned, depends on the speed of the disk.
+    late = ("waited", "saved", "pruned", "not pruned")
+    decisions: list[Any] = [(one.what, one.who, one.when.step) for one in run.decisions if one.what not in late]
     decisions += [(one.what, one.who, one.data.get("step")) for one in run.decisions if one.what == "saved"]
     outcome = run.outcome and run.outcome.kind
     return {**without_clocks(results_of(trainer, run), ignore), "decisions": decisions, "outcome": outcome}
