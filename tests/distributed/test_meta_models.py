@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -146,6 +147,7 @@ class Peak:
     """The most bytes on the host that torch had allocated inside, more than before."""
 
     def __enter__(self) -> Peak:
+        gc.collect()  # a model of before that is freed inside would hide as many bytes
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
         self._first = torch.empty(1)
