@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -90,4 +91,28 @@ def test_with_strict_the_error_of_a_write_ends_the_run_and_nothing_is_tried_agai
     keep = Checkpoint("2 steps", background=background, strict=True, on_exception=False)
     with pytest.raises(OSError, match="no space"):
         tiny_run(directory=tmp_path, steps=9, callbacks=[failing_at(keep, 2), keep])
+    assert keep.store.saved() == []
+
+
+def test_with_strict_a_save_that_was_due_when_the_error_arrived_is_not_made(tmp_path: Path) -> None:
+    keep, arrives = Checkpoint("2 steps", strict=True, on_exception=False, keep_last=None), threading.Event()
+
+    @on(Callback.on_fit_start)
+    def begin(run: Run) -> None:
+        write = keep.store.write
+
+        def late(content: Any) -> Any:
+            if content.facts["step"] == 2 and arrives.wait(60):
+                raise OSError("no space")
+            return write(content)
+
+        keep.store.write = late  # type: ignore[method-assign]
+
+    @on(Callback.on_step_end, at=4)
+    def arrive(run: Run) -> None:
+        arrives.set()
+        keep.writer.attempts.stop()  # the thread has reported the error, and its save is due at this step boundary
+
+    with pytest.raises(OSError, match="no space"):
+        tiny_run(directory=tmp_path, steps=9, callbacks=[begin, arrive, keep])
     assert keep.store.saved() == []

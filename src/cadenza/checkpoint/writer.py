@@ -367,11 +367,13 @@ class CheckpointWriter:
             decide("pruned", ", ".join(pruned), who=who, data={"checkpoints": pruned})
 
     def _report_failure(self, save: Save, error: Exception) -> None:
-        step, retry = save.at.step, "" if self.strict else ". It is tried again until the next save"
-        who = ", ".join(save.content.facts["asked_by"])
+        step, who = save.at.step, ", ".join(save.content.facts["asked_by"])
         self.session.decide("not saved", f"step {step}: {error!r}", who=who, data={"step": step, "error": repr(error)})
-        self.session.warn(f"the checkpoint of step {step} could not be written, and the training goes on: {error!r}{retry}")
+        told = f"the checkpoint of step {step} could not be written, and the training"
+        ends = f"ends: {error!r}" if self.strict else f"goes on: {error!r}. It is tried again until the next save"
+        self.session.warn(f"{told} {ends}")
         if self.strict:
+            self._asked = {}  # or the end of the run would carry out a save that was due at the same step boundary
             raise error
 
 
