@@ -54,6 +54,12 @@ LONG_FILES = (
 `pytest -n` needs ``--no-loadscope-reorder`` for it: xdist would start the files with most tests first.
 """
 
+FORKING = ("tests/distributed/", "tests/scale/", "tests/timetravel/", "tests/loops/", "tests/loading/")
+"""Tests that fork this process often. They come early: what others import makes it, and each fork, several times as large."""
+
+IMPORTING = ("tests/adapters/", "tests/compat/", "tests/recipes/", "tests/sinks/", "docs/", "README.md")
+"""Tests that import such packages."""
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -84,13 +90,18 @@ def environment() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the longest files first, the others in the order in which they were collected."""
+    """Start the longest files first, then tests that fork, and those that import large packages last."""
     if gone := [name for name in LONG_FILES if not (config.rootpath / name).is_file()]:
         raise pytest.UsageError(
             f"LONG_FILES in tests/conftest.py names files that are not there: {gone}. Rename or remove them."
         )
     turns = {name: turn for turn, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: turns.get(item.nodeid.partition("::")[0], len(turns)))
+
+    def turn(item: pytest.Item) -> int:
+        file = item.nodeid.partition("::")[0]
+        return turns.get(file, len(turns) + (0 if file.startswith(FORKING) else 2 if file.startswith(IMPORTING) else 1))
+
+    items.sort(key=turn)
 
 
 def pytest_collection_finish() -> None:
