@@ -19,6 +19,7 @@ class Row:
 HAND, HAND_FUSED = "by hand", "by hand, fused"
 
 ROWS = {
+    "by hand, again": Row("peers.with_hands", "torch", None),
     HAND_FUSED: Row("peers.with_hands", "torch", None),
     "Cadenza": Row("peers.with_cadenza", "cadenza", None),
     "Cadenza, optimizer instance": Row("peers.with_cadenza", "cadenza", None),
