@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
 from cadenza.loading import resumable
 from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, seed_host
@@ -58,6 +58,36 @@ def test_isolated_rng_restores_the_generators_after_an_error_too() -> None:
 
 
 # -- batches ------------------------------------------------------------------------------------------
+
+
+class Drawing(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1)
+
+
+def test_tensors_that_torch_indexes_and_stacks_are_loaded_without_seeding_and_all_others_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr("cadenza.loading.seeded.seed_host", seeds.append)
+    tensors = TensorDataset(torch.arange(8), torch.rand(8))
+
+    def seeded(dataset: Any, **options: Any) -> bool:
+        seeds.clear()
+        loader = DataLoader(dataset, 3, shuffle=True, **options)
+        before = RNGState.capture().to_plain()
+        loaded = [one.tolist() for batch in resumable(loader, seed=1).batches(0, 1) for one in batch]
+        assert first_difference(before, RNGState.capture().to_plain()) is None
+        again = DataLoader(dataset, 3, shuffle=True, collate_fn=lambda samples: default_collate(samples))
+        same = [one.tolist() for batch in resumable(again, seed=1).batches(0, 1) for one in batch]
+        assert loaded == same or isinstance(dataset, Drawing)
+        return len(seeds) > 2  # two batches with the second loader
+
+    assert not seeded(tensors)
+    assert not seeded(Subset(ConcatDataset([tensors, tensors]), range(8)))
+    assert seeded(Drawing(torch.arange(8)))
+    assert seeded(Subset(ConcatDataset([tensors, Drawing(torch.arange(8))]), range(8)))
+    assert seeded(tensors, collate_fn=lambda samples: default_collate(samples))
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are fewer cores than workers

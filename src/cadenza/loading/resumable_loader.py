@@ -23,7 +23,7 @@ from cadenza.loading.resumable_base import END, LimitedLoader, Located, Resumabl
 from cadenza.loading.rng import derive_seed, isolated_rng, seeds_below
 from cadenza.loading.rounds import PositionBatches, batches_of_rank
 from cadenza.loading.sample_counts import uses_torch_iteration, with_sample_counts
-from cadenza.loading.seeded import ResumableSampler, SeededCollate, SeededDataset, SeededWorkerInit
+from cadenza.loading.seeded import ResumableSampler, SeededCollate, SeededDataset, SeededWorkerInit, may_draw
 from cadenza.loading.shards import Shard
 from cadenza.loading.streams import ShardedStream, is_sharded_stream
 from cadenza.loading.tensors import TensorBatches
@@ -134,7 +134,7 @@ class _MapStyle(ResumableLoader):
         batched = loader.batch_sampler is not None
         sampler = loader.batch_sampler if batched else loader.sampler
         self._sampler = ResumableSampler(sampler, seed, shard, batched=batched, permuted=permuted)
-        self._dataset = SeededDataset(loader.dataset)
+        self._dataset = SeededDataset(loader.dataset, draws=may_draw(loader.dataset, loader.collate_fn))
         self._loader = self._build()
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:

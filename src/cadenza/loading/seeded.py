@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import get_worker_info
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from cadenza.errors import DataError, add_note
 from cadenza.loading.indices import known_batches, known_order
@@ -46,11 +47,17 @@ class SeededSamples(NamedTuple):
 
 
 class SeededDataset:
-    """A map-style dataset that loads samples with the seed that comes with their index."""
+    """A map-style dataset that loads samples with the seed that comes with their index.
 
-    def __init__(self, dataset: Any) -> None:
+    Args:
+        dataset: The user's dataset.
+        draws: Whether random numbers may be drawn while samples are loaded and collated.
+    """
+
+    def __init__(self, dataset: Any, *, draws: bool = True) -> None:
         self.dataset: Any = dataset
         self.epoch: int = 0
+        self._draws = draws
 
     def __getitem__(self, request: SeededIndex) -> SeededSamples:
         return self._load(request, self.dataset.__getitem__, None)
@@ -73,12 +80,13 @@ class SeededDataset:
 
     def _load(self, request: SeededIndex, get: Callable[[Any], Any], count: int | None) -> SeededSamples:
         # In the main process, the model draws from the same generators. In a worker nothing else does.
-        rng_state = None if get_worker_info() is not None else HostState.capture()
+        rng_state = None if not self._draws or get_worker_info() is not None else HostState.capture()
         if request.epoch != self.epoch:  # in a persistent worker, the copy of the dataset has an earlier epoch
             self.epoch = request.epoch
             set_loader_epoch(self, request.epoch)
         try:
-            seed_host(request.seed)
+            if self._draws:
+                seed_host(request.seed)
             return SeededSamples(get(request.index), request.seed, rng_state, count)
         except BaseException as error:
             if rng_state is not None:
@@ -86,6 +94,21 @@ class SeededDataset:
             if isinstance(error, StopIteration):
                 raise DataError(_would_end("the data set", f" for index {request.index!r}")) from error
             raise
+
+
+def may_draw(dataset: Any, collate: Any) -> bool:
+    """Return whether loading may draw random numbers. Only code of torch that indexes and stacks tensors is known not to.
+
+    >>> data = TensorDataset(torch.zeros(3))
+    >>> may_draw(Subset(data, [0]), default_collate), may_draw(data, lambda samples: samples)
+    (False, True)
+    """
+    if type(dataset) is Subset:
+        return may_draw(dataset.dataset, collate)
+    if type(dataset) is ConcatDataset:
+        return any(may_draw(one, collate) for one in dataset.datasets)
+    plain = type(dataset) is TensorDataset and all(type(one) is Tensor for one in dataset.tensors)
+    return not plain or collate is not default_collate
 
 
 class SeededCollate:
