@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cadenza.adapters.lightning.collectives import gathered, reduced_in
 from cadenza.adapters.lightning.library import imported
 from cadenza.adapters.lightning.part_view import PartView
 from cadenza.adapters.lightning.ranks_view import RanksView
@@ -103,18 +104,31 @@ class StrategyView(PartView, RanksView):
         return obj if self._alone else driver.broadcast(obj) if src == 0 else driver.gather(obj)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str | None = "mean") -> Any:
-        """Return `tensor` reduced over all ranks: its mean (``"mean"``, ``"avg"``), ``"sum"``, ``"min"`` or ``"max"``."""
+        """Return `tensor` reduced over the ranks: its mean (``"mean"``, ``"avg"``), ``"sum"``, ``"min"`` or ``"max"``.
+
+        Args:
+            tensor: The value of this rank. Anything but a tensor is returned as given.
+            group: The process group of the ranks. None: all ranks.
+            reduce_op: The operation, as a name or of torch. None is the mean.
+        """
         way = str(reduce_op or "mean").rpartition(".")[2].lower()
         if not isinstance(tensor, Tensor) or self._alone:
             return tensor
         how: Any = "mean" if way == "avg" else way
-        return self._run.driver.reduce(tensor.to(self.root_device), how)
+        value = tensor.to(self.root_device)
+        return self._run.driver.reduce(value, how) if group is None else reduced_in(group, value, how)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks, stacked on dim 0; on one rank the tensor itself."""
+        """Return the tensors of the ranks, stacked on dim 0; on one rank the tensor itself.
+
+        Args:
+            tensor: The tensor of this rank. It has the same shape on all ranks.
+            group: The process group of the ranks. None: all ranks.
+            sync_grads: Let gradients flow back: each rank gets those of its own tensor, summed over the ranks.
+        """
         if self._alone:
             return tensor
-        return torch.stack([one.to(tensor.device) for one in self._run.driver.gather(tensor.detach().cpu())])
+        return gathered(group, tensor, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks decided so; with ``all=False`` whether any rank did."""

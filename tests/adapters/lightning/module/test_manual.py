@@ -190,11 +190,22 @@ class WithAdam(Regression):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
+class Contrastive(Regression):
+    """Compares its embeddings with those of all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own = nn.functional.normalize(self.net[:2](batch[0]), dim=1)
+        every = self.all_gather(own, sync_grads=True)
+        assert not self.trainer.strategy.all_gather(own).requires_grad or self.trainer.world_size == 1
+        every = every.flatten(0, 1) if self.trainer.world_size > 1 else every
+        return torch.logsumexp(every @ every.T, 1).mean() + 0 * self.net[2](own).sum()
+
+
 def test_two_processes_train_as_one_with_the_whole_batch() -> None:
     def fits() -> list[Any]:
         torch.set_num_threads(1)
         found = list[Any]()
-        for make in (Regression, Gan):
+        for make in (Regression, Gan, Contrastive):
             module, run = native_run(make, batches(40, 4), max_epochs=1)
             found.append((weights(module), run.progress.step, module.trainer.global_step, type(run.driver).__name__))
         split = [native(WithAdam, batches(40, 4), max_epochs=1, driver=driver).losses for driver in ("ddp", "fsdp")]
@@ -206,7 +217,8 @@ def test_two_processes_train_as_one_with_the_whole_batch() -> None:
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one[0], other[0])
         assert one[1:] == other[1:]
-    assert [one[1:] for one in first] == [(5, 5, "DdpDriver"), (5, 10, "DdpDriver")]
+    assert [one[1:] for one in first] == [(5, 5, "DdpDriver"), (5, 10, "DdpDriver"), (5, 5, "DdpDriver")]
     assert split[1] == pytest.approx(split[0], rel=1e-5)
-    alone = native(Regression, batches(40, 8), max_epochs=1)
-    torch.testing.assert_close(first[0][0], weights(alone))
+    for index, make in ((0, Regression), (2, Contrastive)):
+        alone = native(make, batches(40, 8), max_epochs=1)
+        torch.testing.assert_close(first[index][0], weights(alone))
