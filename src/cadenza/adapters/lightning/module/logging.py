@@ -53,6 +53,7 @@ class ModuleLog:
         self._in_batch = False
         self._fresh = False
         self._metrics: list[tuple[str, Any]] | None = None
+        self._put_aside: list[tuple[Any, dict[str, Any]]] = []  # the metrics of the module and their states
 
     def _new(self, *, training: bool) -> LoggedValues:
         home = self._attached.home
@@ -166,11 +167,23 @@ class ModuleLog:
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Drop the values of a batch that another rank counts."""
-        self.values.muted = True
+        self.mute()
         try:
             yield
         finally:
-            self.values.muted = False
+            self.unmute()
+
+    def mute(self) -> None:
+        """Drop all values, also those in the metrics of the module, until `unmute`."""
+        self.values.muted = True
+        self._put_aside = [(metric, _state_of(metric)) for _, metric in self._module_metrics()]
+
+    def unmute(self) -> None:
+        """Continue with the values from before `mute`."""
+        self.values.muted = False
+        for metric, state in self._put_aside:
+            _put_state(metric, state, merge=False)
+        self._put_aside = []
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -257,10 +270,10 @@ class LogStart(_LogPart):
             attach(self.attached, run)
             self.log.begin(run)
         if not evaluation.own_names:  # it calls training_step
-            self.log.values.muted = True
+            self.log.mute()
 
     def _unmute(self, run: Run, evaluation: Evaluation) -> None:
-        self.log.values.muted = False
+        self.log.unmute()
 
     def _begin(self, run: Run) -> None:
         self.log.begin(run)
@@ -348,7 +361,7 @@ def _plain(value: Any) -> Any:
 
 def _state_of(metric: Any) -> dict[str, Any]:
     states = {name: getattr(metric, name) for name in metric._defaults}
-    plain = {name: list(one) if isinstance(one, list) else one.detach() for name, one in states.items()}
+    plain = {name: list(one) if isinstance(one, list) else one.detach().clone() for name, one in states.items()}
     return {"count": metric._update_count, "states": plain}
 
 
