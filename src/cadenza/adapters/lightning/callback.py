@@ -16,6 +16,7 @@ from cadenza.adapters.lightning.conductor import Conductor
 from cadenza.adapters.lightning.events import EVENTS
 from cadenza.adapters.lightning.kept_state import added, kept_of, put_kept, put_together
 from cadenza.adapters.lightning.library import is_lightning
+from cadenza.adapters.lightning.moments import LightningMoments
 from cadenza.adapters.lightning.refused import check_runs, check_sharding
 from cadenza.adapters.lightning.trainer_view import TrainerView
 from cadenza.adapters.packing import packed, unpacked
@@ -26,13 +27,16 @@ from cadenza.errors import StateError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.fan_out import Scene
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.moments import Callback
+from cadenza.hooks.moments import Callback, Moment
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 AFTER_UPDATE = frozenset({"on_train_batch_end", "on_train_epoch_end"})
 """The events at which Lightning still has the gradients of the last update."""
+
+MONITORING = ("EarlyStopping", "Checkpoint")
+"""The classes that Lightning calls after ``on_train_epoch_end`` of all others and of the LightningModule."""
 
 
 class LightningCallback(ForeignCallback, Conductor):
@@ -58,6 +62,15 @@ class LightningCallback(ForeignCallback, Conductor):
         self._late: Listener | None = None
         self._waiting: Mapping[str, Any] | None = None
 
+    @classmethod
+    def companions(cls, callbacks: list[Any]) -> list[Any]:
+        """Return the list with those that write checkpoints last among the callbacks of Lightning, as Lightning orders them."""
+        places = [index for index, one in enumerate(callbacks) if isinstance(one, cls)]
+        ordered = list(callbacks)
+        for index, other in zip(places, sorted(places, key=lambda one: _writes(callbacks[one])), strict=True):
+            ordered[index] = callbacks[other]
+        return ordered
+
     def conducts(self) -> bool:
         return bool(self.overridden())
 
@@ -71,13 +84,19 @@ class LightningCallback(ForeignCallback, Conductor):
             event, hook = self.events[name], getattr(self.callback, name)
             if gradients is not None and name in AFTER_UPDATE:
                 hook = gradients.shown(hook)
-            if event.moment is not None and event.make is not None:
-                own.append(Listener(event.moment, event.make(self, hook), event=name, on_error=self._mark))
+            if (moment := self._moment_of(name)) is not None and event.make is not None:
+                own.append(Listener(moment, event.make(self, hook), event=name, on_error=self._mark))
             if name == "on_train_batch_end":
                 self._late = Listener(Callback.on_step_end, own[-1].function, event=name, on_error=self._mark)
                 own.append(self._late)
         keep = [] if gradients is None or AFTER_UPDATE.isdisjoint(self.overridden()) else gradients.listeners()
         return [*self.conducting(), *keep, *own, *around_hooks(self)] if own else []
+
+    def _moment_of(self, event: str) -> Moment | None:
+        """Return the moment of an event. Callbacks that monitor see what the module logs in ``on_train_epoch_end``."""
+        if event == "on_train_epoch_end" and any(is_lightning(self.callback, name) for name in MONITORING):
+            return LightningMoments.on_train_epoch_end_monitoring
+        return self.events[event].moment
 
     def owes(self, run: Run) -> Listener | None:
         return self._late if self.owed is not None and run.progress.step > self.owed[0] else None
@@ -166,6 +185,10 @@ def _for_checkpoint(state: Any) -> Any:
         return packed(state)
     except StateError:  # an error when the checkpoint is written names the value
         return state
+
+
+def _writes(adapter: LightningCallback) -> bool:
+    return is_lightning(adapter.callback, "Checkpoint")
 
 
 def _shows_progress(callback: object) -> bool:

@@ -165,6 +165,7 @@ class Conductor(BaseCallback):
             if view._schedulers is not None:
                 view._schedulers.step(view.current_epoch)
             hooks_of(run).fire(LightningMoments.on_train_epoch_end, run)
+            hooks_of(run).fire(LightningMoments.on_train_epoch_end_monitoring, run)
 
     def _save_metrics(self, run: Run, checkpoint: Any) -> None:
         if view := self._view(run):

@@ -31,6 +31,9 @@ class LightningMoments(Callback, declares=True):
     def on_train_epoch_end(self, run: Run, /) -> None:
         """Called after the evaluations at the end of an epoch."""
 
+    def on_train_epoch_end_monitoring(self, run: Run, /) -> None:
+        """Called after that of the LightningModule, for callbacks that monitor a value. It is their ``on_train_epoch_end``."""
+
     def on_train_end(self, run: Run, /) -> None:
         """Called after the last epoch."""
 

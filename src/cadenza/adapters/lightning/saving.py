@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _INSIDE_BATCH = (Callback.on_batch_end, Callback.on_step_end)
 """The moments of ``on_train_batch_end``, at which Lightning has not counted the batch as completed."""
 
+_END_OF_EPOCH = (LightningMoments.on_train_epoch_end, LightningMoments.on_train_epoch_end_monitoring)
+"""The moments of ``on_train_epoch_end``."""
+
 
 def save_checkpoint(run: Run, trainer: Any, path: str | PathLike[str], *, weights_only: bool = False) -> None:
     """Write a checkpoint file that Lightning reads. Every rank must call this; the main process writes.
@@ -82,7 +85,7 @@ def loops_of(run: Run, trainer: Any) -> dict[str, Any]:
     progress, epoch, step = run.progress, trainer.current_epoch, trainer.global_step
     moment = None if (listener := hooks_of(run).here().listener) is None else listener.moment
     ended = progress.epoch > epoch  # the epoch of a native run is counted before its last hooks
-    processed = moment is LightningMoments.on_train_epoch_end or (ended and trainer.training)
+    processed = moment in _END_OF_EPOCH or (ended and trainer.training)
     in_epoch = (progress.batches_per_whole_epoch or 0) if ended else progress.batch_in_epoch
     inside = int(moment in _INSIDE_BATCH)
     accumulate = session_of(run).step.window.size

@@ -10,13 +10,11 @@ from torch.optim import Optimizer
 
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.lightning.connectors import LoggerConnectorView
-from cadenza.adapters.lightning.events import EVENTS
 from cadenza.adapters.lightning.strategy_view import StrategyView
 from cadenza.adapters.lightning.trainer_view import KEY, TrainerView
 from cadenza.engine import updating
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.moments import Callback
 from cadenza.optim.parameters import parameters_of
 
 if TYPE_CHECKING:
@@ -64,13 +62,8 @@ class ModuleTrainer(TrainerView):
         """Return the name of the hook of a callback of Lightning that is called now."""
         hooks = hooks_of(self._run)
         listener = hooks.here().listener
-        if listener is None or not isinstance(hooks.callbacks.get(listener.owner), ForeignCallback):
-            return None
-        stage = {"train": "", "validate": "validation", "sanity_check": "validation"}.get(self._stage, self._stage)
-        if listener.moment is Callback.on_step_end:
-            return "on_train_batch_end"
-        names = [name for name, event in EVENTS.items() if event.moment is listener.moment]
-        return next((name for name in names if len(names) == 1 or stage in name), None)
+        owner = None if listener is None else hooks.callbacks.get(listener.owner)
+        return listener.event or None if listener is not None and isinstance(owner, ForeignCallback) else None
 
     @property
     def gradient_clip_val(self) -> None:
