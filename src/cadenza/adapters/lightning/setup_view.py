@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from cadenza.adapters.lightning.callback_lists import CallbackLists
 from cadenza.adapters.lightning.changes import Changes
 from cadenza.adapters.lightning.counters import CountersView
 from cadenza.adapters.lightning.library import imported
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class SetupView(CountersView):
+class SetupView(CallbackLists, CountersView):
     """How a run is set up, with the names of Lightning's ``Trainer``."""
 
     def __init__(self, run: Run) -> None:
@@ -239,41 +240,6 @@ class SetupView(CountersView):
     def default_root_dir(self) -> str:
         """The run directory, or the working directory without one."""
         return self.log_dir or str(session_of(self._run).home)
-
-    # -- callbacks ----------------------------------------------------------------------------------
-
-    @property
-    def callbacks(self) -> list[Any]:
-        """The callbacks of Lightning in the list."""
-        raise NotImplementedError
-
-    def _of_class(self, *names: str) -> list[Any]:
-        return [one for one in self.callbacks if any(kind.__name__ in names for kind in type(one).__mro__)]
-
-    @property
-    def early_stopping_callbacks(self) -> list[Any]:
-        """Each ``EarlyStopping`` of Lightning in the list."""
-        return self._of_class("EarlyStopping")
-
-    @property
-    def early_stopping_callback(self) -> Any:
-        """The first ``EarlyStopping`` of Lightning; None without one."""
-        return next(iter(self.early_stopping_callbacks), None)
-
-    @property
-    def checkpoint_callbacks(self) -> list[Any]:
-        """Each ``Checkpoint`` of Lightning in the list."""
-        return self._of_class("Checkpoint")
-
-    @property
-    def checkpoint_callback(self) -> Any:
-        """The first ``Checkpoint`` of Lightning; None without one."""
-        return next(iter(self.checkpoint_callbacks), None)
-
-    @property
-    def progress_bar_callback(self) -> Any:
-        """The progress bar of Lightning; None without one."""
-        return next(iter(self._of_class("ProgressBar")), None)
 
 
 def validation_interval(run: Run) -> tuple[int | float, int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from cadenza.callbacks import LearningRate, Limit
 from cadenza.errors import CallbackError, DataError
 from cadenza.sinks import Sink
 from tests.adapters.lightning.module.home import (
+    QUIET,
     Regression,
     at_home,
     batches,
     configured,
+    lightning,
     native,
     native_run,
     rows,
@@ -208,3 +211,34 @@ def test_one_name_for_two_values_of_an_epoch_is_a_warning(caplog: pytest.LogCapt
         "training_step and validation_step log 'train_loss_epoch' for the same epoch"
     ]
     assert len(run.history["train_loss_epoch"]) == 2
+
+
+def test_the_trainer_is_known_before_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    class Data(lightning.LightningDataModule):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            return batches()
+
+    class Asks(Regression):
+        seen: list[Any]
+
+        def configure_callbacks(self) -> Any:
+            self.seen = [self.trainer.datamodule is data, data.trainer is self.trainer]
+            return []
+
+        def setup(self, stage: str) -> None:
+            self.print("set up", stage)
+            self.seen += [self.trainer.log_dir, self.device, self.trainer.checkpoint_callback]
+
+        def configure_optimizers(self) -> Any:
+            self.trainer.fit_loop.setup_data()
+            self.seen += [len(self.trainer.train_dataloader), self.trainer.fit_loop.max_epochs]
+            return super().configure_optimizers()
+
+    data = Data()
+    theirs, ours = Asks(), Asks()
+    lightning.Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path).fit(theirs, datamodule=data)
+    Trainer.from_lightning(ours, data, max_epochs=1, device="cpu:0", directory=tmp_path, progress=False).fit()
+    assert ours.seen[3] == torch.device("cpu:0")  # before the module is there
+    ours.seen[3] = torch.device("cpu")
+    assert ours.seen == theirs.seen
+    assert capsys.readouterr().out.splitlines().count("set up TrainerFn.FITTING") == 2

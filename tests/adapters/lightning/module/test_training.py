@@ -287,10 +287,10 @@ def test_each_fit_sets_the_module_up_and_configures_its_optimizers_for_its_lengt
             self.calls: list[Any] = []
 
         def setup(self, stage: str) -> None:
-            self.calls.append(f"setup {stage}")
+            self.calls.append(("setup", stage))
 
         def teardown(self, stage: str) -> None:
-            self.calls.append(f"teardown {stage}")
+            self.calls.append(("teardown", stage))
 
         def configure_optimizers(self) -> Any:
             self.calls.append(self.trainer.estimated_stepping_batches)
@@ -302,7 +302,7 @@ def test_each_fit_sets_the_module_up_and_configures_its_optimizers_for_its_lengt
     )
     for _ in range(2):
         assert trainer.fit().progress.step == 10
-    assert module.calls == ["setup fit", 10, "teardown fit"] * 2
+    assert module.calls == [("setup", "fit"), 10, ("teardown", "fit")] * 2
 
 
 # -- callbacks, arguments and checkpoints --------------------------------------------------------------

@@ -9,7 +9,7 @@ from cadenza.adapters.lightning.module import transfer
 from cadenza.adapters.lightning.module.advice import check_arguments
 from cadenza.adapters.lightning.module.attached import Attached
 from cadenza.adapters.lightning.module.before_run import TrainerBeforeRun
-from cadenza.adapters.lightning.module.data import ModuleData, prepared
+from cadenza.adapters.lightning.module.data import ModuleData, ModuleLoaders, prepare
 from cadenza.adapters.lightning.module.evaluation import EvaluationHooks, evaluating
 from cadenza.adapters.lightning.module.hooks import ModuleHooks, ModuleStart
 from cadenza.adapters.lightning.module.logging import LogEpoch, LogStart, LogStep, ModuleLog
@@ -45,11 +45,12 @@ def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str
     attached = Attached(module, driver, given)
     _check(attached)
     attached.log = ModuleLog(attached)
+    attached.loaders = ModuleLoaders(attached, data)
     attached.attach(TrainerBeforeRun(attached))
     callbacks = _with_own(given.get("callbacks", ()), attached.call("configure_callbacks"))
     attached.limit = min((one.train for one in callbacks if isinstance(one, Limit) and one.train), default=None)
     attached.rate_setters = [one for one in callbacks if isinstance(one, SetsRates)]
-    attached.loaders = prepared(attached, data)
+    prepare(attached)
     attached.configure_model()
     transfer.install(attached)
     trainer = make(**given | _arguments(attached, callbacks, evaluating(attached, every, sanity_batches)))

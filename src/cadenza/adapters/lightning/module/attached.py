@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.adapters.lightning.library import classes_of_lightning
@@ -39,7 +39,7 @@ class Attached:
         self.driver: Driver = driver
         self.arguments: Mapping[str, Any] = arguments
         self.loaders: Loaders
-        """The loaders. They are set when ``setup`` was called."""
+        """The loaders. They are made after ``setup`` was called."""
         self.log: Any = None
         """The `ModuleLog`: the values of ``self.log``."""
         self.run: Run | None = None
@@ -71,10 +71,12 @@ class Attached:
         self._is_set_up = True
 
     def attach(self, trainer: Any) -> None:
-        """Set ``module.trainer``, also of the LightningModules inside."""
+        """Set ``trainer`` and ``device`` of the module and of the LightningModules inside, and the trainer of its data."""
         for one in self.module.modules():
             if isinstance(one, self.base):
-                one._trainer = trainer
+                one._trainer, one._device = trainer, self.driver.device
+        if self.loaders.datamodule is not None:
+            self.loaders.datamodule.trainer = trainer
 
     def configure_model(self) -> None:
         """Call the hook that builds the model, if there is one."""
@@ -103,7 +105,7 @@ class Attached:
         self._is_set_up = False
         for one in (self.loaders.datamodule, self.module):
             if one is not None:
-                one.teardown(stage)
+                one.teardown(self.fn(stage))
 
     def set_up(self, stage: str) -> None:
         """Call ``setup`` of the datamodule and of the module, unless this was done."""
@@ -111,7 +113,11 @@ class Attached:
             self._is_set_up = True
             for one in (self.loaders.datamodule, self.module):
                 if one is not None:
-                    one.setup(stage)
+                    one.setup(self.fn(stage))
+
+    def fn(self, stage: str) -> Any:
+        """Return a stage as Lightning gives it to ``setup`` and ``teardown``: a ``TrainerFn``, which equals its name."""
+        return self.home("trainer.states").TrainerFn(stage)
 
     def wrapped(self, optimizer: Optimizer, strategy: Any) -> Any:
         """Return an optimizer as a ``LightningOptimizer``. Its ``step`` calls ``strategy.optimizer_step``."""
@@ -181,6 +187,14 @@ def base_of_module(module: object) -> type[Any]:
     for one in classes_of_lightning(type(module)):
         if one.__name__ == "LightningModule":
             return one
+    if isinstance(module, type):
+        name = module.__name__
+        raise TypeError(f"Trainer.from_lightning takes a LightningModule; got the class {name}. Give an instance: {name}(...)")
+    if isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+        raise TypeError(
+            f"Trainer.from_lightning takes a LightningModule; got {type(module).__name__}, made by torch.compile. Give the "
+            f"{type(inner).__name__} itself, and compile in place: module.compile()."
+        )
     raise TypeError(
         f"Trainer.from_lightning takes a LightningModule of lightning or pytorch_lightning; got {type(module).__name__}. For "
         "another model use Trainer(model, optimizer, loader, compute_loss)."

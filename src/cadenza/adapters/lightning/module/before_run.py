@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
+from cadenza.adapters.lightning.callback_lists import CallbackLists
 from cadenza.engine.accumulating import checked_accumulate
 from cadenza.errors import AdapterError, nearest
 from cadenza.loading import num_batches
@@ -17,7 +18,24 @@ if TYPE_CHECKING:
     from cadenza.adapters.lightning.module.attached import Attached
 
 
-class TrainerBeforeRun:
+class FitLoopBeforeRun:
+    """``trainer.fit_loop`` before the first step.
+
+    Args:
+        trainer: What the LightningModule reads of its trainer.
+    """
+
+    def __init__(self, trainer: TrainerBeforeRun) -> None:
+        self.max_epochs: int = trainer.max_epochs
+        """The largest number of epochs; -1 if there is no limit."""
+        self.max_steps: int = trainer.max_steps
+        """The largest number of steps; -1 if there is no limit."""
+
+    def setup_data(self) -> None:
+        """Do nothing: ``trainer.train_dataloader`` is the loader already."""
+
+
+class TrainerBeforeRun(CallbackLists):
     """What a LightningModule can read of its trainer before the first step."""
 
     title: ClassVar[str] = "trainer"
@@ -100,6 +118,11 @@ class TrainerBeforeRun:
         """None: `ClipGradients` in callbacks clips."""
 
     gradient_clip_algorithm = gradient_clip_val
+
+    @property
+    def fit_loop(self) -> FitLoopBeforeRun:
+        """An object with ``setup_data``, ``max_epochs`` and ``max_steps``."""
+        return FitLoopBeforeRun(self)
 
     # -- processes and devices ---------------------------------------------------------------------
 
@@ -231,7 +254,13 @@ class TrainerBeforeRun:
     @property
     def default_root_dir(self) -> str:
         """The run directory, or the working directory without one."""
-        return os.path.abspath(self._attached.arguments.get("directory") or os.curdir)
+        return self.log_dir or os.path.abspath(os.curdir)
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run directory; None without one."""
+        directory = self._attached.arguments.get("directory")
+        return None if directory is None else os.path.abspath(directory)
 
     @property
     def training(self) -> bool:

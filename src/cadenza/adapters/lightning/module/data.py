@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_unflatten
 from cadenza.adapters.lightning.module.attached import Attached
 from cadenza.adapters.lightning.module.parts import Loaders
 from cadenza.errors import DataError, DistributedError
-from cadenza.hooks.listener import Listener, inner
+from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loading.loaders import length_of
 from cadenza.loading.mixture import Mixture
@@ -30,9 +30,15 @@ class ModuleLoaders(Loaders):
         attached: The LightningModule.
         data: A LightningDataModule; a pair of a training and a validation loader; a mapping with ``"train"`` and any of
             ``"val"``, ``"test"`` and ``"predict"``; a training loader, or a list or dict of them; or None.
+
+    Raises:
+        TypeError: `data` is a class.
     """
 
     def __init__(self, attached: Attached, data: Any) -> None:
+        if isinstance(data, type):
+            name = data.__name__
+            raise TypeError(f"expected a LightningDataModule or loaders; got the class {name}. Give an instance: {name}(...)")
         super().__init__(data if callable(getattr(data, "prepare_data", None)) else None)
         self._attached = attached
         self._given: dict[str, Any] = {} if data is None or self.datamodule is not None else _by_stage(data)
@@ -45,7 +51,7 @@ class ModuleLoaders(Loaders):
             self._prepare_data(holders)
         self._setup.add(stage)
         for one in holders:
-            one.setup(stage)
+            one.setup(self._attached.fn(stage))
 
     def _prepare_data(self, holders: list[Any]) -> None:
         driver, failed = self._attached.driver, list[BaseException]()
@@ -94,19 +100,17 @@ class ModuleLoaders(Loaders):
 def loaders_of(attached: Attached) -> ModuleLoaders:
     """Return the loaders of a module."""
     loaders = attached.loaders
-    assert isinstance(loaders, ModuleLoaders), "made by prepared"
+    assert isinstance(loaders, ModuleLoaders), "made with the trainer"
     return loaders
 
 
-def prepared(attached: Attached, data: Any) -> ModuleLoaders:
-    """Call ``prepare_data`` and ``setup("fit")``, and return the loaders. Every rank must call this.
+def prepare(attached: Attached) -> None:
+    """Call ``prepare_data`` and ``setup("fit")``, and make the loaders. Every rank must call this.
 
     Raises:
         DataError: There is no training loader.
     """
-    attached.loaders = loaders = ModuleLoaders(attached, data)
-    if loaders.datamodule is not None:
-        loaders.datamodule.trainer = attached.module.trainer
+    loaders = loaders_of(attached)
     loaders.setup("fit")
     if loaders.training() is None:
         raise DataError(
@@ -114,7 +118,6 @@ def prepared(attached: Attached, data: Any) -> ModuleLoaders:
             "LightningDataModule to Trainer.from_lightning, or give the module a train_dataloader method."
         )
     loaders.val = loaders.of("validate")
-    return loaders
 
 
 def overrides(holder: Any, name: str) -> bool:
@@ -234,7 +237,7 @@ def _named(combined: Any) -> dict[str, Any]:
 
 
 class ModuleData(BaseCallback):
-    """The trainer and the state of a LightningDataModule."""
+    """The state of a LightningDataModule."""
 
     name: str | None = "data of the LightningModule"
 
@@ -245,14 +248,9 @@ class ModuleData(BaseCallback):
         return f"data of {type(self.attached.module).__name__}"
 
     def listeners(self) -> list[Listener]:
-        data = self.attached.loaders.datamodule
-        if data is None:
+        if not overrides(self.attached.loaders.datamodule, "on_exception"):
             return []
-        found = inner([Listener(Callback.on_setup, self._begin)])
-        return [*found, Listener(Callback.on_exception, self._interrupt)] if overrides(data, "on_exception") else found
-
-    def _begin(self, run: Run) -> None:
-        self.attached.loaders.datamodule.trainer = self.attached.module.trainer
+        return [Listener(Callback.on_exception, self._interrupt)]
 
     def _interrupt(self, run: Run, error: BaseException) -> None:
         self.attached.loaders.datamodule.on_exception(error)
