@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from cadenza import Trainer
 from cadenza.callbacks import Checkpoint, Ema
@@ -333,13 +334,28 @@ def test_the_state_of_a_datamodule_is_in_the_checkpoints(tmp_path: Path) -> None
     assert second.position == 7
 
 
+class Counts(Module):
+    """Counts the samples of its validation in a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = SumMetric()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        self.samples(float(len(self.layer(batch))))
+        self.log("samples", self.samples)
+
+
 def on_two_ranks() -> Any:
     torch.set_num_threads(1)
     data, module = Data(), Module()
     trainer = Trainer.from_lightning(module, data, max_epochs=1, **OURS)
     trainer.fit()
     results = [validate(trainer), test(trainer), flat(predict(trainer)), flat(predict(trainer, loader(1, 2, 3, 4, 5)))]
-    return data.calls.count("prepare_data"), results, module.layer.weight.tolist(), module.layer.bias.tolist()
+    own = data.calls.count("prepare_data"), results, module.layer.weight.tolist(), module.layer.bias.tolist()
+    sharded = Trainer.from_lightning(Counts(), (loader(1, 2, 3, 4), loader(1, 2, 3, 4, 5)), driver="fsdp", max_epochs=1, **OURS)
+    assert sharded.fit().evaluations["val"].results["samples"] == 5  # the last batch is that of one rank
+    return own
 
 
 def test_two_processes_share_the_batches_and_return_the_same() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import nn
+
 from cadenza.adapters.lightning.module.attached import Attached
 from cadenza.adapters.lightning.module.logging import ModuleLog
+from cadenza.adapters.lightning.module.training import redirected
 from cadenza.adapters.lightning.module.transfer import Transfer
 from cadenza.errors import AdapterError
 from cadenza.loading.evaluation import Evaluation
@@ -77,8 +80,11 @@ class ModuleEvaluation(Evaluation):
         if isinstance(transfer, Transfer):
             transfer.dataloader_idx = 0
 
-    def step(self) -> Callable[[Any], Any]:
+    def step(self, model: nn.Module | None) -> Callable[[Any], Any]:
         """Return the function that calls the step with a batch and its indices.
+
+        Args:
+            model: The model of the run if the step must be called inside of it, because its weights are whole only there.
 
         Raises:
             AdapterError, RuntimeError: The method does not accept the arguments.
@@ -101,6 +107,8 @@ class ModuleEvaluation(Evaluation):
         def call(batch: Any) -> Any:
             arguments = [self.batch_index] if takes_index else []
             arguments += [self.loader_index] if self.several else []
+            if model is not None:
+                return redirected(attached, name, model, (batch, *arguments))
             return attached.call(name, batch, *arguments)
 
         return call

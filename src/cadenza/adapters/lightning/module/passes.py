@@ -95,7 +95,7 @@ def _modes(session: Session, evaluation: ModuleEvaluation) -> Iterator[None]:
 def _each_batch(session: Session, evaluation: ModuleEvaluation, *, moments: bool) -> None:
     """Call the step with each batch, and end the pass of each loader."""
     names = list(evaluation.sources)
-    step = session.precision.wrap(evaluation.step())
+    step = session.precision.wrap(evaluation.step(session.model if session.driver.in_step else None))
     evaluation.outputs, evaluation.predictions = [], [[] for _ in names or [""]]
     evaluation.loader_index = evaluation.batch_index = 0
     for batch, own in batches_of(session, evaluation):

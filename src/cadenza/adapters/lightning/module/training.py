@@ -53,20 +53,27 @@ class TrainingStep:
         arguments = (batch, attached.batch_idx - attached.again) if self._takes_index else (batch,)
         if attached.driver.world_size == 1 or not attached.automatic:
             return attached.call("training_step", *arguments)
-        return redirected(attached, model, arguments)
+        return redirected(attached, "training_step", model, arguments)
 
     def __repr__(self) -> str:
         return f"{type(self._attached.module).__name__}.training_step"
 
 
-def redirected(attached: Attached, model: nn.Module, arguments: tuple[Any, ...]) -> Any:
-    """Call a wrapped model, which calls ``training_step`` where it would call ``forward``."""
+def redirected(attached: Attached, name: str, model: nn.Module, arguments: tuple[Any, ...]) -> Any:
+    """Call a wrapped model, which calls a step of the module where it would call ``forward``.
+
+    Args:
+        attached: The LightningModule.
+        name: The step, such as ``"training_step"``.
+        model: The model of the run.
+        arguments: Those of the step.
+    """
     module = attached.module
     own = vars(module).get("forward")
 
     def instead(*given: Any) -> Any:
         restore()
-        return attached.call("training_step", *given)
+        return attached.call(name, *given)
 
     def restore() -> None:
         if own is None:
