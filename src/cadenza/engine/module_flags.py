@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,6 +40,24 @@ class ModuleFlags:
         """Expect the flags of `parts` to be `on`. Checkpoints leave them out, as the callback sets them again."""
         own = {id(part) for part in parts}
         self._expected |= {(flag, name): on for flag, name, part in self._parts() if id(part) in own}
+
+    @contextmanager
+    def held(self, decide: Decide, who: str) -> Iterator[None]:
+        """Undo changes of flags inside of the ``with`` block: hooks at the start of a run that continues are called again.
+
+        Args:
+            decide: Records what was undone.
+            who: Whose hooks they are.
+        """
+        before = [(flag, name, part, getattr(part, flag)) for flag, name, part in self._parts()]
+        yield
+        lines = list[str]()
+        for flag, name, part, value in before:
+            if getattr(part, flag) is not value:
+                setattr(part, flag, value)
+                lines.append(f"{flag} of {name or 'the model'} is {value}")
+        if lines:
+            decide("flags restored", "; ".join(lines), who=who)
 
     def changed(self) -> dict[str, dict[str, bool]]:
         """Return, by flag and name, the flags that differ from the expected ones."""

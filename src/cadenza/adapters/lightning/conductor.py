@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from cadenza.adapters.lightning.moments import LightningMoments
@@ -95,7 +96,15 @@ class Conductor(BaseCallback):
     def _begin_fit(self, run: Run) -> None:
         if (view := self._view(run)) and not view._begun:
             view._begun = True
-            hooks_of(run).fire(LightningMoments.on_fit_begin, run)
+            self._start(run, LightningMoments.on_fit_begin)
+
+    @staticmethod
+    def _start(run: Run, moment: Moment) -> None:
+        """Fire a moment at the start of a run. In a run that continues, the flags of the checkpoint stay: hooks freeze again."""
+        session = session_of(run)
+        continues = run.progress.batch > 0
+        with session.module_flags.held(session.decide, "the trainer") if continues else nullcontext():
+            session.hooks.fire(moment, run)
 
     def _start_sanity(self, run: Run, evaluation: Evaluation) -> None:
         if view := self._view(run):
@@ -115,7 +124,7 @@ class Conductor(BaseCallback):
             view._epoch = run.progress.epoch
             if not view._trained:
                 view._trained = True
-                hooks_of(run).fire(LightningMoments.on_train_start, run)
+                self._start(run, LightningMoments.on_train_start)
 
     def _start_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         if view := self._view(run):

@@ -15,6 +15,7 @@ from cadenza.callbacks import Checkpoint
 from cadenza.errors import AdapterError
 from cadenza.testing import launch
 from tests.adapters.lightning.module.home import Regression, at_home, batches, lightning, native, native_run, weights
+from tests.adapters.lightning.module.test_trainer_in_steps import Unfreezes
 
 # -- a GAN ---------------------------------------------------------------------------------------------
 
@@ -205,7 +206,7 @@ def test_two_processes_train_as_one_with_the_whole_batch() -> None:
     def fits() -> list[Any]:
         torch.set_num_threads(1)
         found = list[Any]()
-        for make in (Regression, Gan, Contrastive):
+        for make in (Regression, Gan, Contrastive, Unfreezes):
             module, run = native_run(make, batches(40, 4), max_epochs=1)
             found.append((weights(module), run.progress.step, module.trainer.global_step, type(run.driver).__name__))
         split = [native(WithAdam, batches(40, 4), max_epochs=1, driver=driver).losses for driver in ("ddp", "fsdp")]
@@ -217,8 +218,8 @@ def test_two_processes_train_as_one_with_the_whole_batch() -> None:
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one[0], other[0])
         assert one[1:] == other[1:]
-    assert [one[1:] for one in first] == [(5, 5, "DdpDriver"), (5, 10, "DdpDriver"), (5, 5, "DdpDriver")]
+    assert [one[1:] for one in first] == [(5, 5, "DdpDriver"), (5, 10, "DdpDriver"), *[(5, 5, "DdpDriver")] * 2]
     assert split[1] == pytest.approx(split[0], rel=1e-5)
-    for index, make in ((0, Regression), (2, Contrastive)):
+    for index, make in ((0, Regression), (2, Contrastive), (3, Unfreezes)):
         alone = native(make, batches(40, 8), max_epochs=1)
         torch.testing.assert_close(first[index][0], weights(alone))

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from cadenza import Trainer
-from cadenza.callbacks import LearningRate, Limit
+from cadenza.callbacks import Checkpoint, LearningRate, Limit
 from cadenza.errors import CallbackError, DataError
 from cadenza.sinks import Sink
 from tests.adapters.lightning.module.home import (
@@ -242,3 +242,26 @@ def test_the_trainer_is_known_before_the_run(capsys: pytest.CaptureFixture[str],
     ours.seen[3] = torch.device("cpu")
     assert ours.seen == theirs.seen
     assert capsys.readouterr().out.splitlines().count("set up TrainerFn.FITTING") == 2
+
+
+class Unfreezes(Regression):
+    """Freezes its first layer when the training starts, and trains it from the second epoch on."""
+
+    def on_train_start(self) -> None:
+        self.net[0].requires_grad_(False).eval()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True).train()
+
+
+def test_what_a_module_froze_and_unfroze_stays_so_in_a_run_that_continues(tmp_path: Path) -> None:
+    whole = native(Unfreezes, batches(20), max_epochs=3, seed=1)
+    assert whole.losses == at_home(Unfreezes, batches(20), max_epochs=3).losses
+    keep: dict[str, Any] = {"callbacks": [Checkpoint("1 step", keep_last=99)], "directory": tmp_path, "seed": 1}
+    native(Unfreezes, batches(20), max_epochs=3, **keep)
+    for step in (7, 10):
+        path = tmp_path / "checkpoints" / f"step-{step:08}"
+        again, _ = native_run(Unfreezes, batches(20), resume=path, max_epochs=3, seed=1)
+        assert again.losses == whole.losses[step:]
+        assert torch.equal(weights(again), weights(whole))

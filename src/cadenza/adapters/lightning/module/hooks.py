@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cadenza.adapters.gradients import Gradients, reads_gradients
+from cadenza.adapters.lightning.changing import CHANGING
 from cadenza.adapters.lightning.conductor import Conductor
 from cadenza.adapters.lightning.module import updates
 from cadenza.adapters.lightning.module.run_trainer import attach
@@ -92,7 +93,10 @@ class ModuleHooks(Conductor):
             table.append((before[2:], Callback.on_before_backward, self._before_backward))
         found = [Listener(moment, function) for names, moment, function in table if any(map(self.attached.overrides, names))]
         keep = [] if self._gradients is None else self._gradients.listeners()
-        return [*self.conducting(), *keep, *found, *inner([Listener(moments.on_stage_teardown, self._teardown)])]
+        own = [Listener(moments.on_stage_teardown, self._teardown)]
+        if any(map(self.attached.overrides, CHANGING)):
+            own.append(Listener(Callback.on_epoch_start, self._renew))
+        return [*self.conducting(), *keep, *found, *inner(own)]
 
     def _calls(self, name: str) -> Callable[..., None]:
         call = self.attached.call
@@ -107,6 +111,10 @@ class ModuleHooks(Conductor):
     def _epoch_start(self, run: Run) -> None:
         if not run.progress.resumed_in_epoch:
             self.attached.call("on_train_epoch_start")
+
+    def _renew(self, run: Run) -> None:
+        """Adapt the driver to parameters that the hooks of the module froze."""
+        trainer_view(run)._changes.renew()
 
     def _epoch_end(self, run: Run) -> None:
         call = self.attached.call if self._gradients is None else self._gradients.shown(self.attached.call)
