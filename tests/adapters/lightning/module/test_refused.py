@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from cadenza import Trainer
 from cadenza.adapters.lightning.module.advice import ADVICE
-from cadenza.errors import AdapterError, CallbackError, LossError, MonitorError
+from cadenza.errors import AdapterError, CallbackError, DataError, LossError, MonitorError
 from tests.adapters.lightning.module.home import Regression, at_home, batches, configured, lightning, native, sgd
 
 GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "from-lightning.md").read_text(encoding="utf-8")
@@ -42,6 +43,44 @@ def test_all_wrong_arguments_are_named_before_the_data_is_prepared() -> None:
         Trainer.from_lightning(Prepared(), batches(), max_epochs=1, compile=True)
     with pytest.raises(TypeError, match=r"takes a LightningModule.*got Linear"):
         Trainer.from_lightning(nn.Linear(1, 1), batches(), max_epochs=1)
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "loader", "compute_loss", "step_fn"])
+def test_native_arguments_that_the_module_replaces_are_not_dropped(name: str) -> None:
+    with pytest.raises(TypeError, match=f"no argument '{name}'\\. {ADVICE[name]}".replace("(", r"\(").replace(")", r"\)")):
+        Trainer.from_lightning(Regression(), batches(), max_epochs=1, **{name: object()})
+
+
+def test_a_class_instead_of_an_instance_is_named() -> None:
+    with pytest.raises(TypeError, match=r"got the class Regression\. Give an instance: Regression\(\.\.\.\)"):
+        Trainer.from_lightning(Regression, batches(), max_epochs=1)
+    with pytest.raises(TypeError, match=r"got the class LightningDataModule\. Give an instance"):
+        Trainer.from_lightning(Regression(), lightning.LightningDataModule, max_epochs=1)
+    with pytest.raises(TypeError, match=r"made by torch\.compile\. Give the Regression itself"):
+        Trainer.from_lightning(torch.compile(Regression(), backend="eager"), batches(), max_epochs=1)
+
+
+def test_loaders_in_a_form_of_their_own_are_not_trained_on() -> None:
+    a = batches()
+    for data, message in [
+        ((a, a, a), "a tuple of loaders is \\(train, val\\); got 3 elements"),
+        ({"train": a, "valid": a}, "got \\['train', 'valid'\\]: 'valid' is no stage"),
+        ({"val": a}, "got \\['val'\\]: 'train' is missing"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            Trainer.from_lightning(Regression(), data, max_epochs=1)
+
+
+def test_what_nothing_calls_is_named() -> None:
+    for name in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
+        old = type("Old", (Regression,), {name: lambda self, outputs: None})
+        with pytest.raises(AdapterError, match=f"Old has {name}, which Lightning 2 removed.*Write on_"):
+            Trainer.from_lightning(old(), batches(), max_epochs=1)
+    validated = type("Validated", (Regression,), {"validation_step": lambda self, batch, batch_idx: None})
+    with pytest.warns(UserWarning, match="Validated has a validation_step, but there is no validation loader"):
+        Trainer.from_lightning(validated(), batches(), max_epochs=1)
+    with pytest.warns(UserWarning, match="there is a validation loader, but Regression has no validation_step"):
+        Trainer.from_lightning(Regression(), (batches(), batches()), max_epochs=1)
 
 
 def test_several_optimizers_need_manual_optimization() -> None:

@@ -9,6 +9,7 @@ _DEVICE = 'Use device="cpu", "cuda" or "cuda:1"; start several processes with to
 _EVERY = 'Use evaluate_every=, such as "2 epochs" or "500 batches"; None evaluates never.'
 _LIMIT = "Add Limit(train=..., evaluation=...) to callbacks: numbers of batches. evaluate_every=None evaluates never."
 _NEVER = "A stop takes effect at once. EarlyStopping(ignore_first=...) begins later."
+_DATA = "Give the loaders as the second argument: (train, val)."
 _LIMITED = "cadenza.compat.lightning.validate, test and predict take limit=."
 
 ADVICE: Mapping[str, str] = {
@@ -49,12 +50,17 @@ ADVICE: Mapping[str, str] = {
     "default_root_dir": "Use directory=.",
     "enable_autolog_hparams": "Leave it out: run.info.arguments has the hyperparameters, and sinks show them.",
     "model_registry": "Add a sink of your tracker to callbacks.",
-    "train_dataloaders": "Give the loaders as the second argument: (train, val).",
-    "val_dataloaders": "Give the loaders as the second argument: (train, val).",
+    "train_dataloaders": _DATA,
+    "val_dataloaders": _DATA,
     "datamodule": "Give it as the second argument.",
+    "loader": _DATA,
+    "model": "The module is the first argument.",
+    "optimizer": "configure_optimizers of the module returns the optimizers.",
+    "compute_loss": "training_step of the module returns the loss.",
+    "step_fn": "training_step of the module is the step: set automatic_optimization = False to update in it.",
     "ckpt_path": "Call trainer.fit(resume=...); cadenza.compat.lightning.load_weights reads the weights of a .ckpt file.",
 }
-"""By argument, what to use instead."""
+"""By argument of Lightning's trainer, or of a native one that the module replaces, what to use instead."""
 
 _PRECISIONS: Mapping[Any, str] = {
     **dict.fromkeys(("bf16-mixed",), 'Use precision="bf16".'),
@@ -66,10 +72,10 @@ _PRECISIONS: Mapping[Any, str] = {
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise an error for arguments that only Lightning's trainer has, or that a LightningModule cannot have.
+    """Raise an error for arguments that only Lightning's trainer has, or that a LightningModule replaces.
 
     Raises:
-        TypeError: Arguments are those of Lightning's trainer; the message names all of them.
+        TypeError: The module or native arguments replace some; the message names all of them.
         ValueError: A value is one of Lightning's trainer, or the model is to be compiled.
     """
     wrong = [name for name in given if name in ADVICE]
@@ -77,7 +83,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise TypeError(f"Trainer.from_lightning has no argument {wrong[0]!r}. {ADVICE[wrong[0]]}")
     if wrong:
         lines = "\n".join(f"  {name}: {ADVICE[name]}" for name in wrong)
-        raise TypeError(f"Trainer.from_lightning does not have these arguments of Lightning's trainer:\n{lines}")
+        raise TypeError(f"Trainer.from_lightning does not have these arguments:\n{lines}")
     precision = given.get("precision")
     if isinstance(precision, int | str) and precision in _PRECISIONS:
         raise ValueError(f"precision must be 'fp32', 'bf16' or 'fp16'; got {precision!r}. {_PRECISIONS[precision]}")

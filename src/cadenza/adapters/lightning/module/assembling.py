@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -53,6 +54,8 @@ def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str
     prepare(attached)
     attached.configure_model()
     transfer.install(attached)
+    if every is not None and driver.is_main:
+        _warn_of_half_an_evaluation(attached)
     trainer = make(**given | _arguments(attached, callbacks, evaluating(attached, every, sanity_batches)))
     trainer._facts |= _hyperparameters(attached)
     return trainer
@@ -85,13 +88,39 @@ def _with_own(callbacks: Iterable[Any], own: Any) -> list[Any]:
     return [one for one in given if not any(issubclass(type(new), type(one)) for new in added)] + added
 
 
+REMOVED: Mapping[str, str] = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+}
+"""Methods of Lightning 1 that nothing calls, by the hook that replaces them."""
+
+
 def _check(attached: Attached) -> None:
-    """Raise `AdapterError` for manual optimization of a sharded model: its weights are whole during a forward pass only."""
+    """Raise an error for what is not called, and for manual optimization of a sharded model.
+
+    The weights of a sharded model are whole during a forward pass only.
+    """
+    for name, instead in REMOVED.items():
+        if callable(getattr(attached.module, name, None)):
+            raise AdapterError(
+                f"{type(attached.module).__name__} has {name}, which Lightning 2 removed, and nothing calls it. Write "
+                f"{instead}(self), and collect outputs in an attribute of the module."
+            )
     if not attached.automatic and attached.driver.shards:
         raise AdapterError(
             f"{type(attached.module).__name__} has manual optimization, which works with one process and with DDP; got "
             f"driver={attached.driver!r}. Use driver='ddp', or automatic optimization."
         )
+
+
+def _warn_of_half_an_evaluation(attached: Attached) -> None:
+    """Warn if there is no validation because its step or its loader is missing."""
+    name, has_step = type(attached.module).__name__, attached.overrides("validation_step")
+    if has_step and attached.loaders.val is None:
+        warnings.warn(f"{name} has a validation_step, but there is no validation loader: nothing is validated", stacklevel=4)
+    if attached.loaders.val is not None and not has_step:
+        warnings.warn(f"there is a validation loader, but {name} has no validation_step: nothing is validated", stacklevel=4)
 
 
 def _hyperparameters(attached: Attached) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class ModuleLoaders(Loaders):
 
     Raises:
         TypeError: `data` is a class.
+        DataError: It is a tuple or a mapping of another form.
     """
 
     def __init__(self, attached: Attached, data: Any) -> None:
@@ -129,9 +130,26 @@ def overrides(holder: Any, name: str) -> bool:
 
 
 def _by_stage(data: Any) -> dict[str, Any]:
-    if isinstance(data, tuple) and len(data) == 2:
+    """Return the loaders by stage.
+
+    Raises:
+        DataError: It is a tuple that is no pair, or a mapping in which only some keys are stages.
+    """
+    if isinstance(data, tuple):
+        if len(data) != 2:
+            raise DataError(
+                f"a tuple of loaders is (train, val); got {len(data)} elements. Give "
+                '{"train": ..., "val": ..., "test": ...}; several training loaders are a list or dict.'
+            )
         return {"train": data[0], "val": data[1]}
-    if isinstance(data, Mapping) and "train" in data and set(data) <= set(STAGES.values()):
+    if isinstance(data, Mapping) and (stages := set(STAGES.values())) & set(data):
+        others = [repr(name) for name in data if name not in stages]
+        if others or "train" not in data:
+            what = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} no stage" if others else "'train' is missing"
+            raise DataError(
+                f"a mapping with stages has the keys 'train', 'val', 'test' and 'predict', of which only 'train' is needed; got "
+                f'{sorted(map(str, data))}: {what}. Several training loaders: {{"train": {{...}}}}.'
+            )
         return dict(data)
     return {"train": data}
 
