@@ -46,8 +46,8 @@ class ModuleFlags:
         """Undo changes of flags inside of the ``with`` block: hooks at the start of a run that continues are called again.
 
         Args:
-            decide: Records what was undone.
-            who: Whose hooks they are.
+            decide: Records the changes that were undone.
+            who: The author of the decision.
         """
         before = [(flag, name, part, getattr(part, flag)) for flag, name, part in self._parts()]
         yield

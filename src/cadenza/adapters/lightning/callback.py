@@ -65,9 +65,9 @@ class LightningCallback(ForeignCallback, Conductor):
     @classmethod
     def companions(cls, callbacks: list[Any]) -> list[Any]:
         """Return the list with those that write checkpoints last among the callbacks of Lightning, as Lightning orders them."""
-        places = [index for index, one in enumerate(callbacks) if isinstance(one, cls)]
+        slots = [index for index, one in enumerate(callbacks) if isinstance(one, cls)]
         ordered = list(callbacks)
-        for index, other in zip(places, sorted(places, key=lambda one: _writes(callbacks[one])), strict=True):
+        for index, other in zip(slots, sorted(slots, key=lambda one: _writes(callbacks[one])), strict=True):
             ordered[index] = callbacks[other]
         return ordered
 

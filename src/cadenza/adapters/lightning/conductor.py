@@ -100,7 +100,7 @@ class Conductor(BaseCallback):
 
     @staticmethod
     def _start(run: Run, moment: Moment) -> None:
-        """Fire a moment at the start of a run. In a run that continues, the flags of the checkpoint stay: hooks freeze again."""
+        """Fire a moment at the start of a run. Its hooks freeze again in a run that continues: keep the restored flags."""
         session = session_of(run)
         continues = run.progress.batch > 0
         with session.module_flags.held(session.decide, "the trainer") if continues else nullcontext():

@@ -97,7 +97,7 @@ REMOVED: Mapping[str, str] = {
 
 
 def _check(attached: Attached) -> None:
-    """Raise an error for what is not called, and for manual optimization of a sharded model.
+    """Raise an error for methods that are not called, and for manual optimization of a sharded model.
 
     The weights of a sharded model are whole during a forward pass only.
     """

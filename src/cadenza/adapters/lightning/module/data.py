@@ -147,8 +147,8 @@ def _by_stage(data: Any) -> dict[str, Any]:
         if others or "train" not in data:
             what = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} no stage" if others else "'train' is missing"
             raise DataError(
-                f"a mapping with stages has the keys 'train', 'val', 'test' and 'predict', of which only 'train' is needed; got "
-                f'{sorted(map(str, data))}: {what}. Several training loaders: {{"train": {{...}}}}.'
+                "a mapping with stages has the keys 'train', 'val', 'test' and 'predict', of which only 'train' is needed; "
+                f'got {sorted(map(str, data))}: {what}. Several training loaders: {{"train": {{...}}}}.'
             )
         return dict(data)
     return {"train": data}
