@@ -13,13 +13,13 @@ pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
 from lightning.pytorch import callbacks as pl_callbacks
 
-from cadenza import Callback
+from cadenza import Callback, Trainer
 from cadenza.callbacks import Checkpoint
 from cadenza.drivers import DdpDriver, FsdpDriver
 from cadenza.errors import AdapterError, DistributedError
 from cadenza.run import Run
 from cadenza.testing import launch
-from tests.adapters.lightning.at_home import CPU, BreaksAt, Net, loader, trainer_of
+from tests.adapters.lightning.at_home import CPU, BreaksAt, Net, loader, mean_error, trainer_of
 from tests.adapters.lightning.test_changing import EpochAverage, HeadFirst
 
 Make = Callable[[Path], Any]
@@ -76,6 +76,22 @@ def sharded(folder: Path, arguments: dict[str, Any]) -> list[str]:
     return train(folder, lambda _: pl_callbacks.ModelCheckpoint(folder / "files", save_top_k=-1), **arguments)[1]
 
 
+class Apart(Net):
+    """Logs other values on each rank."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", mean_error(self, batch) + 10 * self.global_rank)
+
+
+def own_monitors(folder: Path, *others: Any) -> list[str]:
+    """Train a LightningModule, each rank of which monitors its own values; return the names of the files."""
+    best = pl_callbacks.ModelCheckpoint(folder / "files", monitor="val_loss", save_top_k=2)
+    arguments: dict[str, Any] = {"driver": DdpDriver("cpu"), "directory": folder / "run", "progress": False, "seed": 1}
+    callbacks, data = [*others, best, Checkpoint("1 step")], (loader(16), loader(16, 1))
+    Trainer.from_lightning(Apart(), data, callbacks=callbacks, max_epochs=4, **arguments).fit(resume="auto")
+    return sorted(one.name for one in (folder / "files").glob("*"))
+
+
 def on_both(folder: Path) -> dict[str, Any]:
     """Return the result of each case; some of them break, continue and must end alike."""
     found: dict[str, Any] = {}
@@ -89,6 +105,10 @@ def on_both(folder: Path) -> dict[str, Any]:
         again = train(folder / name / "parts", make, **arguments)
         assert all(torch.equal(whole[0][key], again[0][key]) for key in again[0]), name
         assert again[1] == whole[1], name
+    whole_files = own_monitors(folder / "own" / "whole")
+    with pytest.raises(RuntimeError, match="broken"):
+        own_monitors(folder / "own" / "parts", BreaksAt(9))
+    assert own_monitors(folder / "own" / "parts") == whole_files
     found["sharded"] = sharded(folder / "sharded", {**arguments, "driver": FsdpDriver("cpu")})
     swa = CASES["StochasticWeightAveraging"]
     found["BatchNorm"] = train(folder / "norm", swa, norm=True, **arguments)

@@ -56,6 +56,8 @@ class LightningCallback(ForeignCallback, Conductor):
         super().__init__(callback, base)
         check_runs(callback)
         self.shows_progress: bool = _shows_progress(callback)
+        self._monitors = any(is_lightning(callback, name) for name in MONITORING)
+        self.each_rank: bool = self._monitors  # each rank compares the values that it monitors, unless they are reduced
         self.owed: tuple[int, int] | None = None
         """The completed steps, and the batches in a step, when the last batch of a step ended, until its
         ``on_train_batch_end`` is called."""
@@ -94,7 +96,7 @@ class LightningCallback(ForeignCallback, Conductor):
 
     def _moment_of(self, event: str) -> Moment | None:
         """Return the moment of an event. Callbacks that monitor see what the module logs in ``on_train_epoch_end``."""
-        if event == "on_train_epoch_end" and any(is_lightning(self.callback, name) for name in MONITORING):
+        if event == "on_train_epoch_end" and self._monitors:
             return LightningMoments.on_train_epoch_end_monitoring
         return self.events[event].moment
 

@@ -192,18 +192,18 @@ class ModuleLog:
         own = {
             "values": {key: logged.plain() for key, logged in self.training.items()},
             "metrics": {name: _state_of(metric) for name, metric in self._module_metrics()},
+            "kept": {kind: {name: _plain(value) for name, value in values.items()} for kind, values in self._kept.items()},
         }
         together = self._run is not None and session_of(self._run).sync.together
         ranks = self._attached.driver.gather(own) if together else [own]
-        kept = {kind: {name: _plain(value) for name, value in values.items()} for kind, values in self._kept.items()}
-        return {"ranks": ranks, "kept": kept, "fx": self.current_fx, "first": self._first}
+        return {"ranks": ranks, "fx": self.current_fx, "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with a state. On another number of ranks, the first one takes the sums of all."""
         driver, ranks = self._attached.driver, state["ranks"]
         mine = [ranks[driver.rank]] if len(ranks) == driver.world_size else ranks if driver.is_main else []
         device = driver.device
-        for kind, values in state["kept"].items():
+        for kind, values in ranks[driver.rank if len(ranks) == driver.world_size else 0]["kept"].items():
             self._kept[kind] = {
                 name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()
             }
