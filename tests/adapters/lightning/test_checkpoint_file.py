@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +61,46 @@ def test_other_shapes_change_nothing(tmp_path: Path) -> None:
     assert load_weights(module, path, strict=False) == ["layer.weight has shape (1, 2), the model's (1, 3)"]
 
 
-def test_a_pickled_object_is_named_and_not_loaded(tmp_path: Path) -> None:
-    path = written(Module(extra=argparse.Namespace(rate=0.1)), tmp_path)
-    with pytest.raises(CheckpointFormatError, match=r"argparse\.Namespace.*add_safe_globals.*save_hyperparameters"):
+@pytest.mark.parametrize(
+    ("extra", "shown"),
+    [
+        (argparse.Namespace(rate=0.1), "<argparse.Namespace, not loaded>"),
+        (
+            {"optimizer": partial(torch.optim.Adam, lr=0.1), "at": [Path("x")]},
+            {"optimizer": "<functools.partial, not loaded>", "at": ["<pathlib.PosixPath, not loaded>"]},
+        ),
+        (nn.functional.relu, "<torch.nn.functional.relu, not loaded>"),
+    ],
+)
+def test_a_pickled_object_is_named_and_not_loaded(extra: Any, shown: Any, tmp_path: Path) -> None:
+    path = written(trained := Module(extra=extra), tmp_path)
+    assert load_weights(module := Module(), path) == []
+    assert torch.equal(module.layer.weight, trained.layer.weight)
+    assert checkpoint_facts(path)["hyper_parameters"] == {"width": 2, "extra": shown}
+
+
+class Named(dict[str, Any]):
+    """A class of which no object can be made without its code."""
+
+
+def test_what_cannot_be_read_without_code_is_refused(tmp_path: Path) -> None:
+    path = written(Module(extra=Named(rate=0.1)), tmp_path)
+    with pytest.raises(CheckpointFormatError, match=r"Named.*add_safe_globals.*save_hyperparameters"):
         load_weights(Module(), path)
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        assert load_weights(Module(), path) == []
-        assert checkpoint_facts(path)["hyper_parameters"]["extra"].rate == 0.1
+
+
+def test_a_call_in_a_pickle_is_not_made(tmp_path: Path) -> None:
+    torch.save({"state_dict": Module().state_dict(), "epoch": Hostile(tmp_path, eval)}, path := tmp_path / "hostile.ckpt")
+    assert load_weights(Module(), path) == []
+    assert checkpoint_facts(path)["epoch"] == "<builtins.eval, not loaded>"
 
 
 class Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, call: Any = os.mkdir) -> None:
+        self.path, self.call = path, call
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
+        return self.call, (str(self.path),)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -99,6 +125,9 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     torch.save(Module().state_dict(), tmp_path / "plain.pt")
     with pytest.raises(CheckpointFormatError, match=r"expected a dict with 'state_dict'.*layer\.weight"):
         checkpoint_facts(tmp_path / "plain.pt")
+    (tmp_path / "text.ckpt").write_text("epoch: 3")
+    with pytest.raises(CheckpointDamagedError, match="no checkpoint"):
+        checkpoint_facts(tmp_path / "text.ckpt")
     whole = written(Module(), tmp_path).read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointDamagedError, match="damaged"):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ FACTS = ("epoch", "global_step", "pytorch-lightning_version", "hyper_parameters"
 
 
 def load_weights(module: nn.Module, path: str | PathLike[str], strict: bool = True) -> list[str]:
-    """Put the weights of a Lightning checkpoint into a module. Optimizers and counters are not read.
+    """Put the weights of a Lightning checkpoint into a module. Optimizers, counters and pickled objects are not read.
 
     ``module.on_load_checkpoint`` is called with the content of the checkpoint before, as Lightning does.
 
@@ -32,8 +32,8 @@ def load_weights(module: nn.Module, path: str | PathLike[str], strict: bool = Tr
         The names that did not fit; always empty if `strict`.
 
     Raises:
-        CheckpointError: There is no such file, it is damaged, it is a folder of shards, or it holds pickled objects other than
-            tensors and plain values. Nothing is changed then.
+        CheckpointError: There is no such file, it is damaged, it is a folder of shards, or it cannot be read without pickled
+            code. Nothing is changed then.
         CheckpointMismatchError: Names or shapes differ, and `strict`; nothing is changed then.
 
     On several ranks, each rank reads the file itself, so each must call it.
@@ -56,6 +56,8 @@ def load_weights(module: nn.Module, path: str | PathLike[str], strict: bool = Tr
 def checkpoint_facts(path: str | PathLike[str]) -> dict[str, Any]:
     """Return what a Lightning checkpoint says of itself: epoch, global_step, version, and the saved hyperparameters.
 
+    Hyperparameters that are no plain values are not loaded: a text names their class.
+
     Args:
         path: The file.
 
@@ -68,7 +70,7 @@ def checkpoint_facts(path: str | PathLike[str]) -> dict[str, Any]:
     {'epoch': 3, 'global_step': 400}
     """
     content = _read(path)
-    return {name: content[name] for name in FACTS if name in content}
+    return {name: _shown(content[name]) for name in FACTS if name in content}
 
 
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
@@ -78,10 +80,10 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     if not where.is_file():
         raise CheckpointError(f"there is no checkpoint file {str(where)!r}. Give the path of a .ckpt file of Lightning.")
     try:
-        content = torch.load(where, map_location="cpu", weights_only=True)
+        content = _loaded(where)
     except pickle.UnpicklingError as error:
         raise CheckpointFormatError(_pickled(where, error)) from None
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # of any kind: the file may hold anything
         raise CheckpointDamagedError(f"{str(where)!r} cannot be read, it is damaged or no checkpoint: {error}") from error
     if not isinstance(content, Mapping) or not isinstance(content.get("state_dict"), Mapping):
         raise CheckpointFormatError(
@@ -92,13 +94,58 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     return dict(content)
 
 
-def _pickled(where: Path, error: Exception) -> str:
+def _loaded(where: Path) -> Any:
+    """Return the content. Objects other than tensors and plain values become `NotLoaded`, and their code is not called."""
     try:
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(where)))
+        return torch.load(where, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        if not (names := _names_in(where)):
+            raise
+        inert: list[Any] = [(type(name, (NotLoaded,), {"name": name}), name) for name in names]
+        try:
+            with torch.serialization.safe_globals(inert):
+                return torch.load(where, map_location="cpu", weights_only=True)
+        except Exception:  # noqa: S110  # of any kind, such as for a class derived from dict: the first error says more
+            pass
+        raise
+
+
+class NotLoaded:
+    """An object of a pickle that was not made. It takes the place of each class and function that is no plain value."""
+
+    name: ClassVar[str]
+    """The class or function that the pickle names."""
+
+    def __new__(cls, *arguments: object, **keywords: object) -> NotLoaded:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: object, **keywords: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+def _shown(value: Any) -> Any:
+    """Return a value of the facts, with the names of objects that were not loaded."""
+    kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, NotLoaded):
+        return f"<{kind.name}, not loaded>"
+    if isinstance(value, dict):
+        return {_shown(key): _shown(one) for key, one in value.items()}
+    return type(value)(map(_shown, value)) if type(value) in (list, tuple) else value
+
+
+def _names_in(where: Path) -> list[str]:
+    """Return the names of the classes and functions in a pickle that are no plain values; none if they are not known."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(where)))
     except Exception:  # of any kind: the file may be hostile
-        names = []
+        return []
+
+
+def _pickled(where: Path, error: Exception) -> str:
+    names = _names_in(where)
     first = re.search(r"GLOBAL ([\w.]+)", str(error))  # a file in the old format is not scanned
-    what = ", ".join(names or ([first[1]] if first else [str(error).strip().splitlines()[0]]))
+    what = ", ".join(names or [first[1] if first else "objects without a known class"])
     return (
         f"{str(where)!r} holds pickled objects besides tensors and plain values: {what}. They were not loaded, because loading "
         "them can run code. If you trust the file and these classes, allow them with "
