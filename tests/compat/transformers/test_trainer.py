@@ -290,7 +290,8 @@ def test_a_schedule_by_results_steps_at_evaluations(tmp_path: Path) -> None:
 
 def test_given_optimizers_model_init_and_loss_are_used(tmp_path: Path) -> None:
     def halved(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        logits = outputs["logits"][:, :-1].flatten(0, 1)
+        assert outputs.logits is outputs["logits"]  # the outputs are the model's own
+        logits = outputs.logits[:, :-1].flatten(0, 1)
         total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
         return total / (2 * num_items_in_batch)
 

@@ -62,9 +62,10 @@ class ModelLoss:
         given = dict(batch) if own or labels is None else {name: part for name, part in batch.items() if name != "labels"}
         if self.takes_count and least_one is not None:
             given["num_items_in_batch"] = least_one
-        outputs = parts_of(model(**given))
-        if self._function is not None:
-            outputs["loss"] = self._function(outputs, labels, num_items_in_batch=least_one)
+        returned = model(**given)
+        outputs = parts_of(returned)
+        if self._function is not None:  # it may read outputs.logits, outputs["logits"] or outputs[0]
+            outputs["loss"] = self._function(returned, labels, num_items_in_batch=least_one)
         elif self._smoother is not None and labels is not None:
             outputs["loss"] = self._smoother(
                 outputs, labels, shift_labels=self._smoother_shifts, num_items_in_batch=least_one if self.takes_count else None
