@@ -5,10 +5,35 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from cadenza import Callback, Run
 from cadenza.hooks.moments import moments_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "other-systems.md"
+
+
+EVENTS = {
+    "Composer": """INIT BEFORE_LOAD AFTER_LOAD FIT_START ITERATION_START EPOCH_START BEFORE_DATALOADER AFTER_DATALOADER
+        BATCH_START BEFORE_TRAIN_BATCH BEFORE_FORWARD AFTER_FORWARD BEFORE_LOSS AFTER_LOSS BEFORE_BACKWARD AFTER_BACKWARD
+        AFTER_TRAIN_BATCH BATCH_END BATCH_CHECKPOINT EPOCH_END EPOCH_CHECKPOINT ITERATION_END ITERATION_CHECKPOINT FIT_END
+        PREDICT_START PREDICT_BATCH_START PREDICT_BEFORE_FORWARD PREDICT_AFTER_FORWARD PREDICT_BATCH_END PREDICT_END
+        EVAL_BEFORE_ALL EVAL_START EVAL_BATCH_START EVAL_BEFORE_FORWARD EVAL_AFTER_FORWARD EVAL_BATCH_END EVAL_END
+        EVAL_AFTER_ALL EVAL_STANDALONE_START EVAL_STANDALONE_END""",
+    "fastai": """after_create before_fit before_epoch before_train before_batch after_pred after_loss before_backward
+        after_cancel_backward after_backward before_step after_cancel_step after_step after_cancel_batch after_batch
+        after_cancel_train after_train before_validate after_cancel_validate after_validate after_cancel_epoch after_epoch
+        after_cancel_fit after_fit""",
+    "Ignite": """STARTED EPOCH_STARTED GET_BATCH_STARTED GET_BATCH_COMPLETED ITERATION_STARTED ITERATION_COMPLETED
+        DATALOADER_STOP_ITERATION EXCEPTION_RAISED TERMINATE_SINGLE_EPOCH TERMINATE INTERRUPT EPOCH_COMPLETED COMPLETED""",
+    "MMEngine": """before_run after_run before_train after_train before_val after_val before_test after_test
+        before_save_checkpoint after_load_checkpoint before_train_epoch before_val_epoch before_test_epoch after_train_epoch
+        after_val_epoch after_test_epoch before_train_iter before_val_iter before_test_iter after_train_iter
+        after_val_iter after_test_iter""",
+    "OLMo-core": """post_attach post_checkpoint_loaded pre_train pre_epoch pre_load_batch pre_step pre_optim_step
+        post_train_batch post_step post_checkpoint_saved pre_log_metrics log_metrics post_epoch post_train on_error close""",
+}
+"""All events of each system."""
 
 
 def rows() -> list[list[str]]:
@@ -29,6 +54,12 @@ def test_each_row_has_five_systems_and_no_event_has_two_places() -> None:
         assert len(events) > 9
         assert [one for one in events if events.count(one) > 1] in ([], ["before_batch", "after_batch"] * 2)
         assert all("`" in cell or cell == "-" for cell in cells)
+
+
+@pytest.mark.parametrize("system", EVENTS)
+def test_the_page_has_every_event(system: str) -> None:
+    page = PAGE.read_text()
+    assert not [one for one in EVENTS[system].split() if f"`{one}`" not in page]
 
 
 def test_the_verbs_in_the_text_are_those_of_a_run() -> None:
