@@ -52,7 +52,7 @@ class Hooks(Callback):
     """
 
     def __init__(self, callbacks: Iterable[BaseCallback] = ()) -> None:
-        given = _checked(callbacks)
+        given = checked(callbacks)
         names = names_of(given)
         self.callbacks: dict[str, BaseCallback] = {names[index]: given[index] for index in arranged(given, names)}
         self.reasons: list[str] = reasons(given, names)
@@ -114,7 +114,7 @@ class Hooks(Callback):
         Raises:
             CallbackError, OrderError: As for the list of callbacks.
         """
-        given = _checked([*self.callbacks.values(), callback])
+        given = checked([*self.callbacks.values(), callback])
         name = name_beside(self.callbacks, callback)
         names = [*self.callbacks, name]
         self.callbacks = {names[index]: given[index] for index in arranged(given, names)}
@@ -354,7 +354,8 @@ def _is_wrong_argument(error: Exception, where: str) -> bool:
     return isinstance(error, MonitorError) or (isinstance(error, CadenzaError) and where in ("on_setup", "on_fit_start"))
 
 
-def _checked(callbacks: Iterable[BaseCallback]) -> list[BaseCallback]:
+def checked(callbacks: Iterable[BaseCallback]) -> list[BaseCallback]:
+    """Return the callbacks as a list. Raise `CallbackError` for an element that is none, or is in the list twice."""
     given, seen = list(callbacks), set[int]()
     for index, callback in enumerate(given):
         if isinstance(callback, type) and issubclass(callback, BaseCallback):

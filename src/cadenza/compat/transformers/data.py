@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from cadenza.adapters.transformers.loss import base_model
 from cadenza.adapters.transformers.originals import original
-from cadenza.errors import AdapterError, DataError
+from cadenza.errors import AdapterError, DataError, add_note
 
 Collator = Callable[[Any], Any]
 
@@ -93,20 +93,18 @@ class Data:
         if isinstance(named, list) and hasattr(dataset, "remove_columns"):  # of the package datasets
             kept = [one for one in named if one in self.columns]
             if not kept:
-                raise DataError(
-                    f"no column of the data set is an argument of {self._model_name}.forward: expected some of {self.columns}; "
-                    f"got {named}. Rename the columns, or give TrainingArguments(remove_unused_columns=False)."
-                )
+                raise no_columns(self._model_name, self.columns, named)
             return dataset.remove_columns([one for one in named if one not in kept]), self.collator
-        return dataset, UsedColumns(self.collator, self.columns)
+        return dataset, UsedColumns(self.collator, self.columns, self._model_name)
 
 
 class UsedColumns:
     """A collator for samples without the entries that the model does not take."""
 
-    def __init__(self, collator: Callable[[Any], Any], columns: Iterable[str]) -> None:
+    def __init__(self, collator: Callable[[Any], Any], columns: Iterable[str], model: str = "the model") -> None:
         self.collator: Callable[[Any], Any] = collator
-        self.columns: frozenset[str] = frozenset(columns)
+        self.columns: dict[str, None] = dict.fromkeys(columns)
+        self.model: str = model
 
     def __call__(self, samples: list[Any]) -> Any:
         return self.collator([self._used(one) for one in samples])
@@ -114,7 +112,34 @@ class UsedColumns:
     def _used(self, sample: Any) -> Any:
         if not isinstance(sample, Mapping):
             return sample
-        return {name: value for name, value in sample.items() if name in self.columns}
+        used = {name: value for name, value in sample.items() if name in self.columns}
+        if sample and not used:
+            raise no_columns(self.model, self.columns, sample)
+        return used
+
+
+class Stacked:
+    """The collator of their trainer without a tokenizer: it stacks samples, and an error says how to pad them."""
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return original("default_data_collator")(samples)
+        except (RuntimeError, ValueError) as error:
+            add_note(
+                error,
+                "The samples of a batch are stacked, and have different shapes or values that are no numbers. Give "
+                "trainer(...) a processing_class, which pads inputs, or a data_collator, such as DataCollatorForLanguageModeling "
+                "or DataCollatorForSeq2Seq, which pad labels as well.",
+            )
+            raise
+
+
+def no_columns(model: str, expected: Iterable[str], got: Iterable[str]) -> DataError:
+    """Return the error for data of which the model takes nothing."""
+    return DataError(
+        f"no column of the data set is an argument of {model}.forward: expected some of {[*expected]}; got {[*got]}. Rename "
+        "the columns, or give TrainingArguments(remove_unused_columns=False)."
+    )
 
 
 def label_names(arguments: Any, model: nn.Module) -> list[str]:
@@ -130,7 +155,7 @@ def _default_collator(processing_class: Any) -> Collator:
     )
     if isinstance(processing_class, padded):
         return cast("Collator", original("DataCollatorWithPadding")(processing_class))
-    return cast("Collator", original("default_data_collator"))
+    return Stacked()
 
 
 def _is_stream(dataset: Any) -> bool:

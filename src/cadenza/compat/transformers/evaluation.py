@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +11,22 @@ from torch import Tensor, nn
 
 from cadenza.adapters.transformers.loss import ModelLoss, base_model, parts_of
 from cadenza.adapters.transformers.originals import original
+
+
+def check_metrics(arguments: Any, compute_metrics: Callable[..., Any] | None) -> None:
+    """Check that `compute_metrics` takes what the arguments call it with.
+
+    Raises:
+        TypeError: It does not.
+    """
+    if compute_metrics is None or not arguments.batch_eval_metrics:
+        return
+    names = inspect.signature(compute_metrics).parameters
+    if "compute_result" not in names and not any(one.kind is one.VAR_KEYWORD for one in names.values()):
+        raise TypeError(
+            "TrainingArguments(batch_eval_metrics=True) needs compute_metrics(prediction, compute_result); got "
+            f"compute_metrics{inspect.signature(compute_metrics)}. Add the argument: it is True for the last batch."
+        )
 
 
 class Predict:
@@ -88,6 +106,7 @@ class ComputeMetrics:
         self._concatenates, self._to_host_every = arguments.eval_do_concat_batches, arguments.eval_accumulation_steps
         self._by_batch = arguments.batch_eval_metrics
         self._extras = {"inputs": "inputs" in arguments.include_for_metrics, "losses": "loss" in arguments.include_for_metrics}
+        self._told: set[str] = set()
         self.reset()
 
     def __repr__(self) -> str:
@@ -127,8 +146,25 @@ class ComputeMetrics:
             results = {}
         else:
             results = self.function(_prediction({key: held.get_arrays() for key, held in self._held.items()}))
+        if not isinstance(results, Mapping):
+            raise TypeError(
+                f"{self!r}: expected a mapping of names to numbers from compute_metrics; got {results!r}. Return one."
+            )
         plain = original("trainer_utils.denumpify_detensorize")(dict(results))
-        return {name.removeprefix(f"{self._name}_"): value for name, value in plain.items()}
+        return {name.removeprefix(f"{self._name}_"): value for name, value in plain.items() if self._is_number(name, value)}
+
+    def _is_number(self, name: str, value: Any) -> bool:
+        """Return whether a result is a number. Warn once of any other one: trackers of transformers leave it out as well."""
+        if isinstance(value, int | float):
+            return True
+        if name not in self._told:
+            self._told.add(name)
+            warnings.warn(
+                f"compute_metrics returned {name!r}, a {type(value).__name__}: only numbers are results, so it is left out. "
+                "Return numbers, or write it to a file.",
+                stacklevel=2,
+            )
+        return False
 
 
 def _prediction(parts: dict[str, Any]) -> Any:

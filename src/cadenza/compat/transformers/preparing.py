@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from cadenza.adapters.requests import evaluate_now
 from cadenza.adapters.transformers.originals import original
+from cadenza.callbacks import Evaluate
 from cadenza.drivers import Driver, driver_of
 from cadenza.drivers.ddp import DdpDriver
 from cadenza.drivers.joining import launched
@@ -16,6 +17,7 @@ from cadenza.errors import AdapterError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
+from cadenza.hooks.schedule import Every
 from cadenza.run import Run
 
 
@@ -30,12 +32,16 @@ def model_of(model: nn.Module | None, model_init: Callable[[], nn.Module] | None
 
     Raises:
         ValueError: Both `model` and `model_init` are given, or none.
+        TypeError: The model is no module.
     """
     if (model is None) == (model_init is None):
         raise ValueError(f"expected either model or model_init; got {'both' if model is not None else 'none'}")
     found: Any = model if model_init is None else model_init()
-    if getattr(found, "config", None) is not None:
-        found.config.use_cache = arguments.use_cache
+    if not isinstance(found, nn.Module):
+        loads = f"AutoModelForCausalLM.from_pretrained({found!r})" if isinstance(found, str) else "an instance"
+        raise TypeError(f"model must be a torch.nn.Module; got {found!r}. Give {loads}.")
+    if (config := getattr(found, "config", None)) is not None:
+        config.use_cache = arguments.use_cache
     if arguments.activation_checkpointing:
         _checkpoint_activations(found, arguments)
     _align_tokens(found, processing_class)
@@ -85,6 +91,16 @@ def driver_for(arguments: Any, given: str | Driver, device: Any, model: nn.Modul
             "the labels of all ranks. Leave it out."
         )
     return driver
+
+
+class EvaluateOnRequest(Evaluate):
+    """Evaluate if a callback sets ``control.should_evaluate``, and at no other time: the ``eval_strategy`` is ``no``."""
+
+    def __init__(self, loader: Iterable[Any], **options: Any) -> None:
+        super().__init__(loader, ~Every("1 epoch"), **options)
+
+    def listeners(self) -> list[Listener]:
+        return [one for one in super().listeners() if one.function != self.evaluate]
 
 
 class EvaluateOnStart(Callback):

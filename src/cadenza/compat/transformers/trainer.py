@@ -10,18 +10,19 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
-from cadenza.adapters.recognition import AnyCallback, listed
+from cadenza.adapters.recognition import AnyCallback, adapted, listed
 from cadenza.adapters.transformers.given import Given
 from cadenza.adapters.transformers.loss import ModelLoss, base_model, count_tokens
 from cadenza.adapters.transformers.originals import original
 from cadenza.callbacks import BestWeights, Checkpoint, ClipGradients, Evaluate, LogTraining, OmitFrozen
 from cadenza.checkpoint.keeping import Best, KeepRule
 from cadenza.compat.transformers.data import Data
-from cadenza.compat.transformers.evaluation import ComputeMetrics, Predict
+from cadenza.compat.transformers.evaluation import ComputeMetrics, Predict, check_metrics
 from cadenza.compat.transformers.fields import check_fields
 from cadenza.compat.transformers.optimization import optimizer_for, schedule_for
-from cadenza.compat.transformers.preparing import EvaluateOnStart, Neftune, driver_for, model_of, seeded
+from cadenza.compat.transformers.preparing import EvaluateOnRequest, EvaluateOnStart, Neftune, driver_for, model_of, seeded
 from cadenza.compat.transformers.save_pretrained import SavePretrained
 from cadenza.compat.transformers.schedules import (
     Limits,
@@ -31,9 +32,18 @@ from cadenza.compat.transformers.schedules import (
     saving_schedule,
 )
 from cadenza.engine.monitor import Mode
+from cadenza.hooks.dispatch import checked
 from cadenza.hooks.parts import Last
 from cadenza.loading import num_batches
 from cadenza.trainer import Trainer
+
+_MADE: Mapping[str, str] = {
+    "tokenizer": "Give it as processing_class=, as to transformers.Trainer.",
+    "compute_loss": "Give compute_loss_func(outputs, labels, num_items_in_batch), or call cadenza.Trainer itself.",
+    "optimizer": "Give optimizers=(optimizer, scheduler).",
+    "loader": "Give train_dataset, or call cadenza.Trainer itself.",
+}
+"""What `trainer` makes itself, and how to say it."""
 
 
 def trainer(
@@ -80,8 +90,10 @@ def trainer(
         TypeError: `args` are no ``TrainingArguments``, or there are no training data.
     """
     _check(args, train_dataset, eval_dataset)
-    if "tokenizer" in native:
-        raise TypeError("trainer has no argument 'tokenizer'. Give it as processing_class=, as to transformers.Trainer.")
+    _check_native(native)
+    check_metrics(args, compute_metrics)
+    if None not in (optimizers[0], optimizer_cls_and_kwargs):
+        raise TypeError("expected optimizers=(optimizer, scheduler) or optimizer_cls_and_kwargs; got both. Leave one out.")
     check_fields(args)
     seeded(args)
     found = model_of(model, model_init, args, processing_class)
@@ -97,7 +109,7 @@ def trainer(
         *_evaluations(args, limits, data, eval_dataset, predict, compute_metrics),
         *_saves(args, limits, found, processing_class, eval_dataset, shards=driver.shards),
         *_trackers(args),
-        *(one() if isinstance(one, type) else one for one in listed(callbacks or ())),
+        *_instances(callbacks),
     ]
     optimizer = optimizer_for(args, found, optimizers[0], optimizer_cls_and_kwargs)
     options = {**_options(args, found), **_limits_in(native, limits), **native}
@@ -109,10 +121,26 @@ def _check(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
         raise TypeError(f"args must be TrainingArguments of transformers; got {args!r}")
     if train_dataset is None:
         raise TypeError("trainer(...) needs train_dataset; got None. Give a data set of the package datasets or of torch.")
+    given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    if name := next((name for name, one in given.items() if isinstance(one, DataLoader)), None):
+        raise TypeError(
+            f"{name} must be a data set; got a DataLoader. Give its data set, the batch size as per_device_..._batch_size of "
+            "TrainingArguments, and its collate_fn as data_collator."
+        )
     if eval_dataset is None and args.eval_strategy != "no":
         raise TypeError(
             f"TrainingArguments(eval_strategy={args.eval_strategy.value!r}) needs eval_dataset; got None. Give one."
         )
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise TypeError(
+            "TrainingArguments(save_strategy='best') needs metric_for_best_model; got None. Give one, such as 'loss'."
+        )
+
+
+def _check_native(native: Mapping[str, Any]) -> None:
+    """Check that no argument of the native trainer is one that `trainer` makes itself."""
+    for name in native.keys() & _MADE.keys():
+        raise TypeError(f"trainer has no argument {name!r}. {_MADE[name]}")
 
 
 def _options(args: Any, model: nn.Module) -> dict[str, Any]:
@@ -159,13 +187,12 @@ def _evaluations(
 ) -> list[Any]:
     """Return an `Evaluate` for each data set."""
     every = evaluation_schedule(args, limits)
-    if every is None:
-        return []
+    kind = EvaluateOnRequest if every is None else partial(Evaluate, every=every)
     found: list[Any] = []
     for name, dataset in _named(eval_dataset).items():
         used = compute_metrics if not args.prediction_loss_only else None
         metrics = {} if used is None else {"compute_metrics": (metric := ComputeMetrics(used, args, name), *metric.inputs)}
-        found.append(Evaluate(data.evaluation(dataset), every, metrics=metrics, name=name, compute=predict))
+        found.append(kind(data.evaluation(dataset), metrics=metrics, name=name, compute=predict))
     return [*found, *([EvaluateOnStart()] if args.eval_on_start else [])]
 
 
@@ -211,6 +238,13 @@ def _named(eval_dataset: Any) -> dict[str, Any]:
     if isinstance(eval_dataset, dict):
         return {f"eval_{name}": one for name, one in eval_dataset.items()}
     return {} if eval_dataset is None else {"eval": eval_dataset}
+
+
+def _instances(callbacks: Iterable[AnyCallback | type[Any]] | None) -> list[Any]:
+    """Return the given callbacks, each class as an instance, after a check of them: their indices are those of the caller."""
+    found = [one() if isinstance(one, type) else one for one in listed(callbacks or ())]
+    checked(adapted(found))
+    return found
 
 
 def _trackers(args: Any) -> list[Any]:
