@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 from cadenza import Run, Trainer
 from cadenza.callbacks import BestWeights, Checkpoint, LogTraining
 from cadenza.compat.transformers import Arguments
-from cadenza.errors import AdapterError
+from cadenza.errors import AdapterError, MonitorError
 from tests.adapters.transformers.scenario import (
     Recorder,
     Samples,
     TrainerCallback,
+    at_home,
     compute,
     evaluate,
     here,
@@ -235,8 +236,35 @@ def test_errors_say_what_to_add() -> None:
         here([evaluate("1 epoch"), transformers.EarlyStoppingCallback()], max_steps=1)
     with pytest.raises(AdapterError, match=r"TrainingArguments has no field 'loging_steps'. Did you mean 'logging_steps'"):
         here([Recorder(), Arguments(loging_steps=1)], max_steps=1)
+    with pytest.raises(MonitorError, match=r"best_model is 'los', but the .* only eval_loss. Did you mean 'eval_loss'"):
+        here([evaluate("1 step"), Arguments(metric_for_best_model="los"), Recorder()], max_steps=1)
     with pytest.raises(TypeError, match="Set these in the TrainingArguments"):
         Arguments(object(), logging_steps=1)
+
+
+def test_a_control_with_another_attribute_or_another_object_for_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def misspell(args: Any, state: Any, control: Any) -> None:
+        control.should_stop_training = True
+
+    class Returns(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
+            return state.global_step < 3
+
+    assert here([Recorder(on_step_begin=misspell)], max_steps=2).progress.step == 2
+    told = "Recorder sets control.should_stop_training, which has no effect. Did you mean 'should_training_stop'?"
+    assert [one.message for one in caplog.records].count(told) == 1
+    with pytest.raises(AdapterError, match=r"Returns returned True from an event; expected control or None"):
+        here([Returns()], max_steps=2)
+
+
+def test_a_callback_may_shorten_the_run_by_its_state(tmp_path: Path) -> None:
+    def shorten(args: Any, state: Any, control: Any) -> None:
+        state.max_steps = 4
+
+    home, native = Recorder(on_train_begin=shorten), Recorder(on_train_begin=shorten)
+    at_home(tmp_path, home, num_train_epochs=2)
+    assert here([native], max_epochs=2).progress.step == 4
+    assert native.rows == home.rows
 
 
 def test_an_error_names_the_callback() -> None:

@@ -46,8 +46,8 @@ def _plain(adapter: Any, hook: Hook) -> Hook:
     def call(run: Run, *_: Any) -> None:
         if flow.scene.unwinding is None:
             returned = hook(flow.args, flow.state, flow.control, **flow.keywords)
-            if returned is not None:
-                flow.control = returned
+            if returned is not None and returned is not flow.control:
+                flow.replace_control(adapter, returned)
             if flow.control.__dict__ != flow.seen:
                 flow.note_flags(adapter)
 
@@ -60,8 +60,8 @@ def _with(name: str) -> Callable[[Any, Hook], Hook]:
 
         def call(run: Run, values: dict[str, Any]) -> None:
             returned = hook(flow.args, flow.state, flow.control, **flow.keywords, **{name: values})
-            if returned is not None:
-                flow.control = returned
+            if returned is not None and returned is not flow.control:
+                flow.replace_control(adapter, returned)
             if flow.control.__dict__ != flow.seen:
                 flow.note_flags(adapter)
 
@@ -79,8 +79,8 @@ def _substep(adapter: Any, hook: Hook) -> Hook:
             _, _, done, batches = POSITION(run.progress)
             if done != batches:
                 returned = hook(flow.args, flow.state, flow.control, **flow.keywords)
-                if returned is not None:
-                    flow.control = returned
+                if returned is not None and returned is not flow.control:
+                    flow.replace_control(adapter, returned)
                 if flow.control.__dict__ != flow.seen:
                     flow.note_flags(adapter)
 

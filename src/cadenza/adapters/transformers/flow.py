@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.requests import evaluate_now
 from cadenza.adapters.transformers.arguments import arguments_of
 from cadenza.adapters.transformers.arguments_view import ArgumentsView, local_rank
+from cadenza.adapters.transformers.best import note_best
 from cadenza.adapters.transformers.events import OWN, POSITION, Events
 from cadenza.adapters.transformers.flags import COLLECTIVE, FLAGS, of_other_ranks
 from cadenza.adapters.transformers.keywords import gradient_norm, keywords_of
@@ -21,7 +21,7 @@ from cadenza.adapters.transformers.saves import Saves
 from cadenza.engine.prediction import Prediction
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.step_state import StepState
-from cadenza.errors import AdapterError
+from cadenza.errors import AdapterError, nearest
 from cadenza.hooks.listener import Listener, nothing
 from cadenza.hooks.moments import Callback
 
@@ -108,7 +108,7 @@ class Flow:
         accumulate = run.info.accumulate
         steps = progress.total("step", accumulate) or progress.at_most("step", accumulate) or sys.maxsize
         state.compute_steps(args, steps)
-        state.max_steps = steps
+        state.max_steps = self._last_step = steps
         state.num_train_epochs = progress.begun("epoch", accumulate) or progress.max_epochs or sys.maxsize
         state.train_batch_size = getattr(run.loader, "batch_size", None)
         state.global_step = progress.step
@@ -174,12 +174,26 @@ class Flow:
     # -- flags -----------------------------------------------------------------------------------------------------
 
     def note_flags(self, adapter: ForeignCallback) -> None:
-        """Note which callback has set a flag."""
-        now = dict(self.control.__dict__)
+        """Note which callback has set a flag. Warn of an attribute that is none, and is named almost like one."""
+        now, author = dict(self.control.__dict__), self._listeners[id(adapter)]
         for flag in FLAGS:
             if now[flag] and not self.seen.get(flag):
-                self.authors[flag] = self._listeners[id(adapter)]
+                self.authors[flag] = author
+        for name in now.keys() - self.seen.keys():
+            if meant := nearest(name, FLAGS):
+                self._of_run.warn(f"{author.owner} sets control.{name}, which has no effect.{meant}")
         self.seen = now
+
+    def replace_control(self, adapter: ForeignCallback, control: Any) -> None:
+        """Take the control that an event returned.
+
+        Raises:
+            AdapterError: It is none.
+        """
+        if not all(hasattr(control, flag) for flag in FLAGS):
+            who = self._listeners[id(adapter)].owner
+            raise AdapterError(f"{who} returned {control!r} from an event; expected control or None. Return control.")
+        self.control = control
 
     def agree(self) -> None:
         """Set the flags that need all ranks as soon as one rank has set them. Every rank must call this."""
@@ -203,7 +217,7 @@ class Flow:
         if control.should_epoch_stop and not self._ends_epoch:
             self._ends_epoch = True
             self._as_author("should_epoch_stop", lambda: run.end_epoch("control.should_epoch_stop is set"))
-        if control.should_training_stop and not self._stops and self.state.global_step < self.state.max_steps:
+        if control.should_training_stop and not self._stops and self.state.global_step < self._last_step:
             self._stops = True
             self._as_author("should_training_stop", lambda: run.stop("control.should_training_stop is set"))
         self.session.after_step(self._reset_flags)
@@ -211,7 +225,9 @@ class Flow:
     def _evaluate(self, run: Run) -> None:
         if not evaluate_now(run):
             who = self.session.hooks.current_owner()
-            raise AdapterError(f"{who} sets control.should_evaluate, but the list has no Evaluate(...). Add one to callbacks.")
+            raise AdapterError(
+                f"{who} sets control.should_evaluate, but the list has no Evaluate(...). Add one, or an eval_dataset."
+            )
 
     def _reset_flags(self) -> None:
         control = self.control
@@ -293,23 +309,7 @@ class Flow:
         self.control.should_evaluate = False
         hooks.fire(Events.on_evaluated, run, metrics)
         if self.trained:
-            self._note_best(metrics)
-
-    def _note_best(self, metrics: Mapping[str, Any]) -> None:
-        state, args = self.state, self.args
-        watched = args.metric_for_best_model
-        if watched is None:
-            return
-        value = metrics.get(watched if watched.startswith("eval_") else f"eval_{watched}")
-        if value is None:  # a result of another evaluation
-            return
-        greater = bool(args.greater_is_better)
-        if state.best_metric is None:
-            state.best_metric = -math.inf if greater else math.inf
-        if value > state.best_metric if greater else value < state.best_metric:
-            state.best_metric = value
-            if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
-                state.best_global_step = state.global_step
+            note_best(self.state, self.args, metrics, prefix, run.evaluations.keys())
 
     # -- saves and the end -----------------------------------------------------------------------------------------
 
