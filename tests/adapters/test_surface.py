@@ -276,6 +276,7 @@ def test_a_source_that_cannot_be_read_is_named() -> None:
         assert surface.unreadable == (name,)
         assert [one.name for one in surface.events] == ["on_begin"]
         assert not surface.mapped
+        assert [*surface.notes("Two")] == [f"! Two has methods without source, and what they use is not checked: {name}"]
 
 
 def test_another_class_has_no_surface() -> None:

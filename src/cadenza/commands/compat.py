@@ -241,8 +241,6 @@ def _reasons(surface: Surface) -> Iterator[str]:
         return
     for line in surface.notes():
         yield line.removeprefix("! ").removeprefix(f"{surface.name} ")
-    if surface.unreadable:
-        yield f"no source of {', '.join(surface.unreadable)}"
 
 
 def _say(line: str) -> None:

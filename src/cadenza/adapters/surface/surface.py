@@ -85,6 +85,8 @@ class Surface:
             names = [one.name for one in self.never_called if one.event.note == reason]
             verb = "is" if len(names) == 1 else "are"
             yield f"! {name} overrides {', '.join(names)}, which {verb} never called{f': {reason}' if reason else ''}"
+        if self.unreadable:
+            yield f"! {name} has methods without source, and what they use is not checked: {', '.join(self.unreadable)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the surface as plain data, for JSON."""
