@@ -129,11 +129,20 @@ def test_kubeflow_gets_the_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_printers_and_bars_show_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    callbacks = [transformers.PrinterCallback(), transformers.ProgressCallback()]
-    with_all(tmp_path, *callbacks)
+    notebook = pytest.importorskip("transformers.utils.notebook", reason="IPython is not installed").NotebookProgressCallback()
+    with_all(tmp_path, transformers.PrinterCallback(), transformers.ProgressCallback(), notebook)
     shown = capsys.readouterr()
     assert shown.out.count("'eval_loss'") == 4  # of each callback, in each epoch
     assert "12/12" in shown.err
+    assert "HTML object" in shown.out  # its table, where no notebook shows it
+
+
+def test_the_guide_names_every_class() -> None:
+    guide = (Path(__file__).resolve().parents[3] / "docs" / "guides" / "from-huggingface.md").read_text()
+    integrations = transformers.integrations
+    exported = {name for package in (transformers, integrations) for name in dir(package) if name.endswith("Callback")}
+    assert len(exported) > 15
+    assert not {name for name in exported if f"`{name}`" not in guide}
 
 
 class Tiny(nn.Module):
