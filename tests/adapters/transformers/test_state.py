@@ -100,11 +100,13 @@ def test_checkpoints_have_the_names_that_integrations_read(tmp_path: Path) -> No
     def look(args: Any, state: Any, control: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         seen.append(sorted(path.name for path in folder.iterdir()))
+        (folder / "notes.txt").write_text("of a callback")
 
     here([Checkpoint("2 steps", keep_last=1), Recorder(on_save=look)], max_steps=4, directory=tmp_path / "run")
     assert len(seen) == 2
     assert all("manifest.json" in names for names in seen)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]  # the other one was deleted
+    assert not [*(tmp_path / "run" / "checkpoints").rglob("notes.txt")]
 
 
 def test_a_save_is_requested_by_its_author(tmp_path: Path) -> None:

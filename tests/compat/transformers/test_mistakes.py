@@ -91,7 +91,7 @@ def test_data_that_the_model_cannot_take_is_an_error_with_advice(make: Any, kind
     with pytest.raises(kind, match=message) as error:
         trainer(gpt2(), arguments(tmp_path), Made(make)).fit()
     notes = "".join(getattr(error.value, "__notes__", []))
-    assert kind is DataError or "a data_collator, such as DataCollatorForLanguageModeling" in notes
+    assert kind is DataError or "a data_collator that pads, such as DataCollatorForLanguageModeling" in notes
 
 
 def test_results_that_are_no_numbers_are_named_and_left_out(tmp_path: Path) -> None:

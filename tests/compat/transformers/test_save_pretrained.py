@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 from cadenza import Callback, Run, Trainer, load_weights, on
 from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Store
-from cadenza.compat.transformers import SavePretrained
+from cadenza.compat.transformers import SavePretrained, trainer
 from cadenza.errors import CheckpointDamagedError, StateError
 from cadenza.loading import TensorBatches
 from cadenza.testing import tiny_trainer
-from tests.compat.transformers.parts import gpt2, tokenizer, transformers, weights
+from tests.compat.transformers.parts import Texts, arguments, gpt2, tokenizer, transformers, weights
 
 
 def batches() -> Any:
@@ -52,6 +53,45 @@ def test_a_checkpoint_has_the_model_and_the_tokenizer_and_is_deleted_with_them(t
     assert words("w4 w5")["input_ids"] == [4, 5]
     before = transformers.AutoModelForCausalLM.from_pretrained(folder / "step-00000002" / "pretrained")
     assert not torch.equal(weights(before), weights(model))
+
+
+class Reads(transformers.TrainerCallback):  # type: ignore[misc]  # the package has no types here
+    """Reads and writes in ``checkpoint-STEP``, as callbacks of other packages do."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        written = json.loads((folder / "trainer_state.json").read_text())
+        self.seen.append(
+            (written["global_step"], written["best_model_checkpoint"], torch.equal(weights(again), weights(model)))
+        )
+        model.save_pretrained(folder / "adapter_model")
+        (folder / "config.json").unlink()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        best = Path(state.best_model_checkpoint)
+        self.best = best.name, (best / "adapter_model").is_dir()
+
+
+def test_their_callbacks_find_a_checkpoint_of_transformers(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path, max_steps=9, save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3, save_total_limit=1,
+        metric_for_best_model="loss",
+    )  # fmt: skip
+    (tmp_path / "checkpoint-1").mkdir()  # of another program
+    reads = Reads()
+    trainer(gpt2(), args, Texts(), Texts(4), callbacks=[reads]).fit()
+    assert [step for step, _, same in reads.seen if same] == [3, 6, 9]
+    assert [Path(best).name for _, best, _ in reads.seen] == ["checkpoint-3", "checkpoint-6", "checkpoint-6"]
+    assert reads.best == ("checkpoint-6", True)
+    assert sorted(one.name for one in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-6", "checkpoint-9"]
+    store = Store(tmp_path / "checkpoints")
+    for saved in store.saved():
+        store.verify(saved)  # what the callback wrote and deleted is not in the checkpoint
+    assert (tmp_path / "checkpoints" / "last" / "pretrained" / "config.json").is_file()
 
 
 def test_a_changed_file_of_the_folder_is_a_damage_of_the_checkpoint(tmp_path: Path) -> None:

@@ -328,13 +328,9 @@ class Flow:
     def saved(self) -> None:
         """Call ``on_save``, if the checkpoint is written."""
         wanted = any("on_save" in one.overridden() for one in self.members)
-        if self.saves.written(getattr(self.args, "output_dir", None) if wanted else None) is None:
-            return
-        state = self.state
-        best = self.saves.paths.get(state.best_global_step)
-        state.best_model_checkpoint = best if best is not None else state.best_model_checkpoint
-        self.control.should_save = False
-        self.session.hooks.fire(Events.on_saved, self._of_run)
+        if self.saves.written(getattr(self.args, "output_dir", None) if wanted else None, self.state):
+            self.control.should_save = False
+            self.session.hooks.fire(Events.on_saved, self._of_run)
 
     def end(self) -> None:
         """Log the summary of the training, and call ``on_train_end``."""

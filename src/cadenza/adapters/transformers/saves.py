@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 from cadenza.engine.session import Session
+
+LINK = "cadenza"
+"""The name of the link to a checkpoint in the folder ``checkpoint-STEP`` that is made of it."""
+
+_CONFIGURATIONS = ("config.json", "adapter_config.json")
 
 
 class Saves:
@@ -29,23 +35,30 @@ class Saves:
             if hasattr(saver, "background"):
                 saver.background = False
 
-    def written(self, folder: str | None) -> str | None:
-        """Return the path of the pending checkpoint, once; None if it is not written. Every rank must call this.
+    def written(self, folder: str | None, state: Any) -> bool:
+        """Return whether the pending checkpoint is written; note it in the state. Every rank must call this.
 
         Args:
-            folder: Where to make a link to it for integrations; None makes none.
+            folder: Where integrations look for ``checkpoint-STEP``; None if the list has none.
+            state: The ``TrainerState``, which gets the path of the best checkpoint.
         """
         step, self.pending = self.pending, None
         if step is None:
-            return None
-        path = self._path(step)
-        if path is not None and folder is not None:
-            self._link(path, folder, step)
-        if self.session.sync.together and self.session.driver.world_size > 1:
-            path = self.session.driver.broadcast(path)  # the other ranks go on when there is a link
-        if path is not None:
-            self.paths[step] = path
-        return path
+            return False
+        path, several = self._path(step), self.session.sync.together and self.session.driver.world_size > 1
+        if path is not None and "://" not in path and self.session.is_main:
+            path = self._shown(path, folder, step)
+        if several:
+            path = self.session.driver.broadcast(path)
+        if path is None:
+            return False
+        self.paths[step] = path
+        state.best_model_checkpoint = self.paths.get(state.best_global_step, state.best_model_checkpoint)
+        if self.session.is_main and folder is not None and _is_ours(shown := Path(folder) / f"checkpoint-{step}"):
+            state.save_to_json(str(shown / "trainer_state.json"))
+        if several:
+            self.session.driver.barrier()  # the other ranks go on when the folder is there
+        return True
 
     def _path(self, step: int) -> str | None:
         names = [one.data["checkpoint"] for one in self.session.decisions if one.what == "saved" and one.data["step"] == step]
@@ -53,20 +66,46 @@ class Saves:
         savers.sort(key=lambda saver: saver.weights_only)
         return f"{savers[0].store.files}/{names[-1]}" if names and savers else None
 
-    def _link(self, path: str, folder: str, step: int) -> None:
-        """Let ``FOLDER/checkpoint-STEP``, which integrations read, lead to a checkpoint; remove links to deleted ones."""
-        if not self.session.is_main or "://" in path or "://" in folder:
-            return
+    def _shown(self, path: str, folder: str | None, step: int) -> str:
+        """Return the path that callbacks get: with the files of ``save_pretrained``, if the checkpoint has them."""
+        pretrained = _pretrained(Path(path))
+        if folder is None or "://" in folder:
+            return path if pretrained is None else str(pretrained)
         root = Path(folder)
         root.mkdir(parents=True, exist_ok=True)
-        for link in root.glob("checkpoint-*"):
-            if link.is_symlink() and not link.exists():
-                link.unlink(missing_ok=True)
-        link = root / f"checkpoint-{step}"
-        if link.is_symlink():
-            link.unlink()
-        if not link.exists():
-            try:
-                link.symlink_to(os.path.relpath(path, root), target_is_directory=True)
-            except OSError as error:  # some file systems have no links
-                self.session.warn(f"{link} cannot be made a link to {path}: {error!r}. Callbacks that upload it do not find it")
+        _remove_old(root)
+        shown = root / f"checkpoint-{step}"
+        if shown.exists() and not _is_ours(shown):
+            self.session.warn(f"{shown} is there, and is not of this run. Callbacks that upload it do not find the checkpoint")
+            return path
+        try:
+            _fill(shown, Path(path), pretrained)
+        except OSError as error:  # some file systems have no links
+            self.session.warn(f"{shown} cannot be made of links to {path}: {error!r}. Callbacks that upload it do not find it")
+            return path
+        return path if pretrained is None else str(shown)
+
+
+def _pretrained(checkpoint: Path) -> Path | None:
+    """Return the folder in a checkpoint that ``from_pretrained`` reads; None if it has none."""
+    return next((one.parent for one in checkpoint.glob("*/*config.json") if one.name in _CONFIGURATIONS), None)
+
+
+def _fill(folder: Path, checkpoint: Path, pretrained: Path | None) -> None:
+    """Make a folder with links to the files, so that a callback may write files of its own beside them."""
+    folder.mkdir(exist_ok=True)
+    for name, target in [(LINK, checkpoint), *((one.name, one) for one in (pretrained or checkpoint).iterdir())]:
+        link = folder / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(target, folder), target_is_directory=target.is_dir())
+
+
+def _is_ours(folder: Path) -> bool:
+    return (folder / LINK).is_symlink()
+
+
+def _remove_old(root: Path) -> None:
+    """Remove the folders of checkpoints that were deleted."""
+    for one in root.glob("checkpoint-*"):
+        if _is_ours(one) and not (one / LINK).exists():
+            shutil.rmtree(one, ignore_errors=True)

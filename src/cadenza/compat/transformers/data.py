@@ -127,9 +127,9 @@ class Stacked:
         except (RuntimeError, ValueError) as error:
             add_note(
                 error,
-                "The samples of a batch are stacked, and have different shapes or values that are no numbers. Give "
-                "trainer(...) a processing_class, which pads inputs, or a data_collator, such as DataCollatorForLanguageModeling "
-                "or DataCollatorForSeq2Seq, which pad labels as well.",
+                "The samples of a batch are stacked, and have different shapes, or values that are no numbers. Give "
+                "trainer(...) a processing_class, which pads inputs, or a data_collator that pads, such as "
+                "DataCollatorForLanguageModeling.",
             )
             raise
 

@@ -131,7 +131,7 @@ FIELDS: Mapping[str, Field] = {
     "save_steps": _used("`Checkpoint(every=...)`; below 1 a fraction of the steps"),
     "save_on_each_node": _warns("The main process saves"),
     "save_total_limit": _used(
-        "`Checkpoint(keep=Last(...))`; with `load_best_model_at_end` the best one and the newest others, so that the newest is "
+        "`Checkpoint(keep=Last(...))`; with `metric_for_best_model` the best one and the newest others, so that the newest is "
         "always kept; with `save_strategy='best'` the number of best checkpoints, at least 1"
     ),
     "enable_jit_checkpoint": _used("always: `Checkpoint` saves after SIGTERM"),

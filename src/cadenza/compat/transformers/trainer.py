@@ -217,7 +217,7 @@ def _kept(args: Any, pair: tuple[str, Mode] | None) -> list[KeepRule] | None:
         return [Best(pair[0], limit or 1, mode=pair[1])]
     if limit is None:
         return None
-    if args.load_best_model_at_end and pair is not None:
+    if pair is not None and args.eval_strategy != "no":  # also without load_best_model_at_end, as there
         return [Last(max(1, limit - 1)), Best(pair[0], mode=pair[1])]
     return [Last(limit)]
 
