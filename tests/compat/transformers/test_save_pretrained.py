@@ -76,6 +76,20 @@ class Reads(transformers.TrainerCallback):  # type: ignore[misc]  # the package 
         self.best = best.name, (best / "adapter_model").is_dir()
 
 
+class ReadsBest(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+        best = transformers.AutoModelForCausalLM.from_pretrained(state.best_model_checkpoint)
+        self.same = torch.equal(weights(best), weights(model))
+
+
+def test_the_best_checkpoint_of_their_state_is_read_at_the_end(tmp_path: Path) -> None:
+    by_steps = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+    reads = ReadsBest()
+    args = arguments(tmp_path, max_steps=9, load_best_model_at_end=True, **by_steps)
+    trainer(gpt2(), args, Texts(), Texts(4), callbacks=[reads]).fit()
+    assert reads.same
+
+
 def test_their_callbacks_find_a_checkpoint_of_transformers(tmp_path: Path) -> None:
     args = arguments(
         tmp_path, max_steps=9, save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3, save_total_limit=1,

@@ -336,6 +336,7 @@ class Flow:
         """Log the summary of the training, and call ``on_train_end``."""
         run, state, logs = self._of_run, self.state, self.logs
         self.saved()
+        self.saves.note_best(state)
         progress, steps = run.progress, state.global_step - run.progress.origin.step
         samples = progress.samples - progress.origin.samples
         metrics = _speed("train", time.time() - progress.elapsed_s, num_samples=samples, num_steps=steps)

@@ -60,6 +60,18 @@ class Saves:
             self.session.driver.barrier()  # the other ranks go on when the folder is there
         return True
 
+    def note_best(self, state: Any) -> None:
+        """Note the path of the best checkpoint in the state, if it was written in the background. Every rank must call this."""
+        step = state.best_global_step
+        if step is None or step in self.paths:
+            return
+        path = self._path(step) if self.session.is_main else None
+        if path is not None and "://" not in path:
+            path = str(_pretrained(Path(path)) or path) if Path(path).is_dir() else None
+        if self.session.sync.together and self.session.driver.world_size > 1:
+            path = self.session.driver.broadcast(path)
+        state.best_model_checkpoint = path or state.best_model_checkpoint
+
     def _path(self, step: int) -> str | None:
         names = [one.data["checkpoint"] for one in self.session.decisions if one.what == "saved" and one.data["step"] == step]
         savers: list[Any] = [one for one in self.session.savers if hasattr(one, "store")]
