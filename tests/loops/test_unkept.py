@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Loop, Run, Steps, Trainer, attach
-from cadenza.callbacks import Checkpoint
+from cadenza.callbacks import Checkpoint, Ema, LearningRate
 from cadenza.testing import prove_resume
 
 MODULE = SimpleNamespace(rng=random.Random(1))
@@ -141,6 +141,57 @@ def test_a_generator_that_moves_later_is_named_once(tmp_path: Path, caplog: pyte
     with begun(tmp_path) as loop:
         play(loop, lambda: steps.append(own.random() if len(steps) > 1 else 0))
     assert [text.partition(" ")[0] for text in warned(caplog)] == ["own"]
+
+
+def test_a_model_an_optimizer_and_a_schedule_beside_those_of_the_run_are_named_when_they_move(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with begun(tmp_path) as loop:
+        trained, agent = loop.run.model, SimpleNamespace(target=nn.Linear(2, 2), policy=loop.run.model, frozen=nn.Linear(2, 2))
+        frozen, average = nn.Linear(2, 2), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+        head = nn.Linear(2, 1)
+        other = torch.optim.Adam(head.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(other, 1)
+
+        def train_head() -> None:
+            head(torch.ones(1, 2)).sum().backward()
+            other.step()
+
+        def follow() -> None:
+            agent.target.weight.data.mul_(0.9)  # `.data` raises no version
+
+        def once() -> None:
+            if loop.run.progress.step == 3:
+                average.update_parameters(nn.Linear(2, 2))
+
+        play(loop, follow, train_head, schedule.step, once)
+    assert trained.weight is not None
+    assert frozen.weight is not None
+    first, later = [text.partition(" moved")[0].split(", ") for text in warned(caplog)]
+    assert sorted(first) == ["agent.target", "head", "other", "schedule"]
+    assert later == ["average"]
+
+
+def test_models_and_schedules_that_checkpoints_hold_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    callbacks = [Checkpoint("2 steps"), LearningRate(schedule), Ema(0.9)]
+    agent = SimpleNamespace(model=model, target=target)
+    with attach([model], optimizer, callbacks=callbacks, directory=tmp_path, max_steps=6, progress=False) as loop:
+        loop.keep("target", target)
+        while not loop.over():
+            with loop.step():
+                loop.backward(agent.model(torch.ones(2)).sum())
+                loop.update()
+                agent.target.load_state_dict(agent.model.state_dict())
+    assert warned(caplog) == []
+
+
+def test_a_file_is_no_iterator_of_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (tmp_path / "log").open("w") as log, begun(tmp_path / "run") as loop:
+        play(loop, lambda: log.write("a step\n"))
+    assert warned(caplog) == []
 
 
 # -- in a loop over trainer.steps() -----------------------------------------------------------------

@@ -183,8 +183,8 @@ class Steps:
     def keep(self, name: str, held: Any) -> None:
         """Save the state of an object of your own in every checkpoint; in a run that continues, it is restored at the start.
 
-        Call this before the loop, on every rank. If the run writes checkpoints, a warning after the
-        first steps names the generators and iterators that moved in the loop and were not kept.
+        Call this before the loop, on every rank. If the run writes checkpoints, a warning in the first steps names what moved
+        in the loop and was not kept: generators, iterators, and models, optimizers and schedulers beside those of the trainer.
 
         Args:
             name: Its name in the checkpoint.

@@ -1,35 +1,49 @@
-"""What a loop of the user's own needs for an exact resume, and no checkpoint holds: generators and iterators that moved."""
+"""What a loop of the user's own needs for an exact resume and no checkpoint holds: it moved in the first steps.
+
+Looked at are generators, iterators, and models, optimizers and schedulers other than those of the run.
+"""
 
 from __future__ import annotations
 
 import functools
 import gc
 import inspect
+import io
 import operator
 import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from types import BuiltinFunctionType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from cadenza.drivers.sharding import is_sharded, local
 from cadenza.engine.session import Session
+from cadenza.optim.parameters import parameters_of
 
 _DEPTH = 3  # attributes and items from a name in the loop
 _MOST = 20_000  # objects that are looked at
-_LOOKS = (1, 4, 16)  # steps after which states are compared, until one has moved
-_PLAIN = (str, bytes, int, float, complex, Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+_LOOKS = (1, 4, 16, 64, 256)  # steps after which states are compared
+_GENERATORS_UNTIL = 16  # the last one for generators and iterators: they are not held longer
+_NUMBERS = 8  # of each tensor, that are compared
+_TRAINED = (nn.Module, Optimizer, LRScheduler)
+_PLAIN = (str, bytes, int, float, complex, Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, io.IOBase)
+_NOT_OF_THE_USER = ("cadenza", "IPython", "ipykernel")  # a notebook has names of its own, such as get_ipython
 
 
 class Unkept:
-    """Looks, during the first steps, for generators and iterators that move and that no kept object holds.
+    """Looks, during the first steps, for what moves in the loop and is in no checkpoint.
 
     Args:
         frame: The frame of the loop: its names and those of its module are searched.
-        session: The session of the run. What its callbacks hold is kept, and so is the order of its loader.
+        session: The session of the run. What its model, its optimizers and its callbacks hold is kept, and so is the order of
+            its loader.
         kept: The objects that the user keeps.
         loop: What the loop iterates over, or None: iterators that read it are not looked at.
     """
@@ -37,15 +51,16 @@ class Unkept:
     def __init__(self, frame: FrameType, session: Session, kept: Iterable[object], loop: object = None) -> None:
         self._session, self._first = session, session.progress.step
         self._advice = _IN_ATTACH if loop is None else _IN_STEPS
-        saved = [*kept, *session.hooks.callbacks.values()]
-        covered = {id(one) for _, one in _reached((("", one) for one in saved), depth=2 * _DEPTH)}
-        covered |= _global_generators() | _order_of(session.loader)
+        self._covered = _covered(session, kept)
         names = {**frame.f_globals, **frame.f_locals} if frame.f_code.co_name != "<module>" else frame.f_locals
         named = ((name, one) for name, one in [*names.items()] if not name.startswith("__"))
         self._found: list[tuple[str, Any, object]] = []
         for path, one in _reached(named, depth=_DEPTH):
-            if id(one) not in covered and (state := _position(one)) is not None and not _reads(one, loop):
-                self._found.append((path, one, state))
+            if id(one) in self._covered or (state := self._state(one)) is None or _reads(one, loop):
+                continue
+            self._found.append((path, one, state))
+            if isinstance(one, nn.Module):
+                self._covered |= {id(part) for part in one.modules()}  # they are not named beside it
         self._steps = 0
 
     def after_step(self) -> Self | None:
@@ -60,10 +75,51 @@ class Unkept:
         if step not in _LOOKS or step == self._steps:
             return [], step < _LOOKS[-1]
         self._steps = step
-        moved = [path for path, one, state in self._found if _position(one) != state]
+        moved = [path for path, one, state in self._found if self._state(one) != state]
         inside = tuple(f"{path}{sign}" for path in moved for sign in ".[")
+        rest = [one for one in self._found if one[0] not in moved and not one[0].startswith(inside)]
+        self._found = [one for one in rest if step < _GENERATORS_UNTIL or issubclass(type(one[1]), _TRAINED)]
         moved = [path for path in moved if not path.startswith(inside)]  # what holds them is named
-        return moved, not moved and step < _LOOKS[-1]
+        return moved, bool(self._found) and step < _LOOKS[-1]
+
+    def _state(self, one: object) -> object | None:
+        """Return what changes when an object moves; None if it cannot, or if checkpoints hold it."""
+        if not issubclass(type(one), _TRAINED):
+            return _position(one)
+        if isinstance(one, nn.Module):
+            return _numbers(part for part in chain(one.parameters(), one.buffers()) if id(part) not in self._covered)
+        if isinstance(one, Optimizer):
+            parts = (part for state in one.state.values() if isinstance(state, dict) for part in state.values())
+            return [group.get("lr") for group in one.param_groups], _numbers(part for part in parts if isinstance(part, Tensor))
+        return getattr(one, "last_epoch", None)
+
+
+def _covered(session: Session, kept: Iterable[object]) -> set[int]:
+    """Return the ids of what checkpoints hold: what the user keeps, what callbacks hold, and what the run trains."""
+    callbacks = [getattr(one, "__dict__", {}) for one in session.hooks.callbacks.values()]
+    held = [part for parts in callbacks for part in parts.values() if not isinstance(part, FunctionType)]
+    reached = [one for _, one in _reached((("", one) for one in (*kept, *held)), depth=2 * _DEPTH)]
+    modules = [session.module, *session.extra_parameters.modules, *(one for one in reached if isinstance(one, nn.Module))]
+    tensors = chain(parameters_of(session.optimizers), *(chain(one.parameters(), one.buffers()) for one in modules))
+    trained = chain(session.module.modules(), session.optimizers, tensors)
+    known = chain(session.hooks.callbacks.values(), reached, trained)
+    return {*map(id, known), *_global_generators(), *_order_of(session.loader)}
+
+
+def _numbers(tensors: Iterable[Tensor]) -> list[object] | None:
+    """Return the identity of tensors and some of their numbers; None if there are no tensors."""
+    return [(id(one), one._version, _first_numbers(one)) for one in tensors] or None
+
+
+def _first_numbers(tensor: Tensor) -> str:
+    """Return the first numbers of a tensor: a change through ``.data`` shows only there."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    if not plain and not is_sharded(tensor):
+        return ""
+    row = local(tensor)
+    while row.ndim > 1 and row.shape[0]:
+        row = row[0]
+    return str(row.flatten()[:_NUMBERS].tolist())
 
 
 def loop_frame(frame: FrameType) -> FrameType:
@@ -104,7 +160,7 @@ def _advice(paths: list[str], form: tuple[str, str]) -> str:
     """Return a sentence that names them, and says what to do."""
     calls = ", ".join(f"{form[1]}.keep({path!r}, {path})" for path in paths)
     return (
-        f"{', '.join(paths)} moved in the first steps, and checkpoints do not hold it: a run that continues would differ. "
+        f"{', '.join(paths)} moved in the first steps, and checkpoints do not hold it: a run that continues may differ. "
         f"{form[0].format(calls)}; an iterator needs state_dict and load_state_dict, or two functions (save, restore)"
     )
 
@@ -178,7 +234,7 @@ def _position(one: Any) -> object | None:
 
 @functools.cache
 def _is_plain(kind: type) -> bool:
-    return issubclass(kind, _PLAIN) or kind.__module__.partition(".")[0] == "cadenza"
+    return issubclass(kind, _PLAIN) or kind.__module__.partition(".")[0] in _NOT_OF_THE_USER
 
 
 @functools.cache
