@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
@@ -12,26 +12,17 @@ from typing import Any, NoReturn, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.engine import updating
-from cadenza.engine.by_hand import ByHand
-from cadenza.engine.loop import BATCHES_DONE, STEP, train_batch
-from cadenza.engine.own_calls import OwnCalls
-from cadenza.engine.session import Session, session_of
-from cadenza.errors import DataError
-from cadenza.hooks.moments import Callback
+from cadenza.engine.loop import BATCHES_DONE, STEP
+from cadenza.engine.session import session_of
 from cadenza.loading.rng import RNGState
+from cadenza.loops.attached import AFTER, BETWEEN, OVER, Attached
 from cadenza.loops.keeping import Kept
 from cadenza.loops.leaving import end_with
 from cadenza.loops.unkept import Unkept, loop_frame
 from cadenza.optim.optimizers import Optimizers
-from cadenza.optim.parameters import distinct_gradients
 from cadenza.run import Run
 from cadenza.status.shown import brief
 from cadenza.trainer import Trainer
-
-BETWEEN: Any = object()  # what the course of an attached loop yields when the next step may begin
-AFTER: Any = object()  # and when all hooks of a step have been called
-OVER: Any = object()  # where it is when it has ended; sent to it, it begins no step
 
 
 def attach(
@@ -119,6 +110,7 @@ class Loop:
         self._check_not_begun()
         self._course = self.trainer._course(**self._arguments, hand=Attached)
         self._advance()
+        self._hand: Any = session_of(self.run).by_hand
         if self.run.progress.step:
             self._rng = RNGState.capture()  # the loop may draw random numbers until its first step
         self._first = self.run.progress.step
@@ -258,6 +250,9 @@ class Loop:
         self._check_outside(verb)
         if self._at is AFTER:
             self._advance()
+        elif verb == "over":
+            self._hand.check_between()
+        self._hand.own_calls.outside = False
         self._take_up()
         if self._frame is not None or self._unkept is not None:
             self._look_for_unkept()
@@ -278,8 +273,7 @@ class Loop:
             self._unkept = self._unkept.after_step()
 
     def _look_for_updates(self) -> None:
-        hand = session_of(self.run).by_hand
-        if isinstance(hand, Attached) and not hand.updates and self.run.progress.step > self._first:
+        if not self._hand.updates and self.run.progress.step > self._first:
             self.run.warn("no step of this loop called loop.update(...), so the weights did not change")
 
     @property
@@ -301,76 +295,6 @@ class Loop:
     def _check_inside(self, verb: str) -> None:
         if self._between_steps:
             raise RuntimeError(f"loop.{verb}(...) must be called inside of `with loop.step():`.")
-
-
-class Attached(ByHand):
-    """The verbs of an attached loop: each call takes effect at once."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
-        self.own_calls: OwnCalls = OwnCalls(session, "loop")
-        self.updates: int = 0
-        """How often the loop has updated weights."""
-
-    def begin(self, ending: ExitStack) -> None:
-        self.own_calls.begin(ending)
-
-    def backward(self, loss: Any) -> None:
-        step = self.session.step
-        if step.skipping:
-            return
-        step.outputs.take(loss, "loop.backward(...) expects")
-        with self.session.precision.disabled():
-            updating.backward(self.session, step.outputs)
-        step.window.losses.append(step.outputs["loss"].detach())
-
-    def update(self, optimizers: Sequence[Optimizer]) -> None:
-        session = self.session
-        if session.step.skipping:
-            return
-        if not self.updates and session.step.window.losses:
-            self.own_calls.check_gradients("loop.update(...)")
-        self.updates += 1
-        without = self.updates == 1 and not session.step.window.losses and not session.driver.reduces
-        if without and not distinct_gradients(session.optimizers):
-            session.warn(
-                f"loop.update(...) in step {session.progress.step + 1} found no gradients, so the weights do not change. Call "
-                "loop.backward(loss) before"
-            )
-        super().update(optimizers)
-        if self.own_calls.looks:
-            self.own_calls.updated()
-
-
-def own_step(session: Session) -> Generator[Any, Any, bool]:
-    """Do a step of an attached loop, as ``train_step`` of the engine's loop does one."""
-    run, hooks, step = session.run, session.hooks, session.step
-    if (yield BETWEEN) is OVER:
-        return True
-    step.window.clear()
-    step.begin_batch(None)
-    step.may_skip = False
-    session.cursor.at_boundary = False
-    try:
-        hooks.on_step_start(run)
-        while (batch := (yield STEP)) is not BATCHES_DONE:
-            yield from train_batch(session, batch)
-        if session.progress.max_tokens is not None and not (step.window.seen or session.progress.tokens):
-            raise DataError(
-                f"max_tokens={session.progress.max_tokens} counts the tokens of batches, and this step has none. Surround each "
-                "batch with `with loop.batch(batch):`, or give max_steps=."
-            )
-        step.finish()
-        session.finish_step()
-    except BaseException as error:
-        hooks.end(error, Callback.on_step_end, run)
-        raise
-    hooks.on_step_end(run)
-    yield AFTER
-    return True
-
-
-Attached.own_step = staticmethod(own_step)
 
 
 class OwnData:

@@ -185,6 +185,60 @@ def test_steps_without_gradients_or_updates_are_reported(caplog: pytest.LogCaptu
     assert warnings_in(caplog).count("no step of this loop called loop.update(...)") == 1
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_backward_pass_by_hand_is_reported_and_refused_in_fp16(precision: str, caplog: pytest.LogCaptureFixture) -> None:
+    def train() -> None:
+        with attached(precision=precision) as loop:
+            while not loop.over():
+                with loop.step():
+                    loss_of(loop).backward()
+                    loop.update()
+
+    if precision == "fp16":
+        with pytest.raises(LossError, match=r"gradients that are not scaled for fp16.*Call loop\.backward\(loss\) instead"):
+            train()
+    else:
+        train()
+        assert warnings_in(caplog).count("loop.backward(...) was not called, so callbacks do not see the loss") == 1
+
+
+def updates_outside_of_steps() -> None:
+    with attached() as loop:
+        while not loop.over():
+            loss_of(loop).backward()
+            loop.run.optimizers[0].step()
+
+
+def test_updates_outside_of_steps_are_an_error_and_not_an_endless_loop() -> None:
+    with pytest.raises(LossError, match=r"outside of a step, so the run would never end.*with loop\.step\(\)"):
+        updates_outside_of_steps()
+    with attached() as loop:  # updates before a step are the user's own
+        while not loop.over():
+            loop.run.optimizers[0].step()
+            with loop.step():
+                loop.backward(loss_of(loop))
+                loop.update()
+    assert loop.run.progress.step == 2
+
+
+def exhausted_between_steps() -> None:
+    with attached() as loop:
+        while not loop.over():
+            next(iter(()))
+
+
+def exhausted_in_steps() -> None:
+    with trainer().steps() as steps:
+        for _ in steps:
+            next(iter(()))
+
+
+@pytest.mark.parametrize("loop", [exhausted_between_steps, exhausted_in_steps])
+def test_the_end_of_an_iterator_in_a_loop_stays_what_it_is(loop: Callable[[], None]) -> None:
+    with pytest.raises(StopIteration):
+        loop()
+
+
 def test_a_loop_that_does_all_its_steps_has_finished_without_asking_over() -> None:
     def train() -> str:
         with attached() as loop:

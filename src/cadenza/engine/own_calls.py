@@ -29,6 +29,8 @@ class OwnCalls:
         self._update = "loop.update()" if name == "loop" else "step.update(), or the end of the step,"
         self.looks: bool = True
         """Whether it still looks: not after some updates, as a line that was left in the loop is called in each step."""
+        self.outside: bool = False
+        """Whether an optimizer has stepped between two steps of the run, since this was set to False."""
         self._updates = 0
         self._handles: list[RemovableHandle] = []
 
@@ -66,6 +68,7 @@ class OwnCalls:
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         session = self._session
+        self.outside |= session.cursor.at_boundary
         if session.step.in_update or session.cursor.at_boundary:  # at a boundary a driver may step, to make the state
             return
         raise LossError(

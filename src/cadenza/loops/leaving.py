@@ -8,7 +8,7 @@ from dis import opmap
 from types import FrameType, TracebackType
 from typing import Any
 
-from cadenza.errors import LoopError
+from cadenza.errors import LoopError, out_of_generator
 
 _RAISING = {opmap["RERAISE"], opmap["RAISE_VARARGS"]}
 _YIELDING = {opmap[name] for name in ("YIELD_VALUE", "SEND", "RESUME", "JUMP_BACKWARD_NO_INTERRUPT") if name in opmap}
@@ -24,7 +24,7 @@ def end_with(course: Generator[Any, Any, None], error: BaseException) -> None:
     try:
         course.throw(error)
     except BaseException as raised:
-        if raised is not error:
+        if out_of_generator(raised) is not error:
             raise
     finally:
         error.__traceback__ = trace
