@@ -186,6 +186,14 @@ def test_no_number_is_shown_of_what_a_loop_does_not_have(tmp_path: Path, capsys:
         assert not re.search(r"epoch|sample", text), text
 
 
+def test_decisions_name_no_epoch_and_no_batch_that_the_loop_does_not_have() -> None:
+    with attached() as loop:
+        one_step(loop)
+        loop.run.stop("enough")
+        assert loop.over()
+    assert loop.run.why("stopped") == "stopped by the script at step 1: enough"
+
+
 def test_batches_that_the_loop_names_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     run = played(batches=True, max_steps=4, callbacks=[LogTraining("2 steps"), Console()]).run
     assert (run.progress.batch, run.progress.samples) == (4, 16)

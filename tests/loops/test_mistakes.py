@@ -119,6 +119,20 @@ def test_the_last_step_is_over_when_the_run_is() -> None:
             use()
 
 
+def test_a_name_of_the_run_that_is_read_of_a_step_or_of_a_loop_says_where_it_is() -> None:
+    steps = trainer().steps()
+    with pytest.raises(AttributeError, match=r"a Steps has no 'run': read trainer\.run, or step\.run"):
+        steps.run  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"a Step has no 'log': it belongs to the run: step\.run\.log"):
+        next(steps).log("a", 1)  # type: ignore[attr-defined]
+    with (
+        attached() as loop,
+        pytest.raises(AttributeError, match=r"a Loop has no 'model': it belongs to the run: loop\.run\.model"),
+    ):
+        loop.model  # type: ignore[attr-defined]  # noqa: B018
+    assert "log" not in dir(loop)
+
+
 def test_a_step_fn_is_refused_because_the_loop_does_its_work() -> None:
     with pytest.raises(TypeError, match="takes no step_fn="):
         trainer(step_fn=lambda run, batch: None).steps()
@@ -302,6 +316,25 @@ def test_a_legacy_generator_of_numpy_is_kept(tmp_path: Path) -> None:
 def test_an_evaluation_without_compute_is_refused_before_the_first_step() -> None:
     with pytest.raises(ValueError, match=r"evaluation 'eval' does not say how to compute a batch.*compute=function"):
         attached(callbacks=[Evaluate(BATCHES, every="1 step")]).__enter__()
+
+
+def evaluated(batches: list[Any], **arguments: Any) -> None:
+    model = nn.Linear(2, 1)
+    callbacks = [Evaluate(batches, **arguments)]
+    one = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), batches, max_epochs=1, callbacks=callbacks, progress=False)
+    for step in one.steps():
+        for _ in step:
+            step.backward(model(BATCHES[0]).mean())
+
+
+def test_an_evaluation_that_cannot_call_the_model_is_refused_in_the_first_step_of_a_loop_over_steps() -> None:
+    pairs = [(batch, batch) for batch in BATCHES]
+    with pytest.raises(ValueError, match=r"call the model with a whole batch.*Give Evaluate\(\.\.\., compute=function\)"):
+        evaluated(pairs)
+    with pytest.raises(LossError, match="the loss of 'eval' must have shape") as caught:
+        evaluated(BATCHES)
+    assert "Give Evaluate(..., compute=function)" in "".join(caught.value.__notes__)
+    evaluated(pairs, compute=lambda model, batch: model(batch[0]).mean())
 
 
 def test_the_average_of_batch_norm_layers_is_refused_before_the_first_step() -> None:

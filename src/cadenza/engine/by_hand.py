@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from cadenza.engine import updating
 from cadenza.engine.own_calls import OwnCalls
 from cadenza.engine.session import Session
+from cadenza.engine.start_checks import check_computes_batch
 from cadenza.errors import LossError
 from cadenza.optim.parameters import distinct_gradients, parameters_of
 from cadenza.status.counting import counted
@@ -77,6 +78,8 @@ class InWindow(ByHand):
                 "step.backward(...) was called twice for one batch. Add the losses and call it once. For a step with several "
                 "losses or optimizers, use cadenza.attach(...) or step_fn=."
             )
+        if self._done < 0:
+            check_computes_batch(session, step.batch)
         if self.own_calls.looks and step.window.losses:
             self.own_calls.check_gradients("the next batch")
         self._done = session.progress.batch

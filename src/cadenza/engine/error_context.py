@@ -25,7 +25,9 @@ from cadenza.status.counting import counted
 
 _CONTEXT = "context: "
 _SHOWN = 16  # at most so many samples, and parts of a batch, are listed
-_NO_LOSS = re.compile(r"forward\(\) (?:takes|missing|got)|must return the loss|the loss must .*; got a tensor of shape")
+_NO_LOSS = re.compile(
+    r"forward\(\) (?:takes|missing|got)|must return the loss|the loss must .*; got a tensor of shape|the loss of .* shape"
+)
 _IN_EVALUATION = (
     *("cadenza.engine.evaluation", "cadenza.engine.evaluation_batches", "cadenza.engine.tally", "cadenza.engine.prediction"),
     "cadenza.loading.evaluation",
@@ -70,8 +72,9 @@ class _Trace:
         self.evaluation: Any = None
         self.number: int | None = None
         """The batch of the running evaluation, from 1."""
-        self.models_own_loss = isinstance(inspect.unwrap(session.compute), ModelsOwnLoss) and not session.own_loop
+        self.calls_model = isinstance(inspect.unwrap(session.compute), ModelsOwnLoss)
         """Whether the trainer has no ``compute_loss``."""
+        self.models_own_loss = self.calls_model and not session.own_loop
         self.scene = Scene(session.device)
         self.modules: list[nn.Module] = []
         """The modules that were running, the innermost last."""
@@ -147,12 +150,15 @@ class _Trace:
     def _without_compute_loss(self) -> str:
         """Return the cure if the trainer has no ``compute_loss`` and the model cannot take the batch or returns no loss."""
         outermost = self.scene.module in (None, self.session.module)
-        if not (self.models_own_loss and outermost and _NO_LOSS.search(str(self.error))):
+        if not (self.calls_model and outermost and _NO_LOSS.search(str(self.error))):
             return ""
-        return (
-            "the trainer has no compute_loss, so the model gets the whole batch and must return its loss. Give "
-            "Trainer(model, optimizer, loader, compute_loss); for batches (inputs, targets) it is supervised(loss_fn)."
-        )
+        if self.models_own_loss:
+            give = "Trainer(model, optimizer, loader, compute_loss); for batches (inputs, targets) it is supervised(loss_fn)."
+        elif self.evaluation is not None and self.evaluation.compute is None:
+            give = "Evaluate(..., compute=function), with a function (model, batch) that returns the loss."
+        else:
+            return ""
+        return f"the trainer has no compute_loss, so the model gets the whole batch and must return its loss. Give {give}"
 
     def _when(self) -> str:
         progress, driver = self.session.progress, self.session.driver

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -63,18 +63,32 @@ class ModelsOwnLoss:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parameters = signature_of(model.forward).parameters.values()
+        self._signature = signature_of(model.forward)
+        parameters = self._signature.parameters.values()
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._names = None if takes_all else {parameter.name for parameter in parameters}
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         return self.predict(model, batch)
 
+    def takes(self, batch: Any) -> bool:
+        """Return whether the model can be called with a batch."""
+        arguments, named = self._arguments(batch)
+        try:
+            self._signature.bind(*arguments, **named)
+        except TypeError:
+            return False
+        return True
+
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """Return what the model returns."""
+        arguments, named = self._arguments(batch)
+        return model(*arguments, **named)
+
+    def _arguments(self, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         if isinstance(batch, Mapping):
-            return model(**{name: part for name, part in batch.items() if self._names is None or name in self._names})
-        return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+            return (), {name: part for name, part in batch.items() if self._names is None or name in self._names}
+        return (batch if isinstance(batch, list | tuple) else (batch,)), {}
 
     def __repr__(self) -> str:
         return "the model's own loss"

@@ -8,7 +8,7 @@ import sys
 from cadenza.engine import accumulating
 from cadenza.engine.arguments import check_schedule, check_some_batch
 from cadenza.engine.compiling import breaks_since
-from cadenza.engine.objective import no_loss
+from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Session
 from cadenza.loading.arguments import is_read_once
@@ -40,6 +40,21 @@ def check_computes(session: Session) -> None:
             f"the evaluation {without[0]!r} does not say how to compute a batch, and a loop of cadenza.attach has no "
             "compute_loss. Give Evaluate(..., compute=function), with a function (model, batch) that returns the loss, or a "
             "mapping with 'loss', 'predictions' and 'targets'."
+        )
+
+
+def check_computes_batch(session: Session, batch: object) -> None:
+    """Raise `ValueError` if an evaluation would call the model with a whole batch, and the model cannot take this one.
+
+    In a loop over ``trainer.steps()`` the training does not show it.
+    """
+    compute = inspect.unwrap(session.compute)
+    without = [name for name, one in session.evaluations.items() if one.compute is None]
+    if without and isinstance(compute, ModelsOwnLoss) and not compute.takes(batch):
+        raise ValueError(
+            f"the evaluation {without[0]!r} does not say how to compute a batch, and the trainer has no compute_loss: it would "
+            "call the model with a whole batch, which this model cannot take. Give Evaluate(..., compute=function), with a "
+            "function (model, batch) that returns the loss, or a mapping with 'loss', 'predictions' and 'targets'."
         )
 
 

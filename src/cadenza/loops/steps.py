@@ -12,7 +12,9 @@ from torch import nn
 
 from cadenza.engine.loop import BATCHES_DONE
 from cadenza.engine.session import Session, session_of
+from cadenza.hooks.habits import advised
 from cadenza.hooks.moments import BaseCallback
+from cadenza.loops import habits
 from cadenza.loops.keeping import Kept
 from cadenza.loops.leaving import end_with, error_leaving
 from cadenza.loops.unkept import Unkept, loop_frame
@@ -23,6 +25,7 @@ T = TypeVar("T")
 _OVER = "this step is over. Use the step that trainer.steps() returned last."
 
 
+@advised(habits.STEP, refused=())
 class Step:
     """One update of the weights: an iterator over its batches, on the device.
 
@@ -117,6 +120,7 @@ class Step:
                 pass
 
 
+@advised(habits.STEPS, refused=())
 class Steps:
     """The steps of a run, to iterate over in a loop of your own.
 

@@ -40,6 +40,8 @@ class Counters:
     """Tokens seen, on all ranks; 0 if they are not counted."""
 
     def __str__(self) -> str:
+        if self.step and not self.batch:  # a loop of ``cadenza.attach``, which has no epochs and names no batches
+            return f"step {self.step}"
         return f"epoch {self.epoch}, step {self.step}, batch {self.batch}"
 
 
