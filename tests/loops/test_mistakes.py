@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,9 @@ def test_a_loop_that_does_all_its_steps_has_finished_without_asking_over() -> No
         (random.Random(), "env", TypeError, "expected a name"),
         ("env", (lambda: {"a": object()}, print), StateError, r"loop\.keep\('env', \.\.\.\)\.a cannot be saved"),
         ("env", (lambda: vars(nn)["a"], print), KeyError, "a"),
+        ("env", (lambda: {"seen": np.ones(2)}, print), StateError, r"got ndarray\. Save torch\.as_tensor\(array\)"),
+        ("rows", (lambda: deque([1]), print), StateError, "got deque. Save it as a list"),
+        ("rows", deque([1]), TypeError, r"A pair for a list is \(lambda: \[\*rows\], rows\.extend\)"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_at_once(name: Any, held: Any, error: Any, message: str, tmp_path: Path) -> None:

@@ -184,7 +184,8 @@ _CURES: list[tuple[str, Cure]] = [
     ),
     (
         r"backward through the graph a second time",
-        "the graph of an earlier batch is still in use: detach tensors that pass between batches, hidden = hidden.detach().",
+        "if your code also calls loss.backward(), remove that line. Else the graph of an earlier batch is still in use: detach "
+        "tensors that pass between batches, hidden = hidden.detach().",
     ),
     (
         r"modified by an inplace operation|leaf Variable that requires grad is being used in an in-place",

@@ -130,7 +130,7 @@ def _pair_of(call: str, name: str, held: Any) -> Pair:
         return held.state_dict, held.load_state_dict
     raise TypeError(
         f"{call} expected an object with state_dict and load_state_dict, a random generator, or a pair of "
-        f"functions (save, restore); got {brief(held)}"
+        f"functions (save, restore); got {brief(held)}. A pair for a list is (lambda: [*rows], rows.extend)."
     )
 
 

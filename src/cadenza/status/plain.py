@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import chain, count
 from typing import Any
@@ -78,10 +79,17 @@ def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, d
             return plain(number, path)  # a number of NumPy
         raise StateError(
             f"{path or 'the value'} cannot be saved: expected None, bool, int, float, str, bytes, tensors, or lists, tuples "
-            f"and dicts of them; got {type(value).__name__}"
+            f"and dicts of them; got {type(value).__name__}{_instead(value)}"
         )
 
     return plain(tree, ""), tensors
+
+
+def _instead(value: object) -> str:
+    """Return what to save instead of an array, a set or a deque."""
+    if isinstance(value, set | frozenset | deque):
+        return ". Save it as a list"
+    return ". Save torch.as_tensor(array); .numpy() restores it" if hasattr(value, "__array__") else ""
 
 
 def _parts(tensor: Any, path: str) -> dict[str, Any]:
