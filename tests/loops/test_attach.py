@@ -258,6 +258,45 @@ def test_each_rank_keeps_what_is_its_own(tmp_path: Path) -> None:
         assert seen == again
 
 
+def test_each_rank_resumes_with_the_gradients_that_it_has_accumulated_over_steps(tmp_path: Path) -> None:
+    """An update every third step; the run is cut two backward passes after one, and continues on two ranks or on one."""
+
+    def train(name: str, steps: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        with attach(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=steps, seed=3, directory=tmp_path / name,
+                    resume="auto", callbacks=[Checkpoint("1 step")], progress=False) as loop:  # fmt: skip
+            while not loop.over():
+                step = loop.run.progress.step
+                with loop.step():
+                    rank = int(os.environ.get("RANK", "0"))
+                    loop.backward(model(torch.tensor([1.0 + rank, float(step % 3)])).square().sum())
+                    if step % 3 == 2:
+                        loop.update()
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+    def both() -> tuple[Tensor, Tensor]:
+        train("alone", 5)
+        whole = train("whole", 6)
+        train("cut", 5)
+        return whole, train("cut", 6)
+
+    for whole, continued in launch(both):
+        assert torch.equal(whole, continued)
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+
+    def loss(rank: int, step: int) -> Tensor:
+        return model(torch.tensor([1.0 + rank, float(step)])).square().sum()  # type: ignore[no-any-return]
+
+    for last in ([0, 1], [0]):  # the ranks that do the last backward pass
+        model.zero_grad()
+        for step, ranks in enumerate(([0, 1], [0, 1], last)):
+            torch.stack([loss(rank, step) for rank in ranks]).mean().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    torch.testing.assert_close(train("alone", 6), torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+
+
 def make(directory: Path) -> Loop:
     torch.manual_seed(0)
     policy = nn.Linear(2, 1)

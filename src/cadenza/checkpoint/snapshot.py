@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cadenza.checkpoint import gradients
 from cadenza.checkpoint.frozen import LEFT_OUT, left_out_of, unchanged
 from cadenza.checkpoint.other_batch_size import rebatched
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.checkpoint.store.content import JoinedFiles
-from cadenza.drivers.sharding import all_laid_out, is_sharded, laid_out, local, optimizer_laid_out
+from cadenza.drivers.sharding import all_laid_out, is_sharded, local, optimizer_laid_out
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, StateError
@@ -115,6 +116,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "streams": RNGState.capture().to_plain(),
         "loader": session.cursor.source.state_dict(),
         "suspended": session.sync.requests.suspended,
+        **gradients.of_the_rank(session),
         **({"callbacks of the rank": states} if (states := _states_of_callbacks(session, each_rank=True)) else {}),
     }
     session.metrics.deliver(session.run, wait=True)  # a record with numbers that are still on the device would be lost
@@ -126,7 +128,6 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "exhausted": session.cursor.exhausted,
         "requests": session.sync.requests.state_dict(),
         "schedules": kept_of(session.hooks, session.progress, session.accumulate),
-        "gradients": {i: p.grad for i, p in enumerate(parameters_of(session.optimizers)) if p.grad is not None},
         "config": config_of(session),
         **(fixed or fixed_facts(session)),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
@@ -154,8 +155,9 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
 
 
 def _of_gradients(session: Session) -> dict[str, Any]:
-    """Return what scales gradients."""
-    return {"precision": session.precision.state_dict(), "weight_unit": session.step.weight_unit}
+    """Return the gradients that no update has used yet, and what scales gradients."""
+    scaled = {"precision": session.precision.state_dict(), "weight_unit": session.step.weight_unit}
+    return {"gradients": gradients.left(session), **scaled}
 
 
 def _states_of_callbacks(session: Session, *, each_rank: bool) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def is_finite(session: Session) -> bool:
 def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     """Restore a checkpoint into a run that is set up, and fire ``on_load``. The RNG state is restored with the first step.
 
-    It may have been written on another number of ranks. Gradients that a ``step_fn`` left are means over ranks, and are kept.
+    It may have been written on another number of ranks. Gradients that no update has used yet are kept.
     A warning names each state without a callback; with `strict` it is an error.
 
     Raises:
@@ -209,7 +211,6 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     session.cursor.restore(in_epoch=state["in_epoch"], exhausted=over)
     written.go_on(session)
     session.sync.requests.load_state_dict(state["requests"])
-    gradients = _gradients_in(session, state)
     own = written.taken_over(session, loaded.by_rank)
     session.cursor.source.load_state_dict(own["loader"])
     session.sync.requests.suspended = placed(session, own.get("suspended"))
@@ -218,7 +219,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
         session.warn(f"{loaded.name} was written elsewhere, so the result may not be bit-identical: {difference}")
     settings.tell(session, loaded.name, found, given)
     written.warn(session)
-    session.restored.put(rng_state=RNGState.from_plain(own["streams"]), gradients=gradients)
+    session.restored.put(rng_state=RNGState.from_plain(own["streams"]), gradients=gradients.saved(session, loaded, own))
     session.hooks.on_load(session.run, loaded)
 
 
@@ -254,12 +255,6 @@ def load_model(session: Session, loaded: Loaded) -> None:
     present = model.state_dict()
     kept = unchanged(left_out, present, loaded.name)
     model.load_state_dict({**kept, **all_laid_out(loaded.model, present), **extra}, strict=whole)
-
-
-def _gradients_in(session: Session, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    parameters = list(parameters_of(session.optimizers))
-    gradients = ((parameters[i], gradient) for i, gradient in state["gradients"].items())
-    return [(one, laid_out(gradient, one).to(one.device)) for one, gradient in gradients]
 
 
 def _load_optimizers(session: Session, state: Mapping[str, Any]) -> None:

@@ -173,7 +173,7 @@ class Session:
             return RankSync(self.progress, self.cursor, self.step, self.decide, tokens)
         return SharedSync(
             *(self.driver, self.model, self.hooks, self.progress, self.cursor, self.step, self.metrics.buffer, self.decide),
-            stepped=() if self.step_fn is None else self.optimizers,
+            stepped=() if self.step_fn is None or self.own_loop else self.optimizers,
             own_loop=self.own_loop,
             tokens=tokens,
         )

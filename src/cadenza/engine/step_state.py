@@ -159,7 +159,7 @@ class Restored:
         self.rng_state: RNGState | None = None
         """The RNG state to continue with."""
         self.gradients: Sequence[tuple[Tensor, Tensor]] = ()
-        """Parameters, and the gradients that a ``step_fn`` had left in them."""
+        """Parameters, and the gradients that a ``step_fn`` or an attached loop had left in them."""
         self.recovery: Mapping[str, Any] | None = None
         """The data of the rollback with which the present branch began; see `GoBack`."""
         self.callback_states: Mapping[str, Mapping[str, Any]] = {}
