@@ -11,7 +11,8 @@ import torch
 from torch import distributed as dist
 
 from cadenza import Callback, Run, on
-from cadenza.drivers import DdpDriver
+from cadenza.drivers import DdpDriver, FsdpDriver
+from cadenza.drivers.sharding import whole
 from cadenza.engine.arguments import checked_debugging
 from cadenza.errors import DistributedError
 from cadenza.testing import launch
@@ -123,6 +124,28 @@ def test_each_of_ten_planted_mismatches_is_named_on_all_ranks(moment: str, caplo
             if planted is not on_a_slow_rank or rank == 0:  # the first rank that waits shows the warning
                 for part in expected(moment, planted, rank):
                     assert part in text, (rank, planted, text)
+
+
+def test_a_rank_that_waits_alone_for_the_shards_of_a_weight_is_named_and_not_taken_for_a_slow_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Sharded tensors communicate without functions of torch.distributed that could be compared."""
+
+    def fits() -> tuple[str, list[str]]:
+        @on(Callback.on_step_end, at=1)
+        def gather(run: Run) -> None:
+            if run.is_main:
+                whole(next(run.model.parameters()))
+
+        one = trainer(callbacks=[gather], driver=FsdpDriver("cpu", timeout_s=5), debug_ranks=0.5)
+        with pytest.raises(DistributedError) as caught:
+            one.fit()
+        return str(caught.value), caplog.messages
+
+    for said, warned in launch(fits):
+        assert "rank 0 is at step 1 in `gather.on_step_end` (test_debug_ranks.py:" in said
+        assert "waits for the others there, and calls none" in said
+        assert not [text for text in warned if "has not called it yet" in text]
 
 
 def test_a_run_without_mismatch_is_the_same_and_the_functions_of_torch_are_restored() -> None:

@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from cadenza import Callback, Run, on
+from cadenza.drivers.posts import Waits
+from cadenza.drivers.tree import Tree
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.whereabouts import whereabouts
 from cadenza.testing import tiny_run
 from tests import forked
+from tests.waiting import until
+
+
+def test_a_rank_waits_while_another_thread_communicates_for_it() -> None:
+    """Else a healthy rank of many would be named as one that is behind."""
+    seen: list[Waits] = []
+    arrived, training = threading.Event(), threading.get_ident()
+
+    def waits_for_sum() -> bool:
+        return "result" in [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[training])]
+
+    @on(Callback.on_step_end)
+    def wait(run: Run) -> None:
+        def look() -> None:
+            until(waits_for_sum)
+            seen.append(whereabouts(session_of(run)).waits)
+            arrived.set()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        Tree(1, 2, lambda *_: None, lambda *_: arrived.wait()).start(torch.zeros(1))()
+        thread.join()
+
+    tiny_run(steps=1, callbacks=[wait])
+    assert seen == [Waits.YES]
 
 
 def test_a_collection_while_frames_are_read_does_not_let_them_go(tmp_path: Path) -> None:

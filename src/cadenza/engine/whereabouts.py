@@ -35,6 +35,8 @@ _PHASES = {
     ("cadenza.loops.fitting", "_begin"): "the start of the run",
 }
 
+_COMMUNICATING = ("torch.distributed", "torch.nn.parallel.distributed", "cadenza.drivers.")
+
 
 def whereabouts(session: Session) -> Post:
     """Return where the training thread of a run is now. May be called in any thread."""
@@ -120,10 +122,18 @@ def _is_library(file: str) -> bool:
 
 
 def _waits(frame: FrameType | None) -> Waits:
-    room = "" if frame is None else frame.f_globals.get("__name__", "")
-    if room.startswith(("torch.distributed", "torch.nn.parallel.distributed", "cadenza.drivers.")):
-        return Waits.YES
-    return Waits.MAYBE if frame is not None and frame.f_code.co_name == "_engine_run_backward" else Waits.NO
+    if frame is not None and frame.f_code.co_name == "_engine_run_backward":
+        return Waits.MAYBE
+    calls = False
+    for one in _outwards(frame):
+        room = one.f_globals.get("__name__", "")
+        if room.startswith(_COMMUNICATING):
+            return Waits.MAYBE if calls else Waits.YES
+        if room.startswith(("torch._ops", "torch._library")):  # of a sharded tensor, which waits for other ranks or computes
+            calls = True
+        elif not room.startswith(("threading", "concurrent.futures")):  # a driver may wait for a thread that communicates
+            break
+    return Waits.NO
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
