@@ -28,3 +28,12 @@ def test_a_quiet_window_of_ranks_that_differ_suits_each_of_them() -> None:
     assert quiet_steps([47, 9], 0.001) == quiet_steps([9, 8, math.inf], 0.001) == [*range(2, 10)]
     assert quiet_steps([47, 1], 0.001) == []
     assert quiet_steps([200, 130], 0.01) == [*range(2, 27)]
+
+
+def test_a_slow_step_is_forgotten_at_the_next_exchange() -> None:
+    """However long it took: ranks are quiet again two steps later."""
+    window, votes = Silence(), [2 * one for one in Silence.votes(100)]
+    for step, elapsed_s in enumerate((0.001, 60.001, 60.002), 1):  # the second one takes a minute
+        window.measure(step, elapsed_s)
+        window.agree(votes, ranks=2, first=step + 1)
+        assert window.covers(step + 1) is (step != 2)

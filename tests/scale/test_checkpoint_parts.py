@@ -222,9 +222,9 @@ def test_each_rank_writes_and_reads_its_own_files_and_no_state_travels(tmp_path:
         def sending(name: str) -> None:
             send = getattr(GroupDriver, name)
 
-            def counting(self: GroupDriver, value: Any, group: Any) -> Any:
+            def counting(self: GroupDriver, value: Any, *where: Any, **named: Any) -> Any:
                 sizes.append(len(pickle.dumps(value)))
-                return send(self, value, group)
+                return send(self, value, *where, **named)
 
             setattr(GroupDriver, name, counting)
 

@@ -282,6 +282,30 @@ def test_numbers_with_different_names_are_in_one_record_on_all_ranks() -> None:
     assert launch(lambda: logged(own)) == [{"a": ones, "b": ones, "c": [(step, 2.0) for step in range(1, 5)]}] * 2
 
 
+@pytest.mark.parametrize("source", [0, 1])
+def test_numbers_of_one_rank_alone_are_sent_by_it_and_nothing_is_gathered_from_all(source: int) -> None:
+    """Such as what the main process logs for itself: what a rank receives does not grow with the ranks."""
+
+    def training() -> tuple[set[str], list[tuple[int, float]]]:
+        during: list[str] = []
+        watched = Watched()
+
+        @on(Callback.on_step_end)
+        def log(run: Run) -> None:
+            during[:] = watched.waited
+            if rank() == source:
+                run.log({f"a{number}": float(run.progress.step) for number in range(40)})
+
+        begin = on(Callback.on_fit_start)(lambda run: watched.waited.clear())
+        run = trainer(loader(4 * 2 * 4), max_epochs=1, callbacks=[begin, log]).fit()
+        return {*during}, run.history["a39"]
+
+    for names, logged in launch(training):
+        assert "broadcast_object_list" in names
+        assert not {name for name in names if "gather" in name}
+        assert logged == [(step, float(step)) for step in range(1, 5)]
+
+
 class Stream:
     """Batches of a loader, without a length."""
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from cadenza import Callback, Run, on
+from cadenza.callbacks import Checkpoint, Evaluate, Recover
 from cadenza.drivers import group
 from cadenza.drivers.tree import Tree
 from cadenza.testing import launch
@@ -36,11 +40,12 @@ def test_the_messages_of_a_rank_do_not_grow_with_the_ranks_and_those_one_after_t
     assert depth == deep  # up and down: 2 * depth messages one after the other
 
 
-def test_all_ranks_get_the_sum() -> None:
+def test_all_ranks_get_the_sum_the_maximum_and_the_minimum() -> None:
     ranks = 37
     lines: dict[tuple[int, int], SimpleQueue[Tensor]] = {
         (one, other): SimpleQueue() for one in range(ranks) for other in range(ranks)
     }
+    ways = (torch.add, torch.maximum, torch.minimum)
 
     def send(own: int, tensor: Tensor, to: int) -> None:
         lines[own, to].put(tensor.clone())
@@ -52,7 +57,7 @@ def test_all_ranks_get_the_sum() -> None:
 
     def add(rank: int) -> None:
         tree = Tree(rank, ranks, partial(send, rank), partial(receive, rank))
-        started = [tree.start(torch.tensor([rank, number])) for number in range(3)]
+        started = [tree.start(torch.tensor([rank, number]), way) for number, way in enumerate(ways)]
         sums[rank] = [one.tolist() for one in (arrived() for arrived in started)]
 
     threads = [Thread(target=add, args=(rank,)) for rank in range(ranks)]
@@ -61,28 +66,37 @@ def test_all_ranks_get_the_sum() -> None:
     for thread in threads:
         thread.join()
     total = sum(range(ranks))
-    assert sums == {rank: [[total, number * ranks] for number in range(3)] for rank in range(ranks)}
+    assert sums == {rank: [[total, 0], [ranks - 1, 1], [0, 2]] for rank in range(ranks)}
 
 
-def trained(tree_from: int) -> tuple[Tensor, int, list[tuple[int, float]]]:
+def trained(tree_from: int, directory: Path) -> tuple[Tensor, int, list[tuple[int, float]], int]:
+    """Return weights, samples and what was logged; and how many rings of gloo there were besides those of DDP."""
     group._TREE_FROM = tree_from  # in this process
+    rings: list[Tensor] = []
+
+    def counted(tensor: Tensor, *values: Any, **options: Any) -> Any:
+        rings.append(tensor)
+        return ring(tensor, *values, **options)
+
+    ring, dist.all_reduce = dist.all_reduce, counted
 
     @on(Callback.on_step_end)
     def log(run: Run) -> None:
         if own_rank() < 2:
             run.log("a", float(own_rank()))
 
-    one = trainer(loader(96), callbacks=[log])
+    one = trainer(loader(96), callbacks=[log, Evaluate(loader(20)), Recover(), Checkpoint("3 steps")], directory=directory)
     run = one.fit()
-    return weights_of(one), run.progress.samples, run.history["a"]
+    return weights_of(one), run.progress.samples, run.history["a"] + run.history["eval/loss"], len(rings)
 
 
-def test_a_run_on_four_ranks_is_the_same_along_a_tree() -> None:
-    along, around = (launch(partial(trained, limit), 4) for limit in (2, 99))
-    for (weights, samples, logged), (expected, *others) in zip(along, around, strict=True):
+def test_a_run_on_four_ranks_is_the_same_along_a_tree_and_has_no_ring_of_its_own(tmp_path: Path) -> None:
+    along, around = (launch(partial(trained, limit, tmp_path / str(limit)), 4) for limit in (2, 99))
+    for (weights, samples, logged, rings), (expected, _, others, more) in zip(along, around, strict=True):
         assert torch.equal(weights, expected)
-        assert [samples, logged] == others
+        assert logged == others
         assert samples == 2 * 96
+        assert (rings, more > 20) == (0, True)
 
 
 def test_an_error_of_one_rank_ends_the_others_along_a_tree() -> None:

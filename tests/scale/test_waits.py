@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Checkpoint, StopOnNonFinite
+from cadenza.callbacks import Checkpoint, Recover, StopOnNonFinite
 from cadenza.drivers import DdpDriver, FsdpDriver
 from cadenza.engine.session import session_of
 from cadenza.errors import LossError
@@ -80,6 +80,7 @@ CASES: dict[str, Case] = {  # with one more for loops of one's own and a step_fn
     "a function or a length": (1, lambda: [scheduled(When(never) | Every("100 steps"))], dict),
     "a callback that may skip": (2, lambda: [Skips()], dict),
     "a callback that skips nothing": (0, lambda: [Logs()], dict),
+    "losses that may break": (0, lambda: [Recover(), Checkpoint("100 steps", background=False)], dict),
     "weights": (0, list, lambda: {"compute_loss": weighted}),
     "FSDP with weights": (0, list, lambda: {"compute_loss": weighted, **sharded()}),
     "FSDP and non-finite losses": (1, lambda: [StopOnNonFinite()], sharded),

@@ -70,7 +70,8 @@ class Recover(Callback, Compared):
     All of this depends on losses that are equal on all ranks. Each rank does the same, and a run that is killed in the middle
     and resumed ends with the same bits. Each rollback and each batch that is left out is a decision with data.
 
-    The check waits for the device once a step, and reduces one number over the ranks.
+    The check waits for the device once a step. Ranks exchange the loss during the backward pass, and do not wait for each other
+    if it is on the host. With a device or a ``step_fn``, they wait for it at the end of the step.
 
     Args:
         when: The signs: `NonFinite`, `Spike`, or both joined by ``|``. None: ``NonFinite() | Spike()``.
@@ -160,6 +161,7 @@ class Recover(Callback, Compared):
 
     def on_fit_start(self, run: Run) -> None:
         session = session_of(run)
+        session.sync.expect_losses()
         if not session.savers:
             run.warn("Recover goes back to checkpoints, and no callback writes them: it can only stop. Add Checkpoint(...).")
         if session.restored.recovery is not None:  # the present branch began with it

@@ -171,8 +171,8 @@ class Driver(ABC):
         return everyone if self.is_main else []
 
     @abstractmethod
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's `value`. Every rank must call this, in the same order."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the `value` of the rank `source`. Every rank must call this, in the same order."""
 
     @abstractmethod
     def barrier(self) -> None:

@@ -30,10 +30,16 @@ from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard
 
 _TREE_FROM = 16  # ranks: with fewer, the ring of gloo takes less time than messages that a thread of Python sends
+_TREE_UP_TO = 64 * 2**10  # bytes: the ring sends each part of a larger tensor twice, the tree the whole one six times
 _LARGEST_EXCHANGE = 64 * 2**20  # bytes: the copies that an exchange needs take no more memory
 _CONTROL: WeakKeyDictionary[Any, dict[tuple[float, str], Any]] = WeakKeyDictionary()  # by default group
-_SUM = dist.ReduceOp.SUM
-_OPERATIONS = {"mean": _SUM, "sum": _SUM, "total": _SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_SUM = (dist.ReduceOp.SUM, torch.add)
+_OPERATIONS = {
+    **dict.fromkeys(("mean", "sum", "total"), _SUM),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+}
+"""By name, how gloo and the tree reduce."""
 
 
 class GroupDriver(Driver):
@@ -94,7 +100,7 @@ class GroupDriver(Driver):
         return groups[key]
 
     def _new_tree(self) -> Tree:
-        """Return the tree for the sums of each step: the all-reduce of gloo is a ring. Every rank must call this."""
+        """Return the tree for small sums: the all-reduce of gloo is a ring. Every rank must call this."""
         group = self._control_group("tree")
         return Tree(self.rank, self.world_size, partial(dist.send, group=group), partial(dist.recv, group=group))
 
@@ -115,8 +121,16 @@ class GroupDriver(Driver):
             result = result.float()
         if how == "sum" and not self.counts:
             result.zero_()
-        dist.all_reduce(result, _OPERATIONS[how], group=self._hosts if result.is_cpu else None)
+        result = self._reduced(result, how)
         return result / self.world_size if how == "mean" else result
+
+    def _reduced(self, value: Tensor, how: Reduction) -> Tensor:
+        """Reduce a tensor of this method's own over all ranks, of which each counts."""
+        operation, combine = _OPERATIONS[how]
+        if self._tree is not None and value.is_cpu and 0 < value.nbytes <= _TREE_UP_TO:
+            return self._tree.start(value, combine)()
+        dist.all_reduce(value, operation, group=self._hosts if value.is_cpu else None)
+        return value
 
     def reduce_later(self, value: Tensor) -> Callable[[], Tensor]:
         if self._tree is not None:
@@ -154,13 +168,13 @@ class GroupDriver(Driver):
         dist.all_gather_object(everyone, value, group=group)
         return everyone
 
-    def broadcast(self, value: Any) -> Any:
-        return self._broadcast(value, self._hosts)
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        return self._broadcast(value, self._hosts, source)
 
-    def _broadcast(self, value: Any, group: Any) -> Any:
+    def _broadcast(self, value: Any, group: Any, source: int = 0) -> Any:
         parcel = [value]
-        dist.broadcast_object_list(parcel, src=0, group=group, device=torch.device("cpu"))
-        return value if self.is_main else parcel[0]
+        dist.broadcast_object_list(parcel, src=source, group=group, device=torch.device("cpu"))
+        return value if self.rank == source else parcel[0]
 
     def barrier(self) -> None:
         self.any_rank(False)
@@ -181,7 +195,7 @@ class GroupDriver(Driver):
             return also
         own = [sparse if one.grad is not None and one.grad.is_sparse else one.grad is not None for one in held]
         sums = torch.tensor([*(number * self.counts for number in also), *own], dtype=torch.float64)
-        dist.all_reduce(sums, group=self._hosts)
+        sums = self._reduced(sums, "total")
         dense: list[Tensor] = []
         for parameter, layout in zip(held, sums[len(also) :].tolist(), strict=True):
             if layout and parameter.grad is None:
@@ -227,8 +241,12 @@ class GroupDriver(Driver):
             return
         name = f"cadenza/calls/{self._number}/{self._run}"
         limits = {"limit_s": limit_s, "timeout_s": self._timeout_s}
-        with Comparison(self._own_store, name, self._failed, posts, caller, rank=self.rank, warn=warn, **limits).patched():
-            yield
+        tree, self._tree = self._tree, None  # its messages are no collectives, which alone are compared
+        try:
+            with Comparison(self._own_store, name, self._failed, posts, caller, rank=self.rank, warn=warn, **limits).patched():
+                yield
+        finally:
+            self._tree = tree
 
     @property
     def _failed(self) -> str:

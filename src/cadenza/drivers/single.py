@@ -58,7 +58,7 @@ class SingleDriver(Driver):
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, source: int = 0) -> Any:
         return value
 
     def barrier(self) -> None:

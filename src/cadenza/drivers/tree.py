@@ -1,4 +1,4 @@
-"""Sums of small vectors over many ranks, along a tree: 2 log2(ranks) messages one after the other, not 2 (ranks - 1)."""
+"""Sums of small tensors over many ranks, along a tree: 2 log2(ranks) messages one after the other, not 2 (ranks - 1)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any
 
+import torch
 from torch import Tensor
 
+Combine = Any
+"""A function that combines two tensors, and writes the result into its argument ``out``."""
 Send = Callable[[Tensor, int], object]
 """Sends a tensor to a rank."""
 Receive = Callable[[Tensor, int], object]
@@ -18,7 +22,8 @@ Receive = Callable[[Tensor, int], object]
 class Tree:
     """A binary tree of all ranks. Rank r has the children 2r + 1 and 2r + 2, and rank 0 is the root.
 
-    A thread does the sums in the order in which they were started. All ranks must start them in the same order.
+    A thread does the sums in the order in which they were started. All ranks must start them in the same order. What is said of
+    sums here also holds for maxima and minima.
 
     Args:
         rank: The rank of this process.
@@ -31,24 +36,28 @@ class Tree:
         self.parent: int | None = (rank - 1) // 2 if rank else None
         self.children: list[int] = [child for child in (2 * rank + 1, 2 * rank + 2) if child < ranks]
         self._send, self._receive = send, receive
-        self._started: SimpleQueue[tuple[Tensor, Future[Tensor]]] = SimpleQueue()
+        self._started: SimpleQueue[tuple[Tensor, Combine, Future[Tensor]]] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def start(self, value: Tensor) -> Callable[[], Tensor]:
+    def start(self, value: Tensor, combine: Combine = torch.add) -> Callable[[], Tensor]:
         """Start to sum `value` over all ranks; return a function that waits for the sum. Every rank must call this."""
         if self._thread is None:
             self._thread = Thread(target=self._work, name="cadenza-tree", daemon=True)
             self._thread.start()
         sums: Future[Tensor] = Future()
-        self._started.put((value.clone(), sums))
-        return sums.result
+        self._started.put((value.clone(memory_format=torch.contiguous_format), combine, sums))
 
-    def sum(self, value: Tensor) -> Tensor:
+        def arrived() -> Tensor:
+            return sums.result()  # not the method: the frame of this function tells that the thread waits for other ranks
+
+        return arrived
+
+    def sum(self, value: Tensor, combine: Combine = torch.add) -> Tensor:
         """Sum `value`, in place, over all ranks."""
         for child in self.children:
             part = value.new_empty(value.shape)
             self._receive(part, child)
-            value += part
+            combine(value, part, out=value)
         if self.parent is not None:
             self._send(value, self.parent)
             self._receive(value, self.parent)
@@ -58,8 +67,8 @@ class Tree:
 
     def _work(self) -> None:
         while True:
-            value, sums = self._started.get()
+            value, combine, sums = self._started.get()
             try:
-                sums.set_result(self.sum(value))
+                sums.set_result(self.sum(value, combine))
             except Exception as error:
                 sums.set_exception(error)  # the wait for this sum raises it

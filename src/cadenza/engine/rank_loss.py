@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.window import AccumulationWindow
+from cadenza.engine.step_state import StepState
+from cadenza.engine.window import AccumulationWindow, number_on_host
 from cadenza.records.scalars import as_number, quotient, widened
 
 
@@ -30,6 +34,37 @@ def mean_over_ranks(window: AccumulationWindow, driver: Driver, *, by_hand: bool
     weight = as_number(window.total if window.weights or uneven else 1.0, own.device, own.dtype)
     total = driver.reduce(torch.stack([own * weight, weight]), "sum")
     return quotient(total[0], total[1])
+
+
+def mean_on_its_way(step: StepState, weight: Any, driver: Driver) -> Callable[[], Tensor | None] | None:
+    """Start the exchange of `mean_over_ranks` before the backward pass of the last batch of a step. Every rank must call this.
+
+    Args:
+        step: The step, with the batches before this one in its window.
+        weight: The weight of the batch.
+        driver: Reduces over the ranks.
+
+    Returns:
+        A function that waits for the mean; None if the window is not full or its numbers are on a device, on all ranks.
+    """
+    window, loss = step.window, dict.get(step.outputs, "loss")
+    if window.seen < window.size or not isinstance(loss, Tensor) or loss.numel() != 1:  # no number: an error of this rank
+        return None
+    loss = loss.detach()
+    weights = [*window.weights, *([] if weight is None else [0.0 if step.dropped else weight])]
+    losses = [*window.losses, *([] if step.dropped and weight is None else [loss])]
+    on_host = [number for one in (*losses, *weights) if (number := number_on_host(one)) is not None]
+    if not loss.is_cpu or len(on_host) < len(losses) + len(weights):
+        return None
+    factors = on_host[len(losses) :] if weights else [1.0] * len(losses)
+    terms = [value * factor for value, factor in zip(on_host, factors, strict=False) if factor]
+    arrives = driver.reduce_later(torch.tensor([sum(terms), sum(factors)], dtype=torch.float64) * driver.counts)
+
+    def mean() -> Tensor | None:
+        total, count = arrives()
+        return quotient(total, count) if weights or count else None
+
+    return mean
 
 
 def is_number(window: AccumulationWindow, *, by_hand: bool) -> bool:

@@ -109,6 +109,9 @@ class RankSync:
     def expect_drops(self) -> None:
         """Exchange with each batch how many ranks drop theirs alone. Every rank must call this, before the first step."""
 
+    def expect_losses(self) -> None:
+        """Exchange the loss of each step while ranks compute. Every rank must call this, before the first step."""
+
     def before_backward(self, weight: Any) -> float | None:
         """Exchange whether this rank drops the batch alone, and its weight. Communicates: every rank must call this.
 

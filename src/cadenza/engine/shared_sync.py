@@ -91,6 +91,8 @@ class SharedSync(RankSync):
         self._drops = False  # a batch is announced when its loss is known, which may be a reason to drop it on this rank
         self._weighs = False  # a batch is announced with its weight
         self._weight: float | None = None
+        self._shows_losses = False
+        self._mean_loss: Callable[[], Tensor | None] | None = None  # that of the step, on its way
 
     def depends_on(self, units: Collection[str]) -> None:
         self._by_tokens |= "token" in units
@@ -115,6 +117,7 @@ class SharedSync(RankSync):
 
     def begin_batch(self, batch: Any) -> None:
         step, window, driver = self._step, self._step.window, self._driver
+        self._mean_loss = None
         self.agree_on_skip(Callback.on_batch_start)
         self._count(batch)
         if not self._announces_late and not self._announces_at_loss:
@@ -159,12 +162,17 @@ class SharedSync(RankSync):
     def expect_drops(self) -> None:
         self._drops = True
 
+    def expect_losses(self) -> None:
+        self._shows_losses = not self._by_hand
+
     def before_backward(self, weight: Any) -> float | None:
         own = None if self._by_hand else number_on_host(weight)
         if own is not None:
             self._weigh(0.0 if self._step.dropped or not self._driver.counts else own)
         if self._announces_at_loss and not self._announces_late and self._announced is None:
             self._announce()
+        if self._shows_losses:
+            self._mean_loss = rank_loss.mean_on_its_way(self._step, weight, self._driver)
         return None if own is None else self._step.weight_unit or 1.0
 
     def _weigh(self, weight: float) -> None:
@@ -316,7 +324,7 @@ class SharedSync(RankSync):
 
     def _own(self, *, speaks: bool) -> Tensor:
         """Return what the ranks exchange at a boundary: what `_complete` receives the sums of."""
-        summary = self._buffer.summary(first=self._driver.rank == 0, counts=self._driver.counts)
+        summary = self._buffer.summary(rank=self._driver.rank, counts=self._driver.counts)
         own = [speaks, self.requests.leave, self._samples, self._tokens, *summary]
         self._samples = self._tokens = 0
         return torch.tensor(own, dtype=torch.float64)
@@ -358,6 +366,8 @@ class SharedSync(RankSync):
         return self.requests.stop or self.requests.signalled  # a signal is recorded when all ranks know of it
 
     def mean_loss(self) -> Tensor | None:
+        if self._mean_loss is not None:
+            return self._mean_loss()
         return rank_loss.mean_over_ranks(self._step.last_window, self._driver, by_hand=self._by_hand)
 
     def loss_to_log(self) -> Tensor | None:

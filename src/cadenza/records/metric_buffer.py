@@ -36,6 +36,7 @@ class Ranks(Protocol):
     def counts(self) -> bool: ...
 
     def gather(self, value: Any) -> list[Any]: ...
+    def broadcast(self, value: Any, source: int = 0) -> Any: ...
     def reduce(self, value: Tensor, how: Literal["mean", "sum", "max", "min"] = "mean") -> Tensor: ...
 
 
@@ -101,21 +102,23 @@ class MetricBuffer:
         """Whether the open record has numbers."""
         return bool(self._numbers())
 
-    def summary(self, *, first: bool = True, counts: bool = True) -> list[float]:
+    def summary(self, *, rank: int = 0, counts: bool = True) -> list[float]:
         """Return what ranks exchange about the open record: marks of its names, and the first `_EXCHANGED` numbers.
 
-        The squares of the marks are part of it, so that the sums over all ranks show whether all marks are equal.
+        The squares of the marks are part of it, so that the sums over all ranks show whether all marks are equal. So is the
+        rank, if it has numbers, and that it has some: if only one rank has numbers, the sums say which one.
 
         Args:
-            first: Whether this is the first rank.
+            rank: The index of this rank.
             counts: Whether the numbers of this rank are part of the sums.
         """
-        numbers = self._numbers()
+        numbers, first = self._numbers(), rank == 0
         mark = 1 + zlib.crc32("\0".join(_mark(name, value) for name, value in numbers.items()).encode()) if numbers else 0
         low, high = mark & 0xFFFF, mark >> 16
         here = [value for value in numbers.values() if not _on_device(value)]
         values = [float(term) for value in here for term in _terms(value, first)][:_EXCHANGED] if counts else []
-        return [low, low * low, high, high * high, *values, *[0.0] * (_EXCHANGED - len(values))]
+        some = [1, rank] if numbers else [0, 0]
+        return [low, low * low, high, high * high, *some, *values, *[0.0] * (_EXCHANGED - len(values))]
 
     def reduce(self, driver: Ranks, sums: Sequence[float]) -> None:
         """Reduce each number of the open record over the ranks that logged it, by default to its mean.
@@ -128,8 +131,12 @@ class MetricBuffer:
             sums: The sums of `summary` over all ranks.
         """
         ranks, counted, numbers, first = driver.world_size, driver.data_world_size, self._numbers(), driver.rank == 0
-        marks = [int(total) for total in sums[:4]]
-        if not any(marks):
+        *marks, holders, holder = (int(total) for total in sums[:6])
+        if not holders:
+            return
+        if holders == 1 < ranks:  # such as the main process: what it has does not grow with the ranks
+            only = driver.broadcast({name: _on_host(value) for name, value in numbers.items()}, holder)
+            self._reduce_gathered([only], 1)
             return
         if any(squares * ranks != total * total for total, squares in zip(marks[::2], marks[1::2], strict=True)):
             everyone = driver.gather({name: _on_host(value) for name, value in numbers.items()})
@@ -138,7 +145,7 @@ class MetricBuffer:
         here = {name: value for name, value in numbers.items() if not _on_device(value)}
         terms = [float(term) for value in here.values() for term in _terms(value, first)]
         more = torch.tensor(terms[_EXCHANGED:], dtype=torch.float64)
-        self._put(here, iter([*sums[4:], *(driver.reduce(more, "sum").tolist() if len(more) else [])]), counted)
+        self._put(here, iter([*sums[6:], *(driver.reduce(more, "sum").tolist() if len(more) else [])]), counted)
         away = {name: value for name, value in numbers.items() if name not in here}
         if apart := [term for value in away.values() for term in _terms(value, first)]:
             tensors = [widened(term) for term in apart if isinstance(term, Tensor)] or [torch.zeros((), device=driver.device)]
