@@ -271,11 +271,24 @@ def split(styles: dict[str, ParallelStyle]) -> nn.Module:
     return FsdpDriver("cpu", tensor_parallel=TensorParallel(styles, ranks=2)).prepare(Words())
 
 
+def train_uneven_parts() -> None:
+    """Train layers of which the ranks that compute together would hold 3 and 2 of 5 features, which torch cannot do."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    parts = TensorParallel({"0": ColwiseParallel(), "1": RowwiseParallel()}, ranks=2)
+    Trainer(
+        model, lambda parameters: torch.optim.SGD(parameters, lr=0.01), loader(8), squared_error,
+        max_steps=1, driver=FsdpDriver("cpu", tensor_parallel=parts), progress=False,
+    ).fit()  # fmt: skip
+
+
 def test_the_plan_may_be_a_function_and_the_mesh_of_the_user_and_mistakes_are_reported() -> None:
     def work() -> Tensor:
         for wrong, message in WRONG.values():
             with pytest.raises((TypeError, ValueError), match=message):
                 wrong()
+        with pytest.raises(RuntimeError) as caught:
+            train_uneven_parts()
+        assert "Numbers that are split, such as features and heads, must be divisible by 2" in "".join(caught.value.__notes__)
         return learned(lambda: FsdpDriver("cpu", tensor_parallel=TensorParallel(plan, mesh=world())))
 
     expected = learned(lambda: SingleDriver("cpu"))

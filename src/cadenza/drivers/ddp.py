@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from cadenza.drivers.checking import check_above_zero, check_switches
 from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.materializing import materialize
 from cadenza.drivers.nothing import backward_of_nothing, leaves_of, sparse_in
@@ -46,8 +47,9 @@ class DdpDriver(GroupDriver):
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
-        TypeError: `comm_hook` is no function and no pair.
-        ValueError: `process_group` has not all ranks. When a run starts: a model on the CPU has SyncBatchNorm layers.
+        TypeError: An argument has a wrong type, such as a `comm_hook` that is no function and no pair.
+        ValueError: `process_group` has not all ranks, or a number is not above 0. When a run starts: a model on the CPU has
+            SyncBatchNorm layers.
 
     >>> import torch.distributed as dist
     >>> from cadenza.testing import tiny_run
@@ -72,6 +74,14 @@ class DdpDriver(GroupDriver):
         share_data: bool = True,
         timeout_s: float = 600,
     ) -> None:
+        check_switches(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+        )
+        if bucket_cap_mb is not None:
+            check_above_zero("bucket_cap_mb", bucket_cap_mb, "MiB")
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
         self.find_unused_parameters = find_unused_parameters
         self.adds_nothing: bool = not static_graph  # which reduces at the end of the first backward pass of the loss
@@ -82,6 +92,9 @@ class DdpDriver(GroupDriver):
             "bucket_cap_mb": bucket_cap_mb,
             "process_group": process_group,
         }
+        kinds = (dist.ProcessGroup, int)  # an integer stands for a group without this rank
+        if process_group is not None and not isinstance(process_group, kinds):
+            raise TypeError(f"process_group must be a group of torch.distributed, or None; got {process_group!r}")
         if process_group is not None and dist.get_world_size(process_group) != self.world_size:
             raise ValueError(
                 f"process_group must have all ranks ({self.world_size}), since all train one model; got a group of "
@@ -96,7 +109,7 @@ class DdpDriver(GroupDriver):
         model = model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        wrapper = self._wrappers[id(model)] = DistributedDataParallel(model, **self._options())
+        wrapper = self._wrappers[id(model)] = _Steady(model, **self._options())
         self._register_hook(wrapper)
         return wrapper
 
@@ -104,9 +117,9 @@ class DdpDriver(GroupDriver):
         # It waits for the gradients of the parameters that required one when it was made: it would wait forever for parameters
         # that are frozen since, and not reduce those that are trained again. It is made again in place, as others refer to it.
         model = self._wrappers.get(id(model), model)
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, _Steady):
             training = model.training
-            DistributedDataParallel.__init__(model, model.module, **self._options())
+            _Steady.__init__(model, model.module, **self._options())
             model.training = training
             self._register_hook(model)
 
@@ -143,6 +156,25 @@ class DdpDriver(GroupDriver):
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         self.average_gradients(parameters)
+
+
+class _Steady(DistributedDataParallel):
+    """DDP with the same buckets of gradients in each step: in the order of the parameters of the model, the last ones first.
+
+    torch has one bucket in the first step, and then makes buckets in the order in which gradients were complete in it. From
+    three ranks on, the position in a bucket decides how a sum is rounded. So the first step of a run that resumes would not
+    have the bits of the same step in a run that goes on.
+    """
+
+    def __init__(self, *values: Any, **options: Any) -> None:
+        super().__init__(*values, **options)
+        if callable(push := getattr(self.reducer, "_push_all_rebuilt_params", None)):
+            push()
+            self.reducer._rebuild_buckets()  # now, and not after the first step
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], sparse[::-1]
 
 
 def _state_and_hook(given: Any) -> tuple[object, CommHook] | None:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from cadenza.drivers.checking import check_switches
 from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.materializing import Init, check_can_materialize, empty_tensors, materialize
 from cadenza.drivers.sharding import Readable, chunk_of
 from cadenza.drivers.tensor_parallel import TensorParallel
 from cadenza.errors import DistributedError
+from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,7 +65,7 @@ class FsdpDriver(GroupDriver):
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
-        TypeError: `shard` or `checkpoint_activations` is no choice of modules, or `init` no function.
+        TypeError: An argument has a wrong type, such as a `shard` that is no choice of modules.
         ValueError: A format is unknown, `replicas` or the ranks that compute together do not divide the number of ranks, or
             `weights` is no file. When a run starts: a class or pattern matches no module, two modules with a common weight
             would be sharded separately, or nothing sets a tensor on the device ``meta``.
@@ -107,6 +109,9 @@ class FsdpDriver(GroupDriver):
         for name, choice in (("shard", shard), ("checkpoint_activations", checkpoint_activations)):
             if choice is not None:
                 check_choice(choice, name)
+        check_switches(cast_forward_inputs=cast_forward_inputs, cpu_offload=cpu_offload)
+        if tensor_parallel is not None and not isinstance(tensor_parallel, TensorParallel):
+            raise TypeError(f"tensor_parallel must be TensorParallel(plan, ranks=...), or None; got {brief(tensor_parallel)}")
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
         self.shard: Choice[nn.Module] | None = shard
         self.checkpoint_activations: Choice[nn.Module] | None = checkpoint_activations

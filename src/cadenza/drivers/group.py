@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.base import Driver, Reduction
+from cadenza.drivers.checking import check_above_zero, check_switches
 from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.failing import Failure
 from cadenza.drivers.joining import join, launched, rendezvous_of
@@ -50,8 +51,8 @@ class GroupDriver(Driver):
     """
 
     def __init__(self, device: str | None, *, share_data: bool, timeout_s: float) -> None:
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be greater than 0 seconds; got {timeout_s!r}")
+        check_above_zero("timeout_s", timeout_s, "seconds")
+        check_switches(share_data=share_data)
         kind = type(self).__name__
         if not launched():
             raise DistributedError(

@@ -20,6 +20,11 @@ of name and value."""
 def check_choice(choice: object, argument: str) -> None:
     """Raise `TypeError` if `choice` is no `Choice`. `argument` is its name in the message."""
     several = choice if isinstance(choice, Sequence) and not isinstance(choice, str) and choice else (choice,)
+    if isinstance(choice, nn.Module):
+        raise TypeError(
+            f"{argument} must be a pattern such as 'encoder.*', a class of modules, a sequence of these, or a function (name, "
+            f"value) -> bool; got a module of the class {type(choice).__name__}. Give its name or its class."
+        )
     if not callable(choice) and not all(isinstance(one, str | type) for one in several):
         raise TypeError(
             f"{argument} must be a pattern such as 'encoder.*', a sequence of patterns, or a function (name, value) -> bool; "

@@ -22,8 +22,8 @@ Receive = Callable[[Tensor, int], object]
 class Tree:
     """A binary tree of all ranks. Rank r has the children 2r + 1 and 2r + 2, and rank 0 is the root.
 
-    A thread does the sums in the order in which they were started. All ranks must start them in the same order. What is said of
-    sums here also holds for maxima and minima.
+    A thread does the sums in the order in which they were started. All ranks must start them in the same order. A sum may
+    also be a maximum or a minimum.
 
     Args:
         rank: The rank of this process.

@@ -144,6 +144,7 @@ class _Trace:
         lines = [f"{self.what}{self._when()}"] if self.what else []
         if self.function and self.what:
             lines += self._shapes() + self._samples()
+        self.scene.together = self.session.driver.tensor_parallel
         cure = cure_of(self.error, self.scene) or self._without_compute_loss()
         return [*lines, *([f"likely cure: {cure}"] if cure else [])]
 

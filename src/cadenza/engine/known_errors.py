@@ -25,6 +25,8 @@ class Scene:
     batch: Any = None
     predictions: Any = None
     targets: Any = None
+    together: int = 1
+    """The number of ranks that compute each layer together, with tensor parallelism."""
 
 
 def cure_of(error: Exception, scene: Scene) -> str | None:
@@ -36,6 +38,8 @@ def cure_of(error: Exception, scene: Scene) -> str | None:
     if isinstance(error, CadenzaError):  # the message already says what to do
         return None
     text = f"{type(error).__name__}: {error}"
+    if scene.together > 1 and re.search(_OF_SHAPES, text):
+        return _parts(scene.together)
     for pattern, cure in _CURES:
         if found := re.search(pattern, text):
             return cure(found, scene) if callable(cure) else cure
@@ -43,6 +47,14 @@ def cure_of(error: Exception, scene: Scene) -> str | None:
 
 
 Cure = str | Callable[["re.Match[str]", Scene], str]
+
+
+def _parts(ranks: int) -> str:
+    return (
+        f"{counted(ranks, 'rank')} compute together, and each has a part of a split layer. Numbers that are split, such as "
+        f"features and heads, must be divisible by {ranks}. A view(...) of a part must have -1 in place of this number. A layer "
+        "of which the whole output is needed, such as the last one, takes ColwiseParallel(output_layouts=Replicate())."
+    )
 
 
 def _dtypes(found: re.Match[str], scene: Scene) -> str:
@@ -119,6 +131,10 @@ def _integers(value: Any) -> Iterator[Tensor]:
             yield one
 
 
+_OF_SHAPES = (
+    r"must have same reduction dim|shapes cannot be multiplied|is invalid for input of size|is out of bounds"
+    r"|must match the size|not broadcastable|Sizes of tensors must match"
+)
 _DTYPE = r"(\w+(?: char)?)"
 _CURES: list[tuple[str, Cure]] = [
     (
