@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
-from cadenza.callbacks import Capsule, NonFinite, Spike, StopOnNonFinite
+from cadenza.callbacks import Capsule, Evaluate, NonFinite, Spike, StopOnNonFinite
 from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.commands.main import main
-from cadenza.errors import CheckpointError, CheckpointMismatchError, NonFiniteError
+from cadenza.errors import CheckpointError, CheckpointMismatchError, DataError, NonFiniteError
 from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
 from cadenza.timetravel import replay_capsule
 from tests.callbacks.breaking import Root, batches
@@ -65,11 +65,23 @@ def trainer_in(directory: Path | None, *callbacks: Callback, workers: int = 0) -
 def test_on_two_ranks_with_workers_the_sample_and_the_module_are_named(tmp_path: Path) -> None:
     directory = tmp_path / "run"
 
+    def meets(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return a loss for which the ranks exchange a number, of which only one rank is not finite."""
+        mean = batch[1].mean()
+        torch.distributed.all_reduce(mean)
+        return nn.functional.mse_loss(model(batch[0]), batch[1] + 0 * mean)
+
     def train() -> list[Any]:
         run = trainer_in(directory, StopOnNonFinite(), Capsule(), workers=2).fit()
+        trainer = trainer_in(tmp_path / "meets", StopOnNonFinite(), Capsule())
+        trainer.compute_loss = meets
+        trainer.fit()
         return [(one.who, one.data["guilty_samples"]) for one in run.decisions if one.what == "capsule written"]
 
     decided = launch(train)
+    alone = facts_of_capsule(capsules_in(tmp_path / "meets")[0])  # the second pass waits for no other rank
+    assert "runs on one rank alone, and calls the collective allreduce" in alone["second_pass"]
+    assert BAD in alone["batches"][0]["samples"]
     (path,) = capsules_in(directory)
     facts = facts_of_capsule(path)
     assert facts["guilty_samples"] == [BAD]
@@ -131,6 +143,51 @@ def test_an_error_before_the_batch_is_seen_is_not_that_of_the_step_before(tmp_pa
     assert not capsules_in(tmp_path)
 
 
+class Incomplete(Augmented):
+    """One of the samples cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == BAD:
+            raise KeyError("a file is missing")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_error_of_the_loader_names_the_samples_that_it_could_not_load(
+    tmp_path: Path, accumulate: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = tiny_trainer(
+        model=network(),
+        loader=DataLoader(Incomplete(), 4, shuffle=True),
+        seed=3,
+        accumulate=accumulate,
+        compute_loss=supervised(nn.MSELoss()),
+        directory=tmp_path,
+        callbacks=[Capsule()],
+    )
+    with pytest.raises(KeyError):
+        trainer.fit()
+    (path,) = capsules_in(tmp_path)
+    facts, done = facts_of_capsule(path), trainer.run.progress
+    assert (facts["step"], len(facts["batches"])) == (done.step + 1, done.batch - accumulate * done.step)
+    assert facts["not_loaded"]["batch_in_epoch"] == done.batch
+    assert BAD in facts["not_loaded"]["samples"]
+    main(["capsule", str(tmp_path)])
+    assert f"not loaded  epoch 1, batch {done.batch + 1}: samples" in capsys.readouterr().out
+    if not facts["batches"]:
+        with pytest.raises(DataError, match="the loader failed with the first batch of the step"):
+            replay_capsule(trainer, tmp_path)
+
+
+def test_an_error_between_two_steps_is_not_that_of_the_step_before(tmp_path: Path) -> None:
+    def fails(model: nn.Module, batch: Any) -> Any:
+        raise ValueError("of an evaluation")
+
+    with pytest.raises(ValueError, match="of an evaluation"):
+        tiny_run(directory=tmp_path, callbacks=[Capsule(), Evaluate(tiny_loader(), compute=fails, every="2 steps")])
+    assert not capsules_in(tmp_path)
+
+
 def test_a_gradient_that_breaks_the_weights_is_found_with_copies_of_each_step(tmp_path: Path) -> None:
     def run_with(weights: str | None, directory: Path) -> dict[str, Any]:
         model = nn.Sequential(Root(), nn.Linear(1, 1))
@@ -143,6 +200,21 @@ def test_a_gradient_that_breaks_the_weights_is_found_with_copies_of_each_step(tm
     assert facts["weights_exact"]
     late = run_with(None, tmp_path / "late")
     assert (late["step"], late["parameter"]) == (4, "'0.scale' is nan, first at index (0)")
+    usual = run_with("1000 steps", tmp_path / "usual")
+    assert (usual["parameter"], usual["weights_exact"]) == ("'0.scale' is nan, first at index (0)", False)
+    for name in ("each", "late", "usual"):
+        assert len(capsules_in(tmp_path / name)) == 1  # the steps after it tell nothing new
+
+
+def test_a_model_that_changes_its_batch_is_reported_and_no_sample_is_named(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0].sub_(2.0).log()), batch[1])
+
+    loader = [(torch.full((2, 1), 5.0 - number), torch.ones(2, 1)) for number in range(4)]
+    tiny_run(compute_loss=loss, loader=loader, directory=tmp_path, callbacks=[Capsule(), StopOnNonFinite()])
+    facts = facts_of_capsule(capsules_in(tmp_path)[0])
+    assert "changes its batch in place" in facts["second_pass"]
+    assert facts["guilty_samples"] == []
 
 
 def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,6 +237,13 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ]
     assert main(["capsule", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["guilty_samples"] == [1]
+    damaged = tmp_path / "capsules/step-00000001"
+    damaged.mkdir()
+    (damaged / "capsule.json").write_text("{")
+    assert main(["capsule", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert told.out.splitlines() == shown
+    assert "step-00000001' is damaged" in told.err
     assert main(["capsule", str(tmp_path / "none")]) == 1
     assert "there is no capsule" in capsys.readouterr().err
 
@@ -182,6 +261,8 @@ def test_wrong_arguments_and_capsules_are_told(tmp_path: Path) -> None:
         tiny_run(callbacks=[Capsule()])
     with pytest.raises(CheckpointError, match="there is no capsule"):
         replay_capsule(tiny_trainer(), tmp_path)
+    with pytest.raises(TypeError, match="takes a Trainer first; got a Linear"):
+        replay_capsule(nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]  # wrong on purpose
     tiny_run(losses=[1.0, math.nan], directory=tmp_path, callbacks=[Capsule()])
     assert facts_of_capsule(capsules_in(tmp_path)[0])["second_pass"] == "StopIteration: "  # the losses were read once
     with pytest.raises(CheckpointMismatchError, match="another model"):

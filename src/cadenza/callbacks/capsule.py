@@ -7,7 +7,7 @@ import math
 import sys
 import traceback
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
 from cadenza.checkpoint.capsules import FOLDER, write_capsule
+from cadenza.drivers.alone import alone
 from cadenza.drivers.sharding import is_sharded
+from cadenza.engine.error_context import raised_by_loader
 from cadenza.engine.locating import Located, locate, located_in
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.statistics import Statistics
@@ -24,11 +26,13 @@ from cadenza.engine.trial import undone
 from cadenza.errors import DistributedError, NonFiniteError, StateError, notes_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every
+from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import QuickState
 from cadenza.optim.extra_parameters import modules_of
-from cadenza.optim.finite import all_finite
-from cadenza.records.arriving import ArrivingNumber, arriving
+from cadenza.optim.finite import all_finite, first_not_finite
+from cadenza.records.arriving import ArrivingNumber
 from cadenza.status.decisions import decide
+from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -37,17 +41,28 @@ if TYPE_CHECKING:
 class _Step:
     """One step: its number, from 1, and the number of updates before it. It is made in each step: no dataclass."""
 
-    __slots__ = ("batches", "losses", "number", "positions", "rng_states", "updates")
+    __slots__ = ("losses", "not_loaded", "number", "parts", "updates")
 
     def __init__(self, number: int, updates: int) -> None:
         self.number: int = number
         self.updates: int = updates
-        self.batches: list[Any] = []
-        self.positions: list[tuple[int, int]] = []
-        """Of each batch the epoch, and the number in it, from 0, on this rank."""
-        self.rng_states: list[QuickState] = []
-        """Before the forward pass of each batch."""
+        self.parts: list[tuple[Any, int, int, QuickState]] = []
+        """Each batch, its epoch, its number in it, from 0, on this rank, and the RNG state before its forward pass."""
         self.losses: list[float | ArrivingNumber] = []
+        self.not_loaded: tuple[int, int] | None = None
+        """The position of the batch with which the loader failed."""
+
+    @property
+    def batches(self) -> list[Any]:
+        return [one[0] for one in self.parts]
+
+    @property
+    def positions(self) -> list[tuple[int, int]]:
+        return [one[1:3] for one in self.parts]
+
+    @property
+    def rng_states(self) -> list[QuickState]:
+        return [one[3] for one in self.parts]
 
 
 class Capsule(Callback):
@@ -111,6 +126,7 @@ class Capsule(Callback):
         self.weights: int | None = None if weights is None else _steps_in(weights)
         self.most: int = most
         self._steps: deque[_Step] = deque(maxlen=last)
+        self._seen: str | None = None
         self._losses: list[float | ArrivingNumber] = []  # those that are not judged yet
         self._written: list[dict[str, Any]] = []
 
@@ -118,53 +134,60 @@ class Capsule(Callback):
         if run.info.directory is None:
             raise ValueError("Capsule writes into the directory of the run: give Trainer(directory=...)")
         self._steps.clear()
-        self._losses, self._written, self._failed = [], [], 0
+        self._step, self._seen = _Step(0, 0), None
+        self._losses, self._written, self._failed, self._has_broken = [], [], 0, False
         self._copies: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=2)  # of which one may be broken already
         self.when.reset()
         self._watch = Watch(self.when)
 
     def on_fit_start(self, run: Run) -> None:
         self._statistics = Statistics(run.model)
-        self._state_of_step = session_of(run).step
+        self._progress, self._position, self._state_of_step = run.progress, Progress.position_reader(), session_of(run).step
         self._numpy, self._cuda = sys.modules.get("numpy"), torch.cuda.is_available()
         if self.weights is not None:
             self._copy_weights(run)
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        at, steps = run.progress, self._steps
-        if not steps or steps[-1].number != at.step + 1:
-            self._statistics.keep()
-            steps.append(_Step(at.step + 1, self._state_of_step.updates))
-        step = steps[-1]
-        step.batches.append(batch)
-        step.positions.append((at.epoch, at.batch_in_epoch))
-        step.rng_states.append(QuickState(sys.modules.get("numpy") if self._numpy is None else self._numpy, cuda=self._cuda))
+        # After a step the processor has forgotten this code and its data: each call and object costs a microsecond.
+        epoch, done, number, _ = self._position(self._progress)
+        step = self._step if self._step.number == done + 1 else self._begin(done + 1)
+        numpy = sys.modules.get("numpy") if self._numpy is None else self._numpy
+        step.parts.append((batch, epoch, number, QuickState(numpy, cuda=self._cuda)))
 
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = outputs["loss"]
         if isinstance(loss, Tensor):
-            number = arriving(loss)
-            self._steps[-1].losses.append(number)
+            number = loss.item() if loss.is_cpu else ArrivingNumber(loss)
+            self._step.losses.append(number)
             values: Any = outputs  # a dict, which need not look for derived outputs
             weight = dict.get(values, "weight")
             if weight is None or float(weight) != 0:
-                self._losses.append(number)
+                if self._alone and type(number) is float:
+                    self._seen = self._watch.look(number)
+                else:
+                    self._losses.append(number)
 
     def on_before_optimizer_step(self, run: Run) -> None:
-        if self._losses:
+        if self._losses or self._seen is not None:
             self._judge(run)
 
     def on_step_end(self, run: Run) -> None:
-        if self._losses:  # all batches were skipped, so there was no update
+        if self._losses or self._seen is not None:  # all batches were skipped, so there was no update
             self._judge(run)
         if self.weights is not None and run.progress.step % self.weights == 0:
             self._copy_weights(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if not isinstance(error, Exception) or isinstance(error, DistributedError) or not self._steps:
+        if not isinstance(error, Exception) or isinstance(error, DistributedError):
             return
-        if self._steps[-1].batches[-1] is run.batch:  # else a hook before this one ended the next step
-            self._write(run, "exception", f"{type(error).__name__}: {error}", error)
+        number, step = run.progress.step + 1, self._step
+        if raised_by_loader(error):
+            step = step if step.number == number else self._begin(number)
+            step.not_loaded = run.progress.epoch, run.progress.batch_in_epoch
+        elif step.number != number or step.batches[-1] is not run.batch:
+            return  # between two steps, such as in an evaluation; or a hook before this one ended the step
+        first_line = str(error).partition("\n")[0]  # an error of a worker is a traceback
+        self._write(run, "exception", f"{type(error).__name__}: {first_line}", error)
 
     def on_fit_end(self, run: Run) -> None:
         session = session_of(run)
@@ -177,6 +200,13 @@ class Capsule(Callback):
         self._steps.clear()
         self._losses = []
 
+    def _begin(self, number: int) -> _Step:
+        self._statistics.keep()
+        self._step = step = _Step(number, self._state_of_step.updates)
+        self._steps.append(step)
+        self._alone = self._state_of_step.window.size == 1  # its loss is that of the step
+        return step
+
     def _copy_weights(self, run: Run) -> None:
         model = run.model
         if not any(is_sharded(one) for one in model.parameters()):
@@ -184,10 +214,11 @@ class Capsule(Callback):
             self._copies.append((run.progress.step, {name: one.detach().to("cpu", copy=True) for name, one in weights.items()}))
 
     def _judge(self, run: Run) -> None:
-        losses = self._losses
-        loss = float(losses[0]) if len(losses) == 1 else sum(map(float, losses)) / len(losses)
+        seen, losses = self._seen, self._losses
+        if losses:
+            seen = self._watch.look(sum(map(float, losses)) / len(losses))
+        self._seen = None
         losses.clear()
-        seen = self._watch.look(loss)
         if seen is not None:
             self._write(run, "loss", seen)
 
@@ -199,8 +230,9 @@ class Capsule(Callback):
             return
         session = session_of(run)
         try:
+            finite = all_finite(session.module.parameters())
             weights, step, exact = self._weights_before(session)
-            if not exact and self._written:
+            if self._has_broken and not (exact and finite):
                 return  # what broke the weights was written before
             facts = self._facts(run, step, kind, why, error) | {"weights_exact": exact}
             broken = (
@@ -209,6 +241,8 @@ class Capsule(Callback):
                 or weights is not None
             )
             located = self._located(session, step, weights, facts, known=exact or weights is not None) if broken else Located()
+            if not finite and not located.found:  # the step that broke the weights is not known
+                located.parameter = first_not_finite((repr(name), one) for name, one in session.module.named_parameters())
             facts |= self._found(session, step, located)
             name = f"step-{step.number:08d}{f'-rank{run.driver.rank}' if run.driver.world_size > 1 else ''}"
             assert run.info.directory is not None, "checked in on_setup"
@@ -220,6 +254,7 @@ class Capsule(Callback):
         names = ("step", "rank", "kind", "why", "module", "parameter", "tensor", "guilty_samples")
         data = {"path": f"{FOLDER}/{path.name}", **{name: facts.get(name) for name in names}}
         self._written.append(data)
+        self._has_broken |= broken or not finite
         decide(run, "capsule written", why, data=data)
         where = f"; first not finite: {facts['module'] or facts['parameter'] or facts['tensor']}" if located.found else ""
         samples = f", samples {facts['guilty_samples']}" if facts.get("guilty_samples") else ""
@@ -251,15 +286,20 @@ class Capsule(Callback):
         """
         if not known or session.step_fn is not None or session.own_loop:
             return located_in(step.batches)
-        with undone(session):
+        with undone(session), alone("the second pass of a capsule"):
             if weights is not None:
                 session.module.load_state_dict(weights, strict=False)
             else:
                 self._statistics.restore()
+            others, versions = modules_of(inspect.unwrap(session.compute)), _versions(step.batches)
             try:
-                return locate(
-                    session.module, session.compute, step.batches, step.rng_states, modules_of(inspect.unwrap(session.compute))
-                )
+                found = locate(session.module, session.compute, step.batches, step.rng_states, others)
+                if _versions(step.batches) != versions:
+                    facts["second_pass"] = (
+                        "it changes its batch in place, so the batch in the capsule is not that of the loader"
+                    )
+                    found.rows = []
+                return found
             except Exception as failed:  # such as a loss function that reads something once
                 facts["second_pass"] = f"{type(failed).__name__}: {failed}"
                 return located_in(step.batches)
@@ -272,7 +312,7 @@ class Capsule(Callback):
             weights |= {name: before[id(one)] for name, one in buffers.items() if id(one) in before}
         return {
             "model": weights,
-            "batches": step.batches,
+            "batches": step.batches or None,
             "rng": [one.to_plain() for one in step.rng_states],
             "last": [[one.to_plain() for one in earlier.rng_states] for earlier in self._steps],
         }
@@ -295,10 +335,13 @@ class Capsule(Callback):
             "batches": _positions(session, step),
             "last": [{"step": one.number, "batches": _positions(session, one)} for one in self._steps],
             "not_training": [name for name, one in session.module.named_modules() if not one.training],
+            "not_loaded": None if step.not_loaded is None else _named(session, *step.not_loaded),
             "precision": session.precision.name,
             "torch": torch.__version__,
             "decisions": [one.to_dict() for one in session.decisions[-3:]],
         }
+        if not step.parts:
+            facts["batches_left_out"] = "the loader failed with the first batch of the step"
         if error is not None:
             lines = traceback.format_exception(error)
             facts["error"] = {"type": type(error).__name__, "notes": notes_of(error), "traceback": "".join(lines)}
@@ -311,14 +354,19 @@ class Capsule(Callback):
         return {**found, "guilty_samples": guilty}
 
 
+def _versions(batches: Sequence[Any]) -> list[int]:
+    return [one._version for one in tensors_in(batches)]
+
+
 def _positions(session: Session, step: _Step) -> list[dict[str, Any]]:
-    """Return epoch, number and samples of each batch of a step; samples are None if the loader has no indices."""
-    source = session.cursor.source
-    each = [(epoch, number, source.indices(epoch, number)) for epoch, number in step.positions]
-    return [
-        {"epoch": epoch, "batch_in_epoch": number, "samples": None if samples is None else [*samples]}
-        for epoch, number, samples in each
-    ]
+    """Return epoch, number and samples of each batch of a step."""
+    return [_named(session, epoch, number) for epoch, number in step.positions]
+
+
+def _named(session: Session, epoch: int, number: int) -> dict[str, Any]:
+    """Return the position of a batch and its samples; they are None if the loader has no indices."""
+    samples = session.cursor.source.indices(epoch, number)
+    return {"epoch": epoch, "batch_in_epoch": number, "samples": None if samples is None else [*samples]}
 
 
 def _written(folder: Path, name: str, facts: dict[str, Any], state: dict[str, Any]) -> tuple[Path, dict[str, Any]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.checkpoint.capsules import capsule_at, capsules_in, facts_of_capsule
-from cadenza.commands.output import add_json, clean, print_json, print_rows, say
+from cadenza.commands.output import add_json, clean, complain, print_json, print_rows, say
+from cadenza.errors import CheckpointError
 
 _SHOWN = 16
 
@@ -26,21 +27,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print each capsule of the run.
+    """Print each capsule of the run that can be read.
 
     Raises:
         CheckpointError: There is none, or one cannot be read.
     """
-    paths = capsules_in(arguments.run) or [capsule_at(arguments.run)]
-    facts = [(path, facts_of_capsule(path)) for path in paths]
+    facts, problems = [], list[CheckpointError]()
+    for path in capsules_in(arguments.run) or [capsule_at(arguments.run)]:
+        try:
+            facts.append((path, facts_of_capsule(path)))
+        except CheckpointError as problem:
+            problems.append(problem)
     if arguments.json:
         print_json([{"path": str(path), **one} for path, one in facts])
-        return
-    for number, (path, one) in enumerate(facts):
+    for number, (path, one) in enumerate([] if arguments.json else facts):
         if number:
             say()
         say(clean(f"{path}: {one['why']}"))
         print_rows(_rows(one))
+    for one_more in problems[1:]:
+        complain(str(one_more))
+    if problems:
+        raise problems[0]
 
 
 def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -49,6 +57,9 @@ def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     for batch in facts["batches"]:
         at = f"epoch {batch['epoch'] + 1}, batch {batch['batch_in_epoch'] + 1}"
         rows.append(("batch", f"{at}: {_samples(batch['samples'])}"))
+    if (failed := facts.get("not_loaded")) is not None:
+        at = f"epoch {failed['epoch'] + 1}, batch {failed['batch_in_epoch'] + 1}"
+        rows.append(("not loaded", f"{at}: {_samples(failed['samples'])}"))
     rows.append(("loss", ", ".join(map(str, facts["losses"])) or "not computed again"))
     rows += [
         (name.partition("_")[0], str(facts[name])) for name in ("module", "parameter", "tensor") if facts[name] is not None

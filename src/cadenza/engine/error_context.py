@@ -62,6 +62,14 @@ def explained(session: Session) -> Iterator[None]:
         raise
 
 
+def raised_by_loader(error: BaseException) -> bool:
+    """Return whether the code of the training loader raised an error, when the loop wanted its next batch."""
+    names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)]
+    last = max((index for index, name in enumerate(names) if name == ("cadenza.engine.loop", "fetch")), default=len(names))
+    inside = [room for room, _ in names[last + 1 :]]
+    return bool(inside) and not inside[0].startswith(("cadenza.hooks.", "cadenza.drivers.", "cadenza.engine."))
+
+
 class _Trace:
     """The facts in the traceback of an error, read frame by frame from the outermost."""
 

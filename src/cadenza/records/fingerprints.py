@@ -87,7 +87,7 @@ class Parting:
             told = f"{counted(self.equal, 'step')} equal" if self.equal else "no step in common"
         else:
             name = KINDS[self.kind].format(self.name)
-            told = f"the runs part at step {self.step:,}: {name}; {counted(self.equal, 'step')} before it equal"
+            told = f"the runs part at step {self.step:,}: {name.strip()}; {counted(self.equal, 'step')} before it equal"
             if first != second:
                 notes += ". Other numbers of ranks add gradients in another order, so the last bits may differ"
         for which, steps in zip(("first", "second"), self.only, strict=True):

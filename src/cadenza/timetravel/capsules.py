@@ -65,8 +65,10 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
         CheckpointError: There is no capsule, or it cannot be read.
         CheckpointMismatchError: Its weights do not fit the model.
         DataError: The capsule holds no batches, as their type cannot be saved.
-        TypeError: The trainer has a ``step_fn``, which does not say what the forward pass is.
+        TypeError: `trainer` is no trainer, or has a ``step_fn``, which does not say what the forward pass is.
     """
+    if not isinstance(trainer, Recipe):
+        raise TypeError(f"replay_capsule(trainer, path) takes a Trainer first; got a {type(trainer).__name__}")
     if trainer.step_fn is not None:
         raise TypeError("replay_capsule repeats compute_loss, and this trainer has a step_fn. Use replay_step.")
     capsule = read_capsule(path)
