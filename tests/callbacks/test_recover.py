@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Run, Trainer, supervised
 from cadenza.callbacks import Checkpoint, LogTraining, LowerRate, NonFinite, Recover, Spike, Warmup
+from cadenza.engine.session import session_of
 from cadenza.testing import launch, tiny_run
 from tests.callbacks.breaking import Root, batches
 from tests.distributed.parts import rank
@@ -100,6 +101,26 @@ def test_the_guilty_batch_is_left_out_and_no_other(tmp_path: Path, factor: float
     info = json.loads((tmp_path / "bad" / "run.json").read_text())
     assert info["branch"]["recovery"]["count"] == len(list((tmp_path / "bad").glob("metrics.branch-*.jsonl"))) == 2
     assert [one["times"] for one in recorded(run, "went back")] == [1, 2]
+
+
+def test_with_fp16_a_gradient_that_overflows_leaves_out_no_batch(tmp_path: Path) -> None:
+    run = trainer_in(tmp_path, {100: math.nan, 300: 1e4}, epochs=1, precision="fp16").fit()
+    out = [one["samples"][0] for one in recorded(run, "batch left out")]
+    assert len(out) == 2  # a gradient of one of the repeated steps overflows, too
+    assert 300 in out[0]
+    assert 100 in out[1]
+
+
+def test_a_guilty_batch_in_the_first_step_is_left_out(tmp_path: Path) -> None:
+    clean = trainer_in(tmp_path / "clean", {}, epochs=1, accumulate=2).fit()
+    bad = clean.info.samples(1).batches[1].indices
+    assert bad is not None
+    run = trainer_in(tmp_path / "bad", {bad[3]: math.nan}, epochs=1, accumulate=2).fit()
+    (out,) = recorded(run, "batch left out")
+    assert (out["epoch"], out["batch_in_epoch"], out["samples"]) == (0, 1, [bad])
+    assert not recorded(run, "went back")
+    assert (run.outcome.kind, run.progress.step) == ("finished", 32)  # type: ignore[union-attr]
+    assert not any(one.owner == "Recover" for one in session_of(run).hooks.by_moment.get(Callback.on_batch_start, ()))
 
 
 def test_on_two_ranks_all_do_the_same(tmp_path: Path) -> None:

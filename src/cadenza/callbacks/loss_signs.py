@@ -13,6 +13,8 @@ from typing import Any
 from cadenza.status.counting import counted
 
 _SPREADS = 16  # losses of small batches have long tails: means of 4 squares are 8 such distances away once in 300 steps
+_LOG_SPREADS = 4  # of single squares, 1 in 60 is 16 distances away; in logarithms, their tail is short
+_MOST = 600.0  # an exponent of a float
 _HIGHEST = sys.float_info.max
 _LOWEST = -_HIGHEST
 LEAST = 10  # values before the first judgement, if the window has that many
@@ -66,15 +68,16 @@ class NonFinite(Sign):
 class Spike(Sign):
     """The loss is much larger than the last ones.
 
-    With the median m of the last `window` losses, and the median d of their distances from m, a loss is a spike if it is above
-    ``m + (ratio - 1) * |m|`` and above ``m + 16 * d``. The second condition keeps losses that vary strongly from being spikes.
-    Medians do not move with a few outliers (P. Huber, Robust Statistics, 1981, section 5). Nothing is judged before 10 losses,
-    or `window` of them if it is shorter. A spike does not enter the window. The medians are computed again after each tenth of
-    a window.
+    A loss is a spike if it is above `ratio` times the highest of the last `window` losses, and far outside of their variation:
+    above ``m + 16 * d``, with their median m and the median d of their distances from m; and if all are above 0, above
+    ``m * exp(4 * e)``, with the median e of the distances of their logarithms. So losses of small batches, and rare wrong
+    labels, are no spikes. Medians do not move with a few outliers (P. Huber, Robust Statistics, 1981, section 5). Nothing is
+    judged before 10 losses, or `window` of them if it is shorter. A spike does not enter the window. The limit is computed
+    again after each tenth of a window.
 
     Args:
         name: ``"loss"``, the mean loss of the step.
-        ratio: How many times the median; above 1.
+        ratio: How many times the highest loss; above 1.
         window: The number of losses that are compared.
 
     Raises:
@@ -83,7 +86,7 @@ class Spike(Sign):
     >>> spike = Spike(ratio=3, window=4)
     >>> for loss in (1.0, 0.9, 1.1, 1.0):
     ...     spike.add(loss)
-    >>> spike.seen_in(2.9), spike.seen_in(3.5)
+    >>> spike.seen_in(3.2), spike.seen_in(3.5)
     (None, 'the loss is 3.5, 3.5 times the median 1 of the last 4 steps')
     """
 
@@ -114,9 +117,16 @@ class Spike(Sign):
         self._losses.append(loss)
         self._since += 1
         if len(self._losses) >= min(LEAST, self.window) and (not self._limit or self._since >= self.window / 10):
-            middle = median(self._losses)
-            spread = median([abs(one - middle) for one in self._losses])
-            self._limit, self._since = [middle, middle + max((self.ratio - 1) * abs(middle), _SPREADS * spread)], 0
+            self._limit, self._since = [median(self._losses), self._highest_usual()], 0
+
+    def _highest_usual(self) -> float:
+        middle, highest, lowest = median(self._losses), max(self._losses), min(self._losses)
+        limit = highest + (self.ratio - 1) * abs(highest)
+        limit = max(limit, middle + _SPREADS * median([abs(one - middle) for one in self._losses]))
+        if lowest > 0:
+            spread = median([abs(math.log(one) - math.log(middle)) for one in self._losses])
+            limit = max(limit, middle * math.exp(min(_LOG_SPREADS * spread, _MOST)))
+        return limit
 
     def quiet(self) -> tuple[float, int]:
         if type(self) is not Spike:

@@ -61,7 +61,8 @@ class Recover(Callback, Compared):
 
     With ``skip="the guilty batch"`` the steps are repeated up to the one with the sign, and each batch is checked before its
     gradient is added. A batch with a loss that shows a sign is left out, and so are the batches of a step with a gradient that
-    is not finite. With ``skip="batches of the steps since"``, all batches between the checkpoint and the sign are left out. The
+    is not finite, which with fp16 is left to the scaler. The first step, with no checkpoint before it, is checked likewise.
+    With ``skip="batches of the steps since"``, all batches between the checkpoint and the sign are left out. The
     same is done, from an earlier checkpoint if there is one, if the sign comes again.
 
     A batch that is left out counts in the progress, and is not trained on. A step without batches updates nothing. On several
@@ -125,7 +126,7 @@ class Recover(Callback, Compared):
         self.then: LowerRate | None = then
         self.times: int = times
         self._plan = _no_plan()
-        self._dropped = False
+        self._dropped = self._begins = False
 
     def listeners(self) -> list[Listener]:
         own = [Listener(moment, function, skips=False) for moment, function in self._acting()]
@@ -153,7 +154,7 @@ class Recover(Callback, Compared):
             raise ValueError("Recover works in fit(): a loop of your own cannot be taken back. Use StopOnNonFinite.")
         if session.step_fn is not None and self.skip == GUILTY:
             raise ValueError(f"with a step_fn, Recover cannot check each batch: give skip={SINCE!r}")
-        self._plan, self._dropped = _no_plan(), False
+        self._plan, self._dropped, self._begins = _no_plan(), False, False
         self.when.reset()
         if self.then is not None:
             for index in range(len(run.optimizers)):
@@ -171,13 +172,24 @@ class Recover(Callback, Compared):
         self._statistics = Statistics(run.model)
         if self._plan["count"]:
             return
-        for moment, function in self._acting():  # a run that never broke needs none of these
-            session.hooks.remove(moment, function)
+        self._begins = not session.progress.step and self.skip == GUILTY
+        if self._begins:
+            self._plan["guard"] = 1  # no checkpoint is before the first step, so it is checked as a repeated one
+        else:
+            self._stand_by(session)
         if session.savers and not session.progress.step:
             run.save("the beginning, to go back to")
 
+    def _stand_by(self, session: Session) -> None:
+        """Remove the hooks of which a run that never broke needs none."""
+        self._begins = False
+        for moment, function in self._acting():
+            session.hooks.remove(moment, function)
+
     def on_step_end(self, run: Run) -> None:
         session = session_of(run)
+        if self._begins:
+            self._stand_by(session)
         mean = session.sync.mean_loss()
         if mean is None:
             return
@@ -299,7 +311,12 @@ class Recover(Callback, Compared):
                 session_of(run).rates.put_back(index)
 
     def _check_gradients(self, run: Run, session: Session) -> None:
-        """Drop the gradients of the step if one is not finite. They are reduced, so all ranks see the same."""
+        """Drop the gradients of the step if one is not finite. They are reduced, so all ranks see the same.
+
+        The scaler of fp16 skips the update in this case, and finds its scale by it: then no batch is to blame.
+        """
+        if getattr(session.precision, "scaler", None) is not None:
+            return
         held = [one for one in parameters_of(session.step.updating) if one.grad is not None]
         finite = all_finite(one.grad for one in held if one.grad is not None)
         if not (session.driver.any_rank(not finite) if session.driver.shards else not finite):
