@@ -52,8 +52,8 @@ Cure = str | Callable[["re.Match[str]", Scene], str]
 def _parts(ranks: int) -> str:
     return (
         f"{counted(ranks, 'rank')} compute together, and each has a part of a split layer. Numbers that are split, such as "
-        f"features and heads, must be divisible by {ranks}. A view(...) of a part must have -1 in place of this number. A layer "
-        "of which the whole output is needed, such as the last one, takes ColwiseParallel(output_layouts=Replicate())."
+        f"features and heads, must be divisible by {ranks}. A view(...) of a part must have -1 in place of this number. A "
+        "layer of which the whole output is needed, such as the last one, takes ColwiseParallel(output_layouts=Replicate())."
     )
 
 

@@ -105,7 +105,7 @@ def _loaded(where: Path) -> Any:
         try:
             with torch.serialization.safe_globals(inert):
                 return torch.load(where, map_location="cpu", weights_only=True)
-        except Exception:  # noqa: S110  # of any kind, such as for a class derived from dict: the first error says more
+        except Exception:  # of any kind, such as for a class derived from dict: the first error says more
             pass
         raise
 
