@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("lightning", reason="the tests of Lightning's callbacks need the package lightning")
 
 import lightning.pytorch as pl
+import numpy
 import torch
 from torchmetrics import MeanMetric
 
@@ -258,6 +259,27 @@ def test_a_lightning_module_is_its_own_pl_module() -> None:
 def test_what_is_not_mapped_is_an_error_with_advice(use: Any, message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         inside(use)
+
+
+@pytest.mark.parametrize("value", ["text", {"a": 1.0}, None, torch.ones(3)])
+def test_what_is_no_number_is_not_dropped(value: Any) -> None:
+    class Logs(pl.Callback):
+        def __init__(self, use: Callable[[Any, Any], None]) -> None:
+            self.use = use
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.use(trainer, pl_module)
+
+    with pytest.raises(AdapterError, match=r"pl_module\.log\('a', \.\.\.\) takes a number, a tensor with one element"):
+        native([Logs(lambda trainer, module: module.log("a", value))])
+    metrics = {"a": value, "b": numpy.float32(2.0)}
+    if value is None or isinstance(value, torch.Tensor):
+        with pytest.raises(AdapterError, match=r"log_metrics takes numbers, texts and mappings of them; 'a' is "):
+            native([Logs(lambda trainer, module: trainer.logger.log_metrics(metrics))])
+    else:
+        run = native([Logs(lambda trainer, module: trainer.logger.log_metrics(metrics))])
+        assert run.history.latest["b"] == 2.0
+        assert isinstance(value, str) or run.history.latest["a/a"] == 1.0
 
 
 def test_a_stop_has_the_callback_as_its_author() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cadenza.adapters.lightning.experiment_view import ExperimentView
 from cadenza.adapters.lightning.part_view import PartView
-from cadenza.records.record import RESERVED
+from cadenza.errors import AdapterError
+from cadenza.records.record import RESERVED, Media, Text
 
 
 class LoggerView(PartView):
@@ -61,10 +62,10 @@ class LoggerView(PartView):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add values to the record of the current step. `step` is ignored."""
         for name, value in metrics.items():
-            if name in RESERVED:
-                continue
-            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-                self._run.log(name, value.reshape(()) if isinstance(value, Tensor) else value)
+            if isinstance(value, Mapping):
+                self.log_metrics({f"{name}/{part}": one for part, one in value.items()})
+            elif name not in RESERVED:
+                self._run.log(name, _loggable(name, value))
 
     def log_hyperparams(self, params: Any, *args: Any, **keywords: Any) -> None:
         """Do nothing: the run directory holds the arguments of the trainer."""
@@ -80,3 +81,21 @@ class LoggerView(PartView):
 
     def finalize(self, status: str) -> None:
         """Do nothing: sinks are closed at the end of the run."""
+
+
+def _loggable(name: str, value: Any) -> Any:
+    """Return a value as a record takes it."""
+    if isinstance(value, str):
+        return Text(value)
+    if isinstance(value, Media | int | float):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    try:
+        return float(value)  # a number of NumPy
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise AdapterError(
+            f"trainer.logger.log_metrics takes numbers, texts and mappings of them; {name!r} is {what}. Log a number, such as "
+            "value.mean()."
+        ) from None

@@ -181,10 +181,16 @@ class ModuleFace:
 
 def _number(trainer: Any, name: str, value: Any) -> Any:
     """Return the value to log. The result of a metric of torchmetrics is computed, and the metric is reset."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
-    if not hasattr(value, "compute"):
+    if isinstance(value, int | float):
         return value
+    if not hasattr(value, "compute"):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise AdapterError(
+            f"pl_module.log({name!r}, ...) takes a number, a tensor with one element or a metric; got {what}. Log a number, "
+            "such as value.mean(), or several with log_dict."
+        )
     if trainer._in_batch:
         raise AdapterError(
             f"pl_module.log({name!r}, ...) got a {type(value).__name__} in a hook of a batch. Log it in a hook at the end of "
