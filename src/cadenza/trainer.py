@@ -94,7 +94,11 @@ class Trainer(Fitting):
     Outcome(kind='finished', reason='the limit is reached')
     """
 
-    @answered(TRAINER, too_many="callbacks, limits and the rest are given by name.")
+    @answered(
+        TRAINER,
+        too_many="callbacks, limits and the rest are given by name.",
+        missing="Write Trainer(model, optimizer, loader, compute_loss, ...), or Trainer.from_lightning(module, data, ...).",
+    )
     def __init__(
         self,
         model: nn.Module,
@@ -154,17 +158,23 @@ class Trainer(Fitting):
         check_one_each(hooks.callbacks, None if callable(optimizer) else self._checked(optimizer))
 
     @classmethod
-    def from_lightning(cls, module: Any, datamodule_or_loaders: Any = None, **arguments: Any) -> Self:
+    def from_lightning(cls, module: Any, datamodule_or_loaders: Any = None, *more: Any, **arguments: Any) -> Self:
         """Return a trainer of a LightningModule; ``prepare_data``, ``setup`` and ``configure_model`` are called now.
 
         Args:
             module: A LightningModule.
             datamodule_or_loaders: A LightningDataModule, a loader, or ``(training, validation)``; None: those of the module.
+            more: Nothing: an error says how several loaders are given.
             arguments: Those of `Trainer` that the module does not provide, such as ``max_epochs``; ``evaluate_every``, the
                 interval of ``validation_step``, and ``sanity_batches``, as in `Evaluate`.
         """
         from cadenza.adapters.lightning.module.assembling import assembled  # imported here: few runs need it
 
+        if more:
+            raise TypeError(
+                f"Trainer.from_lightning takes at most 2 positional arguments; got {2 + len(more)}. Give several loaders as "
+                "the second one: (train, val)."
+            )
         return assembled(cls, module, datamodule_or_loaders, arguments)
 
     def plan(self, since: str | PathLike[str] | None = None) -> Plan:

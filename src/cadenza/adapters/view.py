@@ -28,6 +28,10 @@ class View:
     def __init__(self, run: Run) -> None:
         self._run: Run = run
 
+    def _reader(self) -> str:
+        """Return the name of the callback that uses an attribute now."""
+        return hooks_of(self._run).current_owner() or "the script"
+
     def __getattr__(self, name: str) -> Any:
         refuse(self._run, self, name, "reads")
 
@@ -54,7 +58,7 @@ def refuse(run: Run, view: Any, name: str, does: str, title: str = "", *, advice
         raise AttributeError(name)
     similar = "" if hasattr(kind, name) else nearest(name, [one for one in dir(kind) if not one.startswith("_")]).strip()
     advice = kind.absent.get(name) or similar or advice
-    who = hooks_of(run).current_owner() or "the script"
+    who = view._reader() if isinstance(view, View) else hooks_of(run).current_owner() or "the script"
     what = "only lets be read" if does == "sets" and hasattr(kind, name) else "does not provide"
     raise AdapterError(
         f"{who} {does} {title}.{name}, which a native run {what}.{f' {advice}' if advice else ''}",

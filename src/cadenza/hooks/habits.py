@@ -249,28 +249,30 @@ TRAINER_ATTRIBUTES = _table(
     {
         "call run.stop(reason) in a hook": "should_stop stop_training terminate",
         "call trainer.fit()": "train fit_one_cycle",
-        "call trainer.evaluate(loader)": "validate test",
+        "call trainer.evaluate(loader); a LightningModule has validate and test of cadenza.compat.lightning": "validate test",
         "give Trainer(callbacks=[...])": "add_callback register_callback add_event_handler",
         "add Checkpoint(...) to callbacks, or call save_weights(path, model)": "save_checkpoint save_model save",
         "call fit(resume=...), or load_weights(path, model)": "load_checkpoint load_model load",
-        "fit() returns the run: read run.progress and run.history": "current_epoch global_step state history",
+        "fit() returns the run: read run.progress and run.history": "current_epoch global_step state history callback_metrics",
         "give Trainer(compile=True)": "compile",
     }
 )
 """Attributes of a trainer."""
 
 
-def answered(habits: Mapping[str, str], *, too_many: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
+def answered(habits: Mapping[str, str], *, too_many: str = "", missing: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Answer an unknown keyword of a function from a table of habits, or with the nearest name.
 
     Args:
         habits: The answer by name.
         too_many: The answer to too many positional arguments.
+        missing: The answer if positional arguments are missing.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         parameters = inspect.signature(function).parameters
         by_position = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters.values())
+        needed = [one.name for one in parameters.values() if one.default is one.empty and one.name != "self"]
         name = function.__qualname__.removesuffix(".__init__")
 
         @wraps(function)
@@ -282,6 +284,8 @@ def answered(habits: Mapping[str, str], *, too_many: str = "") -> Callable[[Call
                 raise TypeError(
                     f"{name} takes at most {by_position - 1} positional arguments; got {len(arguments) - 1}. {too_many}"
                 )
+            if missing and (lacks := [one for one in needed[len(arguments) - 1 :] if one not in keywords]):
+                raise TypeError(f"{name} lacks {', '.join(lacks)}. {missing}")
             return function(*arguments, **keywords)
 
         return checked

@@ -111,7 +111,7 @@ def _loaded(where: Path) -> Any:
 
 
 class NotLoaded:
-    """An object of a pickle that was not made. It takes the place of each class and function that is no plain value."""
+    """An object of a pickle that was not made. It stands for each class and function that is no plain value."""
 
     name: ClassVar[str]
     """The class or function that the pickle names."""

@@ -20,3 +20,6 @@ class PartView(View):
     def __init__(self, trainer: SetupView) -> None:
         super().__init__(trainer._run)
         self._trainer: SetupView = trainer
+
+    def _reader(self) -> str:
+        return self._trainer._reader()

@@ -71,16 +71,16 @@ def test_loaders_in_a_form_of_their_own_are_not_trained_on() -> None:
             Trainer.from_lightning(Regression(), data, max_epochs=1)
 
 
-def test_what_nothing_calls_is_named() -> None:
+def test_what_nothing_calls_is_named(caplog: pytest.LogCaptureFixture) -> None:
     for name in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
         old = type("Old", (Regression,), {name: lambda self, outputs: None})
         with pytest.raises(AdapterError, match=f"Old has {name}, which Lightning 2 removed.*Write on_"):
             Trainer.from_lightning(old(), batches(), max_epochs=1)
     validated = type("Validated", (Regression,), {"validation_step": lambda self, batch, batch_idx: None})
-    with pytest.warns(UserWarning, match="Validated has a validation_step, but there is no validation loader"):
-        Trainer.from_lightning(validated(), batches(), max_epochs=1)
-    with pytest.warns(UserWarning, match="there is a validation loader, but Regression has no validation_step"):
-        Trainer.from_lightning(Regression(), (batches(), batches()), max_epochs=1)
+    native(validated, batches(), max_epochs=1)
+    assert "Validated has a validation_step, but there is no validation loader: nothing is validated" in caplog.text
+    native(Regression, (batches(), batches()), max_epochs=1)
+    assert "there is a validation loader, but Regression has no validation_step: nothing is validated" in caplog.text
 
 
 def test_several_optimizers_need_manual_optimization() -> None:
@@ -152,3 +152,27 @@ def test_wrong_optimizers_are_named() -> None:
 def test_a_module_without_data_is_an_error() -> None:
     with pytest.raises(Exception, match=r"training loader|`train_dataloader` must be implemented"):
         native(Regression, None, max_epochs=1)
+
+
+def test_an_attribute_that_is_not_mapped_names_the_module() -> None:
+    class Curious(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.trainer.fit_loop.tuner
+
+    with pytest.raises(AdapterError, match=r"Curious reads trainer\.fit_loop\.tuner, which a native run does not provide"):
+        native(Curious, batches(), max_epochs=1)
+    curious = type("Curious", (Regression,), {"on_train_start": lambda self: self.trainer.tuner})
+    with pytest.raises(AdapterError, match=r"Curious reads trainer\.tuner.*FindLearningRate"):
+        native(curious, batches(), max_epochs=1)
+
+
+def test_habits_of_lightning_are_answered() -> None:
+    trainer = Trainer.from_lightning(Regression(), batches(), max_epochs=1)
+    with pytest.raises(AttributeError, match=r"validate and test of cadenza\.compat\.lightning"):
+        trainer.validate()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"read run\.progress and run\.history"):
+        trainer.callback_metrics  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(TypeError, match=r"Trainer lacks model, optimizer, loader\. .*Trainer\.from_lightning\(module, data"):
+        Trainer(max_epochs=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"at most 2 positional arguments; got 3\. .*\(train, val\)"):
+        Trainer.from_lightning(Regression(), batches(), batches(), max_epochs=1)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Re
 
 from cadenza import Trainer
 from cadenza.callbacks import Checkpoint, ClipGradients, Ema
+from cadenza.errors import CallbackError
 from tests.adapters.lightning.module.home import (
     Regression,
     at_home,
@@ -109,6 +110,28 @@ def test_clipping_is_that_of_lightning() -> None:
     ours = native(Regression, batches(), max_epochs=2, callbacks=[ClipGradients(max_norm=0.1)])
     assert ours.losses == theirs.losses
     assert torch.equal(weights(ours), weights(theirs))
+
+
+class ClipsLate(Regression):
+    """Clips from the second epoch on, by the bound of the trainer."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if self.current_epoch > 0:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+def test_a_module_that_decides_about_clipping_gets_the_bound() -> None:
+    for bound, clip in (
+        ({"gradient_clip_val": 0.01}, ClipGradients(max_norm=0.01)),
+        ({"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}, ClipGradients(max_value=0.001)),
+    ):
+        theirs = at_home(ClipsLate, batches(), max_epochs=2, **bound)
+        ours = native(ClipsLate, batches(), max_epochs=2, callbacks=[clip])
+        assert ours.losses == theirs.losses
+    with pytest.raises(CallbackError, match=r"ClipsLate\.configure_gradient_clipping decides about clipping"):
+        native(ClipsLate, batches(), max_epochs=2, callbacks=[ClipGradients(max_norm=1.0, log="train/norm")])
 
 
 def test_bf16_is_that_of_lightning() -> None:

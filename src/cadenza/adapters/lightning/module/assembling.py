@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,10 +18,11 @@ from cadenza.adapters.lightning.module.optimizers import ConfiguredOptimizers
 from cadenza.adapters.lightning.module.schedules import ModuleSchedules, PlateauSchedules
 from cadenza.adapters.lightning.module.training import TrainingStep
 from cadenza.adapters.recognition import listed
+from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.limit import Limit
 from cadenza.drivers import driver_of
 from cadenza.engine.recipe import Recipe
-from cadenza.errors import AdapterError
+from cadenza.errors import AdapterError, CallbackError
 from cadenza.optim.rates import SetsRates
 
 R = TypeVar("R", bound=Recipe)
@@ -48,14 +48,13 @@ def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str
     attached.log = ModuleLog(attached)
     attached.loaders = ModuleLoaders(attached, data)
     attached.attach(TrainerBeforeRun(attached))
-    callbacks = _with_own(given.get("callbacks", ()), attached.call("configure_callbacks"))
+    callbacks = _clipping(attached, _with_own(given.get("callbacks", ()), attached.call("configure_callbacks")))
     attached.limit = min((one.train for one in callbacks if isinstance(one, Limit) and one.train), default=None)
     attached.rate_setters = [one for one in callbacks if isinstance(one, SetsRates)]
     prepare(attached)
     attached.configure_model()
     transfer.install(attached)
-    if every is not None and driver.is_main:
-        _warn_of_half_an_evaluation(attached)
+    attached.unvalidated = "" if every is None else _half_of_an_evaluation(attached)
     trainer = make(**given | _arguments(attached, callbacks, evaluating(attached, every, sanity_batches)))
     trainer._facts |= _hyperparameters(attached)
     return trainer
@@ -88,6 +87,25 @@ def _with_own(callbacks: Iterable[Any], own: Any) -> list[Any]:
     return [one for one in given if not any(issubclass(type(new), type(one)) for new in added)] + added
 
 
+def _clipping(attached: Attached, callbacks: list[Any]) -> list[Any]:
+    """Return the callbacks without `ClipGradients` if the module decides about clipping: it gets the bound, as in Lightning.
+
+    Raises:
+        CallbackError: The bound is more than a number.
+    """
+    found = [one for one in callbacks if isinstance(one, ClipGradients)]
+    if not (found and attached.automatic and attached.overrides("configure_gradient_clipping")):
+        return callbacks
+    one = found[0]
+    if len(found) > 1 or one.parameters is not None or one.norm_type != 2.0 or one.log is not None:
+        raise CallbackError(
+            f"{type(attached.module).__name__}.configure_gradient_clipping decides about clipping, so that ClipGradients in "
+            "callbacks can only give it max_norm or max_value. Leave its other arguments out, or remove the method."
+        )
+    attached.clip = (one.max_value, "value") if one.max_norm is None else (one.max_norm, "norm")
+    return [other for other in callbacks if other is not one]
+
+
 REMOVED: Mapping[str, str] = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
@@ -114,13 +132,14 @@ def _check(attached: Attached) -> None:
         )
 
 
-def _warn_of_half_an_evaluation(attached: Attached) -> None:
-    """Warn if there is no validation because its step or its loader is missing."""
+def _half_of_an_evaluation(attached: Attached) -> str:
+    """Return a warning if a fit has no validation because its step or its loader is missing."""
     name, has_step = type(attached.module).__name__, attached.overrides("validation_step")
     if has_step and attached.loaders.val is None:
-        warnings.warn(f"{name} has a validation_step, but there is no validation loader: nothing is validated", stacklevel=4)
+        return f"{name} has a validation_step, but there is no validation loader: nothing is validated"
     if attached.loaders.val is not None and not has_step:
-        warnings.warn(f"there is a validation loader, but {name} has no validation_step: nothing is validated", stacklevel=4)
+        return f"there is a validation loader, but {name} has no validation_step: nothing is validated"
+    return ""
 
 
 def _hyperparameters(attached: Attached) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class ModuleStart(BaseCallback):
     def _attach(self, run: Run) -> None:
         attach(self.attached, run)
         updates.install(self.attached, run)
+        if self.attached.unvalidated and run.is_main:
+            run.warn(self.attached.unvalidated)
 
     def _skip_if_none(self, run: Run, outputs: Mapping[str, Any]) -> None:
         if self.attached.output is None:
@@ -174,7 +176,7 @@ class ModuleHooks(Conductor):
 
     def _clip(self, run: Run) -> None:
         for optimizer in session_of(run).step.updating:
-            self.attached.call("configure_gradient_clipping", optimizer, None, None)
+            self.attached.call("configure_gradient_clipping", optimizer, *self.attached.clip)
 
     def _batch_end(self, run: Run, batch: Any, outputs: Mapping[str, Any]) -> None:
         self._ended = False

@@ -51,6 +51,9 @@ class ModuleTrainer(TrainerView):
         """The newest value of each name with ``prog_bar=True``."""
         return self._attached.log.progress_bar_metrics  # type: ignore[no-any-return]
 
+    def _reader(self) -> str:
+        return super()._reader() if self._hook_of_a_callback() else type(self._attached.module).__name__
+
     @property
     def _results(self) -> Any:
         # LightningModule.log reads this first. In a hook of a callback, the module does not know yet which one it is.
@@ -66,12 +69,14 @@ class ModuleTrainer(TrainerView):
         return listener.event or None if listener is not None and isinstance(owner, ForeignCallback) else None
 
     @property
-    def gradient_clip_val(self) -> None:
-        """None: `ClipGradients` in callbacks clips. ``module.clip_gradients`` reads this."""
+    def gradient_clip_val(self) -> float | None:
+        """The bound of `ClipGradients` if the module decides about clipping; else None. ``module.clip_gradients`` reads it."""
+        return self._attached.clip[0]
 
     @property
-    def gradient_clip_algorithm(self) -> None:
-        """None: see `gradient_clip_val`."""
+    def gradient_clip_algorithm(self) -> str | None:
+        """``"norm"`` or ``"value"``; None: see `gradient_clip_val`."""
+        return self._attached.clip[1]
 
 
 class ModuleConnector(LoggerConnectorView):
