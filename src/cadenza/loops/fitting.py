@@ -177,7 +177,7 @@ class Fitting(Recipe):
         if self.driver.broadcast(rank_checks.main_only(self.driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, start, True
         if start.loaded is not None:
-            own = next(iter(start.loaded.by_rank), {}).get("callbacks of the rank", {})
+            own = start.loaded.by_rank[0].get("callbacks of the rank", {})
             session.restored.expect({**start.loaded.state.get("callbacks", {}), **own})
         resuming.begin(session, files, start, {} if files is None else self._written_facts(session, given))
         return session, start, False
