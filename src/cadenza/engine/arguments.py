@@ -55,7 +55,10 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
         raise TypeError(f"model must be an nn.Module; got {model!r}")
     _check_data_of(model)
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Sequence)):
-        raise TypeError(f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}")
+        raise TypeError(
+            f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}. Give one of "
+            "torch, such as torch.optim.AdamW(model.parameters(), lr=1e-3)."
+        )
     check_loader(loader, "loader")
     if compute_loss is not None and not callable(compute_loss):
         raise TypeError(f"compute_loss must be a function (model, batch) -> loss, or None; got {compute_loss!r}")

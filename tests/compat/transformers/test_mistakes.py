@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from cadenza.compat.transformers import trainer
-from cadenza.errors import CallbackError, DataError
+from cadenza.errors import AdapterError, CallbackError, DataError
 from tests.compat.transformers.parts import Texts, arguments, gpt2, theirs, transformers
 
 
@@ -78,6 +78,12 @@ def test_a_mistake_is_an_error_when_the_trainer_is_made(name: str, tmp_path: Pat
     made = {"model": gpt2(), "train_dataset": Texts(4), "eval_dataset": Texts(4), **given}
     with pytest.raises(kind, match=message):
         trainer(args=arguments(tmp_path, **fields), **made)
+
+
+def test_generated_predictions_are_refused(tmp_path: Path) -> None:
+    args = transformers.Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, use_cpu=True)
+    with pytest.raises(AdapterError, match=r"predict_with_generate=True\) has no effect. Evaluations compute logits"):
+        trainer(gpt2(), args, Texts(4))
 
 
 @pytest.mark.parametrize(

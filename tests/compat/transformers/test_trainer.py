@@ -103,9 +103,9 @@ def test_arguments_of_an_earlier_version_are_an_error_that_names_the_fields() ->
 
 
 def test_fields_of_a_subclass_are_named(tmp_path: Path) -> None:
-    given = {"output_dir": str(tmp_path), "use_cpu": True, "predict_with_generate": True}
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "generation_num_beams": 2}
     told = told_by(transformers.Seq2SeqTrainingArguments(**given))
-    assert "predict_with_generate=True) has no effect. Seq2SeqTrainingArguments has this field" in told
+    assert "generation_num_beams=2) has no effect. Seq2SeqTrainingArguments has this field" in told
 
 
 # -- the same numbers as their trainer -----------------------------------------------------------------------------------

@@ -191,6 +191,14 @@ FIELDS: Mapping[str, Field] = {
 }
 """By name of the field, in the order of ``TrainingArguments``."""
 
+OF_SUBCLASSES: Mapping[str, Field] = {
+    "predict_with_generate": _refused(
+        "Evaluations compute logits, not generated tokens. Leave it out, or add `Evaluate(..., compute=...)` that calls "
+        "`model.generate`"
+    ),
+}
+"""Fields of subclasses of ``TrainingArguments`` that would change the results. Others of them are warnings."""
+
 
 def check_fields(arguments: Any) -> None:
     """Warn about each field that is given and not used, or raise an error if results would differ.
@@ -207,7 +215,7 @@ def check_fields(arguments: Any) -> None:
         )
     wrong = []
     for field in dataclasses.fields(arguments):
-        known = FIELDS.get(field.name)
+        known = FIELDS.get(field.name) or OF_SUBCLASSES.get(field.name)
         if known is None and not _is_default(arguments, field):
             _warn(arguments, field.name, f"{type(arguments).__name__} has this field, and `trainer` does not read it")
         elif known is not None and known.how == "warning" and not _is_default(arguments, field):
