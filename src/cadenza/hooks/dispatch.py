@@ -18,6 +18,7 @@ from cadenza.hooks.order import arranged, name_beside, names_of, reasons
 from cadenza.hooks.parts import lengths_in
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
 from cadenza.status.progress import Progress
+from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -365,7 +366,7 @@ def checked(callbacks: Iterable[BaseCallback]) -> list[BaseCallback]:
         if not isinstance(callback, BaseCallback):
             raise CallbackError(
                 f"callbacks[{index}] is not a callback: expected an instance of Callback, or a function made into one with "
-                f"@on(Callback.on_step_end); got {callback!r}"
+                f"@on(Callback.on_step_end); got {brief(callback)}"
             )
         if id(callback) in seen:
             raise CallbackError(f"callbacks[{index}] is in the list twice: {callback!r}. Make a second instance.")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from cadenza import Run, Trainer
 from cadenza.callbacks import BestWeights, Checkpoint, LogTraining
 from cadenza.compat.transformers import Arguments
-from cadenza.errors import AdapterError, MonitorError
+from cadenza.errors import AdapterError, CallbackError, MonitorError
 from tests.adapters.transformers.scenario import (
     Recorder,
     Samples,
@@ -242,6 +242,10 @@ def test_errors_say_what_to_add() -> None:
         here([evaluate("1 step"), Arguments(metric_for_best_model="los"), Recorder()], max_steps=1)
     with pytest.raises(TypeError, match="Set these in the TrainingArguments"):
         Arguments(object(), logging_steps=1)
+    with pytest.raises(TypeError, match=r"got {'logging_steps': 1}. Give values by name: Arguments\(\*\*values\)"):
+        Arguments({"logging_steps": 1})
+    with pytest.raises(CallbackError, match=r"is not a callback: .*; got .{,80}$"):
+        here([transformers.TrainingArguments("out", use_cpu=True)], max_steps=1)
 
 
 def test_a_control_with_another_attribute_or_another_object_for_it_is_told(caplog: pytest.LogCaptureFixture) -> None:

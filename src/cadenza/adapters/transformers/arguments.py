@@ -9,6 +9,7 @@ from cadenza.adapters.transformers.arguments_view import ArgumentsView
 from cadenza.adapters.transformers.given import Given, given_in
 from cadenza.errors import AdapterError, nearest
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -24,7 +25,7 @@ class Arguments(Given):
             ``logging_steps=10`` or ``metric_for_best_model="eval_loss"``; and of fields that other trainers add.
 
     Raises:
-        TypeError: Both `arguments` and `values` are given.
+        TypeError: Both `arguments` and `values` are given, or `arguments` is a dict.
 
     >>> Arguments(logging_steps=10, metric_for_best_model="loss").values
     {'logging_steps': 10, 'metric_for_best_model': 'loss'}
@@ -38,6 +39,8 @@ class Arguments(Given):
                 f"expected a TrainingArguments, or values of its fields; got both: {', '.join(values)}. Set these in the "
                 "TrainingArguments."
             )
+        if isinstance(arguments, Mapping):
+            raise TypeError(f"expected a TrainingArguments; got {brief(arguments)}. Give values by name: Arguments(**values).")
         super().__init__(arguments, processing_class)
         self.values: Mapping[str, Any] = values
 
