@@ -88,6 +88,24 @@ def test_a_run_that_continues_ends_in_the_same_bits(tmp_path: Path, precision: s
     assert continued.history["reward"] == whole.history["reward"]
 
 
+def test_a_run_that_is_over_gives_back_what_was_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def worlds(steps: int) -> list[float]:
+        model, world, dice = nn.Linear(2, 1), World(), random.Random(1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with attach(model, optimizer, max_steps=steps, directory=tmp_path, resume="auto", callbacks=[Checkpoint("1 step")],
+                    progress=False) as loop:  # fmt: skip
+            loop.keep("world", world)
+            loop.keep("dice", dice)
+            while not loop.over():
+                with loop.step():
+                    loop.backward(model(world.rollout()).sum() * dice.random())
+                    loop.update()
+        return [*world.seen, dice.random()]
+
+    assert worlds(3) == worlds(3)
+    assert "this loop keeps" not in caplog.text
+
+
 def test_several_models_and_optimizers_are_updated_in_turn() -> None:
     """Two networks that train against each other."""
 

@@ -130,6 +130,7 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
         session.extra_parameters.begin(session.run)
         session.extra_parameters.load_state_dict(loaded.state.get("outside", {}))
         session.state.update(snapshot.placed(session, loaded.state.get("state", {})))
+        snapshot.restore_own(session, loaded)
     session.progress.begin(reached, session.progress.batches_per_epoch)
     session.end(outcome)
     if session.is_main:

@@ -223,6 +223,14 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     session.hooks.on_load(session.run, loaded)
 
 
+def restore_own(session: Session, loaded: Loaded) -> None:
+    """Restore what a loop of the user's own keeps on this rank, for a run that is over."""
+    own = loaded.by_rank[min(session.driver.rank, len(loaded.by_rank) - 1)]
+    for name, state in own.get("callbacks of the rank", {}).items():
+        if name in session.hooks.callbacks:
+            session.hooks.callbacks[name].load_state_dict(placed(session, state))
+
+
 def check_whole(loaded: Loaded) -> None:
     """Raise `CheckpointMismatchError` if a run cannot continue from this content, whatever the run is."""
     if "config" not in loaded.state:
