@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Recover, StopOnNonFinite
+from cadenza.compat import fastnlp
+from cadenza.compat.accelerated.callbacks import TrainerCallback
 from cadenza.drivers import DdpDriver, FsdpDriver
 from cadenza.engine.session import session_of
 from cadenza.errors import LossError
@@ -37,6 +39,14 @@ class Skips(Callback):
 
 class Logs(Skips):
     skips = False
+
+
+class OfFastnlp(fastnlp.Callback):
+    def on_train_batch_end(self, trainer: Any) -> None: ...
+
+
+class OfAccelerated(TrainerCallback):
+    def on_train_step_end(self, trainer: Any, *_: Any, **__: Any) -> None: ...
 
 
 def scheduled(function: Callable[[Run], bool] | Schedule) -> Callback:
@@ -80,6 +90,8 @@ CASES: dict[str, Case] = {  # with one more for loops of one's own and a step_fn
     "a function or a length": (1, lambda: [scheduled(When(never) | Every("100 steps"))], dict),
     "a callback that may skip": (2, lambda: [Skips()], dict),
     "a callback that skips nothing": (0, lambda: [Logs()], dict),
+    "a batch hook of fastNLP": (1, lambda: [cast("Any", OfFastnlp())], dict),
+    "a batch hook of pytorch-accelerated": (1, lambda: [cast("Any", OfAccelerated())], dict),
     "losses that may break": (0, lambda: [Recover(), Checkpoint("100 steps", background=False)], dict),
     "weights": (0, list, lambda: {"compute_loss": weighted}),
     "FSDP with weights": (0, list, lambda: {"compute_loss": weighted, **sharded()}),
