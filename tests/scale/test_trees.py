@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import distributed as dist
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, Recover
-from cadenza.drivers import group
+from cadenza.drivers import DdpDriver, group
 from cadenza.drivers.tree import Tree
 from cadenza.testing import launch
 from tests.distributed.parts import loader, own_rank, trainer, weights_of
@@ -97,6 +98,18 @@ def test_a_run_on_four_ranks_is_the_same_along_a_tree_and_has_no_ring_of_its_own
         assert logged == others
         assert samples == 2 * 96
         assert (rings, more > 20) == (0, True)
+
+
+def test_all_drivers_of_a_process_share_one_tree_and_its_thread() -> None:
+    """A process may make many trainers."""
+
+    def threads() -> int:
+        group._TREE_FROM = 2
+        for _ in range(3):
+            DdpDriver("cpu", timeout_s=100).barrier()
+        return [one.name for one in enumerate_threads()].count("cadenza-tree")
+
+    assert launch(threads) == [1, 1]
 
 
 def test_an_error_of_one_rank_ends_the_others_along_a_tree() -> None:

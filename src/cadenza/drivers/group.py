@@ -102,8 +102,11 @@ class GroupDriver(Driver):
 
     def _new_tree(self) -> Tree:
         """Return the tree for small sums: the all-reduce of gloo is a ring. Every rank must call this."""
-        group = self._control_group("tree")
-        return Tree(self.rank, self.world_size, partial(dist.send, group=group), partial(dist.recv, group=group))
+        group, trees = self._control_group("tree"), _CONTROL[dist.group.WORLD]
+        key = self._timeout_s, "the tree of the group"  # one thread for all drivers
+        if key not in trees:
+            trees[key] = Tree(self.rank, self.world_size, partial(dist.send, group=group), partial(dist.recv, group=group))
+        return trees[key]  # type: ignore[no-any-return]
 
     def _new_group(self) -> Any:
         """Return another group of all hosts. Every rank must call this."""
