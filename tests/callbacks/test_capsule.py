@@ -80,7 +80,7 @@ def test_on_two_ranks_with_workers_the_sample_and_the_module_are_named(tmp_path:
 
     decided = launch(train)
     alone = facts_of_capsule(capsules_in(tmp_path / "meets")[0])  # the second pass waits for no other rank
-    assert "is done on one rank alone, and calls the collective allreduce" in alone["second_pass"]
+    assert "one rank alone does the second pass of a capsule, which calls the collective allreduce" in alone["second_pass"]
     assert BAD in alone["batches"][0]["samples"]
     (path,) = capsules_in(directory)
     facts = facts_of_capsule(path)

@@ -152,8 +152,25 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         what_if(tmp_path / "run", lambda patience: [])
     with pytest.raises(TypeError, match=r"needs a function that makes the callbacks .* lambda patience: \[\.\.\.\]"):
         what_if(tmp_path / "run", [], patience=[1])  # type: ignore[call-overload]  # wrong on purpose
+    with pytest.raises(CallbackError, match=r"takes a list of callbacks; got .* Write what_if\(run, \[...\]\)"):
+        what_if(tmp_path / "run", EarlyStopping("eval/loss", "min"))  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(TypeError, match=r"such as patience=\[1, 2\]; got patience=3"):
+        what_if(tmp_path / "run", lambda patience: [], patience=3)  # type: ignore[call-overload]  # wrong on purpose
     with pytest.raises(ValueError, match="at least one value"):
         what_if(tmp_path / "run", lambda patience: [], patience=[])
+
+
+def test_checkpoints_in_two_folders_are_told_apart(tmp_path: Path) -> None:
+    trainer(tmp_path, [], epochs=4).fit()
+    answer = what_if(
+        tmp_path, [Checkpoint("6 steps", keep=[Last(1)]), Checkpoint("5 steps", keep=[First(1)], directory=tmp_path / "other")]
+    )
+    other = f"{tmp_path / 'other'}/step-000000"
+    assert dict(answer.kept) == {
+        "checkpoints/step-00000020": ["Last(1)"],
+        f"{other}05": ["First(1)"],
+        f"{other}20": ["the newest"],
+    }
 
 
 def test_the_run_is_only_read(tmp_path: Path) -> None:

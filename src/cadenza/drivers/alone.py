@@ -40,6 +40,6 @@ class _Alone(TorchDispatchMode):
         if operator.namespace in _COLLECTIVES:
             name = operator._schema.name.rpartition("::")[2].rstrip("_")
             raise DistributedError(
-                f"{self._what} is done on one rank alone, and calls the collective {name}, which needs all ranks"
+                f"one rank alone does {self._what}, which calls the collective {name}: a collective needs all ranks"
             )
         return operator(*values, **(named or {}))

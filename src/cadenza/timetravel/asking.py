@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, overload
 from cadenza.adapters.recognition import AnyCallback, adapted
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.early_stopping import EarlyStopping
+from cadenza.errors import CallbackError
 from cadenza.files.paths import local_path
 from cadenza.hooks.moments import BaseCallback
 from cadenza.status.counting import counted
@@ -30,7 +32,7 @@ class Answer:
     step: int
     """The last step that would have been done, or the last recorded one."""
     kept: Mapping[str, Sequence[str]]
-    """The checkpoints that would be kept, oldest first, and the rules that keep each."""
+    """The checkpoints that would be kept, oldest first, and the rules that keep each. With several folders, their paths."""
     best: Sequence[Mapping[str, Any]]
     """Of the checkpoints that are kept as the best: monitor, mode, value, step, checkpoint."""
     decisions: Sequence[Decision]
@@ -71,7 +73,7 @@ class Answers:
         table = [[*names, "stopped at step", "checkpoints kept", "best"]]
         for settings, answer in self.rows:
             stopped = "-" if answer.stopped is None else str(answer.step)
-            kept = ", ".join(name.removeprefix("step-").lstrip("0") for name in answer.kept) or "-"
+            kept = ", ".join(re.sub(r"(^|/)step-0*", r"\1", name) for name in answer.kept) or "-"
             best = ", ".join(f"{one['monitor']} {one['value']:g} at {one['step']}" for one in answer.best) or "-"
             table.append([*map(str, settings.values()), stopped, kept, best])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -133,6 +135,9 @@ def what_if(
             f"what_if(run, callbacks, {next(iter(grid))}=...) needs a function that makes the callbacks from the settings; got "
             f"a {type(callbacks).__name__}. Write lambda {', '.join(grid)}: [...]."
         )
+    for name, given in grid.items():
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise TypeError(f"each setting needs the values to play, such as {name}=[1, 2]; got {name}={given!r}")
     values = {name: list(given) for name, given in grid.items()}
     rows = []
     for chosen in product(*values.values()):
@@ -144,6 +149,8 @@ def what_if(
 
 
 def _answer(recording: Recording, callbacks: Any) -> Answer:
+    if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
+        raise CallbackError(f"what_if(run, callbacks) takes a list of callbacks; got {callbacks!r}. Write what_if(run, [...]).")
     given = [_dry(one, recording) for one in adapted(callbacks)]
     check_playable(given)
     played = play(recording, given)
@@ -168,10 +175,12 @@ def _needs_time(callback: Checkpoint) -> bool:
 def _kept(played: Played) -> tuple[dict[str, list[str]], list[Mapping[str, Any]]]:
     kept: dict[str, list[str]] = {}
     best: list[Mapping[str, Any]] = []
+    several = len({str(writer.store.files) for writer in played.savers if isinstance(writer, DryWriter)}) > 1
     for writer in played.savers:
         assert isinstance(writer, DryWriter)
         rules = writer.dry.kept_by_rules()
         for one in sorted(writer.dry.known, key=lambda one: one.rank):
-            kept.setdefault(one.name, []).extend(by["rule"] for by in rules.get(one.name, ()))
+            name = f"{writer.store.files}/{one.name}" if several else one.name
+            kept.setdefault(name, []).extend(by["rule"] for by in rules.get(one.name, ()))
         best += writer.dry.bests()
     return kept, best

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from cadenza.errors import CadenzaError
 from cadenza.loading.data_course import DataCourse, Window
 from cadenza.records.directory import RecordedRun
-from cadenza.records.reading import read_decisions, read_records
+from cadenza.records.reading import read_decisions, read_records, read_values
 from cadenza.records.record import Record
 from cadenza.records.run_info import read_info
 
@@ -85,7 +85,8 @@ class Recording:
 
     @cached_property
     def _times(self) -> tuple[list[int], list[float]]:
-        rows = sorted((step, records[-1].time) for step, records in self.records.items())
+        last = {step: time for (_, step, *_), time, _ in read_values(self.path / "metrics.jsonl")}
+        rows = sorted(last.items())
         return [step for step, _ in rows], [time for _, time in rows]
 
     def time_at(self, step: int) -> float:
