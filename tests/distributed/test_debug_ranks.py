@@ -106,7 +106,7 @@ def expected(moment: str, planted: Function[[Run], None], rank: int) -> tuple[st
         return ("ValueError: on purpose",) if rank == 1 else ("rank 0 ends because", "rank 1: ValueError: on purpose")
     if planted is on_a_slow_rank:
         return "rank 0 calls all_reduce", f"rank 1 is {here}", "has not called it yet"
-    return "DistributedError", "rank 0 calls", "; rank 1 calls", here
+    return "DistributedError", "rank 0 calls", "rank 1 calls", here  # first the rank that saw it
 
 
 @pytest.mark.parametrize("moment", ["on_step_end", "on_batch_start", "on_before_optimizer_step"])

@@ -38,7 +38,7 @@ class Rank(SingleDriver):
         self.sent.append(("reduce", value.numel()))
         return value if self._first is None else value + torch.tensor([0, 1])  # the digest of another rank is larger
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, source: int = 0) -> Any:
         self.sent.append(("broadcast", len(pickle.dumps(value))))
         return value if self.is_main else self._first
 

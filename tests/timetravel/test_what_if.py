@@ -153,7 +153,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"needs a function that makes the callbacks .* lambda patience: \[\.\.\.\]"):
         what_if(tmp_path / "run", [], patience=[1])  # type: ignore[call-overload]  # wrong on purpose
     with pytest.raises(CallbackError, match=r"takes a list of callbacks; got .* Write what_if\(run, \[...\]\)"):
-        what_if(tmp_path / "run", EarlyStopping("eval/loss", "min"))  # type: ignore[arg-type]  # wrong on purpose
+        what_if(tmp_path / "run", EarlyStopping("eval/loss", "min"))  # type: ignore[call-overload]  # wrong on purpose
     with pytest.raises(TypeError, match=r"such as patience=\[1, 2\]; got patience=3"):
         what_if(tmp_path / "run", lambda patience: [], patience=3)  # type: ignore[call-overload]  # wrong on purpose
     with pytest.raises(ValueError, match="at least one value"):
