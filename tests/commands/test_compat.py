@@ -29,6 +29,10 @@ class Outer:
 
 fine = Fine()
 number = 3
+
+if __name__ == "__main__":
+    class Hidden(Fine):
+        pass
 """
 
 
@@ -90,6 +94,7 @@ def test_json_has_all_of_it(script: str, capsys: pytest.CaptureFixture[str]) -> 
     ("name", "told"),
     [
         ("Fin", "has no 'Fin'. Did you mean 'Fine'?"),
+        ("Hidden", "has no 'Hidden'. It is defined in a function or below `if __name__ == "),
         ("number", "number of '{script}' is a int, which has none of the base classes transformers.TrainerCallback, "),
         ("Outer", "Outer of '{script}' has none of the base classes "),
     ],

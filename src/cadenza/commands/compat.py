@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -74,13 +76,20 @@ def _found(target: str) -> Surface | list[Surface]:
     for part in name.split("."):
         if not hasattr(thing, part):
             known = [key for key in dir(thing) if not key.startswith("_")]
-            raise CadenzaError(f"{source!r} has no {name!r}.{nearest(part, known)}")
+            raise CadenzaError(f"{source!r} has no {name!r}.{_inside_a_block(source, part) or nearest(part, known)}")
         thing = getattr(thing, part)
     if isinstance(thing, ModuleType):
         return _callbacks_in(thing, target)
     if (surface := surface_of(thing)) is None:
         raise CadenzaError(f"{name} of {source!r} {_no_callback(thing)}")
     return surface
+
+
+def _inside_a_block(source: str, name: str) -> str:
+    """Return what to do if a script defines a class where an import does not reach it."""
+    if is_script(source) and re.search(rf"^[ \t]+class {re.escape(name)}\b", Path(source).read_text(), re.MULTILINE):
+        return ' It is defined in a function or below `if __name__ == "__main__":`. Move it to the top level.'
+    return ""
 
 
 def _parts(target: str) -> tuple[str, str]:
