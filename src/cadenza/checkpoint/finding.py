@@ -188,14 +188,20 @@ def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
     return next((store for store in stores if store.saved()), stores[0]), branch
 
 
+LINK = "cadenza"
+"""The name of the link to a checkpoint in a folder that shows it to callbacks of other systems, such as ``checkpoint-500``."""
+
+
 def checkpoint_at(path: str) -> tuple[Store, Saved | None]:
     """Return the checkpoint at a path, and the store that holds it; None if there is no checkpoint.
 
-    The path may be that of a link, such as ``runs/a/checkpoints/best``.
+    The path may be that of a link, such as ``runs/a/checkpoints/best``, or of a folder with a link `LINK` to it.
 
     Raises:
         CheckpointError: The checkpoint of the link is gone.
     """
+    if "://" not in path and os.path.islink(os.path.join(path, LINK)):
+        path = os.path.realpath(os.path.join(path, LINK))
     folder, _, name = path.rstrip("/").rpartition("/")
     store = Store(folder or ("/" if path.startswith("/") else "."))
     return store, store.named(name) or linked(store, name)

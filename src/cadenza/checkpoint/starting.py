@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -279,5 +280,10 @@ def _read(path: str, reader: Reader) -> Loaded:
     if saved is None:
         found = [one.name for one in store.saved()]
         there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
+        if "://" not in path and os.path.isfile(os.path.join(path, "trainer_state.json")):
+            raise CheckpointError(
+                f"{path!r} is a checkpoint of transformers, which holds no run to continue. Load its weights with "
+                "from_pretrained, and start a new run with fit()."
+            )
         raise CheckpointError(f"there is no checkpoint at {path!r}: {there}. Give the path of a checkpoint, or resume='auto'.")
     return reader.read(store, saved)

@@ -14,7 +14,7 @@ from cadenza import Callback, Run, Trainer, load_weights, on
 from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Store
 from cadenza.compat.transformers import SavePretrained, trainer
-from cadenza.errors import CheckpointDamagedError, StateError
+from cadenza.errors import CheckpointDamagedError, CheckpointError, StateError
 from cadenza.loading import TensorBatches
 from cadenza.testing import tiny_trainer
 from tests.compat.transformers.parts import Texts, arguments, gpt2, tokenizer, transformers, weights
@@ -106,6 +106,12 @@ def test_their_callbacks_find_a_checkpoint_of_transformers(tmp_path: Path) -> No
     for saved in store.saved():
         store.verify(saved)  # what the callback wrote and deleted is not in the checkpoint
     assert (tmp_path / "checkpoints" / "last" / "pretrained" / "config.json").is_file()
+    again = trainer(gpt2(), args, Texts(), Texts(4))
+    resumed = again.fit(resume=tmp_path / "checkpoint-6")  # as resume_from_checkpoint of their trainer
+    assert [one.when.step for one in resumed.decisions if one.what == "resumed"] == [6]
+    (tmp_path / "checkpoint-1" / "trainer_state.json").touch()
+    with pytest.raises(CheckpointError, match=r"is a checkpoint of transformers, .*from_pretrained, and start a new run"):
+        again.fit(resume=tmp_path / "checkpoint-1")
 
 
 def test_a_changed_file_of_the_folder_is_a_damage_of_the_checkpoint(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from cadenza.checkpoint.finding import LINK
 from cadenza.engine.session import Session
-
-LINK = "cadenza"
-"""The name of the link to a checkpoint in the folder ``checkpoint-STEP`` that is made of it."""
 
 _CONFIGURATIONS = ("config.json", "adapter_config.json")
 
