@@ -76,6 +76,7 @@ def test_other_data_other_weights_and_another_rate_are_told_apart(clean: Path, t
     model = network()
     bits(model[4].weight.detach())[0] ^= 1  # type: ignore[operator]
     data = parted(clean, fingerprints(tmp_path / "data", add))
+    assert str(data) == "the runs part at step 3: the batch; 3 steps before it equal"
     start = parted(clean, fingerprints(tmp_path / "start", model=model))
     rate = parted(clean, fingerprints(tmp_path / "rate", faster))
     assert (data.step, data.kind) == (3, "batch")

@@ -269,6 +269,9 @@ def test_a_run_that_goes_on_names_its_steps_and_cannot_name_later_ones(tmp_path:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match=r"is not the directory of a run: expected a run\.json"):
         read_info(tmp_path)
+    tiny_trainer(directory=tmp_path / "none", callbacks=[on(Callback.on_fit_start)(lambda run: run.stop("at once"))]).fit()
+    with pytest.raises(ValueError, match=r"has no step 1: it ended before its first step\."):
+        read_info(tmp_path / "none").samples(1)
     run(tmp_path / "run", DataLoader(Numbers(12), batch_size=3), epochs=1)
     path = tmp_path / "run/run.json"
     facts = json.loads(path.read_text())

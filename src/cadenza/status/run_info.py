@@ -66,7 +66,8 @@ class RunInfo:
             raise TypeError(f"step must be a whole number, at least 1; got {step!r}")
         if step < 1 or (self.last_step is not None and step > self.last_step):
             most = "" if self.last_step is None else f" to {self.last_step}"
-            raise ValueError(f"the run has no step {step}: expected a step from 1{most}.")
+            steps = f"expected a step from 1{most}." if self.last_step != 0 else "it ended before its first step."
+            raise ValueError(f"the run has no step {step}: {steps}")
         if self.name_samples is None:
             raise ValueError(
                 "the samples are not known: run.json does not describe the data. An earlier version wrote it, or the loop of "
