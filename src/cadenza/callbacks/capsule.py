@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import traceback
 from collections import deque
 from collections.abc import MutableMapping, Sequence
@@ -27,7 +26,7 @@ from cadenza.errors import DistributedError, NonFiniteError, StateError, notes_o
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every
 from cadenza.loading.batches import tensors_in
-from cadenza.loading.rng import QuickState
+from cadenza.loading.rng import Parts, QuickState, quick_capture
 from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.finite import all_finite, first_not_finite
 from cadenza.records.arriving import ArrivingNumber
@@ -46,7 +45,7 @@ class _Step:
     def __init__(self, number: int, updates: int) -> None:
         self.number: int = number
         self.updates: int = updates
-        self.parts: list[tuple[Any, int, int, QuickState]] = []
+        self.parts: list[tuple[Any, int, int, Parts]] = []
         """Each batch, its epoch, its number in it, from 0, on this rank, and the RNG state before its forward pass."""
         self.losses: list[float | ArrivingNumber] = []
         self.not_loaded: tuple[int, int] | None = None
@@ -62,7 +61,7 @@ class _Step:
 
     @property
     def rng_states(self) -> list[QuickState]:
-        return [one[3] for one in self.parts]
+        return [QuickState(*one[3]) for one in self.parts]
 
 
 class Capsule(Callback):
@@ -143,7 +142,7 @@ class Capsule(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._statistics = Statistics(run.model)
         self._progress, self._position, self._state_of_step = run.progress, Progress.position_reader(), session_of(run).step
-        self._numpy, self._cuda = sys.modules.get("numpy"), torch.cuda.is_available()
+        self._rng_state = quick_capture(cuda=torch.cuda.is_available())
         if self.weights is not None:
             self._copy_weights(run)
 
@@ -151,8 +150,7 @@ class Capsule(Callback):
         # After a step the processor has forgotten this code and its data: each call and object costs a microsecond.
         epoch, done, number, _ = self._position(self._progress)
         step = self._step if self._step.number == done + 1 else self._begin(done + 1)
-        numpy = sys.modules.get("numpy") if self._numpy is None else self._numpy
-        step.parts.append((batch, epoch, number, QuickState(numpy, cuda=self._cuda)))
+        step.parts.append((batch, epoch, number, self._rng_state()))
 
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = outputs["loss"]

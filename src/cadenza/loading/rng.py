@@ -174,21 +174,41 @@ class HostState(NamedTuple):
             _NUMPY.restore(sys.modules["numpy"], self.numpy)
 
 
-class QuickState:
-    """The RNG state on the host and on the devices in use, in a form that is captured quickly, for every batch.
+Parts = tuple[Any, Tensor, Any, list[Tensor]]
+"""The arguments of `QuickState`."""
+
+
+def quick_capture(*, cuda: bool = True) -> Callable[[], Parts]:
+    """Return a function that returns the RNG state on the host and on the devices in use, as the arguments of a `QuickState`.
+
+    It is for every batch: it makes no object, and calls nothing that it can do without.
 
     Args:
-        numpy: ``sys.modules.get("numpy")``.
         cuda: Whether CUDA may be in use.
     """
+    python, of_torch, of_numpy, modules, nothing = (
+        _PYTHON.capture,
+        _TORCH.get_state,
+        _NUMPY.capture,
+        sys.modules,
+        list[Tensor](),
+    )
+
+    def capture() -> Parts:
+        numpy = modules.get("numpy")
+        states = torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else nothing
+        return python(), of_torch(), None if numpy is None else of_numpy(numpy), states
+
+    return capture
+
+
+class QuickState:
+    """The RNG state on the host and on the devices in use, in the form in which `quick_capture` captures it."""
 
     __slots__ = ("_cuda", "_numpy", "_python", "_torch")
 
-    def __init__(self, numpy: Any, *, cuda: bool = True) -> None:
-        self._python = _PYTHON.capture()
-        self._torch = _TORCH.get_state()
-        self._numpy = None if numpy is None else _NUMPY.capture(numpy)
-        self._cuda = torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else []
+    def __init__(self, python: Any, of_torch: Tensor, numpy: Any, cuda: list[Tensor]) -> None:
+        self._python, self._torch, self._numpy, self._cuda = python, of_torch, numpy, cuda
 
     def restore(self) -> None:
         """Set the generators to this state."""
