@@ -262,7 +262,10 @@ def load_model(session: Session, loaded: Loaded) -> None:
     extra = placed(session, loaded.state["model_extra"]) if whole else {}
     present = model.state_dict()
     kept = unchanged(left_out, present, loaded.name)
-    model.load_state_dict({**kept, **all_laid_out(loaded.model, present), **extra}, strict=whole)
+    result = model.load_state_dict({**kept, **all_laid_out(loaded.model, present), **extra}, strict=False)
+    missing = [*getattr(result, "unexpected_keys", ()), *(one for one in getattr(result, "missing_keys", ()) if one in present)]
+    if whole and missing:  # without what a state_dict of the model's own leaves out, such as frozen weights
+        raise CheckpointMismatchError(f"{loaded.name} does not fit the model, which did not load {', '.join(missing)}")
 
 
 def _load_optimizers(session: Session, state: Mapping[str, Any]) -> None:

@@ -265,3 +265,23 @@ def test_what_a_module_froze_and_unfroze_stays_so_in_a_run_that_continues(tmp_pa
         again, _ = native_run(Unfreezes, batches(20), resume=path, max_epochs=3, seed=1)
         assert again.losses == whole.losses[step:]
         assert torch.equal(weights(again), weights(whole))
+
+
+class LeavesOut(Regression):
+    """Leaves its frozen layer out of checkpoints, as one that loads a large pretrained part does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+        self.net[0].requires_grad_(False)
+
+    def state_dict(self, *arguments: Any, **keywords: Any) -> Any:
+        return {name: one for name, one in super().state_dict(*arguments, **keywords).items() if not name.startswith("net.0")}
+
+
+def test_a_module_may_leave_weights_out_of_its_checkpoints(tmp_path: Path) -> None:
+    whole = native(
+        LeavesOut, batches(20), max_epochs=2, directory=tmp_path, callbacks=[Checkpoint("3 steps", keep_last=9)], seed=1
+    )
+    again, _ = native_run(LeavesOut, batches(20), tmp_path / "checkpoints" / "step-00000003", max_epochs=2, seed=1)
+    assert again.losses == whole.losses[3:]
