@@ -351,7 +351,7 @@ class Flow:
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs that continues."""
         return {
-            "state": dataclasses.asdict(self.state),
+            "state": self.saves.within(dataclasses.asdict(self.state)),
             "control": self.control.state()["args"],
             "logs": self.logs.state_dict(),
         }
@@ -359,7 +359,7 @@ class Flow:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with what `state_dict` returned."""
         here = ("is_world_process_zero", "is_local_process_zero")
-        for name, value in state["state"].items():
+        for name, value in self.saves.placed(state["state"]).items():
             if hasattr(self.state, name) and name not in here:
                 setattr(self.state, name, value)
         for name, value in state["control"].items():

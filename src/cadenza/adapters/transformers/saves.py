@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,20 @@ class Saves:
             path = self.session.driver.broadcast(path)
         state.best_model_checkpoint = path or state.best_model_checkpoint
 
+    def within(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a ``TrainerState`` for a checkpoint: the best path is relative to the run, which may move."""
+        path, directory = state["best_model_checkpoint"], self.session.directory
+        if path is not None and directory is not None and Path(path).is_relative_to(directory):
+            path = Path(path).relative_to(directory).as_posix()
+        return {**state, "best_model_checkpoint": path}
+
+    def placed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `within` was given, in the present directory of the run."""
+        path, directory = state["best_model_checkpoint"], self.session.directory
+        if path is not None and directory is not None and "://" not in path:
+            path = str(directory / path)
+        return {**state, "best_model_checkpoint": path}
+
     def _path(self, step: int) -> str | None:
         names = [one.data["checkpoint"] for one in self.session.decisions if one.what == "saved" and one.data["step"] == step]
         savers: list[Any] = [one for one in self.session.savers if hasattr(one, "store")]
@@ -81,7 +96,7 @@ class Saves:
         pretrained = _pretrained(Path(path))
         if folder is None or "://" in folder:
             return path if pretrained is None else str(pretrained)
-        root = Path(folder)
+        root = Path(folder).absolute()
         root.mkdir(parents=True, exist_ok=True)
         _remove_old(root)
         shown = root / f"checkpoint-{step}"
