@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from cadenza import Callback, on
 from cadenza.loading import TensorBatches, resumable
 from cadenza.loading.host_streams import NumpyStream, PythonStream
-from cadenza.loading.rng import RNGState, isolated_rng, preserve_rng_state, seed_all
+from cadenza.loading.rng import QuickState, RNGState, isolated_rng, preserve_rng_state, quick_capture, seed_all
 from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
@@ -134,6 +134,26 @@ def test_the_memory_of_pythons_generator_holds_its_state() -> None:
         assert random.getstate() == seeded
         stream.restore(captured)
         assert random.getstate() == expected
+
+
+def test_a_state_that_is_captured_quickly_is_that_of_the_generators_whatever_was_drawn() -> None:
+    draw, capture = random.Random(5), quick_capture(cuda=False)
+    acts: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: [random.random() for _ in range(312)],  # all numbers of the generator: the index comes again
+        lambda: random.gauss(0, 1),
+        lambda: numpy.random.rand(312),
+        lambda: numpy.random.randn(),
+        lambda: torch.rand(3),
+        lambda: seed_all(draw.randrange(3)),
+        lambda: random.seed(draw.randrange(3)),
+        lambda: numpy.random.seed(draw.randrange(3)),
+    ]
+    for _ in range(400):
+        draw.choice(acts)()
+        expected, captured = RNGState.capture().to_plain(), QuickState(*capture())
+        random.random(), numpy.random.randn(), torch.rand(1)
+        assert first_difference(captured.to_plain(), expected) is None
 
 
 def test_a_generator_of_another_class_is_read_as_python_offers(monkeypatch: pytest.MonkeyPatch) -> None:

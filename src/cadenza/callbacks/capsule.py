@@ -143,13 +143,11 @@ class Capsule(Callback):
         self._statistics = Statistics(run.model)
         self._progress, self._position, self._state_of_step = run.progress, Progress.position_reader(), session_of(run).step
         self._rng_state = quick_capture(cuda=torch.cuda.is_available())
-        if self.weights is not None:
-            self._copy_weights(run)
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
         # After a step the processor has forgotten this code and its data: each call and object costs a microsecond.
         epoch, done, number, _ = self._position(self._progress)
-        step = self._step if self._step.number == done + 1 else self._begin(done + 1)
+        step = self._step if self._step.number == done + 1 else self._begin(run, done + 1)
         step.parts.append((batch, epoch, number, self._rng_state()))
 
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
@@ -169,18 +167,12 @@ class Capsule(Callback):
         if self._losses or self._seen is not None:
             self._judge(run)
 
-    def on_step_end(self, run: Run) -> None:
-        if self._losses or self._seen is not None:  # all batches were skipped, so there was no update
-            self._judge(run)
-        if self.weights is not None and run.progress.step % self.weights == 0:
-            self._copy_weights(run)
-
     def on_exception(self, run: Run, error: BaseException) -> None:
         if not isinstance(error, Exception) or isinstance(error, DistributedError):
             return
         number, step = run.progress.step + 1, self._step
         if raised_by_loader(error):
-            step = step if step.number == number else self._begin(number)
+            step = step if step.number == number else self._begin(run, number)
             step.not_loaded = run.progress.epoch, run.progress.batch_in_epoch
         elif step.number != number or step.batches[-1] is not run.batch:
             return  # between two steps, such as in an evaluation; or a hook before this one ended the step
@@ -188,6 +180,7 @@ class Capsule(Callback):
         self._write(run, "exception", f"{type(error).__name__}: {first_line}", error)
 
     def on_fit_end(self, run: Run) -> None:
+        self._judge_skipped(run)
         session = session_of(run)
         if session.sync.together and run.outcome is not None and run.outcome.kind != "failed":
             for rank, written in enumerate(run.driver.gather(self._written)):
@@ -198,7 +191,10 @@ class Capsule(Callback):
         self._steps.clear()
         self._losses = []
 
-    def _begin(self, number: int) -> _Step:
+    def _begin(self, run: Run, number: int) -> _Step:
+        self._judge_skipped(run)
+        if self.weights is not None and (not self._steps or (number - 1) % self.weights == 0):
+            self._copy_weights(run)
         self._statistics.keep()
         self._step = step = _Step(number, self._state_of_step.updates)
         self._steps.append(step)
@@ -210,6 +206,11 @@ class Capsule(Callback):
         if not any(is_sharded(one) for one in model.parameters()):
             weights = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
             self._copies.append((run.progress.step, {name: one.detach().to("cpu", copy=True) for name, one in weights.items()}))
+
+    def _judge_skipped(self, run: Run) -> None:
+        """Judge the losses of the last step, if all its batches were skipped, so there was no update."""
+        if self._losses or self._seen is not None:
+            self._judge(run)
 
     def _judge(self, run: Run) -> None:
         seen, losses = self._seen, self._losses

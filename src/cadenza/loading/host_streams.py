@@ -12,10 +12,13 @@ import ctypes
 import random
 import struct
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _Twister: Any = random.Random.__mro__[1]  # the base class in C
 _SIZE = 624 * 4 + 4  # bytes of a Mersenne twister: its numbers, and the index of the next one
+_NEAR = 64  # bytes of the index and of the numbers beside it
 
 
 class PythonStream:
@@ -28,6 +31,25 @@ class PythonStream:
     def capture(self) -> Any:
         """Return the state, for `restore`."""
         return random.getstate() if self._memory is None else (self._memory.raw, self._generator.gauss_next)
+
+    def capturing(self) -> Callable[[], Any]:
+        """Return a function that does what `capture` does. If nothing was drawn, it reads 64 bytes and returns the same object.
+
+        A draw changes the index, and the numbers beside it change before an index comes again.
+        """
+        if self._memory is None:
+            return random.getstate
+        memory, generator, seen, state = self._memory, self._generator, b"", (b"", None)
+        near = (ctypes.c_char * _NEAR).from_buffer(memory)  # the index is the first
+
+        def capture() -> Any:
+            nonlocal seen, state
+            now, gauss = near.raw, generator.gauss_next
+            if now != seen or gauss is not state[1]:
+                seen, state = now, (memory.raw, gauss)
+            return state
+
+        return capture
 
     def seed(self, seed: int) -> None:
         """Seed the generator, as ``random.seed(seed)`` does."""
@@ -79,6 +101,25 @@ class NumpyStream:
                 return state
             self._whole = seen
         return self._whole
+
+    def capturing(self, numpy: Any) -> Callable[[], Any]:
+        """Return a function that does what `capture` does. If nothing was drawn, it reads 64 bytes only."""
+        memory = self._found(numpy)
+        if memory is None:
+            return partial(self.capture, numpy)
+        current, generator, seen, state = self._current, self._generator, b"", b""
+        near = (ctypes.c_char * _NEAR).from_buffer(memory, _SIZE - _NEAR)  # the index is the last
+
+        def capture() -> Any:
+            nonlocal seen, state
+            now = near.raw
+            if now == seen and current() is generator:
+                return state
+            captured = self.capture(numpy)
+            seen, state = (now, captured) if isinstance(captured, bytes) and current() is generator else (b"", b"")
+            return captured
+
+        return capture
 
     def seed(self, numpy: Any, seed: int) -> None:
         """Seed the generator."""

@@ -186,20 +186,20 @@ def quick_capture(*, cuda: bool = True) -> Callable[[], Parts]:
     Args:
         cuda: Whether CUDA may be in use.
     """
-    python, of_torch, of_numpy, modules, nothing = (
-        _PYTHON.capture,
-        _TORCH.get_state,
-        _NUMPY.capture,
-        sys.modules,
-        list[Tensor](),
-    )
+    python, of_torch, numpy = _PYTHON.capturing(), _TORCH.get_state, sys.modules.get("numpy")
+    of_numpy = _captured_numpy if numpy is None else _NUMPY.capturing(numpy)
+    nothing: list[Tensor] = []
 
     def capture() -> Parts:
-        numpy = modules.get("numpy")
         states = torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else nothing
-        return python(), of_torch(), None if numpy is None else of_numpy(numpy), states
+        return python(), of_torch(), of_numpy(), states
 
     return capture
+
+
+def _captured_numpy() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else _NUMPY.capture(numpy)
 
 
 class QuickState:
