@@ -352,9 +352,10 @@ class Trainer(Fitting):
     ) -> T:
         """Return the result of `evaluate` or `predict` outside of a fit, with the weights that were chosen."""
         chosen = Choice(act.__name__, which, weights, self.directory, self._elsewhere)
-        session = self._new_session(training=False)
-        chosen.optimizers = lambda: made(self.optimizer, session.model, own_step=self.step_fn is not None)
-        return evaluating.alone(chosen.during(act), session, evaluation)
+        with self.driver.entering(f"in {act.__name__}"):
+            session = self._new_session(training=False)
+            chosen.optimizers = lambda: made(self.optimizer, session.model, own_step=self.step_fn is not None)
+            return evaluating.alone(chosen.during(act), session, evaluation)
 
     def _hooks(self) -> Hooks:
         self.callbacks: list[BaseCallback] = adapted_list(self.callbacks)  # with those of other systems that were added to it

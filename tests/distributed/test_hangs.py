@@ -77,3 +77,23 @@ def test_a_rank_that_waits_for_its_data_is_named_with_the_line_of_the_data_set(m
     monkeypatch.setattr(posts, "EVERY_S", 0.1)
     for text in launch(fit):
         assert "rank 1 did not reach step 2 within 2 s; last seen at step 1 in the training loader (test_hangs.py:" in text
+
+
+@pytest.mark.parametrize("alone", ["fit", "evaluate"])
+def test_a_rank_that_does_not_come_to_the_start_of_a_run_or_to_an_evaluation_is_named(alone: str) -> None:
+    def call() -> str:
+        one = trainer(driver=DdpDriver("cpu", timeout_s=2), max_epochs=1)
+        if alone == "evaluate":
+            one.fit()
+        if rank() == 1:
+            time.sleep(3)
+            return ""
+        with pytest.raises(DistributedError) as caught:
+            one.fit() if alone == "fit" else one.evaluate(loader())
+        return str(caught.value)
+
+    where = {"fit": "at the start of a run", "evaluate": "in evaluate"}[alone]
+    said, _ = launch(call)
+    assert said.startswith(
+        f"rank 0 waited 2 s {where}, and rank 1 did not come. Every rank must call Trainer, fit, evaluate and"
+    )

@@ -252,6 +252,14 @@ class Driver(ABC):
         """
         return nullcontext()
 
+    def entering(self, where: str) -> AbstractContextManager[None]:
+        """Return a context in which a wait without an end names the ranks that did not come. Every rank must call this.
+
+        Args:
+            where: The part of the script, such as ``"in evaluate"``.
+        """
+        return nullcontext()
+
     def first_error(self, error: BaseException) -> BaseException:
         """Send the error that ends this rank to the other ranks. Return it, or the error of the rank that caused it."""
         return error

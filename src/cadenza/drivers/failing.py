@@ -11,6 +11,7 @@ from torch import distributed as dist
 from cadenza.drivers.posts import Posts, culprit, within
 from cadenza.errors import DistributedError, add_note, notes_of
 
+_ENTERED = "cadenza/entered/{}"  # the key of a rank
 _TELLS_S = 1.0  # a rank that fails posts its error before it ends, and this is how long the others wait for it
 
 
@@ -54,6 +55,36 @@ class Failure:
         if (note := self._unknown(waited_s)) not in notes_of(error):
             add_note(error, note)
         return error
+
+    def enter(self, more: int = 1) -> int:
+        """Count that this rank enters a part of the script in which all ranks take part; return how many it has entered."""
+        try:
+            return int(_store().add(_ENTERED.format(self._rank), more))
+        except (RuntimeError, ValueError):  # a backend without a store
+            return 0
+
+    def absent(self, error: RuntimeError, where: str, number: int, ranks: int) -> DistributedError | None:
+        """Return an error that names the ranks that did not enter a part of the script; None if it is no loss of contact.
+
+        Args:
+            error: The error that was raised in this part.
+            where: The part, such as ``"in evaluate"``.
+            number: The result of `enter` for it.
+            ranks: The number of ranks.
+        """
+        if isinstance(error, DistributedError) or not _is_lost_contact(error):
+            return None
+        waited_s, keys = self._waited(error), [_ENTERED.format(rank) for rank in range(ranks)]
+        found = within(10, lambda: [int(one) for one in _store().multi_get(keys)]) or []
+        missing = [rank for rank, entered in enumerate(found) if entered < number]
+        if not missing:
+            return DistributedError(self._unknown(waited_s))
+        began = "lost contact" if waited_s is None else f"waited {waited_s:g} s"
+        names = ", ".join(f"rank {rank}" for rank in missing[:4]) + (", ..." if len(missing) > 4 else "")
+        return DistributedError(
+            f"rank {self._rank} {began} {where}, and {names} did not come. Every rank must call Trainer, fit, evaluate and "
+            "predict, in the same order: not inside of `if rank == 0`. If a rank is slow, set DdpDriver(timeout_s=...)."
+        )
 
     def _waited(self, error: BaseException) -> float | None:
         """Return how long this rank waited; None if the contact was lost."""

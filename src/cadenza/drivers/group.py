@@ -80,6 +80,7 @@ class GroupDriver(Driver):
         self.to_device: Mover = Mover(self.device)
         self._number, self._run = self._count(), 0
         self._failure = Failure(self.rank, timeout_s, None if at is None else at.hosted)
+        self._failure.enter(0)
 
     def _count(self) -> int:
         """Return the number of drivers that this rank has made in the process group: the same on all ranks."""
@@ -256,6 +257,16 @@ class GroupDriver(Driver):
     def _failed(self) -> str:
         """The key of the error with which a rank ended the run."""
         return f"cadenza/failed/{self._number}/{self._run}"
+
+    @contextmanager
+    def entering(self, where: str) -> Iterator[None]:
+        number = self._failure.enter()
+        try:
+            yield
+        except RuntimeError as error:
+            if (told := self._failure.absent(error, where, number, self.world_size)) is None:
+                raise
+            raise told from error
 
     def first_error(self, error: BaseException) -> BaseException:
         return self._failure.first_error(error, self._failed)

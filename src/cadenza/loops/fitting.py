@@ -107,8 +107,9 @@ class Fitting(Recipe):
     ) -> Generator[Any, Any, GoBack | None]:
         """Carry out a run to its end, or until it goes back to a checkpoint. Return the request to go back."""
         with ExitStack() as ending:
-            files = self._opened_files(ending, resume=bool(resume))
-            session, start, over = self._new_fit(files, resume, replay, given, own_loop=hand is not None)
+            with self.driver.entering("at the start of a run"):
+                files = self._opened_files(ending, resume=bool(resume))
+                session, start, over = self._new_fit(files, resume, replay, given, own_loop=hand is not None)
             self._run = session.run
             if session.rank_log is not None:
                 ending.callback(session.rank_log.settle, ends=True)
