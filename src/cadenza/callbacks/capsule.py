@@ -180,7 +180,8 @@ class Capsule(Callback):
         self._write(run, "exception", f"{type(error).__name__}: {first_line}", error)
 
     def on_fit_end(self, run: Run) -> None:
-        self._judge_skipped(run)
+        if self._losses or self._seen is not None:
+            self._judge(run)
         session = session_of(run)
         if session.sync.together and run.outcome is not None and run.outcome.kind != "failed":
             for rank, written in enumerate(run.driver.gather(self._written)):
@@ -192,7 +193,8 @@ class Capsule(Callback):
         self._losses = []
 
     def _begin(self, run: Run, number: int) -> _Step:
-        self._judge_skipped(run)
+        if self._losses or self._seen is not None:  # all batches of the step before were skipped, so there was no update
+            self._judge(run)
         if self.weights is not None and (not self._steps or (number - 1) % self.weights == 0):
             self._copy_weights(run)
         self._statistics.keep()
@@ -206,11 +208,6 @@ class Capsule(Callback):
         if not any(is_sharded(one) for one in model.parameters()):
             weights = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
             self._copies.append((run.progress.step, {name: one.detach().to("cpu", copy=True) for name, one in weights.items()}))
-
-    def _judge_skipped(self, run: Run) -> None:
-        """Judge the losses of the last step, if all its batches were skipped, so there was no update."""
-        if self._losses or self._seen is not None:
-            self._judge(run)
 
     def _judge(self, run: Run) -> None:
         seen, losses = self._seen, self._losses

@@ -44,8 +44,9 @@ class Statistics:
         """Copy the present values."""
         for copy, buffer in self._bytes:
             copy[:] = buffer
-        for copies, buffers in self._lists.values():
-            torch._foreach_copy_(copies, buffers)
+        if self._lists:
+            for copies, buffers in self._lists.values():
+                torch._foreach_copy_(copies, buffers)
 
     def restore(self) -> None:
         """Set the buffers to the values of the last `keep`."""
