@@ -29,7 +29,7 @@ from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import Parts, QuickState, quick_capture
 from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.finite import all_finite, first_not_finite
-from cadenza.records.arriving import ArrivingNumber
+from cadenza.records.arriving import ArrivingNumber, arriving
 from cadenza.status.decisions import decide
 from cadenza.status.progress import Progress
 
@@ -153,7 +153,7 @@ class Capsule(Callback):
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = outputs["loss"]
         if isinstance(loss, Tensor):
-            number = loss.item() if loss.is_cpu else ArrivingNumber(loss)
+            number = arriving(loss)
             self._step.losses.append(number)
             values: Any = outputs  # a dict, which need not look for derived outputs
             weight = dict.get(values, "weight")
