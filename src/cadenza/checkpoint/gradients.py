@@ -19,6 +19,12 @@ def left(session: Session) -> dict[int, Tensor]:
     return {i: p.grad for i, p in enumerate(parameters_of(session.optimizers)) if p.grad is not None}
 
 
+def of_the_run(session: Session) -> dict[str, Any]:
+    """Return the gradients of the main process, and what scales gradients."""
+    scaled = {"precision": session.precision.state_dict(), "weight_unit": session.step.weight_unit}
+    return {"gradients": left(session), **scaled}
+
+
 def of_the_rank(session: Session) -> dict[str, Any]:
     """Return the part of the state of this rank that holds its gradients, if each rank has its own: in an attached loop.
 

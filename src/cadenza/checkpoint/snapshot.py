@@ -133,7 +133,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in session.optimizers],
         "outside": session.extra_parameters.state_dict(),
-        **_of_gradients(session),
+        **gradients.of_the_run(session),
         "switched": session.module_flags.changed(),
         "data_seed": session.data_seed,
         "course": session.cursor.course.to_plain(),
@@ -152,12 +152,6 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
     snapshot = Snapshot(reason, tensors, state, {}, exact, None if main or not session.sync.together else own, main)
     session.hooks.on_save(session.run, snapshot)
     return snapshot
-
-
-def _of_gradients(session: Session) -> dict[str, Any]:
-    """Return the gradients that no update has used yet, and what scales gradients."""
-    scaled = {"precision": session.precision.state_dict(), "weight_unit": session.step.weight_unit}
-    return {"gradients": gradients.left(session), **scaled}
 
 
 def _states_of_callbacks(session: Session, *, each_rank: bool) -> dict[str, Any]:
