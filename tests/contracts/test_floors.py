@@ -41,19 +41,26 @@ def modules() -> dict[str, Path]:
     return named
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield all nodes except those below ``if TYPE_CHECKING``."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from at_run_time(node)
+    todo = [tree]
+    while todo:
+        for node in ast.iter_child_nodes(todo.pop()):
+            if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+                yield node
+                todo.append(node)
 
 
+@cache
 def imported_by(path: Path) -> set[str]:
     """Return the full names of what a module imports at run time, inside of functions too."""
     names: set[str] = set()
-    for node in at_run_time(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in at_run_time(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -65,7 +72,7 @@ def imported_by(path: Path) -> set[str]:
 @cache
 def named_by(path: Path) -> set[str]:
     """Return what a module imports anywhere: in functions and for types, too; but not `Run`, which any floor may name."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom)]
     names = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
     return {one for name in names - {"cadenza.run.Run"} if (one := inside(name))} | {
         one for name in imported_by(path) if (one := inside(name))
@@ -175,7 +182,7 @@ def lines_of(function: ast.FunctionDef) -> int:
 
 
 def test_no_function_of_the_package_has_more_than_40_lines() -> None:
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules().items()}
+    trees = {name: parsed(path) for name, path in modules().items()}
     functions = {
         f"{name}.{node.name}": lines_of(node)
         for name, tree in trees.items()
