@@ -33,6 +33,7 @@ def machine() -> str:
     heap = ", ".join(
         f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("MALLOC_", "GLIBC_TUN"))
     )
+    heap = heap or "the default settings of the memory allocator"
     return f"{os.cpu_count()} cores ({platform.machine()}), {platform.system()}, Python {python}, one thread, {heap}"
 
 
