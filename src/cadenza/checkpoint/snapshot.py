@@ -220,9 +220,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
 def restore_own(session: Session, loaded: Loaded) -> None:
     """Restore what a loop of the user's own keeps on this rank, for a run that is over."""
     own = loaded.by_rank[min(session.driver.rank, len(loaded.by_rank) - 1)]
-    for name, state in own.get("callbacks of the rank", {}).items():
-        if name in session.hooks.callbacks:
-            session.hooks.callbacks[name].load_state_dict(placed(session, state))
+    _load_states(session, placed(session, own.get("callbacks of the rank", {})))
 
 
 def check_whole(loaded: Loaded) -> None:
@@ -391,7 +389,12 @@ def _restore_callbacks(session: Session, state: Mapping[str, Any], strict: bool)
         if strict:
             raise CheckpointMismatchError(f"{text}. Give the same callbacks under the same names, or strict=False.")
         session.warn(text)
-    for name, saved in states.items():
-        if name in callbacks:
-            callbacks[name].load_state_dict(saved)
+    _load_states(session, states)
     restore_kept(session.hooks, state.get("schedules", {}), session.progress)
+
+
+def _load_states(session: Session, states: Mapping[str, Any]) -> None:
+    """Restore the callbacks of the list that have a state, by name."""
+    for name, saved in states.items():
+        if name in session.hooks.callbacks:
+            session.hooks.callbacks[name].load_state_dict(saved)

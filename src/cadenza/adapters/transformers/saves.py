@@ -44,18 +44,17 @@ class Saves:
         step, self.pending = self.pending, None
         if step is None:
             return False
-        path, several = self._path(step), self.session.sync.together and self.session.driver.world_size > 1
+        path = self._path(step)
         if path is not None and "://" not in path and self.session.is_main:
             path = self._shown(path, folder, step)
-        if several:
-            path = self.session.driver.broadcast(path)
+        path = self._of_main(path)
         if path is None:
             return False
         self.paths[step] = path
         state.best_model_checkpoint = self.paths.get(state.best_global_step, state.best_model_checkpoint)
         if self.session.is_main and folder is not None and _is_ours(shown := Path(folder) / f"checkpoint-{step}"):
             state.save_to_json(str(shown / "trainer_state.json"))
-        if several:
+        if self._several:
             self.session.driver.barrier()  # the other ranks go on when the folder is there
         return True
 
@@ -67,9 +66,7 @@ class Saves:
         path = self._path(step) if self.session.is_main else None
         if path is not None and "://" not in path:
             path = str(_pretrained(Path(path)) or path) if Path(path).is_dir() else None
-        if self.session.sync.together and self.session.driver.world_size > 1:
-            path = self.session.driver.broadcast(path)
-        state.best_model_checkpoint = path or state.best_model_checkpoint
+        state.best_model_checkpoint = self._of_main(path) or state.best_model_checkpoint
 
     def within(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a ``TrainerState`` for a checkpoint: the best path is relative to the run, which may move."""
@@ -84,6 +81,16 @@ class Saves:
         if path is not None and directory is not None and "://" not in path:
             path = str(directory / path)
         return {**state, "best_model_checkpoint": path}
+
+    @property
+    def _several(self) -> bool:
+        """Whether all of several ranks are here."""
+        return self.session.sync.together and self.session.driver.world_size > 1
+
+    def _of_main(self, path: str | None) -> str | None:
+        """Return the path that the main process knows."""
+        given: str | None = self.session.driver.broadcast(path) if self._several else path
+        return given
 
     def _path(self, step: int) -> str | None:
         names = [one.data["checkpoint"] for one in self.session.decisions if one.what == "saved" and one.data["step"] == step]
