@@ -1,16 +1,19 @@
-"""What `Capsule` costs steps of about 2.5 and 5 ms: steps with and without it in turn, in one run.
+"""What `Capsule` costs steps of about 2.5 and 5 ms: blocks of 20 steps with and without it in turn, in one run.
 
-    python benchmarks/capsule.py [--steps 2000] [--widths 320 512]
+    python benchmarks/capsule.py [--steps 12000] [--widths 320 512] [--dropout 0.1]
 
-In every second step the hooks of `Capsule` return at once. The steps of both kinds are compared by their medians, their tenth
-percentiles, and the mean of the paired differences between the quartiles. On a busy machine these differ by more than the
-cost, so the time inside of the hooks is measured too: medians and tenth percentiles of each hook, added up. One thread.
+In two of three blocks the hooks of `Capsule` return at once: what differs between them is noise. The order is random. The first
+steps of a block are not measured, since what ran in the block before is in the caches of the processor. Blocks are compared by
+the median of their steps, within each turn of three: printed are the mean of the differences between their quartiles, and its
+standard error. The time inside of the hooks is measured in a run of its own, as the mean without the slowest 1 %, since some
+steps do more than others. One thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import random
 import statistics
 import tempfile
 import time
@@ -23,35 +26,45 @@ from torch import nn
 from cadenza import Callback, Listener, Run, Trainer, supervised
 from cadenza.callbacks import Capsule
 
-WARM = 20  # steps that are not measured
+BLOCK = 20  # steps
+SETTLING = 3  # the first steps of a block, which are not measured
 OUTSIDE = ("on_setup", "on_fit_start", "on_exception", "on_fit_end")
+GROUPS = ("without", "without, again", "with")
 
 
-class EverySecond(Capsule):
-    """A capsule that works in odd steps only, and takes the time of its hooks."""
+class InSomeSteps(Capsule):
+    """A capsule that works in the steps of the last group only.
 
-    def __init__(self) -> None:
+    Args:
+        groups: The group of each step.
+        timed: Whether to take the time of its hooks.
+    """
+
+    def __init__(self, groups: Sequence[int], *, timed: bool) -> None:
         super().__init__()
         self.times: dict[str, list[float]] = {}
+        self._groups, self._timed = groups, timed
 
     def listeners(self) -> list[Listener]:
         own = super().listeners()
         for one in own:
-            name = one.moment.__name__
-            if name not in OUTSIDE:
-                times = self.times.setdefault(name, [])
-                one.function = _in_odd_steps(one.function, times, ended=name == "on_step_end")
+            if one.moment.__name__ not in OUTSIDE:
+                one.function = self._in_some_steps(one.function, self.times.setdefault(one.moment.__name__, []))
         return own
 
+    def _in_some_steps(self, function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+        groups, timed = self._groups, self._timed
 
-def _in_odd_steps(function: Callable[..., Any], times: list[float], *, ended: bool) -> Callable[..., Any]:
-    def call(run: Run, *values: Any) -> None:
-        if (run.progress.step - ended) % 2 == 0:
-            begin = time.perf_counter()
-            function(run, *values)
-            times.append(time.perf_counter() - begin)
+        def call(run: Run, *values: Any) -> None:
+            if groups[run.progress.step] == 2:
+                if timed:
+                    begin = time.perf_counter()
+                    function(run, *values)
+                    times.append(time.perf_counter() - begin)
+                else:
+                    function(run, *values)
 
-    return call
+        return call
 
 
 class Clock(Callback):
@@ -63,57 +76,68 @@ class Clock(Callback):
 
     def on_step_end(self, run: Run) -> None:
         now = time.perf_counter()
-        if run.progress.step > WARM:
-            self.times.append(now - self._last)
+        self.times.append(now - self._last)
         self._last = now
 
 
-def step_times(steps: int, width: int, batch_size: int) -> tuple[list[float], list[float], dict[str, list[float]]]:
-    """Train, and return the seconds of the steps with a capsule, of those without, and of each hook."""
+def trained(
+    given: argparse.Namespace, width: int, steps: int, *, timed: bool
+) -> tuple[list[list[float]], dict[str, list[float]]]:
+    """Train, and return the medians of the blocks of each group, and the times of each hook, in seconds."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width))
-    data = [(torch.randn(batch_size, width), torch.randn(batch_size, width)) for _ in range(8)]
-    clock, capsule = Clock(), EverySecond()
+    drops = [nn.Dropout(given.dropout)] if given.dropout else []
+    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), *drops, nn.Linear(width, width))
+    data = [(torch.randn(given.batch_size, width), torch.randn(given.batch_size, width)) for _ in range(8)]
+    draw, turns = random.Random(0), steps // BLOCK // len(GROUPS) + 1
+    order = [group for _ in range(turns) for group in draw.sample(range(len(GROUPS)), len(GROUPS))]
+    clock, capsule = Clock(), InSomeSteps([group for group in order for _ in range(BLOCK)], timed=timed)
     with tempfile.TemporaryDirectory() as directory:
         Trainer(
             model,
             lambda parameters: torch.optim.AdamW(parameters, 1e-4),
             data,
             supervised(nn.MSELoss()),
-            max_steps=steps + WARM,
+            max_steps=len(order) * BLOCK,
             directory=directory,
             callbacks=[capsule, clock],
             device="cpu",
             progress=False,
         ).fit()
-    return clock.times[0::2], clock.times[1::2], {name: times[WARM:] for name, times in capsule.times.items()}
+    blocks: list[list[float]] = [[] for _ in GROUPS]
+    for number, group in enumerate(order):
+        if number >= len(GROUPS):  # the first turn warms up
+            blocks[group].append(statistics.median(clock.times[number * BLOCK + SETTLING : (number + 1) * BLOCK]))
+    return blocks, capsule.times
 
 
-def tenth(times: Sequence[float]) -> float:
-    """Return the tenth percentile."""
-    return sorted(times)[len(times) // 10]
+def difference(group: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of the differences between their quartiles, and its standard error, in microseconds."""
+    ordered = sorted((one - two) * 1e6 for one, two in zip(group, other, strict=True))
+    middle = ordered[len(ordered) // 4 : len(ordered) * 3 // 4]
+    spread = (middle[-1] - middle[0]) / 1.35  # of normally distributed differences; the mean of the middle half has 1.09 of it
+    return statistics.fmean(middle), 1.09 * spread / len(ordered) ** 0.5
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=12000)
     parser.add_argument("--widths", type=int, nargs="+", default=[320, 512])
     parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--dropout", type=float, default=0.0, help="a model that draws from torch's generator in each step")
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     for width in given.widths:
-        with_it, without, hooks = step_times(given.steps, width, given.batch_size)
-        differences = sorted(one - other for one, other in zip(with_it, without, strict=True))
-        quarter = len(differences) // 4
-        typical = statistics.fmean(differences[quarter:-quarter])
-        usual, best = sum(map(statistics.median, hooks.values())), sum(map(tenth, hooks.values()))
-        print(f"a step takes {statistics.median(without) * 1000:.2f} ms in the median, {tenth(without) * 1000:.2f} ms at best")
-        print(f"  with / without: medians {statistics.median(with_it) / statistics.median(without):.4f}", end=", ")
-        print(f"tenth percentiles {tenth(with_it) / tenth(without):.4f}, paired differences {typical * 1e6:.0f} us")
-        print(f"  in the hooks: {usual * 1e6:.0f} us, {usual / statistics.median(without):.2%} of a step", end="; ")
-        print(f"at best {best * 1e6:.0f} us, {best / tenth(without):.2%}")
+        (first, *others), _ = trained(given, width, given.steps, timed=False)
+        step = statistics.median(first) * 1e6
+        print(f"a step takes {step / 1000:.2f} ms")
+        for name, group in zip(GROUPS[1:], others, strict=True):
+            typical, error = difference(group, first)
+            print(f"  {name:14s} {typical:+4.0f} us, {typical / step:+.2%}, standard error {error:.0f} us")
+        _, hooks = trained(given, width, given.steps // 4, timed=True)
+        inside = sum(statistics.fmean(sorted(times[BLOCK:])[: len(times) * 99 // 100]) for times in hooks.values() if times)
+        print(f"  in the hooks   {inside * 1e6:4.0f} us, {inside * 1e6 / step:6.2%}")
 
 
 if __name__ == "__main__":

@@ -144,16 +144,49 @@ def test_a_state_that_is_captured_quickly_is_that_of_the_generators_whatever_was
         lambda: random.gauss(0, 1),
         lambda: numpy.random.rand(312),
         lambda: numpy.random.randn(),
-        lambda: torch.rand(3),
+        lambda: torch.rand(draw.choice((3, 624))),
+        lambda: torch.randn(1),  # the other half of a pair waits
+        lambda: torch.normal(0.0, torch.ones(1)),
+        lambda: torch.manual_seed(draw.randrange(3)),
+        lambda: torch.set_rng_state(state_of_torch),
         lambda: seed_all(draw.randrange(3)),
         lambda: random.seed(draw.randrange(3)),
         lambda: numpy.random.seed(draw.randrange(3)),
     ]
-    for _ in range(400):
+    torch.randn(1)
+    state_of_torch = torch.get_rng_state()
+    for _ in range(600):
         draw.choice(acts)()
         expected, captured = RNGState.capture().to_plain(), QuickState(*capture())
         random.random(), numpy.random.randn(), torch.rand(1)
         assert first_difference(captured.to_plain(), expected) is None
+
+
+def test_the_state_of_generators_that_did_not_draw_is_not_read_again() -> None:
+    seed_all(3)  # no half of a pair waits
+    capture = quick_capture(cuda=False)
+    first, _ = capture()
+    assert capture()[0] is first
+    torch.rand(1)
+    second, _ = capture()
+    assert [one is other for one, other in zip(first, second, strict=True)] == [True, True, False]
+    random.random()
+    third, _ = capture()
+    assert [one is other for one, other in zip(second, third, strict=True)] == [False, True, True]
+
+
+def test_another_generator_of_numpy_is_noticed() -> None:
+    of_numpy: Any = numpy.random
+    capture, own, set_generator = quick_capture(cuda=False), of_numpy.get_bit_generator(), of_numpy.set_bit_generator
+    try:
+        for bits in (numpy.random.MT19937(3), own):
+            set_generator(bits)
+            captured = QuickState(*capture())
+            drawn = numpy.random.rand()
+            captured.restore()
+            assert numpy.random.rand() == drawn
+    finally:
+        set_generator(own)
 
 
 def test_a_generator_of_another_class_is_read_as_python_offers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.finite import all_finite, first_not_finite
 from cadenza.records.arriving import ArrivingNumber, arriving
 from cadenza.status.decisions import decide
-from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -141,14 +140,15 @@ class Capsule(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._statistics = Statistics(run.model)
-        self._progress, self._position, self._state_of_step = run.progress, Progress.position_reader(), session_of(run).step
+        self._progress, self._state_of_step = run.progress, session_of(run).step
         self._rng_state = quick_capture(cuda=torch.cuda.is_available())
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
         # After a step the processor has forgotten this code and its data: each call and object costs a microsecond.
-        epoch, done, number, _ = self._position(self._progress)
-        step = self._step if self._step.number == done + 1 else self._begin(run, done + 1)
-        step.parts.append((batch, epoch, number, self._rng_state()))
+        progress = self._progress
+        number = progress.step + 1
+        step = self._step if self._step.number == number else self._begin(run, number)
+        step.parts.append((batch, progress.epoch, progress.batch_in_epoch, self._rng_state()))
 
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = outputs["loss"]

@@ -41,7 +41,7 @@ class Sign(ABC):
         """Forget the losses of an earlier run."""
 
     def quiet(self) -> tuple[float, int]:
-        """Return the largest finite loss that is no sign, and the number of added losses after which it may be another one."""
+        """Return a number, and of how many further losses those are no sign that are finite and not above it."""
         return -math.inf, 1
 
     def __or__(self, other: Sign) -> Sign:
@@ -101,50 +101,72 @@ class Spike(Sign):
         self.ratio: float = ratio
         self.window: int = window
         self._losses: deque[float] = deque(maxlen=window)
-        self._limit: list[float] = []  # the median and the limit, once there are enough losses
-        self._since = 0  # losses since they were computed
+        self._compared: list[float] = []  # the losses of which the limit is computed: empty until there are enough
+        self._since = 0  # losses since then
+        self._floor = math.inf  # the limit is not below
+        self._limit: tuple[float, float] | None = None  # the median and the limit, once a loss was above the floor
 
     def seen_in(self, loss: float) -> str | None:
-        if not self._limit or not loss > self._limit[1] or math.isinf(loss):
+        if math.isinf(loss) or not self._is_spike(loss):
             return None
-        middle = self._limit[0]
+        middle = self._median_and_limit()[0]
         times = f", {loss / middle:.3g} times the median {middle:.4g}" if middle > 0 else f", after a median of {middle:.4g}"
         return f"the loss is {loss:.4g}{times} of the last {counted(len(self._losses), 'step')}"
 
     def add(self, loss: float) -> None:
-        if not math.isfinite(loss) or (self._limit and loss > self._limit[1]):
+        if not math.isfinite(loss) or self._is_spike(loss):
             return
         self._losses.append(loss)
         self._since += 1
-        if len(self._losses) >= min(LEAST, self.window) and (not self._limit or self._since >= self.window / 10):
-            self._limit, self._since = [median(self._losses), self._highest_usual()], 0
+        if self._since >= self._until():
+            self._compared, self._since, self._limit = [*self._losses], 0, None
+            self._floor = self._above(max(self._compared))
 
-    def _highest_usual(self) -> float:
-        middle, highest, lowest = median(self._losses), max(self._losses), min(self._losses)
-        limit = highest + (self.ratio - 1) * abs(highest)
-        limit = max(limit, middle + _SPREADS * median([abs(one - middle) for one in self._losses]))
-        if lowest > 0:
-            spread = median([abs(math.log(one) - math.log(middle)) for one in self._losses])
-            limit = max(limit, middle * math.exp(min(_LOG_SPREADS * spread, _MOST)))
-        return limit
+    def _until(self) -> float:
+        """Return the number of losses from one limit to the next."""
+        return self.window / 10 if self._floor < math.inf else min(LEAST, self.window)
+
+    def _above(self, highest: float) -> float:
+        return min(highest + (self.ratio - 1) * abs(highest), _HIGHEST)
+
+    def _is_spike(self, loss: float) -> bool:
+        return loss > self._floor and loss > self._median_and_limit()[1]
+
+    def _median_and_limit(self) -> tuple[float, float]:
+        if self._limit is None:
+            losses, limit = self._compared, self._floor
+            middle = median(losses)
+            limit = max(limit, middle + _SPREADS * median([abs(one - middle) for one in losses]))
+            if min(losses) > 0:
+                spread = median([abs(math.log(one) - math.log(middle)) for one in losses])
+                limit = max(limit, middle * math.exp(min(_LOG_SPREADS * spread, _MOST)))
+            self._limit = middle, limit
+        return self._limit
 
     def quiet(self) -> tuple[float, int]:
         if type(self) is not Spike:
             return super().quiet()
-        until = self.window / 10 - self._since if self._limit else min(LEAST, self.window) - len(self._losses)
-        return self._limit[1] if self._limit else math.inf, max(math.ceil(until), 1)
+        if not self._compared:
+            return self._floor, max(math.ceil(self._until() - self._since), 1)
+        half = self.window // 2
+        known = max(self._compared[-half:])  # it stays among the last losses while the other half of them is added
+        return self._above(known) if known > 0 else known, max(self.window - half - self._since, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": [*self._losses], "limit": self._limit, "since": self._since}
+        limit = [*self._median_and_limit()] if self._floor < math.inf else []
+        return {"losses": [*self._losses], "limit": limit, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._losses.clear()
+        self.reset()
         self._losses.extend(state["losses"])
-        self._limit, self._since = [*state["limit"]], state["since"]
+        self._since = state["since"]
+        if state["limit"]:
+            middle, self._floor = state["limit"]
+            self._limit = middle, self._floor
 
     def reset(self) -> None:
         self._losses.clear()
-        self._limit, self._since = [], 0
+        self._compared, self._since, self._floor, self._limit = [], 0, math.inf, None
 
     def __repr__(self) -> str:
         return f"Spike({self.name!r}, ratio={self.ratio:g}, window={self.window})"

@@ -1,9 +1,11 @@
-"""The states of the global generators of Python and NumPy, captured and restored for every batch in less than a microsecond.
+"""The states of the global generators on the host, captured and restored for every batch in less than a microsecond.
 
 ``random.getstate`` takes 11 microseconds, and ``numpy.random.get_state`` 160, because they convert 624 numbers to objects. Both
 generators are Mersenne twisters, so their bytes are copied instead. NumPy documents their address
-(``bit_generator.ctypes.state_address``). In CPython they follow the head of the object. Each address is checked once: the bytes
-there must be those of the state that the generator returns. If they differ, the public functions are used.
+(``bit_generator.ctypes.state_address``). In CPython they follow the head of the object. Torch's generator is a twister too:
+its address (``Generator._cdata``) tells whether numbers were drawn since its state was read, which takes 2 microseconds, and 10
+after a step. Each address is checked once: the bytes there must be those of the state that the generator returns. If they
+differ, the public functions are used.
 """
 
 from __future__ import annotations
@@ -13,58 +15,43 @@ import random
 import struct
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 _Twister: Any = random.Random.__mro__[1]  # the base class in C
 _SIZE = 624 * 4 + 4  # bytes of a Mersenne twister: its numbers, and the index of the next one
 _NEAR = 64  # bytes of the index and of the numbers beside it
+_TORCH_SIZE = 5056  # bytes of a state of torch's generator
 
 
 class PythonStream:
     """The state of Python's global generator, as ``random.getstate()`` returns it, or as its bytes."""
 
     def __init__(self) -> None:
-        self._generator: Any = getattr(random, "_inst", None)
-        self._memory = _memory_of_python(self._generator)
+        self.generator: Any = getattr(random, "_inst", None)
+        self.memory: Any = _memory_of_python(self.generator)
+        """The bytes of its state; None if their address is not known."""
 
     def capture(self) -> Any:
         """Return the state, for `restore`."""
-        return random.getstate() if self._memory is None else (self._memory.raw, self._generator.gauss_next)
-
-    def capturing(self) -> Callable[[], Any]:
-        """Return a function that does what `capture` does. If nothing was drawn, it reads 64 bytes and returns the same object.
-
-        A draw changes the index, and the numbers beside it change before an index comes again.
-        """
-        if self._memory is None:
-            return random.getstate
-        memory, generator, seen, state = self._memory, self._generator, b"", (b"", None)
-        near = (ctypes.c_char * _NEAR).from_buffer(memory)  # the index is the first
-
-        def capture() -> Any:
-            nonlocal seen, state
-            now, gauss = near.raw, generator.gauss_next
-            if now != seen or gauss is not state[1]:
-                seen, state = now, (memory.raw, gauss)
-            return state
-
-        return capture
+        return random.getstate() if self.memory is None else (self.memory.raw, self.generator.gauss_next)
 
     def seed(self, seed: int) -> None:
         """Seed the generator, as ``random.seed(seed)`` does."""
-        if self._memory is None:
+        if self.memory is None:
             random.seed(seed)
         else:  # without the conversions of other seeds
-            _Twister.seed(self._generator, seed)
-            self._generator.gauss_next = None
+            _Twister.seed(self.generator, seed)
+            self.generator.gauss_next = None
 
     def restore(self, state: Any) -> None:
         """Put the generator back to a state that `capture` returned."""
-        if self._memory is None:
+        if self.memory is None:
             random.setstate(state)
         else:
-            self._memory.raw, self._generator.gauss_next = state
+            self.memory.raw, self.generator.gauss_next = state
 
 
 def _memory_of_python(generator: Any) -> Any:
@@ -81,7 +68,8 @@ class NumpyStream:
 
     def __init__(self) -> None:
         self._current: Any = None  # numpy's function that returns its generator
-        self._generator: Any = None
+        self.generator: Any = None
+        """The generator of `memory`."""
         self._memory: Any = None
         self._whole: bytes | None = None
         self._seeded: bytes | None = None
@@ -89,8 +77,8 @@ class NumpyStream:
     def capture(self, numpy: Any) -> Any:
         """Return the state, for `restore`."""
         memory = self._memory
-        if memory is None or self._current() is not self._generator:
-            memory = self._found(numpy)
+        if memory is None or self._current() is not self.generator:
+            memory = self.memory(numpy)
             if memory is None:
                 return numpy.random.get_state()
         seen: bytes = memory.raw
@@ -102,25 +90,6 @@ class NumpyStream:
             self._whole = seen
         return self._whole
 
-    def capturing(self, numpy: Any) -> Callable[[], Any]:
-        """Return a function that does what `capture` does. If nothing was drawn, it reads 64 bytes only."""
-        memory = self._found(numpy)
-        if memory is None:
-            return partial(self.capture, numpy)
-        current, generator, seen, state = self._current, self._generator, b"", b""
-        near = (ctypes.c_char * _NEAR).from_buffer(memory, _SIZE - _NEAR)  # the index is the last
-
-        def capture() -> Any:
-            nonlocal seen, state
-            now = near.raw
-            if now == seen and current() is generator:
-                return state
-            captured = self.capture(numpy)
-            seen, state = (now, captured) if isinstance(captured, bytes) and current() is generator else (b"", b"")
-            return captured
-
-        return capture
-
     def seed(self, numpy: Any, seed: int) -> None:
         """Seed the generator."""
         numpy.random.seed(seed % 2**32)
@@ -128,7 +97,7 @@ class NumpyStream:
 
     def restore(self, numpy: Any, state: Any) -> None:
         """Put the generator back to a state that `capture` returned."""
-        if isinstance(state, bytes) and (memory := self._found(numpy)) is not None:
+        if isinstance(state, bytes) and (memory := self.memory(numpy)) is not None:
             if memory.raw != self._seeded:
                 numpy.random.seed(0)  # no half of a pair is left
             memory.raw = state
@@ -140,16 +109,57 @@ class NumpyStream:
                 state = "MT19937", keys, int.from_bytes(state[-4:], sys.byteorder), 0, 0.0
             numpy.random.set_state(state)
 
-    def _found(self, numpy: Any) -> Any:
-        """Return the memory of the numbers; None if its address is not known."""
+    def memory(self, numpy: Any) -> Any:
+        """Return the bytes of its state; None if their address is not known."""
         get = getattr(numpy.random, "get_bit_generator", None)
         if get is None:
             return None
         current = get()
-        if current is not self._generator:
-            self._current, self._generator, self._whole, self._seeded = get, current, None, None
+        if current is not self.generator:
+            self._current, self.generator, self._whole, self._seeded = get, current, None, None
             self._memory = _memory_of_numpy(numpy, current)
         return self._memory
+
+
+def capturing(python: PythonStream, of_numpy: NumpyStream, numpy: Any) -> Callable[[], tuple[Any, Any, Tensor]]:
+    """Return a function that returns the states of Python's, NumPy's and torch's generators.
+
+    Of a generator that did not draw, it reads the bytes near its index, and returns the same object again. A draw changes the
+    index of a twister, and the numbers beside it change before an index comes again.
+    """
+    generator, near_torch = torch.default_generator, _near_the_index_of_torch()
+    memory, memory_of_numpy = python.memory, of_numpy.memory(numpy)
+
+    def capture() -> tuple[Any, Any, Tensor]:
+        return python.capture(), of_numpy.capture(numpy), generator.get_state()
+
+    owner: Any = getattr(numpy.random.get_state, "__self__", None)  # it is asked for NumPy's generator without a call
+    if getattr(owner, "_bit_generator", None) is not of_numpy.generator:
+        return capture
+    if memory is None or memory_of_numpy is None or near_torch is None:
+        return capture
+    # The index is the first number of Python's memory, and the last one of NumPy's.
+    near = memoryview(memory).cast("B")[:_NEAR], memoryview(memory_of_numpy).cast("B")[-_NEAR:], *near_torch
+    join, gaussian, twister = b"".join, python.generator, of_numpy.generator
+    seen, states = b"", capture()
+
+    def capture_if_drawn() -> tuple[Any, Any, Tensor]:
+        nonlocal seen, states
+        now, gauss, same = join(near), gaussian.gauss_next, owner._bit_generator is twister
+        if now == seen and gauss is states[0][1] and same:
+            return states
+        first, second, third = states
+        if now[:_NEAR] != seen[:_NEAR] or gauss is not first[1]:
+            first = python.capture()
+        if now[_NEAR : 2 * _NEAR] != seen[_NEAR : 2 * _NEAR] or not same:
+            second = of_numpy.capture(numpy)
+        if now[2 * _NEAR :] != seen[2 * _NEAR :]:
+            third = generator.get_state()
+        # A waiting half of a pair of NumPy's normal numbers is used without a draw.
+        seen, states = now if isinstance(second, bytes) and same else b"", (first, second, third)
+        return states
+
+    return capture_if_drawn
 
 
 def _memory_of_numpy(numpy: Any, generator: Any) -> Any:
@@ -159,3 +169,34 @@ def _memory_of_numpy(numpy: Any, generator: Any) -> Any:
     memory = (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address)
     expected = state[1].astype("uint32").tobytes() + int(state[2]).to_bytes(4, sys.byteorder)
     return memory if memory.raw == expected else None
+
+
+def _near_the_index_of_torch() -> tuple[memoryview, memoryview] | None:
+    """Return the bytes of torch's generator that a draw changes; None if their address is not known.
+
+    They are the index with the first numbers, and the halves of pairs of normal numbers, which follow the last number. The
+    halves are found by planting two of them (``CPUGeneratorImplState`` in torch's ``CPUGeneratorImpl.cpp``).
+    """
+    generator = torch.default_generator
+    address, state = getattr(generator, "_cdata", None), generator.get_state()
+    if type(address) is not int or state.numel() != _TORCH_SIZE:
+        return None
+    numbers = state[24:5016].view(torch.int64).to(torch.int32).numpy().tobytes()
+    offset = (ctypes.c_char * 160).from_address(address).raw.find(numbers[:32])
+    if offset < 20 or (ctypes.c_char * len(numbers)).from_address(address + offset).raw != numbers:
+        return None
+    halves = (ctypes.c_char * 28).from_address(address + offset + len(numbers))
+    planted = state.clone()
+    single, double = struct.pack("=f?", 0.25, True), struct.pack("=dddi", 0, 0.75, 0, 1)
+    planted[5048:5053], planted[5016:5044] = _as_bytes(single), _as_bytes(double)
+    try:
+        generator.set_state(planted)
+        found = single in halves.raw and struct.pack("=d?", 0.75, True) in halves.raw
+    finally:
+        generator.set_state(state)
+    index = (ctypes.c_char * _NEAR).from_address(address + offset - 20)
+    return (memoryview(index).cast("B"), memoryview(halves).cast("B")) if found else None
+
+
+def _as_bytes(packed: bytes) -> Tensor:
+    return torch.tensor([*packed], dtype=torch.uint8)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cadenza.loading.host_streams import NumpyStream, PythonStream
+from cadenza.loading.host_streams import NumpyStream, PythonStream, capturing
 
-_PYTHON, _NUMPY, _TORCH = PythonStream(), NumpyStream(), torch.default_generator
+_PYTHON, _NUMPY = PythonStream(), NumpyStream()
 
 
 def derive_seed(*parts: int) -> int:
@@ -156,15 +156,15 @@ class HostState(NamedTuple):
     """The state of the global generators on the host, in a form that is captured and restored quickly: for every batch."""
 
     python: Any
-    torch_cpu: Tensor
     numpy: Any
+    torch_cpu: Tensor
 
     @staticmethod
     def capture() -> HostState:
         """Return the current state."""
         numpy = sys.modules.get("numpy")
         captured = None if numpy is None else _NUMPY.capture(numpy)
-        return HostState(_PYTHON.capture(), torch.default_generator.get_state(), captured)
+        return HostState(_PYTHON.capture(), captured, torch.default_generator.get_state())
 
     def restore(self) -> None:
         """Set the generators to this state."""
@@ -174,7 +174,7 @@ class HostState(NamedTuple):
             _NUMPY.restore(sys.modules["numpy"], self.numpy)
 
 
-Parts = tuple[Any, Tensor, Any, list[Tensor]]
+Parts = tuple[tuple[Any, Any, Tensor], list[Tensor]]
 """The arguments of `QuickState`."""
 
 
@@ -186,33 +186,27 @@ def quick_capture(*, cuda: bool = True) -> Callable[[], Parts]:
     Args:
         cuda: Whether CUDA may be in use.
     """
-    python, of_torch, numpy = _PYTHON.capturing(), _TORCH.get_state, sys.modules.get("numpy")
-    of_numpy = _captured_numpy if numpy is None else _NUMPY.capturing(numpy)
+    numpy = sys.modules.get("numpy")
+    host = HostState.capture if numpy is None else capturing(_PYTHON, _NUMPY, numpy)
     nothing: list[Tensor] = []
 
     def capture() -> Parts:
-        states = torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else nothing
-        return python(), of_torch(), of_numpy(), states
+        return host(), torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else nothing
 
     return capture
-
-
-def _captured_numpy() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else _NUMPY.capture(numpy)
 
 
 class QuickState:
     """The RNG state on the host and on the devices in use, in the form in which `quick_capture` captures it."""
 
-    __slots__ = ("_cuda", "_numpy", "_python", "_torch")
+    __slots__ = ("_cuda", "_host")
 
-    def __init__(self, python: Any, of_torch: Tensor, numpy: Any, cuda: list[Tensor]) -> None:
-        self._python, self._torch, self._numpy, self._cuda = python, of_torch, numpy, cuda
+    def __init__(self, host: tuple[Any, Any, Tensor], cuda: list[Tensor]) -> None:
+        self._host, self._cuda = HostState(*host), cuda
 
     def restore(self) -> None:
         """Set the generators to this state."""
-        HostState(self._python, self._torch, self._numpy).restore()
+        self._host.restore()
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
 
