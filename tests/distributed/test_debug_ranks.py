@@ -67,7 +67,7 @@ def after_an_exception(run: Run) -> None:
 
 def on_a_slow_rank(run: Run) -> None:
     if own_rank() == 1:
-        time.sleep(0.8)
+        time.sleep(1.5)
     run.driver.barrier()
 
 
@@ -91,7 +91,7 @@ def fit(moment: Any, planted: Function[[Run], None]) -> str:
     done: list[bool] = []
     once.__name__ = with_batch.__name__ = planted.__name__
     mine = on(moment)(with_batch if moment is Callback.on_batch_start else once)
-    one = trainer(callbacks=[mine], driver=DdpDriver("cpu", timeout_s=60), debug_ranks=0.5, max_epochs=1)
+    one = trainer(callbacks=[mine], driver=DdpDriver("cpu", timeout_s=60), debug_ranks=1.0, max_epochs=1)
     try:
         one.fit()
     except (DistributedError, ValueError) as error:

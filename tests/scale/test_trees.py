@@ -20,6 +20,7 @@ from cadenza.drivers import DdpDriver, group
 from cadenza.drivers.tree import Tree
 from cadenza.testing import launch
 from tests.distributed.parts import loader, own_rank, trainer, weights_of
+from tests.waiting import until
 
 
 def no_message(tensor: Tensor, rank: int) -> None:
@@ -68,6 +69,7 @@ def test_all_ranks_get_the_sum_the_maximum_and_the_minimum() -> None:
         thread.join()
     total = sum(range(ranks))
     assert sums == {rank: [[total, 0], [ranks - 1, 1], [0, 2]] for rank in range(ranks)}
+    until(lambda: "cadenza-tree" not in [one.name for one in enumerate_threads()])  # they end with their trees
 
 
 def trained(tree_from: int, directory: Path) -> tuple[Tensor, int, list[tuple[int, float]], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -23,7 +24,7 @@ class Tree:
     """A binary tree of all ranks. Rank r has the children 2r + 1 and 2r + 2, and rank 0 is the root.
 
     A thread does the sums in the order in which they were started. All ranks must start them in the same order. A sum may
-    also be a maximum or a minimum.
+    also be a maximum or a minimum. The thread ends when nothing refers to the tree any more.
 
     Args:
         rank: The rank of this process.
@@ -36,16 +37,17 @@ class Tree:
         self.parent: int | None = (rank - 1) // 2 if rank else None
         self.children: list[int] = [child for child in (2 * rank + 1, 2 * rank + 2) if child < ranks]
         self._send, self._receive = send, receive
-        self._started: SimpleQueue[tuple[Tensor, Combine, Future[Tensor]]] = SimpleQueue()
+        self._started: SimpleQueue[tuple[Tree, Tensor, Combine, Future[Tensor]] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
     def start(self, value: Tensor, combine: Combine = torch.add) -> Callable[[], Tensor]:
         """Start to sum `value` over all ranks; return a function that waits for the sum. Every rank must call this."""
         if self._thread is None:
-            self._thread = Thread(target=self._work, name="cadenza-tree", daemon=True)
+            self._thread = Thread(target=_work, args=(self._started,), name="cadenza-tree", daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._started.put, None)
         sums: Future[Tensor] = Future()
-        self._started.put((value.clone(memory_format=torch.contiguous_format), combine, sums))
+        self._started.put((self, value.clone(memory_format=torch.contiguous_format), combine, sums))
 
         def arrived() -> Tensor:
             return sums.result()  # not the method: the frame of this function tells that the thread waits for other ranks
@@ -65,10 +67,12 @@ class Tree:
             self._send(value, child)
         return value
 
-    def _work(self) -> None:
-        while True:
-            value, combine, sums = self._started.get()
-            try:
-                sums.set_result(self.sum(value, combine))
-            except Exception as error:
-                sums.set_exception(error)  # the wait for this sum raises it
+
+def _work(started: SimpleQueue[tuple[Tree, Tensor, Combine, Future[Tensor]] | None]) -> None:
+    while (work := started.get()) is not None:
+        tree, value, combine, sums = work
+        try:
+            sums.set_result(tree.sum(value, combine))
+        except Exception as error:
+            sums.set_exception(error)  # the wait for this sum raises it
+        del work, tree, value, combine, sums  # the thread does not keep the tree
