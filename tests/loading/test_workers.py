@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from multiprocessing import active_children
 from typing import Any
 
 import pytest
-from torch import Tensor
-from torch.utils.data import get_worker_info
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from cadenza import Trainer
+from cadenza.testing import tiny_trainer
 from tests.loading.data import Numbers, epochs_of, loader_of, rest_of
 
 
@@ -117,3 +123,43 @@ def test_an_error_of_the_dataset_is_raised_without_another_attempt(workers: int,
     with pytest.raises(RuntimeError, match="sample 5 is broken"):
         rest_of(loader_of(Raising(str(tries)), num_workers=workers), 0, 0)
     assert tries.read_text() == "x"
+
+
+class Stream(IterableDataset[Tensor]):
+    """A stream of which sample 5 is broken."""
+
+    def __init__(self, data: Dataset[Tensor]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self.data[index] for index in range(12))
+
+
+def mean_of_squares(model: Any, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch.float().reshape(-1, 1)).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("broken", [False, True])
+def test_no_worker_is_left_after_a_run(broken: bool, streams: bool, persistent: bool, tmp_path: Any) -> None:
+    """Also while the error of the run, the traceback of which refers to the loader, is there."""
+    data: Any = Raising(str(tmp_path / "tries")) if broken else Numbers()
+    data = Stream(data) if streams else data
+    loader = DataLoader(data, 2, num_workers=2, persistent_workers=persistent)
+    one = Trainer(nn.Linear(1, 1), lambda weights: SGD(weights, 0.1), loader, mean_of_squares, max_epochs=2, progress=False)
+    before = set(active_children())
+    with pytest.raises(RuntimeError, match="sample 5 is broken") if broken else nullcontext() as raised:
+        one.fit()
+    assert set(active_children()) == before, raised
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_no_worker_is_left_after_an_evaluation_that_failed(streams: bool, tmp_path: Any) -> None:
+    data: Any = Raising(str(tmp_path / "tries"))
+    loader = DataLoader(Stream(data) if streams else data, 2, num_workers=2)
+    before = set(active_children())
+    with pytest.raises(RuntimeError, match="sample 5 is broken") as raised:
+        tiny_trainer().evaluate(loader, compute=mean_of_squares)
+    assert set(active_children()) == before, raised

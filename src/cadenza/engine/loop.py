@@ -71,6 +71,7 @@ def course(session: Session) -> Iterator[Any]:
                     hooks.on_fit_end(run)
             finally:
                 FITS.leave(session)
+                session.cursor.close()
 
 
 def begin(session: Session) -> None:

@@ -58,6 +58,11 @@ class Cursor:
         """End the current epoch."""
         self.batches, self.in_epoch, self.exhausted = iter(()), False, False
 
+    def close(self) -> None:
+        """End the workers of the training loader."""
+        self.batches = iter(())
+        self.source.close()
+
 
 class StepState:
     """The current batch and the batches of the current step. Written by the loop."""

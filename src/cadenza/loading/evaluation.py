@@ -19,6 +19,7 @@ from cadenza.loading.mixture import Mixture, separate_source, set_source
 from cadenza.loading.sample_counts import SampleCounter, with_sample_counts
 from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.loading.streams import is_sharded_stream
+from cadenza.loading.workers import one_pass
 from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Evaluation(SampleCounter):
         if self.ranks == 1 and not isinstance(given, Mixture):
             if isinstance(given, TensorBatches) or is_sharded_stream(given):  # it must not depend on the number of evaluations
                 loader = resumable(loader, data_seed).batches(epoch, 0)
-            yield from self.counted(with_sample_counts(loader))
+            yield from self.counted(one_pass(with_sample_counts(loader)))
             return
         if self.ranks > 1:
             what = f"the loader of {self.name!r}" if self.source is None else f"the loader {self.source!r} of {self.name!r}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from cadenza.loading.workers import end_workers
+
 
 class Limited:
     """The first `count` batches of each pass over a loader."""
@@ -16,11 +18,14 @@ class Limited:
     def __iter__(self) -> Iterator[Any]:
         # Not islice, which would read one batch more than it yields.
         batches = iter(self.loader)
-        for _ in range(self.count):
-            try:
-                yield next(batches)
-            except StopIteration:
-                return
+        try:
+            for _ in range(self.count):
+                try:
+                    yield next(batches)
+                except StopIteration:
+                    return
+        finally:
+            end_workers(batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the loader."""

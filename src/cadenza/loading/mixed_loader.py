@@ -133,6 +133,10 @@ class MixedLoader(ResumableLoader):
         shards = [self._source(index).shard for index in range(len(self._names))]
         return replace(self._given, share_data=all(shard.share_data for shard in shards))
 
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+
     def _source(self, index: int) -> ResumableLoader:
         """Return one of the loaders, resumable, at its position."""
         if index not in self._sources:

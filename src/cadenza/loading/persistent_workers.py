@@ -13,6 +13,7 @@ from cadenza.loading.loaders import set_loader_epoch
 from cadenza.loading.rng import seed_host
 from cadenza.loading.sample_counts import CountingCollate
 from cadenza.loading.seeded import SeededWorkerInit
+from cadenza.loading.workers import end_workers
 
 
 class PersistentWorkers:
@@ -43,6 +44,10 @@ class PersistentWorkers:
         """Set the epoch of the next pass."""
         set_loader_epoch(self._given, epoch)
         self._epoch = epoch
+
+    def close(self) -> None:
+        """End the workers."""
+        end_workers(self._loader._iterator, persistent=True)
 
     def __iter__(self) -> Iterator[Any]:
         if self._stream is not None:

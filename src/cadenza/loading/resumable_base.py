@@ -78,6 +78,9 @@ class ResumableLoader(SampleCounter, ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # most loaders need no more than epoch and batch
         """Restore the state of `state_dict`. The next `batches` continue there."""
 
+    def close(self) -> None:  # most loaders have none
+        """End persistent workers. No batches are read after it."""
+
 
 END: Any = object()
 """Returned instead of a batch by loaders that have no more."""
@@ -119,3 +122,6 @@ class LimitedLoader(ResumableLoader):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)
+
+    def close(self) -> None:
+        self._inner.close()

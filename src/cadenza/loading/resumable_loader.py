@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
@@ -11,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torch.utils.data._utils import signal_handling
 
 from cadenza.errors import DataError
 from cadenza.loading.loaders import Limited, length_of, set_loader_epoch
@@ -27,6 +25,7 @@ from cadenza.loading.seeded import ResumableSampler, SeededCollate, SeededDatase
 from cadenza.loading.shards import Shard
 from cadenza.loading.streams import ShardedStream, is_sharded_stream
 from cadenza.loading.tensors import TensorBatches
+from cadenza.loading.workers import end_workers, is_worker_death, started
 
 MAX_DEATHS = 5  # workers that may die in one epoch before the error is raised
 
@@ -179,49 +178,29 @@ class _MapStyle(ResumableLoader):
 
     def _restarting(self) -> Iterator[Any]:
         """Yield the batches of an epoch. When a worker dies, start new workers at the next batch."""
-        deaths, batches = 0, _started(self._loader)
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except (RuntimeError, EOFError, OSError) as error:
-                deaths += 1
-                if not _is_worker_death(error, batches) or deaths > MAX_DEATHS:
-                    raise
-                logger.warning("a loader worker died (%s); restarting the workers at batch %d", error, self._sampler.skip + 1)
-                self._loader = self._build()
-                batches = _started(self._loader)
-                continue
-            self._sampler.skip += 1  # the batch at which new workers start
-            yield batch
+        deaths, batches = 0, started(self._loader)
+        try:
+            while True:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                except (RuntimeError, EOFError, OSError) as error:
+                    deaths += 1
+                    if not is_worker_death(error, batches) or deaths > MAX_DEATHS:
+                        raise
+                    number = self._sampler.skip + 1
+                    logger.warning("a loader worker died (%s); restarting the workers at batch %d", error, number)
+                    self._loader = self._build()
+                    batches = started(self._loader)
+                    continue
+                self._sampler.skip += 1  # the batch at which new workers start
+                yield batch
+        finally:
+            end_workers(batches)
 
-
-def _is_worker_death(error: Exception, batches: Any) -> bool:
-    """Return whether an error in reading a batch comes from the death of a worker, which may cut off a batch in transfer."""
-    if str(error).startswith("DataLoader worker (pid"):
-        return True
-    if "in DataLoader worker process" in str(error):  # raised by the dataset
-        return False
-    workers = getattr(batches, "_workers", ())
-    # A worker that was killed just now is still reported alive.
-    until = time.monotonic() + (5.0 if isinstance(error, EOFError | ConnectionError) else 0.1)
-    while workers and all(worker.is_alive() for worker in workers) and time.monotonic() < until:
-        time.sleep(0.005)
-    return any(not worker.is_alive() for worker in workers)
-
-
-def _started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Return the iterator of a loader, with the deaths of its workers reported by ``next``, within 5 seconds.
-
-    By default, torch's handler of SIGCHLD raises when a registered worker dies, in whatever line the main thread executes, also
-    inside an optimizer step or a save. The handler may be installed already for another loader of the user.
-    """
-    batches = iter(loader)
-    if getattr(batches, "_worker_pids_set", False):
-        signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]  # there is no public function
-        batches._worker_pids_set = False  # type: ignore[attr-defined]  # or it would remove them again at its end
-    return batches
+    def close(self) -> None:
+        end_workers(self._loader._iterator, persistent=True)
 
 
 class _Stateful(ResumableLoader):
@@ -350,6 +329,10 @@ class _Sequential(ResumableLoader):
             next(batches, None)
         return self.counted(batches)
 
+    def close(self) -> None:
+        if isinstance(self._read, PersistentWorkers):
+            self._read.close()
+
 
 def _seeded(
     loader: Iterable[Any], seed: int, epoch: int, skip: int, shard: Shard, *, consumed: int = 0, ahead: bool = False
@@ -372,6 +355,7 @@ def _with_seeds(
     holders = (loader, getattr(loader, "sampler", None))
     generators = {g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
     given = [(generator, generator.get_state()) for generator in generators]
+    batches: Iterator[Any] = iter(())
     try:
         for generator in generators:
             generator.manual_seed(derive_seed(generator.initial_seed(), epoch))
@@ -385,5 +369,6 @@ def _with_seeds(
                 return
             yield batch
     finally:
+        end_workers(batches)
         for generator, state in given:  # the next epoch and the next run must start from the user's seed as well
             generator.set_state(state)

@@ -17,6 +17,7 @@ from cadenza.loading.resumable_base import END, ResumableLoader
 from cadenza.loading.rng import derive_seed, isolated_rng, seed_host
 from cadenza.loading.sample_counts import CountedBatch, uses_torch_iteration
 from cadenza.loading.shards import Shard, has_shards
+from cadenza.loading.workers import end_workers
 from cadenza.status.counting import counted
 from cadenza.status.preemption import spare_this_worker
 
@@ -178,12 +179,15 @@ class ShardedStream(ResumableLoader):
     def _read(self, epoch: int) -> Iterator[_Placed]:
         with isolated_rng(derive_seed(self._seed, epoch)):
             batches = iter(self._loader(epoch))
-        while True:
-            with isolated_rng(0):  # without workers, each batch is read here, with a seed of its own
-                batch = next(batches, END)
-            if batch is END:
-                return
-            yield batch
+        try:
+            while True:
+                with isolated_rng(0):  # without workers, each batch is read here, with a seed of its own
+                    batch = next(batches, END)
+                if batch is END:
+                    return
+                yield batch
+        finally:
+            end_workers(batches)
 
     def _loader(self, epoch: int) -> DataLoader[Any]:
         """Return a loader for an epoch. Its workers start with the epoch and with the position."""
