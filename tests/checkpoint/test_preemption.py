@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import cadenza
 from cadenza import Callback, Run, on
@@ -290,6 +292,25 @@ def test_a_forked_child_ends_by_the_signal_as_ever() -> None:
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGTERM
     assert received == []
+
+
+KEPT: list[Any] = []
+
+
+def leave_persistent_workers() -> None:
+    """End a process while a loader with persistent workers is alive, as a script does with its trainer in a global name."""
+    loader = DataLoader(TensorDataset(torch.zeros(4, 1)), num_workers=1, persistent_workers=True)
+    KEPT.append(tiny_run(loader=loader, compute_loss=lambda model, batch: model.weight.sum(), epochs=1).loader)
+
+
+def test_a_process_ends_that_still_has_persistent_workers() -> None:
+    process = multiprocessing.get_context("fork").Process(target=leave_persistent_workers)
+    process.start()
+    process.join(20)
+    left = process.exitcode is None
+    process.kill()
+    assert not left, "the process waits for workers that ignored its SIGTERM"
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("signal_first", [False, True])

@@ -171,7 +171,7 @@ class _MapStyle(ResumableLoader):
             num_workers=given.num_workers,
             pin_memory=given.pin_memory or self._pins,
             timeout=given.timeout,
-            worker_init_fn=SeededWorkerInit(given.worker_init_fn),
+            worker_init_fn=SeededWorkerInit(given.worker_init_fn) if given.num_workers else None,
             generator=torch.Generator(),  # a separate one: starting workers must not draw from the generator of the model
             **options,
         )

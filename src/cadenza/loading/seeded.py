@@ -23,7 +23,7 @@ from cadenza.loading.rng import HostState, derive_seed, isolated_rng, seed_host,
 from cadenza.loading.rounds import batches_of_rank
 from cadenza.loading.sample_counts import CountedBatch
 from cadenza.loading.shards import Shard
-from cadenza.status.preemption import spare_this_worker
+from cadenza.status.preemption import end_of_process, spare_this_worker
 
 AHEAD = 1024  # batches of indices that are drawn at a time, because a sampler may be endless
 
@@ -139,10 +139,11 @@ class SeededWorkerInit:
 
     def __init__(self, start: Callable[[int], None] | None) -> None:
         self.start = start
+        self._parent_ends = end_of_process()
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
-        spare_this_worker()
+        spare_this_worker(self._parent_ends)
         if info is not None:
             own: Any = info.dataset
             object.__setattr__(info, "dataset", own.dataset)  # the class rejects assignments

@@ -19,7 +19,7 @@ from cadenza.loading.sample_counts import CountedBatch, uses_torch_iteration
 from cadenza.loading.shards import Shard, has_shards
 from cadenza.loading.workers import end_workers
 from cadenza.status.counting import counted
-from cadenza.status.preemption import spare_this_worker
+from cadenza.status.preemption import end_of_process, spare_this_worker
 
 
 def is_sharded_stream(loader: object) -> bool:
@@ -203,7 +203,7 @@ class ShardedStream(ResumableLoader):
             num_workers=given.num_workers,
             pin_memory=self._pin,
             timeout=given.timeout,
-            worker_init_fn=_WorkerInit(given.worker_init_fn),
+            worker_init_fn=_WorkerInit(given.worker_init_fn) if given.num_workers else None,
             generator=torch.Generator(),
             **options,
         )
@@ -231,9 +231,10 @@ class _WorkerInit:
 
     def __init__(self, start: Callable[[int], None] | None) -> None:
         self._start = start
+        self._parent_ends = end_of_process()
 
     def __call__(self, worker: int) -> None:
-        spare_this_worker()
+        spare_this_worker(self._parent_ends)
         if self._start is not None:
             info: Any = get_worker_info()
             own = info.dataset

@@ -71,17 +71,39 @@ def handle_signals(preempt: Callable[[int], None], *, show: bool = True) -> Call
     return end
 
 
-def spare_this_worker() -> None:
+def end_of_process() -> Any:
+    """Return the flag for `spare_this_worker`: its value becomes 1, in shared memory, when this process begins to end.
+
+    At its end, Python sends SIGTERM to each worker that is left, such as a persistent one, once, and then waits for the worker.
+    """
+    global _end_of_process
+    if _end_of_process[0] != os.getpid():
+        from multiprocessing.sharedctypes import RawValue  # only runs with workers need them
+        from multiprocessing.util import Finalize
+
+        flag = RawValue("b")
+        Finalize(None, setattr, (flag, "value", 1), exitpriority=0)  # before the workers get SIGTERM
+        _end_of_process = os.getpid(), flag
+    return _end_of_process[1]
+
+
+_end_of_process: tuple[int, Any] = (0, None)  # the process, and its flag: a forked process needs one of its own
+
+
+def spare_this_worker(parent_ends: Any) -> None:
     """Ignore the first SIGINT and SIGTERM in a worker of a loader. The run gets them too, and still reads from the worker.
 
-    The worker ends when the process of the run closes it or is gone, or at the second of these signals.
+    The worker ends when the process of the run closes it, ends or is gone, or at the second of these signals.
+
+    Args:
+        parent_ends: The flag that `end_of_process` returned in the process of the run.
     """
     parent = os.getppid()
 
     def spare(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if os.getppid() != parent:
+        if parent_ends.value or os.getppid() != parent:
             os._exit(0)
 
     if threading.current_thread() is threading.main_thread():
