@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Run, on
-from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza import Callback, Run, Trainer, on
+from cadenza.callbacks import Checkpoint, LogTraining, NonFinite, Recover
 from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.records import read_records
 from cadenza.sinks import Csv, JsonLines
-from cadenza.testing import launch, tiny_trainer
+from cadenza.testing import launch, tiny_loader, tiny_trainer
 from cadenza.timetravel import replay_step
 from tests.timetravel.runs import trainer
 
@@ -186,6 +186,28 @@ def on_two(path: Path) -> tuple[list[float | None], float]:
 
 def fit_on_two(path: Path) -> None:
     trainer(path, driver="ddp", steps=12, saves="5 steps").fit()
+
+
+@pytest.mark.parametrize("skip", ["the guilty batch", "batches of the steps since"])
+def test_steps_after_a_rollback_leave_out_the_batches_that_the_run_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, skip: Any
+) -> None:
+    def make() -> Trainer:
+        loader = tiny_loader(12)
+        for index in (3, 7):
+            loader[index][0][0] = float("nan")
+        callbacks = [LogTraining("1 step"), Checkpoint("2 steps", keep_last=None), Recover(when=NonFinite(), skip=skip)]
+        return tiny_trainer(loader=loader, epochs=1, seed=1, directory=tmp_path, callbacks=callbacks)
+
+    assert make().fit().progress.step == 12
+    recorded = losses_of(tmp_path)
+    assert 0 < len(recorded) < 12  # a step without batches has no loss
+    caplog.clear()
+    for step in (2, 3, 4, 5, 8, 9, 12):
+        with replay_step(make(), tmp_path, step) as again:
+            assert again.step_once() == recorded.get(step), step
+            assert again.difference is None
+    assert not caplog.messages
 
 
 def test_two_ranks_repeat_a_step_together(tmp_path: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cadenza.checkpoint.finding import checkpoint_at, stores_at
-from cadenza.checkpoint.starting import path_in
+from cadenza.checkpoint.starting import path_in, recovery_in
 from cadenza.checkpoint.store import Entry, Store
 from cadenza.checkpoint.store.checkpoints import on_line, only_branch
 from cadenza.errors import CheckpointError
 from cadenza.records.directory import RecordedRun
+from cadenza.status.branches import Branch
 from cadenza.status.counting import counted
 
 
@@ -22,6 +23,8 @@ class Before(NamedTuple):
     step: int
     skipped: tuple[str, ...]
     """The reasons why nearer checkpoints cannot be used."""
+    recovery: Mapping[str, Any] | None
+    """The data of the rollbacks of the run if the step came after the first one: they hold the batches that were left out."""
 
 
 def newest_before(recorded: RecordedRun, step: int) -> Before:
@@ -41,7 +44,7 @@ def newest_before(recorded: RecordedRun, step: int) -> Before:
             continue
         problem = store.problem(entry)
         if problem is None:
-            return Before(f"{store.files}/{entry.saved.name}", entry.saved.step, tuple(skipped))
+            return Before(f"{store.files}/{entry.saved.name}", entry.saved.step, tuple(skipped), _recovery_at(recorded, step))
         skipped.append(problem)
     there = "; ".join([*skipped, *([f"later ones: {', '.join(reversed(later))}"] if later else [])])
     raise CheckpointError(
@@ -49,6 +52,17 @@ def newest_before(recorded: RecordedRun, step: int) -> Before:
         f"with at most {counted(step - 1, 'step')}, whole and exact; found {there or 'none'}. Repeat a step after a "
         "checkpoint, or keep more of them: Checkpoint(every=..., keep_last=None)."
     )
+
+
+def _recovery_at(recorded: RecordedRun, step: int) -> Mapping[str, Any] | None:
+    """Return the data of the last rollback, which add to those of the earlier ones; None for a step before the first."""
+    recovery, facts = recovery_in(recorded), recorded.previous or {}
+    if recovery is None:
+        return None
+    run = str(facts.get("id", ""))
+    branch = Branch.of(facts.get("branch") or {}, run)
+    first = min((point.saved.step for point in branch.ancestors if point.run == run), default=recovery["to"])
+    return recovery if step > first else None
 
 
 def _candidates(recorded: RecordedRun) -> Iterator[tuple[Store, Entry]]:

@@ -228,7 +228,7 @@ def replay_step(
     """
     _check(trainer, step)
     start: _Start = by_main(trainer.driver.meeting, lambda: _Start.of(local_path(run), step), _failed)
-    witness = _Witness(step)
+    witness = _Witness(step, start.before.recovery)
     repeated = Replay(_separate(trainer, start, leave_out, witness), start, step, witness)
     try:
         repeated._begin(override, replay=replay)
@@ -265,8 +265,9 @@ class _Start(NamedTuple):
 class _Witness(Callback):
     """Pauses the run before each step from the target on, and keeps its records."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, recovery: Mapping[str, Any] | None) -> None:
         self.target: int = target
+        self.recovery: Mapping[str, Any] | None = recovery
         self.begun: bool = False
         self.leaving: bool = False
         self.batch: Any = None
@@ -277,6 +278,8 @@ class _Witness(Callback):
     def on_setup(self, run: Run) -> None:
         self.session, self.begun = session_of(run), True
         self.session.advises = False
+        if self.recovery is not None:
+            self.session.restored.recovery = self.recovery
 
     def on_epoch_start(self, run: Run) -> None:
         self.session.own_step = self._step  # the loop reads it once in each epoch
