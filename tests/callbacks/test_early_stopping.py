@@ -52,7 +52,7 @@ def test_it_stops_after_so_many_evaluations_without_gain(
 
 def test_it_says_why() -> None:
     run = simulate([EarlyStopping("eval/x", mode="min", name="mine")], metrics={"eval/x": [2.0, 3.0]})
-    assert run.why("stopped") == "stopped by mine at epoch 2, step 4, batch 4: 'eval/x' did not get better than 2 in evaluation"
+    assert run.why("stopped") == "stopped by mine at epoch 2, step 4, batch 4: 'eval/x' did not get better than 2 in 1 evaluation"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_an_infinite_result_has_diverged_and_nan_is_merely_no_gain(mode: Any) ->
 def test_evaluations_of_the_warm_up_set_the_best_and_stop_nothing() -> None:
     stopping = EarlyStopping("eval/x", mode="min", ignore_first=3, threshold=0.5, diverged=7.0)
     values = [1.0, 9.0, 0.1, 0.6, 0.05]  # diverged, then good enough: both in the warm-up; then no better than 0.1
-    assert reason(stopping, values) == "'eval/x' did not get better than 0.1 in evaluation"
+    assert reason(stopping, values) == "'eval/x' did not get better than 0.1 in 1 evaluation"
     assert epochs_until_stop(stopping, values) == 4
 
 

@@ -141,7 +141,7 @@ class EarlyStopping(Callback, Compared):
         if self.diverged is not None and self._worse(value, self.diverged):
             return f"is {value:g}, worse than {self.diverged:g}"
         if self.stale >= self.patience:
-            times = "evaluation" if self.stale == 1 else counted(self.stale, "evaluation")
+            times = counted(self.stale, "evaluation")
             if not math.isfinite(self.monitor.best):
                 return f"was never finite in {times}"
             return f"did not get better than {self.monitor.best:g} in {times}"
