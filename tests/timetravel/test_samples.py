@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from cadenza import Callback, Run, attach, on
 from cadenza.callbacks import Checkpoint
@@ -83,6 +83,14 @@ def test_a_shuffled_data_set_with_any_number_of_workers(tmp_path: Path, workers:
     loader = DataLoader(Numbers(110), batch_size=4, shuffle=True, num_workers=workers)
     read = run(tmp_path, loader, epochs=4, accumulate={0: 2, "20 steps": 3, "50 steps": 1})
     assert check(tmp_path, [read], 200) == 200
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_distributed_sampler_with_a_rank_that_is_not_that_of_the_process(tmp_path: Path, part: int) -> None:
+    """As a script does that splits its data by hand, such as in cross-validation."""
+    sampler: Any = DistributedSampler(Numbers(23), num_replicas=2, rank=part, seed=3)
+    read = run(tmp_path, DataLoader(Numbers(23), batch_size=4, sampler=sampler), epochs=2)
+    assert check(tmp_path, [read], 6) == 6
 
 
 def test_more_samples_than_are_permuted_in_memory(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def begin(session: Reading) -> None:
         return
     driver, cursor = session.driver, session.cursor
     dealt, consumed = driver.data_shard().share_data, cursor.source.shard.consumed
-    loader = described(session.loader)
+    loader = described(session.loader, driver.data_shard().rank)
     segment = Segment(session.data_seed, cursor.permuted, driver.data_world_size, dealt, consumed, loader)
     cursor.course.go_on(segment, _point(session))
     _write(session)

@@ -15,17 +15,21 @@ from cadenza.loading.streams import is_sharded_stream
 from cadenza.loading.tensors import TensorBatches
 
 
-def described(loader: Any) -> dict[str, Any]:
-    """Return all that the order of a loader depends on, apart from the seed of the run.
+def described(loader: Any, rank: int = 0) -> dict[str, Any]:
+    """Return all that the order of a loader depends on, apart from the seed of the run, in the same way on each rank.
+
+    Args:
+        loader: The loader of a run.
+        rank: The rank that reads it. A ``DistributedSampler`` may have been given another one.
 
     >>> described(DataLoader(range(10), batch_size=4, shuffle=True))
     {'kind': 'data set', 'samples': 10, 'batch_size': 4, 'drop_last': False, 'sampler': {'kind': 'random'}}
     """
     if isinstance(loader, Limited):
-        return {"kind": "limited", "count": loader.count, "loader": described(loader.loader)}
+        return {"kind": "limited", "count": loader.count, "loader": described(loader.loader, rank)}
     if isinstance(loader, Mixture):
         weights = {} if loader.weights is None else {"weights": loader.weights}
-        loaders = {name: described(one) for name, one in loader.loaders.items()}
+        loaders = {name: described(one, rank) for name, one in loader.loaders.items()}
         return {"kind": "mixture", "mode": loader.mode, "stop": loader.stop, **weights, "loaders": loaders}
     if isinstance(loader, TensorBatches):
         names = ("samples", "batch_size", "drop_last", "shuffle", "seed")
@@ -35,11 +39,11 @@ def described(loader: Any) -> dict[str, Any]:
     if is_sharded_stream(loader):
         return {"kind": "stream", "workers": max(loader.num_workers, 1), "shards": len(loader.dataset.shards())}
     if isinstance(loader, DataLoader):
-        return _of_data_loader(loader)
+        return _of_data_loader(loader, rank)
     return _other(loader, f"a {type(loader).__name__} yields batches, and no indices")
 
 
-def _of_data_loader(loader: DataLoader[Any]) -> dict[str, Any]:
+def _of_data_loader(loader: DataLoader[Any], rank: int) -> dict[str, Any]:
     name = type(loader).__name__
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _other(loader, f"a {name} has its own position, and no indices")
@@ -52,14 +56,14 @@ def _of_data_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     own = batches if batches is not None and type(batches) is not BatchSampler else sampler
     settings = {"samples": samples, "batch_size": getattr(batches, "batch_size", None)}
     settings["drop_last"] = bool(getattr(batches, "drop_last", False))
-    drawn = None if own is batches or samples is None else _of_sampler(sampler)
+    drawn = None if own is batches or samples is None else _of_sampler(sampler, rank)
     if drawn is not None:
         return {"kind": "data set", **settings, "sampler": drawn}
     why = f"a {type(own).__name__} draws the indices, and run.json does not have its order"
     return {"kind": "unknown order", **settings, "batches": length_of(loader), "why": why}
 
 
-def _of_sampler(sampler: Any) -> dict[str, Any] | None:
+def _of_sampler(sampler: Any, rank: int) -> dict[str, Any] | None:
     """Return the settings of a sampler of torch; None for any other."""
     if type(sampler) is SequentialSampler:
         return {"kind": "sequential"}
@@ -70,7 +74,12 @@ def _of_sampler(sampler: Any) -> dict[str, Any] | None:
         return {"kind": "random", **({"replacement": True} if sampler.replacement else {}), **number, **seed}
     if type(sampler) is DistributedSampler:
         names = ("num_replicas", "shuffle", "seed", "drop_last")
-        return {"kind": "distributed", **{name: getattr(sampler, name) for name in names}}
+        first = (sampler.rank - rank) % sampler.num_replicas
+        return {
+            "kind": "distributed",
+            **{name: getattr(sampler, name) for name in names},
+            **({"first": first} if first else {}),
+        }
     return None
 
 
@@ -110,7 +119,8 @@ def _data_loader(description: Mapping[str, Any], rank: int) -> DataLoader[Any]:
         sampler = SequentialSampler(samples)
     elif settings["kind"] == "distributed":
         options = {name: settings[name] for name in ("num_replicas", "shuffle", "seed", "drop_last")}
-        sampler = DistributedSampler(samples, rank=rank % settings["num_replicas"], **options)
+        part = (settings.get("first", 0) + rank) % settings["num_replicas"]
+        sampler = DistributedSampler(samples, rank=part, **options)
     else:
         number = settings.get("num_samples")
         sampler = RandomSampler(samples, settings.get("replacement", False), number, generator)
