@@ -19,6 +19,7 @@ from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
 from cadenza.errors import CallbackError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.testing import check_callback, prove_resume, simulate, tiny_loader, tiny_run, tiny_trainer
+from cadenza.timetravel import what_if
 
 lightning = pytest.importorskip("lightning", reason="callbacks of Lightning are recognized: pip install lightning")
 pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="so are those of pip install pytorch-lightning")
@@ -182,6 +183,13 @@ def test_a_method_named_almost_like_an_event_is_reported(caplog: pytest.LogCaptu
 
 
 # -- errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [OfLightning, OfTransformers])
+def test_what_if_names_a_callback_of_another_system(tmp_path: Path, kind: type) -> None:
+    tiny_run(directory=tmp_path, epochs=1)
+    with pytest.raises(CallbackError, match=f"cannot play {kind.__name__}, a callback of .*: expected EarlyStopping"):
+        what_if(tmp_path, [kind()])
 
 
 class Fails(transformers.TrainerCallback):  # type: ignore[name-defined, misc]

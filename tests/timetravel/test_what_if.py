@@ -15,6 +15,7 @@ from torch import nn
 from cadenza import Best, Callback, Every, First, Last, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, LogTraining, TimeLimit
 from cadenza.errors import CallbackError, DirectoryError, MonitorError
+from cadenza.sinks import Sink
 from cadenza.testing import tiny_loader, tiny_trainer
 from cadenza.timetravel import Answer, what_if
 
@@ -119,6 +120,29 @@ class Reads(Callback):
         run.model.state_dict()
 
 
+class Counts(Callback):
+    """It needs the number of samples."""
+
+    def on_step_end(self, run: Run) -> None:
+        assert run.info.arguments["seed"] == 1  # those of the recorded run
+        if run.progress.samples > 20:
+            run.stop("enough")
+
+
+class OwnEma(Ema):
+    """A native callback that needs the model, changed by the user."""
+
+
+class Writes(Sink):
+    """It writes elsewhere."""
+
+    def open(self, info: Any) -> None: ...
+
+    def write(self, records: Any) -> None: ...
+
+    def close(self, outcome: Any) -> None: ...
+
+
 class Listens(Callback):
     """It needs batches."""
 
@@ -135,7 +159,11 @@ def test_callbacks_of_the_user_read_records_and_those_that_need_the_model_say_so
     assert "on_eval_end" in str(raised.value.__notes__)
     with pytest.raises(CallbackError, match="cannot play Listens: its hook on_batch_end needs the model"):
         what_if(tmp_path, [Listens()])
-    for one in (Ema(0.9), LogTraining(), TimeLimit("1 h"), Evaluate(tiny_loader())):
+    with pytest.raises(CallbackError, match=r"cannot play Counts: it reads run\.progress\.samples, and no record says it"):
+        what_if(tmp_path, [Counts()])
+    with pytest.raises(CallbackError, match=r"cannot play OwnEma\(ema\): it needs the model"):
+        what_if(tmp_path, [OwnEma(0.9)])
+    for one in (Writes(), Ema(0.9), LogTraining(), TimeLimit("1 h"), Evaluate(tiny_loader())):
         with pytest.raises(CallbackError, match=f"cannot play {type(one).__name__}: it needs the model"):
             what_if(tmp_path, [one])
     with pytest.raises(CallbackError, match="cannot play Checkpoint: its schedule 'every 10 min' counts time"):

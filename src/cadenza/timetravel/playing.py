@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cadenza.adapters.foreign import ForeignCallback
 from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.loop import take_stop
@@ -24,6 +25,7 @@ from cadenza.loading.data_course import Window
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
 from cadenza.status.decisions import Decision
+from cadenza.status.progress import Progress
 from cadenza.testing.tiny import tiny_model
 from cadenza.timetravel.dry_checkpoint import DryCheckpoint
 from cadenza.timetravel.recording import Recording
@@ -34,6 +36,8 @@ PLAYED = (
     *("on_epoch_end", "on_fit_end", "on_exception", "on_sanity_start", "on_sanity_end", "on_save", "on_load"),
 )
 """The moments of a run that its records hold; and those that do not come, so a hook in them does no harm."""
+
+_NATIVE = ("cadenza.callbacks.", "cadenza.compat.", "cadenza.sinks.")
 
 ABSENT = ("model", "optimizers", "loader", "batch", "outputs", "loss", "profile")
 """The attributes of a run that its records do not hold."""
@@ -69,6 +73,7 @@ def play(recording: Recording, callbacks: Sequence[BaseCallback]) -> Played:
         device="cpu",
         progress=False,
     )
+    trainer.recorded_arguments = recording.arguments
     run = trainer.fit()
     session = session_of(run)
     decisions = [one for one in run.decisions if one is not player.end and one.who != "the trainer"]
@@ -77,11 +82,16 @@ def play(recording: Recording, callbacks: Sequence[BaseCallback]) -> Played:
 
 def check_playable(callbacks: Sequence[BaseCallback]) -> None:
     """Raise `CallbackError` for a callback that needs more than the records of a run."""
+    for one in callbacks:
+        if isinstance(one, ForeignCallback):
+            raise CallbackError(
+                f"what_if cannot play {one.name}, a callback of {one.system}: expected EarlyStopping, Checkpoint or callbacks "
+                "of your own. Write its settings as those of cadenza.callbacks.EarlyStopping or Checkpoint."
+            )
     for name, one in Hooks(callbacks).callbacks.items():
-        native = type(one).__module__.startswith("cadenza.") and not isinstance(
-            one, EarlyStopping | DryCheckpoint | Subscription
-        )
-        if native:
+        kinds = [kind for kind in type(one).__mro__ if kind.__module__.startswith(_NATIVE)]
+        native = kinds or type(one).__module__.startswith("cadenza.")
+        if native and not isinstance(one, EarlyStopping | DryCheckpoint | Subscription):
             raise CallbackError(
                 f"what_if cannot play {name}: it needs the model, batches or gradients, depends on the clock, or acts outside "
                 "of the run. Records decide for EarlyStopping, Checkpoint and callbacks of your own. Leave it out."
@@ -122,16 +132,39 @@ class _RecordedRun(Run):
                     f"what_if cannot play {owner}: it reads run.{name}, and a run records only evaluations, values and "
                     "decisions. Leave it out, or read run.progress, run.history and the results of evaluations."
                 )
-        return super().__getattribute__(name)
+        value = super().__getattribute__(name)
+        owner = session_of(self).hooks.current_owner() if name == "progress" else None
+        return value if owner is None else _RecordedProgress(value, owner)
+
+
+class _RecordedProgress:
+    """The progress of a recorded run, as hooks see it: without the counters that are not recorded at each step."""
+
+    def __init__(self, progress: Progress, owner: str) -> None:
+        self._progress, self._owner = progress, owner
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("samples", "tokens"):
+            raise CallbackError(
+                f"what_if cannot play {self._owner}: it reads run.progress.{name}, and no record says it for each step. Leave "
+                "it out, or read steps, batches or epochs."
+            )
+        return getattr(self._progress, name)
+
+    def __str__(self) -> str:
+        return str(self._progress)
 
 
 class _Playing(Trainer):
     """A trainer of nothing."""
 
+    recorded_arguments: Mapping[str, Any]
+
     def _new_session(self, **arguments: Any) -> Session:
         session = super()._new_session(**arguments)
         session.run = session.step.run = _RecordedRun(session)
         session.advises = False
+        session.arguments = dict(self.recorded_arguments)
         return session
 
 
