@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,14 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         replay_step(trainer(run), run, 0)
     with pytest.raises(TypeError, match="takes a Trainer first; got a str"):
         replay_step("run", run, 5)  # type: ignore[arg-type]  # wrong on purpose
+    one = trainer(run)
+    with replay_step(one, run, 15) as again:
+        with pytest.raises(RuntimeError, match="the model of this trainer is in a run or a replay that is not over"):
+            replay_step(one, run, 16)
+        again.step_once()
+        assert again.difference is None
+    with replay_step(one, run, 16) as again:
+        assert again.step == 16
 
 
 def on_two(path: Path) -> tuple[list[float | None], float]:
@@ -186,6 +195,19 @@ def on_two(path: Path) -> tuple[list[float | None], float]:
 
 def fit_on_two(path: Path) -> None:
     trainer(path, driver="ddp", steps=12, saves="5 steps").fit()
+
+
+def test_a_replay_that_is_open_at_the_end_of_the_process_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python removes the modules: an open generator would fail then."""
+    at_end: list[Any] = []
+    trainer(tmp_path, steps=4, saves="2 steps").fit()
+    monkeypatch.setattr(atexit, "register", lambda *given: at_end.append(given))
+    again = replay_step(trainer(tmp_path, steps=4), tmp_path, 4)
+    monkeypatch.undo()
+    for function, *arguments in at_end:
+        function(*arguments)
+    assert again.over
+    assert again.run.outcome is not None
 
 
 @pytest.mark.parametrize("skip", ["the guilty batch", "batches of the steps since"])

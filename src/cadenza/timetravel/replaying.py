@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from cadenza.checkpoint.before import Before, newest_before
 from cadenza.drivers.agreeing import by_main
+from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.loop import END, STEP, train_step
 from cadenza.engine.session import Session, session_of
 from cadenza.errors import DirectoryError, DistributedError, out_of_generator
@@ -62,6 +64,8 @@ class Replay:
         self._delete = weakref.finalize(self, shutil.rmtree, start.folder, ignore_errors=True)
         if not trainer.driver.is_main:
             self._delete.detach()
+        if trainer.driver.world_size == 1:
+            atexit.register(_close_left, weakref.ref(self))  # while all modules are there
         self.batch: Any = None
         """The first batch of the next step, on the device. With accumulation, the step reads its other batches when it runs."""
         self.checkpoint: str = start.before.path
@@ -211,6 +215,7 @@ def replay_step(
     Raises:
         DirectoryError: `run` holds no run.
         ValueError: The run did not do this step.
+        RuntimeError: The model of the trainer is in a run or a replay that is not over.
         CheckpointError: No checkpoint before the step can be used.
         CheckpointMismatchError: The trainer has other arguments than the run.
 
@@ -326,6 +331,11 @@ def _separate(trainer: Trainer, start: _Start, leave_out: type | tuple[type, ...
 def _check(trainer: object, step: object) -> None:
     if not isinstance(trainer, Trainer):
         raise TypeError(f"replay_step(trainer, run, step) takes a Trainer first; got a {type(trainer).__name__}")
+    if any(session.module is trainer.model for session in FITS.under_way):
+        raise RuntimeError(
+            "the model of this trainer is in a run or a replay that is not over, which this replay would change. End it first, "
+            "such as with close() of the replay, or make another trainer with another model."
+        )
     if isinstance(step, bool) or not isinstance(step, int):
         raise TypeError(f"step must be a whole number, at least 1; got {step!r}")
     if step < 1:
@@ -341,6 +351,12 @@ def _check_done(info: Mapping[str, Any], path: Path, step: int) -> None:
     last = done if outcome.get("kind") in OVER else done + 1  # the step that an error ended was begun
     if step > last:
         raise ValueError(f"the run in {str(path)!r} has no step {step}: it {outcome.get('kind', 'ended')} after step {done}.")
+
+
+def _close_left(left: weakref.ref[Replay]) -> None:
+    """Close a replay that is open at the end of its process."""
+    if (replay := left()) is not None:
+        replay.close()
 
 
 def _failed(rank: int, problem: str) -> Exception:
