@@ -19,7 +19,7 @@ from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
 from cadenza.errors import CallbackError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.testing import check_callback, prove_resume, simulate, tiny_loader, tiny_run, tiny_trainer
-from cadenza.timetravel import what_if
+from cadenza.timetravel import replay_step, what_if
 
 lightning = pytest.importorskip("lightning", reason="callbacks of Lightning are recognized: pip install lightning")
 pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="so are those of pip install pytorch-lightning")
@@ -190,6 +190,18 @@ def test_what_if_names_a_callback_of_another_system(tmp_path: Path, kind: type) 
     tiny_run(directory=tmp_path, epochs=1)
     with pytest.raises(CallbackError, match=f"cannot play {kind.__name__}, a callback of .*: expected EarlyStopping"):
         what_if(tmp_path, [kind()])
+
+
+def test_a_replay_has_what_the_checkpoints_watched(tmp_path: Path) -> None:
+    def make() -> Trainer:
+        saving = Checkpoint("5 steps", keep_last=None, keep_best=("eval/loss", "min"))
+        stopping = transformers.EarlyStoppingCallback(early_stopping_patience=3)
+        return tiny_trainer(directory=tmp_path, epochs=2, seed=1, callbacks=[Evaluate(tiny_loader()), stopping, saving])
+
+    make().fit()
+    with replay_step(make(), tmp_path, 8) as again:
+        again.step_once()
+        assert again.run.progress.step == 8
 
 
 class Fails(transformers.TrainerCallback):  # type: ignore[name-defined, misc]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Checkpoint, LogTraining, NonFinite, Recover
+from cadenza.callbacks import Checkpoint, Evaluate, LogTraining, NonFinite, Recover
+from cadenza.compat.transformers import SavePretrained
 from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.records import read_records
 from cadenza.sinks import Csv, JsonLines
@@ -151,6 +152,60 @@ def test_sinks_and_the_callbacks_that_are_named_are_left_out(tmp_path: Path) -> 
     assert not folder.exists()
 
 
+class Requests(Callback):
+    """It requests a save."""
+
+    def on_step_end(self, run: Run) -> None:
+        if run.progress.step == 12:
+            run.save("the twelfth")
+
+
+class NeedsWholeEpochs(Callback):
+    """It fails at the end of an epoch that is not whole."""
+
+    def on_epoch_end(self, run: Run) -> None:
+        assert run.progress.batch_in_epoch == 0, "half an epoch"
+
+
+def test_an_error_of_a_callback_when_a_replay_is_closed_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Trainer:
+        callbacks = [Checkpoint("2 steps", keep_last=None), NeedsWholeEpochs()]
+        return tiny_trainer(directory=tmp_path, epochs=1, seed=1, callbacks=callbacks)
+
+    make().fit()
+    with replay_step(make(), tmp_path, 3) as again:
+        again.step_once()
+    assert again.over
+    assert "an error at the end of the replay" in caplog.text
+    assert "half an epoch" in caplog.text
+
+
+class Exported(nn.Linear):
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "exported").touch()
+
+
+def test_callbacks_that_need_a_checkpoint_in_the_list_are_repeated_without_one(tmp_path: Path) -> None:
+    def make() -> Trainer:
+        torch.manual_seed(1)
+        more = [SavePretrained(), Checkpoint("10 steps", keep_last=None, keep_best=("eval/loss", "min")), Requests()]
+        return tiny_trainer(
+            model=Exported(1, 1),
+            directory=tmp_path,
+            steps=14,
+            seed=1,
+            callbacks=[LogTraining("1 step"), *more, Evaluate(tiny_loader())],
+        )
+
+    make().fit()
+    before = content(tmp_path)
+    with replay_step(make(), tmp_path, 12) as again:
+        again.step_once()
+        assert again.difference is None
+        assert again.step == 13
+    assert content(tmp_path) == before
+
+
 def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer(tmp_path, steps=30).fit()
     (tmp_path / "checkpoints/step-00000020/manifest.json").write_text("{")
@@ -173,7 +228,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         replay_step(trainer(run, steps=12), run, 15)
     with pytest.raises(ValueError, match="step must be at least 1"):
         replay_step(trainer(run), run, 0)
-    with pytest.raises(TypeError, match="takes a Trainer first; got a str"):
+    with pytest.raises(TypeError, match=r"takes a cadenza\.Trainer first; got a builtins\.str"):
         replay_step("run", run, 5)  # type: ignore[arg-type]  # wrong on purpose
     one = trainer(run)
     with replay_step(one, run, 15) as again:

@@ -11,7 +11,10 @@ from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.optuna_pruning import OptunaPruning
 from cadenza.callbacks.save_predictions import SavePredictions
 from cadenza.callbacks.slurm_requeue import SlurmRequeue
+from cadenza.engine.monitor import Monitor
+from cadenza.engine.session import session_of
 from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.run import Run
 from cadenza.sinks.sink import Sink
 
 _NATIVE = (Sink, Alert, Checkpoint, OptunaPruning, SavePredictions, SlurmRequeue)
@@ -28,6 +31,25 @@ class LeftOut(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Ignore the state."""
+
+
+class LeftOutCheckpoint(LeftOut):
+    """Stands for a `Checkpoint`: others see what it watches, and may request saves, which write nothing."""
+
+    def __init__(self, name: str, given: Checkpoint) -> None:
+        super().__init__(name)
+        self.monitors: list[Monitor] = given.monitors
+
+    def on_setup(self, run: Run) -> None:
+        session_of(run).savers.append(self)
+
+    def request(self, reason: str) -> None:
+        """Write nothing."""
+
+
+def left_out(callback: BaseCallback, name: str) -> LeftOut:
+    """Return what stands for a callback that a replay leaves out."""
+    return LeftOutCheckpoint(name, callback) if isinstance(callback, Checkpoint) else LeftOut(name)
 
 
 def acts_outside(callback: BaseCallback, others: type | tuple[type, ...] = ()) -> bool:

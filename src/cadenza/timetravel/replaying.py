@@ -30,7 +30,7 @@ from cadenza.records.record import Record
 from cadenza.run import Run
 from cadenza.status.counting import counted
 from cadenza.testing.results import depends_on_clock
-from cadenza.timetravel.outside import LeftOut, acts_outside
+from cadenza.timetravel.outside import acts_outside, left_out
 from cadenza.trainer import Trainer
 
 
@@ -112,11 +112,18 @@ class Replay:
         return self._witness.loss
 
     def close(self) -> None:
-        """End the run before its next step, and delete its temporary directory. Every rank must call this."""
+        """End the run before its next step, and delete its temporary directory. Every rank must call this.
+
+        The hooks of the end of an epoch and of a run are called. An error of one of them is a warning.
+        """
         if not self._over and self._witness.begun:
             self._witness.leaving = True
-            self._witness.session.request_stop("the replay is closed")
-            self._go_on()
+            session = self._witness.session
+            session.request_stop("the replay is closed")
+            try:
+                self._go_on()
+            except Exception as error:  # such as that of a callback that needs whole epochs
+                session.warn(f"an error at the end of the replay, which was closed before its next step: {error!r}")
         self._end()
 
     def __enter__(self) -> Self:
@@ -323,14 +330,18 @@ def _separate(trainer: Trainer, start: _Start, leave_out: type | tuple[type, ...
     again._run = again._handle = again._last_progress = None
     again.directory = Path(start.folder)
     names = {id(one): name for name, one in trainer._hooks().callbacks.items()}
-    again.callbacks = [LeftOut(names[id(one)]) if acts_outside(one, leave_out) else one for one in trainer.callbacks]
+    again.callbacks = [left_out(one, names[id(one)]) if acts_outside(one, leave_out) else one for one in trainer.callbacks]
     again.callbacks.append(witness)
     return again
 
 
 def _check(trainer: object, step: object) -> None:
     if not isinstance(trainer, Trainer):
-        raise TypeError(f"replay_step(trainer, run, step) takes a Trainer first; got a {type(trainer).__name__}")
+        kind = type(trainer)
+        raise TypeError(
+            f"replay_step(trainer, run, step) takes a cadenza.Trainer first; got a {kind.__module__}.{kind.__qualname__}. "
+            "Trainers of cadenza.compat and Loop objects cannot repeat a step."
+        )
     if any(session.module is trainer.model for session in FITS.under_way):
         raise RuntimeError(
             "the model of this trainer is in a run or a replay that is not over, which this replay would change. End it first, "
