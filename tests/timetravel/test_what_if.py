@@ -174,8 +174,16 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     trainer(tmp_path / "run", [], epochs=2).fit()
     with pytest.raises(DirectoryError, match="is not the directory of a run"):
         what_if(tmp_path, [])
-    with pytest.raises(MonitorError, match="'eval/los'"):
+    with pytest.raises(MonitorError, match="'eval/los'") as raised:
         what_if(tmp_path / "run", [EarlyStopping("eval/los", "min")])
+    assert (
+        raised.value.__notes__[-1]
+        == f"what_if plays the evaluations that {str(tmp_path / 'run')!r} recorded: they reported eval/loss"
+    )
+    tiny_trainer(epochs=1, directory=tmp_path / "none").fit()
+    with pytest.raises(MonitorError, match="no evaluation will report it") as raised:
+        what_if(tmp_path / "none", [EarlyStopping("eval/loss", "min")])
+    assert raised.value.__notes__[-1].endswith("recorded: there are none")
     with pytest.raises(TypeError, match="needs the settings of the function"):
         what_if(tmp_path / "run", lambda patience: [])
     with pytest.raises(TypeError, match=r"needs a function that makes the callbacks .* lambda patience: \[\.\.\.\]"):

@@ -13,7 +13,7 @@ from typing import Any, overload
 from cadenza.adapters.recognition import AnyCallback, adapted
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.early_stopping import EarlyStopping
-from cadenza.errors import CallbackError
+from cadenza.errors import CallbackError, MonitorError, add_note
 from cadenza.files.paths import local_path
 from cadenza.hooks.moments import BaseCallback
 from cadenza.status.counting import counted
@@ -153,7 +153,13 @@ def _answer(recording: Recording, callbacks: Any) -> Answer:
         raise CallbackError(f"what_if(run, callbacks) takes a list of callbacks; got {callbacks!r}. Write what_if(run, [...]).")
     given = [_dry(one, recording) for one in adapted(callbacks)]
     check_playable(given)
-    played = play(recording, given)
+    try:
+        played = play(recording, given)
+    except MonitorError as error:
+        names = sorted({name for some in recording.evaluations.values() for one in some for name in one.results})
+        reported = f"they reported {', '.join(names)}" if names else "there are none"
+        add_note(error, f"what_if plays the evaluations that {str(recording.path)!r} recorded: {reported}")
+        raise
     stops = [one for one in played.decisions if one.what == "stopped"]
     kept, best = _kept(played)
     return Answer(stops[0] if stops else None, played.step, kept, best, played.decisions)
