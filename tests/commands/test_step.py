@@ -27,6 +27,21 @@ def test_the_samples_are_printed(directory: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.splitlines() == lines
 
 
+def test_a_large_batch_is_folded_in_a_terminal_and_is_one_line_in_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_run(loader=TensorBatches(torch.zeros(200, 1), torch.zeros(200, 1), batch_size=200), epochs=1, directory=tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    main(["step", str(tmp_path), "1"])
+    whole = capsys.readouterr().out.splitlines()
+    assert len(whole) == 2
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["step", str(tmp_path), "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(line.strip() for line in lines[1:]) == whole[1].strip()
+
+
 def test_json_holds_each_batch(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["step", str(directory), "2", "--rank", "0", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

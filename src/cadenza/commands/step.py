@@ -6,9 +6,10 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from cadenza.commands.output import add_json, clean, print_json, say
+from cadenza.commands.output import add_json, clean, print_json, say, width
 from cadenza.errors import CadenzaError
 from cadenza.records.run_info import read_info
+from cadenza.status.folding import folded
 from cadenza.status.step_samples import StepSamples
 
 
@@ -45,9 +46,11 @@ def name_samples(arguments: argparse.Namespace) -> None:
         print_json(asdict(named))
     else:
         first, *batches = str(named).splitlines()
+        most = width()
         say(first)
         for line in batches:
-            say(f"  {clean(line.strip())}")
+            text = f"  {clean(line.strip())}"
+            say(text if most is None else folded(text, most, " ", "    "))
 
 
 def _of_rank(named: StepSamples, rank: int) -> StepSamples:
