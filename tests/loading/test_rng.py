@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Callback, on
+from cadenza.callbacks import Capsule, Checkpoint
 from cadenza.loading import TensorBatches, resumable
 from cadenza.loading.host_streams import NumpyStream, PythonStream
 from cadenza.loading.rng import QuickState, RNGState, isolated_rng, preserve_rng_state, quick_capture, seed_all
@@ -152,9 +154,12 @@ def test_a_state_that_is_captured_quickly_is_that_of_the_generators_whatever_was
         lambda: seed_all(draw.randrange(3)),
         lambda: random.seed(draw.randrange(3)),
         lambda: numpy.random.seed(draw.randrange(3)),
+        lambda: numpy.random.set_state(state_of_numpy),
+        lambda: (numpy.random.set_state(state_of_numpy), numpy.random.randn()),  # the same numbers, and no half waits
     ]
     torch.randn(1)
-    state_of_torch = torch.get_rng_state()
+    numpy.random.randn()
+    state_of_torch, state_of_numpy = torch.get_rng_state(), numpy.random.get_state()
     for _ in range(600):
         draw.choice(acts)()
         expected, captured = RNGState.capture().to_plain(), QuickState(*capture())
@@ -187,6 +192,34 @@ def test_another_generator_of_numpy_is_noticed() -> None:
             assert numpy.random.rand() == drawn
     finally:
         set_generator(own)
+
+
+@pytest.mark.parametrize("kind", [numpy.random.PCG64, numpy.random.Philox, numpy.random.SFC64])
+def test_a_generator_of_numpy_that_is_no_twister_is_kept_by_batches_and_checkpoints(kind: Any, tmp_path: Path) -> None:
+    of_numpy: Any = numpy.random
+    own = of_numpy.get_bit_generator()
+
+    def drawn(fits: int, directory: Path) -> list[float]:
+        seen: list[float] = []
+        of_numpy.set_bit_generator(kind(1))
+        for parts in range(fits, 0, -1):
+            draws = on(Callback.on_batch_start)(lambda run, batch: seen.append(numpy.random.randn()))
+            tiny_trainer(
+                loader=DataLoader(DrawsSometimes(), 4),
+                seed=1,
+                compute_loss=lambda model, batch: model.weight.sum(),
+                directory=directory,
+                steps=6 // parts,
+                callbacks=[draws, Capsule(), Checkpoint("3 steps")],
+            ).fit(resume="auto")
+        return seen
+
+    try:
+        whole = drawn(1, tmp_path / "whole")
+        assert len(set(whole)) == 6
+        assert drawn(2, tmp_path / "continued") == whole
+    finally:
+        of_numpy.set_bit_generator(own)
 
 
 def test_a_generator_of_another_class_is_read_as_python_offers(monkeypatch: pytest.MonkeyPatch) -> None:

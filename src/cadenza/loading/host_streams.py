@@ -5,7 +5,7 @@ generators are Mersenne twisters, so their bytes are copied instead. NumPy docum
 (``bit_generator.ctypes.state_address``). In CPython they follow the head of the object. Torch's generator is a twister too:
 its address (``Generator._cdata``) tells whether numbers were drawn since its state was read, which takes 2 microseconds, and 10
 after a step. Each address is checked once: the bytes there must be those of the state that the generator returns. If they
-differ, the public functions are used.
+differ, the public functions are used. They are used as well if NumPy has a generator that is no twister.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 _Twister: Any = random.Random.__mro__[1]  # the base class in C
 _SIZE = 624 * 4 + 4  # bytes of a Mersenne twister: its numbers, and the index of the next one
+_HALF = "i4xd"  # numpy's half of a pair of normal numbers: whether one waits, and its value
 _NEAR = 64  # bytes of the index and of the numbers beside it
 _TORCH_SIZE = 5056  # bytes of a state of torch's generator
 
@@ -70,9 +71,7 @@ class NumpyStream:
         self._current: Any = None  # numpy's function that returns its generator
         self.generator: Any = None
         """The generator of `memory`."""
-        self._memory: Any = None
-        self._whole: bytes | None = None
-        self._seeded: bytes | None = None
+        self._memory: tuple[Any, Any] | None = None
 
     def capture(self, numpy: Any) -> Any:
         """Return the state, for `restore`."""
@@ -80,45 +79,37 @@ class NumpyStream:
         if memory is None or self._current() is not self.generator:
             memory = self.memory(numpy)
             if memory is None:
-                return numpy.random.get_state()
-        seen: bytes = memory.raw
-        if seen != self._whole:
-            # Normal numbers are drawn in pairs, and the half of one that may be waiting lies elsewhere.
-            state = numpy.random.get_state()
-            if state[3]:
-                return state
-            self._whole = seen
-        return self._whole
-
-    def seed(self, numpy: Any, seed: int) -> None:
-        """Seed the generator."""
-        numpy.random.seed(seed % 2**32)
-        self._seeded = None if self._memory is None else self._memory.raw
+                return state_of_numpy(numpy)
+        numbers, half = memory
+        return numbers.raw + half.raw
 
     def restore(self, numpy: Any, state: Any) -> None:
         """Put the generator back to a state that `capture` returned."""
-        if isinstance(state, bytes) and (memory := self.memory(numpy)) is not None:
-            if memory.raw != self._seeded:
-                numpy.random.seed(0)  # no half of a pair is left
-            memory.raw = state
-            self._whole = state
-        else:
-            self._whole = None
-            if isinstance(state, bytes):  # numpy has another generator since then
-                keys = numpy.frombuffer(state, dtype="uint32", count=624)
-                state = "MT19937", keys, int.from_bytes(state[-4:], sys.byteorder), 0, 0.0
+        if not isinstance(state, bytes):
             numpy.random.set_state(state)
+        elif (memory := self.memory(numpy)) is not None:
+            numbers, half = memory
+            numbers.raw, half.raw = state[:_SIZE], state[_SIZE:]
+        else:  # numpy has another generator since then
+            keys = numpy.frombuffer(state, dtype="uint32", count=624)
+            numpy.random.set_state(("MT19937", keys, *struct.unpack(f"=i{_HALF}", state[_SIZE - 4 :])))
 
-    def memory(self, numpy: Any) -> Any:
-        """Return the bytes of its state; None if their address is not known."""
+    def memory(self, numpy: Any) -> tuple[Any, Any] | None:
+        """Return the bytes of its numbers, and of half a pair of normal numbers; None if their address is not known."""
         get = getattr(numpy.random, "get_bit_generator", None)
         if get is None:
             return None
         current = get()
         if current is not self.generator:
-            self._current, self.generator, self._whole, self._seeded = get, current, None, None
+            self._current, self.generator = get, current
             self._memory = _memory_of_numpy(numpy, current)
         return self._memory
+
+
+def state_of_numpy(numpy: Any) -> Any:
+    """Return the state of numpy's global generator, for ``numpy.random.set_state``: a tuple, or a dict if it is no twister."""
+    get = getattr(numpy.random, "get_bit_generator", None)
+    return numpy.random.get_state(legacy=get is None or isinstance(get(), numpy.random.MT19937))
 
 
 def capturing(python: PythonStream, of_numpy: NumpyStream, numpy: Any) -> Callable[[], tuple[Any, Any, Tensor]]:
@@ -139,7 +130,8 @@ def capturing(python: PythonStream, of_numpy: NumpyStream, numpy: Any) -> Callab
     if memory is None or memory_of_numpy is None or near_torch is None:
         return capture
     # The index is the first number of Python's memory, and the last one of NumPy's.
-    near = memoryview(memory).cast("B")[:_NEAR], memoryview(memory_of_numpy).cast("B")[-_NEAR:], *near_torch
+    numbers, half = (memoryview(one).cast("B") for one in memory_of_numpy)
+    near, after_numpy = (memoryview(memory).cast("B")[:_NEAR], numbers[-_NEAR:], half, *near_torch), 2 * _NEAR + half.nbytes
     join, gaussian, twister = b"".join, python.generator, of_numpy.generator
     seen, states = b"", capture()
 
@@ -151,24 +143,34 @@ def capturing(python: PythonStream, of_numpy: NumpyStream, numpy: Any) -> Callab
         first, second, third = states
         if now[:_NEAR] != seen[:_NEAR] or gauss is not first[1]:
             first = python.capture()
-        if now[_NEAR : 2 * _NEAR] != seen[_NEAR : 2 * _NEAR] or not same:
+        if now[_NEAR:after_numpy] != seen[_NEAR:after_numpy] or not same:
             second = of_numpy.capture(numpy)
-        if now[2 * _NEAR :] != seen[2 * _NEAR :]:
+        if now[after_numpy:] != seen[after_numpy:]:
             third = generator.get_state()
-        # A waiting half of a pair of NumPy's normal numbers is used without a draw.
-        seen, states = now if isinstance(second, bytes) and same else b"", (first, second, third)
+        seen, states = now if same else b"", (first, second, third)
         return states
 
     return capture_if_drawn
 
 
-def _memory_of_numpy(numpy: Any, generator: Any) -> Any:
-    state = numpy.random.get_state()
-    if state[0] != "MT19937":
+def _memory_of_numpy(numpy: Any, generator: Any) -> tuple[Any, Any] | None:
+    """Return the bytes of its numbers and index, and of half a pair of normal numbers.
+
+    The half lies in the object that draws. It is found by planting one (``aug_bitgen_t`` in numpy's ``mtrand.pyx``).
+    """
+    state, owner = state_of_numpy(numpy), getattr(numpy.random.get_state, "__self__", None)
+    if not isinstance(state, tuple) or owner is None:
         return None
-    memory = (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address)
-    expected = state[1].astype("uint32").tobytes() + int(state[2]).to_bytes(4, sys.byteorder)
-    return memory if memory.raw == expected else None
+    numbers = (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address)
+    if numbers.raw != state[1].astype("uint32").tobytes() + int(state[2]).to_bytes(4, sys.byteorder):
+        return None
+    planted, size = struct.pack(f"={_HALF}", 1, 0.7512345), type(owner).__basicsize__
+    numpy.random.set_state((*state[:3], 1, 0.7512345))
+    try:
+        offset = (ctypes.c_char * size).from_address(id(owner)).raw.find(planted)
+    finally:
+        numpy.random.set_state(state)
+    return (numbers, (ctypes.c_char * len(planted)).from_address(id(owner) + offset)) if offset > 0 else None
 
 
 def _near_the_index_of_torch() -> tuple[memoryview, memoryview] | None:

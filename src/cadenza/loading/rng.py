@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cadenza.loading.host_streams import NumpyStream, PythonStream, capturing
+from cadenza.loading.host_streams import NumpyStream, PythonStream, capturing, state_of_numpy
 
 _PYTHON, _NUMPY = PythonStream(), NumpyStream()
 
@@ -70,7 +70,7 @@ def seed_host(seed: int) -> None:
     _PYTHON.seed(seed)
     torch.default_generator.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
-        _NUMPY.seed(numpy, seed)
+        numpy.random.seed(seed % 2**32)
 
 
 def draw_seed(*, keep: bool = False) -> int:
@@ -103,14 +103,16 @@ class RNGState(NamedTuple):
             python=random.getstate(),
             torch_cpu=torch.get_rng_state(),
             cuda=tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
-            numpy=None if numpy is None else numpy.random.get_state(),
+            numpy=None if numpy is None else state_of_numpy(numpy),
         )
 
     def to_plain(self) -> dict[str, Any]:
         """Return the RNG state as plain values and tensors."""
-        numpy = None
-        if self.numpy is not None:
-            name, keys, *rest = self.numpy
+        numpy = self.numpy
+        if isinstance(numpy, dict):  # no Mersenne twister
+            numpy = _without_arrays(numpy)
+        elif numpy is not None:
+            name, keys, *rest = numpy
             numpy = (name, torch.from_numpy(keys.astype("int64")), *rest)
         return {"python": self.python, "torch": self.torch_cpu, "cuda": list(self.cuda), "numpy": numpy}
 
@@ -118,7 +120,7 @@ class RNGState(NamedTuple):
     def from_plain(plain: Mapping[str, Any]) -> RNGState:
         """Return the RNG state from the result of `to_plain`."""
         numpy = plain["numpy"]
-        if numpy is not None:
+        if numpy is not None and not isinstance(numpy, Mapping):
             name, keys, *rest = numpy
             numpy = (name, keys.numpy().astype("uint32"), *rest)
         return RNGState(plain["python"], plain["torch"], tuple(plain["cuda"]), numpy)
@@ -140,6 +142,12 @@ class RNGState(NamedTuple):
             import numpy  # the saved run used it; this one may not have imported it yet
 
             _NUMPY.restore(numpy, self.numpy)
+
+
+def _without_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 @contextmanager
