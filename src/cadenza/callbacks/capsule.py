@@ -303,8 +303,7 @@ class Capsule(Callback):
     def _state(self, session: Session, step: _Step, weights: dict[str, Tensor] | None) -> dict[str, Any]:
         if weights is None and not any(is_sharded(one) for one in session.module.parameters()):
             weights = {name: one for name, one in session.module.state_dict().items() if isinstance(one, Tensor)}
-            before = {id(now): kept for now, kept in zip(self._statistics.buffers, self._statistics.copies, strict=True)}
-            buffers = session.module.state_dict(keep_vars=True)
+            before, buffers = self._statistics.copies, session.module.state_dict(keep_vars=True)
             weights |= {name: before[id(one)] for name, one in buffers.items() if id(one) in before}
         return {
             "model": weights,
