@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cadenza.callbacks import Capsule, Recover
 from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, Watch
 
 
@@ -63,3 +64,13 @@ def test_losses_of_small_batches_and_wrong_labels_are_no_spikes_and_a_broken_bat
     for tiny in (5e-324, 1e308, 5e-324, 1e308) * 20:
         spike.add(tiny)
     assert spike.seen_in(1.0) is None
+
+
+def test_callbacks_with_the_same_sign_do_not_see_the_losses_of_each_other() -> None:
+    sign = NonFinite() | Spike(window=4)
+    capsule, recover = Capsule(when=sign), Recover(when=sign)
+    for _ in range(4):
+        capsule.when.add(1.0)
+    assert capsule.when.seen_in(9.0) is not None
+    assert recover.when.seen_in(9.0) is None
+    assert sign.seen_in(9.0) is None

@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from statistics import median
 from typing import Any
 
@@ -237,7 +238,7 @@ class Watch:
 
 
 def checked_sign(when: object) -> Sign:
-    """Return `when`; raise `TypeError` if it is no sign."""
+    """Return a copy of `when`, as callbacks with the same sign may see other losses; raise `TypeError` if it is no sign."""
     if not isinstance(when, Sign):
         raise TypeError(f"when must be NonFinite(), Spike(...), or several joined by |; got {when!r}")
-    return when
+    return deepcopy(when)
