@@ -6,7 +6,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Callback, Run, Trainer, supervised
 from cadenza.callbacks import Checkpoint, LogTraining, LowerRate, NonFinite, Recover, Spike, Warmup
 from cadenza.engine.session import session_of
-from cadenza.testing import launch, tiny_run
+from cadenza.testing import launch, tiny_loader, tiny_run
 from tests.callbacks.breaking import Root, batches
 from tests.distributed.parts import rank
 
@@ -244,5 +244,53 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         tiny_run(callbacks=[Recover()])
     run = tiny_run(losses=[1.0, math.nan, 1.0], directory=tmp_path, callbacks=[Recover()])
     assert run.why("stopped").endswith(
-        "the loss is nan at step 2, and there is no checkpoint with finite weights to go back to"
+        "the loss is nan at step 2, and there is no checkpoint to go back to: add Checkpoint(...) to callbacks"
     )
+
+
+def bad_at(number: int | None, of: int) -> list[tuple[Tensor, Tensor]]:
+    """Return batches, of which one has a target that is NaN."""
+    found = tiny_loader(of)
+    if number is not None:
+        found[number][1][0] = math.nan
+    return found
+
+
+def test_the_broken_state_replaces_no_checkpoint_and_what_is_missing_is_told(tmp_path: Path) -> None:
+    callbacks = [Recover(back="3 steps"), Checkpoint("1 step", keep_last=1)]
+    run = tiny_run(loader=bad_at(6, of=8), directory=tmp_path, callbacks=callbacks)
+    assert run.outcome is not None
+    assert "no checkpoint with finite weights at step 4 or before: keep more checkpoints" in run.outcome.reason
+    assert [one.name for one in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000006"]
+
+
+def test_messages_tell_of_the_rollback_and_not_that_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_run(loader=bad_at(6, of=8), directory=tmp_path, callbacks=[Recover(), Checkpoint("2 steps")])
+    told = [one.getMessage() for one in caplog.records]
+    assert told == [
+        "the loss is nan at step 7: back to step 6 (rollback 1, the most is 3)",
+        "left out batch 7 of epoch 1: the loss is nan",
+    ]
+
+
+@pytest.mark.parametrize("saved", ["1 step", "1 epoch"])
+def test_a_loader_that_starts_at_the_beginning_of_an_epoch_goes_back_to_one(tmp_path: Path, saved: str) -> None:
+    class Stream:
+        """Batches without positions, of which one is bad in the second epoch."""
+
+        epoch = -1
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            return iter(bad_at(3 if self.epoch == 1 else None, of=6))
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    run = tiny_run(loader=Stream(), directory=tmp_path, epochs=3, seed=1, callbacks=[Recover(), Checkpoint(saved, keep_last=1)])
+    assert run.outcome is not None
+    if saved == "1 epoch":
+        assert [one["to"] for one in decided(run, "went back")] == [6]
+        assert [one["batch_in_epoch"] for one in decided(run, "batch left out")] == [3]
+        assert run.progress.step == 18
+    else:
+        assert "that ends an epoch: a Stream can only start at the beginning of an epoch" in run.outcome.reason

@@ -168,7 +168,9 @@ class Recover(Callback, Compared):
         if session.restored.recovery is not None:  # the present branch began with it
             self._plan = deepcopy(dict(session.restored.recovery))
             if session.progress.step == self._plan["to"]:
-                decide(run, "went back", self._plan["told"]["why"], data=self._plan["told"])
+                told = self._plan["told"]
+                decide(run, "went back", told["why"], data=told)
+                run.warn(f"{told['why']} (rollback {told['times']}, the most is {self.times})")
         self._statistics = Statistics(run.model)
         if self._plan["count"]:
             return
@@ -215,15 +217,16 @@ class Recover(Callback, Compared):
     def _go_back(self, run: Run, session: Session, loss: float, seen: str) -> None:
         """Request to continue from a checkpoint, or to stop if there is none. Every rank must call this."""
         plan, step = self._plan, run.progress.step
+        session.sync.requests.is_broken = True  # also if the run stops: the last good checkpoint is not replaced
+        session.metrics.losses.quiet = True  # it would warn that training goes on
         if plan["count"] >= self.times:
-            run.stop(f"{seen} at step {step}, after {counted(plan['count'], 'rollback')}")
+            ended = f"{seen} at step {step}, after {counted(plan['count'], 'rollback')}"
+            run.stop(f"{ended}, the most of Recover: lower the learning rate, or look at the batches that were left out")
             return
         again = plan["to"] is not None and step <= plan["sign"]  # the batches, or the checkpoint, are not those that broke it
-        found = self._checkpoint(session, min(step - self._steps_back, plan["to"] - 1) if again else step - self._steps_back)
-        if found is None and again and self.skip is not None:
-            found = self._checkpoint(session, plan["to"])
-        if found is None:
-            run.stop(f"{seen} at step {step}, and there is no checkpoint with finite weights to go back to")
+        found = self._point_before(session, step, again=again)
+        if isinstance(found, str):
+            run.stop(f"{seen} at step {step}, and there is no {found}")
             return
         path, reached = found
         since = self.skip is not None and (again or self.skip == SINCE)
@@ -254,6 +257,17 @@ class Recover(Callback, Compared):
         decision = decide(run, "rollback requested", told["why"], data=told)
         session.sync.requests.ask_back(decision, GoBack(path, recovery))
 
+    def _point_before(self, session: Session, step: int, *, again: bool) -> tuple[str, Counters] | str:
+        """Return the checkpoint to go back to, or a text that names the missing one. Every rank must call this."""
+        latest, to = step - self._steps_back, self._plan["to"]
+        if again:
+            latest = min(latest, to - 1)
+        found = self._checkpoint(session, latest)
+        if found is None and again and self.skip is not None:
+            latest = to
+            found = self._checkpoint(session, latest)
+        return found or _missing(session, latest)
+
     def _checkpoint(self, session: Session, step: int) -> tuple[str, Counters] | None:
         """Return the newest good checkpoint with at most `step` steps. Every rank must call this."""
         whole = [one for one in session.savers if isinstance(one, CheckpointWriter) and not one.weights_only]
@@ -262,8 +276,9 @@ class Recover(Callback, Compared):
         directory = session.directory
         assert directory is not None, "checked in on_setup"
         folders = [str(one.store.files) for one in whole]
-        look = partial(newest_good, RecordedRun(directory), folders, step) if session.is_main else _nothing
-        found: tuple[str, Counters] | None = session.driver.broadcast(look())
+        whole_epochs = session.cursor.source.obstacle is not None
+        look = partial(newest_good, RecordedRun(directory), folders, step, whole_epochs=whole_epochs)
+        found: tuple[str, Counters] | None = session.driver.broadcast(look() if session.is_main else None)
         return found
 
     # -- leaving out -------------------------------------------------------------------------------
@@ -334,15 +349,23 @@ class Recover(Callback, Compared):
         own = None if samples is None else [*samples]
         everyone = run.driver.gather(own) if session_of(run).sync.several else [own]
         data = {"epoch": epoch, "batch_in_epoch": number, "rank": rank, "samples": everyone, "why": why}
-        decide(run, "batch left out", f"batch {number + 1} of epoch {epoch + 1}: {why}", data=data)
+        told = f"batch {number + 1} of epoch {epoch + 1}: {why}"
+        decide(run, "batch left out", told, data=data)
+        run.warn(f"left out {told}")
 
 
 def _no_plan() -> dict[str, Any]:
     return {"count": 0, "to": None, "sign": 0, "guard": 0, "skips": [], "rates": [], "told": {}}
 
 
-def _nothing() -> None:
-    return None
+def _missing(session: Session, latest: int) -> str:
+    """Name the checkpoint that is missing, and what to do."""
+    if not session.savers:
+        return "checkpoint to go back to: add Checkpoint(...) to callbacks"
+    missing, obstacle = f"checkpoint with finite weights at step {latest} or before", session.cursor.source.obstacle
+    if obstacle is not None:
+        return f"{missing} that ends an epoch: {obstacle}"
+    return f"{missing}: keep more checkpoints, such as Checkpoint('100 steps', keep_last=5)"
 
 
 def _steps(given: str | int, name: str) -> int:

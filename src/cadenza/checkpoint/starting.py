@@ -152,18 +152,23 @@ def recovery_in(directory: RecordedRun | None) -> Mapping[str, Any] | None:
     return recovery
 
 
-def newest_good(directory: RecordedRun, elsewhere: Iterable[str], step: int) -> tuple[str, Counters] | None:
+def newest_good(
+    directory: RecordedRun, elsewhere: Iterable[str], step: int, *, whole_epochs: bool = False
+) -> tuple[str, Counters] | None:
     """Return the path and the counters of the newest checkpoint with finite weights, and at most `step` complete steps.
 
-    Only the line of the present branch counts. None: there is none.
+    Only the line of the present branch counts; with `whole_epochs`, only checkpoints between two epochs. None: there is none.
     """
     for one in _Checkpoints(directory, elsewhere).line():
         manifest = one.entry.manifest
         if one.entry.saved.step > step or manifest is None or one.store.problem(one.entry) is not None:
             continue
         loaded = one.store.read(one.entry.saved)
+        reached = Counters(**loaded.state["progress"])
+        if whole_epochs and reached.batch_in_epoch:
+            continue
         if all_finite(weight for weight in loaded.model.values() if isinstance(weight, Tensor)):
-            return f"{one.store.files}/{one.entry.saved.name}", Counters(**loaded.state["progress"])
+            return f"{one.store.files}/{one.entry.saved.name}", reached
     return None
 
 

@@ -133,7 +133,7 @@ class CheckpointWriter:
             OSError: A write has failed, and `strict`.
         """
         session = self.session
-        if self._attempts is None or self._half_changed or session.sync.requests.back is not None:
+        if self._attempts is None or self._half_changed or session.sync.requests.is_broken:
             return
         self.take_results()
         asking = {*(names or self.names), *self._asked}

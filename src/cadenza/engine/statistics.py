@@ -21,8 +21,8 @@ class Statistics:
     """The buffers of a model that its forward pass changes, and copies of them.
 
     Before the first batch, all buffers are copied. After it, only those that it changed, and those of layers with running
-    statistics, such as BatchNorm. `keep` notices when another one changes later, or when a layer puts a new tensor in the place
-    of a buffer.
+    statistics, such as BatchNorm. `keep` notices when another one changes later, or when a layer replaces a buffer by a new
+    tensor.
 
     On the host all bytes are joined in one call, without torch. On other devices each kind of numbers is one call: torch copies
     lists of different kinds one tensor after another.
@@ -65,7 +65,7 @@ class Statistics:
 
     @property
     def copies(self) -> dict[int, Tensor]:
-        """The values at the last `keep`, or when the object was made, by the ids of the tensors that are in their place now."""
+        """The values at the last `keep`, or when the object was made, by the ids of the tensors that the layers hold now."""
         return {id(self._holders[index].get(self._names[index])): copy for index, copy in self._copied()}
 
     def restore(self) -> None:
@@ -136,7 +136,7 @@ def _can_be_set(tensor: Tensor) -> bool:
     if is_lazy(tensor) or tensor.is_inference() or tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return False
     strides = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
-    return not any(size > 1 and not stride for size, stride in strides)  # an expanded tensor has one number in several places
+    return not any(size > 1 and not stride for size, stride in strides)  # several elements of an expanded tensor are one number
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -29,7 +29,9 @@ class Requests:
         self.stop: Decision | None = None
         """The request to end the run."""
         self.back: GoBack | None = None
-        """The request to continue from an earlier checkpoint. Nothing is saved any more."""
+        """The request to continue from an earlier checkpoint."""
+        self.is_broken: bool = False
+        """Whether the loss broke the state of this run, so that it is not saved any more. It is the same on all ranks."""
         self.end_epoch: Decision | None = None
         """The request to end the epoch."""
         self.signal: int | None = None
@@ -52,6 +54,7 @@ class Requests:
     def ask_back(self, decision: Decision, back: GoBack) -> None:
         """Request to continue from an earlier checkpoint. Every rank must request the same."""
         self.back = back
+        self.is_broken = True
         self.ask_stop(decision)
 
     def withdraw_stop(self) -> None:
