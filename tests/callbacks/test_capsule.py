@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Capsule, Evaluate, NonFinite, Spike, StopOnNonFinite
 from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.commands.main import main
-from cadenza.errors import CheckpointError, CheckpointMismatchError, DataError, NonFiniteError
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, DataError, NonFiniteError
 from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
 from cadenza.timetravel import replay_capsule
 from tests.callbacks.breaking import Root, batches
@@ -133,6 +134,20 @@ def test_an_exception_leaves_a_capsule_that_raises_it_again(tmp_path: Path) -> N
         replay_capsule(trainer, tmp_path)
 
 
+def test_losses_are_compared_as_far_as_both_are_known(tmp_path: Path) -> None:
+    @on(Callback.on_before_backward, at=4)
+    def fails(run: Run, outputs: Any) -> None:
+        raise ArithmeticError
+
+    for accumulate, text in ((2, "same losses"), (1, "no losses to compare")):
+        trainer = tiny_trainer(directory=tmp_path / text, accumulate=accumulate, callbacks=[fails, Capsule()])
+        with pytest.raises(ArithmeticError):
+            trainer.fit()
+        again = replay_capsule(trainer, tmp_path / text)
+        assert again.same
+        assert text in repr(again)
+
+
 def test_an_error_before_the_batch_is_seen_is_not_that_of_the_step_before(tmp_path: Path) -> None:
     @on(Callback.on_batch_start, at=3)
     def fails(run: Run, batch: Any) -> None:
@@ -150,6 +165,28 @@ class Incomplete(Augmented):
         if index == BAD:
             raise KeyError("a file is missing")
         return super().__getitem__(index)
+
+
+class FromWorker(Incomplete):
+    """It raises errors as a process of a DataLoader passes them on, without the time that such a process takes to end."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        try:
+            return super().__getitem__(index)
+        except KeyError:
+            passed_on = ExceptionWrapper(where="in DataLoader worker process 0")
+        passed_on.reraise()
+        raise AssertionError
+
+
+def test_an_error_of_a_worker_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loader = DataLoader(FromWorker(), 4)
+    with pytest.raises(KeyError):
+        tiny_run(model=network(), loader=loader, seed=3, directory=tmp_path, callbacks=[Capsule()])
+    main(["capsule", str(tmp_path)])
+    told = capsys.readouterr().out
+    assert told.splitlines()[0].endswith(": KeyError: 'a file is missing'")
+    assert "not known: the step ended before" in told
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -267,6 +304,10 @@ def test_wrong_arguments_and_capsules_are_told(tmp_path: Path) -> None:
     assert facts_of_capsule(capsules_in(tmp_path)[0])["second_pass"] == "StopIteration: "  # the losses were read once
     with pytest.raises(CheckpointMismatchError, match="another model"):
         replay_capsule(trainer_in(None), tmp_path)
+    tensors = capsules_in(tmp_path)[0] / "tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointDamagedError, match=r"tensors.safetensors has .*crc32"):
+        replay_capsule(tiny_trainer(), tmp_path)
 
 
 def test_no_more_capsules_than_asked_for_are_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import traceback
 from collections import deque
 from collections.abc import MutableMapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,8 +177,7 @@ class Capsule(Callback):
             step.not_loaded = run.progress.epoch, run.progress.batch_in_epoch
         elif step.number != number or step.batches[-1] is not run.batch:
             return  # between two steps, such as in an evaluation; or a hook before this one ended the step
-        first_line = str(error).partition("\n")[0]  # an error of a worker is a traceback
-        self._write(run, "exception", f"{type(error).__name__}: {first_line}", error)
+        self._write(run, "exception", _in_one_line(error), error)
 
     def on_fit_end(self, run: Run) -> None:
         if self._losses or self._seen is not None:
@@ -347,6 +347,13 @@ class Capsule(Callback):
         guilty = [samples[row] for row in located.rows if row < len(samples)] if samples else located.rows
         found = {name: getattr(located, name) for name in ("module", "parameter", "tensor", "batch", "rows")}
         return {**found, "guilty_samples": guilty}
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    if "in DataLoader worker process" in lines[0]:  # the text is a traceback, with the error and its notes at its end
+        return ([lines[0]] + [two for one, two in pairwise(lines) if one.startswith("  ") and not two.startswith(" ")])[-1]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _versions(batches: Sequence[Any]) -> list[int]:

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from cadenza.checkpoint.store.tensor_files import pieces, read_tensors
+from cadenza.checkpoint.store.tensor_files import Sum, pieces, read_tensors
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.files.disk import flush, read_object
 from cadenza.files.paths import local_path
@@ -52,10 +52,13 @@ def write_capsule(folder: Path, name: str, facts: Mapping[str, Any], state: Mapp
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
+        total = Sum()
         with (beside / _TENSORS).open("wb") as file:
             for piece in pieces(tensors):
                 file.write(piece)
-        text = json.dumps({"format": _FORMAT, "facts": in_json(dict(facts)), "state": plain}, indent=1)
+                total.add(piece)
+        content = {"format": _FORMAT, "facts": in_json(dict(facts)), "state": plain, "tensors": total.facts}
+        text = json.dumps(content, indent=1)
         (beside / _FACTS).write_text(f"{text}\n", encoding="utf-8")
         for one in (beside / _TENSORS, beside / _FACTS, beside):
             flush(one)
@@ -110,11 +113,15 @@ def read_capsule(path: str | PathLike[str]) -> CapsuleContent:
     content = _content(folder)
     try:
         with (folder / _TENSORS).open("rb") as file:
-            tensors, _ = read_tensors(file, (folder / _TENSORS).stat().st_size)
+            tensors, found = read_tensors(file, (folder / _TENSORS).stat().st_size)
     except OSError as error:
         raise CheckpointDamagedError(f"the capsule {str(folder)!r} cannot be read: {error}") from None
     if isinstance(tensors, ValueError):
         raise CheckpointDamagedError(f"the capsule {str(folder)!r} is damaged: {tensors}")
+    if (expected := content.get("tensors", found)) != found:
+        raise CheckpointDamagedError(
+            f"the capsule {str(folder)!r} is damaged: {_TENSORS} has {found}, and was written with {expected}"
+        )
     return CapsuleContent(folder, content["facts"], decode(content["state"], tensors))
 
 

@@ -60,7 +60,7 @@ def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (failed := facts.get("not_loaded")) is not None:
         at = f"epoch {failed['epoch'] + 1}, batch {failed['batch_in_epoch'] + 1}"
         rows.append(("not loaded", f"{at}: {_samples(failed['samples'])}"))
-    rows.append(("loss", ", ".join(map(str, facts["losses"])) or "not computed again"))
+    rows.append(("loss", ", ".join(map(str, facts["losses"])) or "not known: the step ended before"))
     rows += [
         (name.partition("_")[0], str(facts[name])) for name in ("module", "parameter", "tensor") if facts[name] is not None
     ]

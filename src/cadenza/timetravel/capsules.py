@@ -40,13 +40,17 @@ class RepeatedStep:
 
     @property
     def same(self) -> bool:
-        """Whether the losses are equal to the recorded ones to the bit."""
-        return same([*self.losses], [*self.recorded[: len(self.losses)]])
+        """Whether the losses are equal to the recorded ones to the bit, as far as both are known."""
+        both = min(len(self.losses), len(self.recorded))
+        return same([*self.losses[:both]], [*self.recorded[:both]])
 
     def __repr__(self) -> str:
         found = self.located.module or self.located.parameter or self.located.tensor
         where = f", first not finite: {found}" if found else ""
-        return f"<RepeatedStep: step {self.step}, {'same losses' if self.same else 'other losses'}{where}>"
+        compared = "same losses" if self.same else "other losses"
+        if not (self.losses and self.recorded):
+            compared = "no losses to compare"
+        return f"<RepeatedStep: step {self.step}, {compared}{where}>"
 
 
 def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
