@@ -96,33 +96,41 @@ def test_an_operation_that_is_not_deterministic_is_named_by_its_module(action: A
 
 
 class Counting(nn.Module):
-    """Changes an attribute, replaces a buffer, writes to its input and clamps its weight with each call."""
+    """Changes its attributes, replaces a buffer, writes to its input and clamps its weight with each call."""
 
     seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
+        self.history: list[Tensor] = []
+        self.counts = {"calls": torch.zeros(())}
+        self.total = torch.zeros(())
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
+        self.history.append(inputs.detach().sum())
+        self.counts["calls"].add_(1)
+        self.total += len(self.history) + self.counts["calls"]
+        self.latest = self.total + 1
         self.seen = self.seen + inputs.detach().sum()
         self.scale.data.clamp_(-0.9, 0.9)
-        inputs.add_(self.calls)
+        inputs.add_(self.calls + self.latest / 100)
         return inputs * self.scale
 
 
 def test_what_a_forward_pass_changes_is_put_back() -> None:
-    def run(*callbacks: Any) -> tuple[int, dict[str, Tensor]]:
-        model = nn.Sequential(Counting(), network())
-        done = trainer(callbacks, model=model, accumulate=2).fit()
-        return model[0].calls, state_of(done)  # type: ignore[return-value]
+    def run(*callbacks: Any) -> tuple[tuple[float, ...], dict[str, Tensor]]:
+        counting = Counting()
+        done = trainer(callbacks, model=nn.Sequential(counting, network()), accumulate=2).fit()
+        numbers = counting.calls, len(counting.history), counting.counts["calls"].item(), counting.total.item()
+        return numbers, state_of(done)
 
     check = ReplayCheck(every=1)
     (calls, state), (others, other) = run(), run(check)
-    assert calls == others == 10
+    assert calls == others == (10, 10, 10.0, 110.0)
     assert same(state, other)
     assert check.steps == [1, 2, 3, 4, 5, 6]
 

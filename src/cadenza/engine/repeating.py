@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,12 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 from cadenza.drivers.checksums import checksum, same_bits
 from cadenza.drivers.sharding import local
+from cadenza.engine.restore_point import restore_in_place
 from cadenza.engine.session import Session
 from cadenza.engine.updating import complete_window
 from cadenza.loading.rng import RNGState
 from cadenza.optim.finite import tensors_at
 from cadenza.status.outputs import Outputs
 
+_OF_TORCH = frozenset(vars(nn.Module()))  # weights and buffers are slots of their own, and hooks do not change
+_LONGEST = 10_000  # the entries of a longer container are not copied
 KINDS = ("weight", "module", "output", "buffer", "gradient")
 """The kinds of results, in the order in which a message names them: a changed weight explains all others."""
 
@@ -34,8 +39,8 @@ class Pass:
     """The gradient of each parameter, by its id."""
     changed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By the index of a slot, the tensor in it and its values, if they are not those before the step."""
-    numbers: list[dict[str, Any]] = field(default_factory=list)
-    """The plain attributes of each module."""
+    attributes: _Attributes | None = None
+    """The attributes of the modules after the pass."""
 
     def differences(self, other: Pass) -> dict[str, str]:
         """Return the first difference of each kind that differs, by kind."""
@@ -82,7 +87,7 @@ class StepRepeat:
 
     It replaces the function that computes a batch, so it sees the batch after all hooks of ``on_batch_start``. The hooks of
     callbacks are not called again. All that the forward and the backward pass change is put back: weights, buffers, gradients,
-    RNG states, and attributes of modules that are plain numbers or texts.
+    RNG states, and attributes of modules.
 
     Args:
         session: The session, with a ``compute_loss``.
@@ -99,7 +104,7 @@ class StepRepeat:
         self._batches: list[_Batch] = []
         self._slots: list[_Slot] = []
         self._gradients: dict[int, Tensor | None] = {}
-        self._numbers: list[dict[str, Any]] = []
+        self._attributes: _Attributes | None = None
         self._pass = Pass()
         self._traced = -1  # the batch that is computed now
         self._handles: list[RemovableHandle] = []
@@ -171,6 +176,8 @@ class StepRepeat:
 
     def use(self, result: Pass) -> None:
         """Continue with the weights, buffers and gradients of one pass."""
+        if result.attributes is not None:
+            result.attributes.restore()
         with torch.no_grad():
             self._put_back_tensors()
             for index, (tensor, value) in result.changed.items():
@@ -183,7 +190,6 @@ class StepRepeat:
                     parameter.grad = gradient
                 else:
                     _fill(parameter.grad, gradient)
-        self._set_numbers(result.numbers)
 
     # -- the step itself -------------------------------------------------------------------------------
 
@@ -209,7 +215,8 @@ class StepRepeat:
         finally:
             self._traced = -1
         where = f" of batch {index + 1}" if self.session.step.window.size > 1 else ""
-        self._pass.sums["output"] += [(f"{path}{where}", checksum(one)) for path, one in tensors_at(result, "outputs")]
+        path = "the loss" if isinstance(result, Tensor) else "outputs"
+        self._pass.sums["output"] += [(f"{at}{where}", checksum(one)) for at, one in tensors_at(result, path)]
         return result
 
     def _tracer(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
@@ -244,7 +251,7 @@ class StepRepeat:
                         held: Any = holder  # a dict of parameters is one of tensors here
                         self._slots.append(_Slot(kind, name, held, key, tensor, local(tensor).clone()))
         self._gradients = {id(one): None if one.grad is None else one.grad.clone() for one in self._parameters()}
-        self._numbers = self._plain_numbers()
+        self._attributes = _Attributes(one for _, one in self._modules())
 
     def _results(self, result: Pass) -> Pass:
         """Complete the results of a pass: weights, buffers and gradients as they are now."""
@@ -262,34 +269,43 @@ class StepRepeat:
             if gradient is not None:
                 found.append((names.get(id(one), "a parameter outside of the model"), checksum(gradient)))
         result.sums["gradient"] = found[::-1]  # the backward pass begins with the last ones
-        result.numbers = self._plain_numbers()
+        result.attributes = _Attributes(one for _, one in self._modules())
         return result
 
     def _put_back(self) -> None:
-        """Set weights, buffers, gradients and numbers to their values before the step."""
+        """Set weights, buffers, gradients and attributes to their values before the step."""
+        if self._attributes is not None:
+            self._attributes.restore()
         with torch.no_grad():
             self._put_back_tensors()
         for one in self._parameters():
             gradient = self._gradients[id(one)]
             one.grad = None if gradient is None else gradient.clone()
-        self._set_numbers(self._numbers)
 
     def _put_back_tensors(self) -> None:
         for slot in self._slots:
             slot.holder[slot.key] = slot.tensor
             _fill(slot.tensor, slot.before)
 
-    def _plain_numbers(self) -> list[dict[str, Any]]:
-        kinds = (bool, int, float, str, type(None))
-        return [
-            {key: value for key, value in vars(module).items() if type(value) in kinds and key != "training"}
-            for _, module in self._modules()
-        ]
 
-    def _set_numbers(self, saved: list[dict[str, Any]]) -> None:
-        for (_, module), values in zip(self._modules(), saved, strict=True):
-            own = vars(module)
-            own.update({key: value for key, value in values.items() if own.get(key, self) is not value})
+class _Attributes:
+    """The attributes of modules, to put them back: also tensors that are no buffers, and the entries of containers."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._own = [(vars(module), dict(vars(module))) for module in modules]
+        values = [value for own, _ in self._own for name, value in own.items() if name not in _OF_TORCH]
+        containers = [one for one in values if isinstance(one, list | dict | set | deque)]
+        inner = [[*one.values()] if isinstance(one, dict) else [*one] for one in containers if len(one) <= _LONGEST]
+        tensors = {id(one): one for one in chain(values, *inner) if isinstance(one, Tensor) and not one.is_meta}
+        self._containers = [(one, copy(one)) for one in containers]
+        self._tensors = [(one, local(one).detach().clone()) for one in tensors.values()]
+
+    def restore(self) -> None:
+        """Set the attributes to what they were when this object was made."""
+        restore_in_place(self._own, self._containers, ())
+        with torch.no_grad():
+            for tensor, value in self._tensors:
+                _fill(tensor, value)
 
 
 def _fill(tensor: Tensor, value: Tensor) -> None:
@@ -308,6 +324,8 @@ def named(differences: Mapping[str, str]) -> str:
 
     >>> named({"module": "'0' (Linear)", "gradient": "'0.bias'"})
     "the output of module '0' (Linear), the gradient of '0.bias'"
+    >>> named({"module": "the model (Linear)"})
+    'the output of the model (Linear)'
     """
     texts = {
         "weight": "the weight {}",
@@ -316,4 +334,5 @@ def named(differences: Mapping[str, str]) -> str:
         "buffer": "the buffer {}",
         "gradient": "the gradient of {}",
     }
-    return ", ".join(texts[kind].format(name) for kind, name in differences.items())
+    text = ", ".join(texts[kind].format(name) for kind, name in differences.items())
+    return text.replace("module the model", "the model")
