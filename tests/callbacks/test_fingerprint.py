@@ -114,6 +114,21 @@ def test_compare_says_where_runs_part(clean: Path, tmp_path: Path, capsys: pytes
     assert (told[1]["fingerprints"]["step"], told[1]["fingerprints"]["name"]) == (4, name)
 
 
+def test_a_tensor_of_one_run_alone_and_a_run_beside_itself_are_told(
+    clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = network()
+    larger.register_buffer("more", torch.zeros(2))
+    other = fingerprints(tmp_path / "larger", model=larger)
+    assert str(parted(clean, other)).startswith(
+        "the runs part at step 0: the buffer 'more', which only the second has; 0 steps"
+    )
+    assert main(["compare", str(clean), str(clean)]) == 0
+    told = capsys.readouterr().out
+    assert told.splitlines()[0].split() == ["run", "clean", "clean"]
+    assert "11 steps equal" in told
+
+
 def test_compare_says_which_run_has_no_fingerprints(clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_run(directory=tmp_path / "without")
     tiny_run(directory=tmp_path / "neither")

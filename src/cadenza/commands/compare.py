@@ -30,6 +30,7 @@ from cadenza.report import dates
 from cadenza.report.best import best_of
 from cadenza.report.settings import differing, text_of
 from cadenza.report.story import name_distinctly
+from cadenza.status.counting import counted
 
 Cells = tuple[str, list[str]]
 _NARROW = 14  # columns for a run; with fewer, the runs are below each other
@@ -227,7 +228,7 @@ def _partings(runs: Sequence[RunFolder]) -> list[tuple[Mapping[int, Row], Partin
         broken: list[int] = []
         read.append(read_fingerprints(run.path / FILE, broken=broken))
         if broken:
-            complain(f"{run.path / FILE}: {len(broken)} lines cannot be read, the first is line {broken[0]}")
+            complain(f"{run.path / FILE}: {counted(len(broken), 'line')} cannot be read, the first is line {broken[0]}")
     return [(rows, parting(read[0], rows)) for rows in read]
 
 

@@ -70,6 +70,8 @@ class Parting:
     """Its name, such as that of a weight."""
     only: tuple[Sequence[int], Sequence[int]]
     """The steps of which only the first, and only the second run has a fingerprint."""
+    alone: str
+    """Which run alone has it, ``"first"`` or ``"second"``; empty if both have it."""
     layouts: tuple[str, str]
     """The ranks of both runs, such as ``2 ranks, sharded``."""
 
@@ -86,8 +88,9 @@ class Parting:
         if self.step is None:
             told = f"{counted(self.equal, 'step')} equal" if self.equal else "no step in common"
         else:
-            name = KINDS[self.kind].format(self.name)
-            told = f"the runs part at step {self.step:,}: {name.strip()}; {counted(self.equal, 'step')} before it equal"
+            name = KINDS[self.kind].format(self.name).strip()
+            owner = f", which only the {self.alone} has" if self.alone else ""
+            told = f"the runs part at step {self.step:,}: {name}{owner}; {counted(self.equal, 'step')} before it equal"
             if first != second:
                 notes += ". Other numbers of ranks add gradients in another order, so the last bits may differ"
         for which, steps in zip(("first", "second"), self.only, strict=True):
@@ -109,6 +112,8 @@ def parting(first: Mapping[int, Row], second: Mapping[int, Row]) -> Parting | No
     ...        "weights": {"w": "0b"}}
     >>> print(parting({1: row}, {1: row | {"weights": {"w": "0c"}}, 2: row}))
     the runs part at step 1: the weight 'w'; 0 steps before it equal; only the second has step 2
+    >>> print(parting({1: row}, {1: row | {"buffers": {"b": "0d"}}}))
+    the runs part at step 1: the buffer 'b', which only the second has; 0 steps before it equal
     """
     if not first or not second:
         return None
@@ -118,8 +123,11 @@ def parting(first: Mapping[int, Row], second: Mapping[int, Row]) -> Parting | No
     for equal, step in enumerate(common):
         found = next(_differences(first[step], second[step]), None)
         if found is not None:
-            return Parting(equal, step, *found, only, layouts)
-    return Parting(len(common), None, "", "", only, layouts)
+            kind, name = found
+            present = name in first[step][kind], name in second[step][kind]
+            alone = "" if all(present) else "first" if present[0] else "second"
+            return Parting(equal, step, kind, name, only, alone, layouts)
+    return Parting(len(common), None, "", "", only, "", layouts)
 
 
 def _layout(rows: Mapping[int, Row]) -> str:

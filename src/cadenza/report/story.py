@@ -195,11 +195,12 @@ def story_of(run: Run) -> Story:
 
 def name_distinctly(stories: Sequence[Story], paths: Sequence[Path]) -> None:
     """Prefix runs of equal names with as many parts of their paths as make the names distinct."""
-    depth, longest = 1, max(len(path.resolve().parts) for path in paths)
-    while len({story.name for story in stories}) < len(stories) and depth <= longest:
+    whole = [path.resolve() for path in paths]
+    depth, longest = 1, max(len(path.parts) for path in whole) - 1  # without the root
+    while len({story.name for story in stories}) < len({*whole}) and depth < longest:
         depth += 1
-        for story, path in zip(stories, paths, strict=True):
-            story.name = "/".join(path.resolve().parts[-depth:])
+        for story, path in zip(stories, whole, strict=True):
+            story.name = "/".join(path.parts[-depth:])
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
