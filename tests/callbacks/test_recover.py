@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Run, Trainer, supervised
-from cadenza.callbacks import Checkpoint, LogTraining, LowerRate, NonFinite, Recover, Spike, Warmup
+from cadenza.callbacks import Capsule, Checkpoint, LogTraining, LowerRate, NonFinite, Recover, Spike, Warmup
+from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.engine.session import session_of
 from cadenza.testing import launch, tiny_loader, tiny_run
 from tests.callbacks.breaking import Root, batches
@@ -123,9 +124,15 @@ def test_a_guilty_batch_in_the_first_step_is_left_out(tmp_path: Path) -> None:
     assert not any(one.owner == "Recover" for one in session_of(run).hooks.by_moment.get(Callback.on_batch_start, ()))
 
 
-def test_on_two_ranks_all_do_the_same(tmp_path: Path) -> None:
+class First(Capsule):
+    """It stands before `Recover`, so its second pass is made with the batches that are left out."""
+
+    before = (Recover,)
+
+
+def test_on_two_ranks_all_do_the_same_beside_a_capsule_of_one_rank(tmp_path: Path) -> None:
     def train() -> tuple[list[Tensor], list[int], list[Any]]:
-        run = trainer_in(tmp_path, {100: math.nan}, epochs=1).fit()
+        run = trainer_in(tmp_path, {100: math.nan}, First(), epochs=1).fit()
         (out,) = decided(run, "batch left out")
         return weights_of(run), left_out(run), [out["rank"], 100 in out["samples"][out["rank"]]]
 
@@ -134,6 +141,8 @@ def test_on_two_ranks_all_do_the_same(tmp_path: Path) -> None:
     assert len(samples) == 2 * BATCH
     assert equal(weights[:2], other[0][:2])
     assert (samples, [guilty, there]) == other[1:]
+    (capsule,) = capsules_in(tmp_path)
+    assert facts_of_capsule(capsule)["guilty_samples"] == [100]
 
 
 class Kill(Callback):

@@ -287,9 +287,10 @@ class Capsule(Callback):
                 session.module.load_state_dict(weights, strict=False)
             else:
                 self._statistics.restore()
-            others, versions = modules_of(inspect.unwrap(session.compute)), _versions(step.batches)
+            others, versions = [*modules_of(inspect.unwrap(session.compute))], _versions(step.batches)
+            given = session.module, session.compute, step.batches, step.rng_states, others
             try:
-                found = locate(session.module, session.compute, step.batches, step.rng_states, others)
+                found = locate(*given, accumulates=not session.sync.several)
                 if _versions(step.batches) != versions:
                     facts["second_pass"] = (
                         "it changes its batch in place, so the batch in the capsule is not that of the loader"

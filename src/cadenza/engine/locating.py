@@ -54,12 +54,14 @@ def locate(
     compute: Callable[[nn.Module, Any], Any],
     batches: Sequence[Any],
     rng_states: Sequence[RNGState | QuickState],
-    others: Iterable[nn.Module] = (),
+    others: Sequence[nn.Module] = (),
+    *,
+    accumulates: bool = True,
 ) -> Located:
     """Repeat the forward and backward passes of a step, and return where the first number is not finite.
 
-    Gradients are added to the parameters, buffers change, and the random generators advance: the caller restores them. No other
-    rank takes part.
+    Gradients are added to the parameters if `accumulates`, buffers change, and the random generators advance: the caller
+    restores them. No other rank takes part.
 
     Args:
         model: The user's own module, in the mode and with the weights and buffers of before the step.
@@ -67,6 +69,7 @@ def locate(
         batches: The batches of the step.
         rng_states: The RNG state before the forward pass of each.
         others: Further modules to watch, such as a loss.
+        accumulates: Whether to add gradients to the parameters, which calls the hooks of DDP: these may exchange gradients.
     """
     named = chain(model.named_parameters(), model.named_buffers())
     result = Located(weight=first_not_finite((repr(name), one) for name, one in named))
@@ -78,7 +81,11 @@ def locate(
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
             result.losses.append(float(loss.detach()))
             if watch.parameter is None and torch.is_grad_enabled() and loss.requires_grad:
-                loss.backward()
+                if accumulates:
+                    loss.backward()
+                else:
+                    held = {id(one): one for module in (model, *others) for one in module.parameters() if one.requires_grad}
+                    torch.autograd.grad(loss, [*held.values()], allow_unused=True)
         tensor = first_not_finite(_floats(tensors_at(batch, "batch")))
         finite = bool(torch.isfinite(loss.detach()).all())
         if watch.module is None and watch.parameter is None and tensor is None and finite:
