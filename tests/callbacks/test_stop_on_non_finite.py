@@ -148,6 +148,19 @@ def test_a_second_backward_of_a_step_fn_is_looked_at_as_well() -> None:
     assert all(parameter.isfinite().all() for parameter in run.model.parameters())
 
 
+def test_a_step_fn_that_is_stopped_does_not_go_on_in_the_messages(caplog: pytest.LogCaptureFixture) -> None:
+    def step_fn(run: Run, batch: Any) -> Tensor:
+        loss: Tensor = run.model(batch[0]).mean() * (math.nan if run.progress.step == 1 else 1.0)
+        run.backward(loss)
+        run.update()
+        return loss
+
+    run = tiny_run(step_fn=step_fn, callbacks=[StopOnNonFinite()], steps=4)
+    assert run.outcome is not None
+    assert run.outcome.kind == "stopped"
+    assert "goes on" not in caplog.text
+
+
 def test_the_loop_still_reports_a_loss_that_is_none() -> None:
     with pytest.raises(LossError, match=r"the loss must be a tensor of shape \(\) that has a gradient; got 'float'"):
         tiny_run(compute_loss=lambda model, batch: {"loss": 1.0}, callbacks=[StopOnNonFinite()])

@@ -158,6 +158,7 @@ class StopOnNonFinite(Callback, Compared):
             raise NonFiniteError(f"{what} in {where}{found}. Lower the learning rate, clip gradients, or inspect this batch.")
         drop(what + found)
         if self.action == "stop":
+            session_of(run).metrics.losses.quiet = True  # it would warn that training goes on
             run.stop(what + found)
 
 
