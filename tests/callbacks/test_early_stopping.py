@@ -52,7 +52,8 @@ def test_it_stops_after_so_many_evaluations_without_gain(
 
 def test_it_says_why() -> None:
     run = simulate([EarlyStopping("eval/x", mode="min", name="mine")], metrics={"eval/x": [2.0, 3.0]})
-    assert run.why("stopped") == "stopped by mine at epoch 2, step 4, batch 4: 'eval/x' did not get better than 2 in 1 evaluation"
+    why = "'eval/x' did not get better than 2 in 1 evaluation"
+    assert run.why("stopped") == f"stopped by mine at epoch 2, step 4, batch 4: {why}"
 
 
 @pytest.mark.parametrize(
