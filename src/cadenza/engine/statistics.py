@@ -11,9 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from cadenza.drivers.checksums import same_bits
 
-_LEARNED = (
-    3  # the `keep` after the first forward pass: the first is that of the constructor, the second that of the first batch
-)
+_LEARNED = 3  # the first `keep` is that of the constructor, the second that before the first forward pass
 _version = attrgetter("_version")
 
 
