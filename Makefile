@@ -26,7 +26,7 @@ TOOK = code=$$?; echo "make $@ took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"
 
 # mypy is run by tests/contracts/test_typing.py, beside the other tests.
 test: .venv/.dev
-	@echo "Lint, types and all tests: about 25 minutes on two cores. Failures appear as they come. A quick form: make test-quick"
+	@echo "Lint, types and all tests: about 15 minutes on two cores. Failures appear as they come. A quick form: make test-quick"
 	@$(LINT) && $(PYTEST) -n 3; $(TOOK)
 
 # A part of the tests that touches every folder, for contributors.
