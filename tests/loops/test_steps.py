@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -335,3 +337,20 @@ def loop(steps: Steps) -> None:
 
 def test_the_loop_resumes_bit_for_bit() -> None:
     prove_resume(make, at=[1, 4, 9], loop=loop, in_process=True)
+
+
+def test_a_loop_that_a_variable_holds_at_the_end_of_the_process_is_left(tmp_path: Path) -> None:
+    script = f"""
+from cadenza.callbacks import Checkpoint
+from cadenza.testing import tiny_trainer
+steps = iter(tiny_trainer(directory={str(tmp_path)!r}, callbacks=[Checkpoint("100 steps")]).steps())
+for _ in range(2):
+    step = next(steps)
+    for inputs, _ in step:
+        step.backward(step.run.model(inputs).square().mean())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0
+    assert "Exception ignored" not in ended.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["outcome"]["reason"] == "the loop was left"
+    assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
