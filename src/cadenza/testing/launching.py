@@ -79,7 +79,7 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300)
 
 
 def _work(function: Callable[[], Any], rank: int, ranks: int, timeout_s: float, port: Connection, result: Connection) -> None:
-    gc.freeze()  # what is garbage in the parent, such as a session of onnxruntime, may wait for threads that are not here
+    gc.freeze()  # garbage of the parent, such as a session of onnxruntime, may wait for threads that it alone has
     faulthandler.dump_traceback_later(timeout_s * 0.9, file=2)
     os.environ |= {
         "RANK": str(rank),
