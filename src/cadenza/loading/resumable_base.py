@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cadenza.errors import DataError
+from cadenza.loading.rng import isolated_rng
 from cadenza.loading.sample_counts import SampleCounter
 from cadenza.loading.shards import Shard
+from cadenza.loading.workers import end_workers
 
 
 class Located(NamedTuple):
@@ -84,6 +86,19 @@ class ResumableLoader(SampleCounter, ABC):
 
 END: Any = object()
 """Returned instead of a batch by loaders that have no more."""
+
+
+def read_with_seeds(batches: Iterator[Any], seeds: Iterable[int]) -> Iterator[Any]:
+    """Yield the batches of a pass, each read with a seed of its own, and end the workers of the pass."""
+    try:
+        for seed in seeds:
+            with isolated_rng(seed):
+                batch = next(batches, END)
+            if batch is END:
+                return
+            yield batch
+    finally:
+        end_workers(batches)
 
 
 class LimitedLoader(ResumableLoader):

@@ -17,7 +17,7 @@ from cadenza.loading.mixed_loader import MixedLoader, num_mixed_batches
 from cadenza.loading.mixture import Mixture
 from cadenza.loading.orders import PERMUTED
 from cadenza.loading.persistent_workers import PersistentWorkers, has_persistent_workers
-from cadenza.loading.resumable_base import END, LimitedLoader, Located, ResumableLoader
+from cadenza.loading.resumable_base import LimitedLoader, Located, ResumableLoader, read_with_seeds
 from cadenza.loading.rng import derive_seed, isolated_rng, seeds_below
 from cadenza.loading.rounds import PositionBatches, batches_of_rank
 from cadenza.loading.sample_counts import uses_torch_iteration, with_sample_counts
@@ -355,20 +355,12 @@ def _with_seeds(
     holders = (loader, getattr(loader, "sampler", None))
     generators = {g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
     given = [(generator, generator.get_state()) for generator in generators]
-    batches: Iterator[Any] = iter(())
     try:
         for generator in generators:
             generator.manual_seed(derive_seed(generator.initial_seed(), epoch))
         with isolated_rng(derive_seed(seed, epoch)):
             batches = iter(loader)
-        seed_of = seeds_below(seed, epoch)
-        for number in numbers:
-            with isolated_rng(seed_of(index_of(number))):
-                batch = next(batches, END)
-            if batch is END:
-                return
-            yield batch
+        yield from read_with_seeds(batches, map(seeds_below(seed, epoch), map(index_of, numbers)))
     finally:
-        end_workers(batches)
         for generator, state in given:  # the next epoch and the next run must start from the user's seed as well
             generator.set_state(state)

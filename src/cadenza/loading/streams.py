@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from cadenza.errors import DataError
 from cadenza.loading.batches import pinned
 from cadenza.loading.loaders import set_loader_epoch
-from cadenza.loading.resumable_base import END, ResumableLoader
+from cadenza.loading.resumable_base import END, ResumableLoader, read_with_seeds
 from cadenza.loading.rng import derive_seed, isolated_rng, seed_host
 from cadenza.loading.sample_counts import CountedBatch, uses_torch_iteration
 from cadenza.loading.shards import Shard, has_shards
-from cadenza.loading.workers import end_workers
 from cadenza.status.counting import counted
 from cadenza.status.preemption import end_of_process, spare_this_worker
 
@@ -179,15 +178,7 @@ class ShardedStream(ResumableLoader):
     def _read(self, epoch: int) -> Iterator[_Placed]:
         with isolated_rng(derive_seed(self._seed, epoch)):
             batches = iter(self._loader(epoch))
-        try:
-            while True:
-                with isolated_rng(0):  # without workers, each batch is read here, with a seed of its own
-                    batch = next(batches, END)
-                if batch is END:
-                    return
-                yield batch
-        finally:
-            end_workers(batches)
+        yield from read_with_seeds(batches, repeat(0))  # without workers, the data set seeds each batch itself
 
     def _loader(self, epoch: int) -> DataLoader[Any]:
         """Return a loader for an epoch. Its workers start with the epoch and with the position."""
