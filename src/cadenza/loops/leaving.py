@@ -1,10 +1,13 @@
-"""The error with which a loop of the user's own is left."""
+"""How a loop of the user's own is left: with which error, and at the end of the process."""
 
 from __future__ import annotations
 
+import atexit
 import gc
-from collections.abc import Collection, Generator
+import weakref
+from collections.abc import Callable, Collection, Generator
 from dis import opmap
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -28,6 +31,22 @@ def end_with(course: Generator[Any, Any, None], error: BaseException) -> None:
             raise
     finally:
         error.__traceback__ = trace
+
+
+def close_at_exit(opened: Any) -> Callable[[], object]:
+    """Call ``opened.close()`` at the end of the process, while all modules are there, if the object exists then.
+
+    Returns:
+        A function that withdraws this.
+    """
+    held = weakref.ref(opened)
+
+    def close() -> None:
+        if (left := held()) is not None:
+            left.close()
+
+    atexit.register(close)
+    return partial(atexit.unregister, close)
 
 
 def error_leaving(frames: Collection[int]) -> BaseException | None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
-import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,7 +16,7 @@ from cadenza.hooks.habits import advised
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loops import habits
 from cadenza.loops.keeping import Kept
-from cadenza.loops.leaving import end_with, error_leaving
+from cadenza.loops.leaving import close_at_exit, end_with, error_leaving
 from cadenza.loops.unkept import Unkept, loop_frame
 from cadenza.run import Run
 
@@ -150,7 +147,7 @@ class Steps:
         self._frames: tuple[int, ...] = ()
         """The ids of the frame that asks for steps and of its caller: the loop, if a generator such as tqdm is between."""
         self._over = self._inside_with = False
-        self._at_exit = partial(_leave_left, weakref.ref(self))
+        self._close_no_more: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
         return f"<Steps: {'over' if self._over else self._step or 'not begun'}>"
@@ -182,7 +179,7 @@ class Steps:
     def _begin(self, frame: FrameType) -> Session:
         session = session_of(self._began())
         if session.driver.world_size == 1:  # other ranks may be gone by then
-            atexit.register(self._at_exit)
+            self._close_no_more = close_at_exit(self)
         if self._kept is not None and session.progress.step:
             self._kept.compare(session.run, strict=self._strict)
         if session.savers:
@@ -262,16 +259,11 @@ class Steps:
 
     def _end(self) -> None:
         """Note that the run is over, and so its last step."""
-        atexit.unregister(self._at_exit)
+        if self._close_no_more is not None:
+            self._close_no_more()
         self._over, self._frames, self._unkept = True, (), None
         if self._step is not None:
             self._step._session.step.owner = None
-
-
-def _leave_left(left: weakref.ref[Steps]) -> None:
-    """End a run with a loop that a variable still holds at the end of the process, while all modules are there."""
-    if (steps := left()) is not None:
-        steps.close()
 
 
 class _Loop:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import shutil
 import tempfile
@@ -24,6 +23,7 @@ from cadenza.engine.session import Session, session_of
 from cadenza.errors import DirectoryError, DistributedError, out_of_generator
 from cadenza.files.paths import local_path
 from cadenza.hooks.moments import Callback
+from cadenza.loops.leaving import close_at_exit
 from cadenza.records.directory import OVER, RecordedRun
 from cadenza.records.reading import read_records
 from cadenza.records.record import Record
@@ -64,8 +64,8 @@ class Replay:
         self._delete = weakref.finalize(self, shutil.rmtree, start.folder, ignore_errors=True)
         if not trainer.driver.is_main:
             self._delete.detach()
-        if trainer.driver.world_size == 1:
-            atexit.register(_close_left, weakref.ref(self))  # while all modules are there
+        if trainer.driver.world_size == 1:  # other ranks may be gone by then
+            close_at_exit(self)
         self.batch: Any = None
         """The first batch of the next step, on the device. With accumulation, the step reads its other batches when it runs."""
         self.checkpoint: str = start.before.path
@@ -362,12 +362,6 @@ def _check_done(info: Mapping[str, Any], path: Path, step: int) -> None:
     last = done if outcome.get("kind") in OVER else done + 1  # the step that an error ended was begun
     if step > last:
         raise ValueError(f"the run in {str(path)!r} has no step {step}: it {outcome.get('kind', 'ended')} after step {done}.")
-
-
-def _close_left(left: weakref.ref[Replay]) -> None:
-    """Close a replay that is open at the end of its process."""
-    if (replay := left()) is not None:
-        replay.close()
 
 
 def _failed(rank: int, problem: str) -> Exception:
