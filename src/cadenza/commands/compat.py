@@ -13,11 +13,10 @@ from typing import Any
 from cadenza.adapters.recognition import BASES, base_of
 from cadenza.adapters.surface.surface import Surface, distinct, sentence, surface_of
 from cadenza.commands.importing import guarded, imported, is_script, nothing_on_stdout
-from cadenza.commands.output import add_json, clean, complain, fitting, print_json, print_rows, say, width
+from cadenza.commands.output import add_json, clean, complain, fitting, print_json, print_rows, say, say_folded
 from cadenza.errors import CadenzaError, nearest
 from cadenza.hooks.moments import BaseCallback
 from cadenza.status.counting import counted
-from cadenza.status.folding import folded
 
 _LAZY = "Callback"  # of the names that a package imports late, those with this ending are classes of callbacks
 
@@ -253,6 +252,5 @@ def _reasons(surface: Surface) -> Iterator[str]:
 
 
 def _say(line: str) -> None:
-    most = width()
     lists = line.startswith(("it uses", "passed on", "! without"))
-    say(line if most is None else folded(line, most, ", " if lists else " "))
+    say_folded(line, ", " if lists else " ")

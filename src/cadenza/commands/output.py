@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cadenza.status.decisions import in_json
+from cadenza.status.folding import folded
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
@@ -31,6 +32,12 @@ def say(line: str = "") -> None:
 def complain(line: str) -> None:
     """Print a line about a problem that does not end the command, on stderr."""
     sys.stderr.write(f"cadenza: {line}\n")
+
+
+def say_folded(line: str, separator: str, indent: str | None = None) -> None:
+    """Print a line, in several where it is wider than the terminal; see `folded`."""
+    most = width()
+    say(line if most is None else folded(line, most, separator, indent))
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:

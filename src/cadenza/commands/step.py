@@ -6,10 +6,9 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from cadenza.commands.output import add_json, clean, print_json, say, width
+from cadenza.commands.output import add_json, clean, print_json, say, say_folded
 from cadenza.errors import CadenzaError
 from cadenza.records.run_info import read_info
-from cadenza.status.folding import folded
 from cadenza.status.step_samples import StepSamples
 
 
@@ -46,11 +45,9 @@ def name_samples(arguments: argparse.Namespace) -> None:
         print_json(asdict(named))
     else:
         first, *batches = str(named).splitlines()
-        most = width()
         say(first)
         for line in batches:
-            text = f"  {clean(line.strip())}"
-            say(text if most is None else folded(text, most, " ", "    "))
+            say_folded(f"  {clean(line.strip())}", " ", "    ")
 
 
 def _of_rank(named: StepSamples, rank: int) -> StepSamples:
