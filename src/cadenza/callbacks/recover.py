@@ -217,7 +217,7 @@ class Recover(Callback, Compared):
     def _go_back(self, run: Run, session: Session, loss: float, seen: str) -> None:
         """Request to continue from a checkpoint, or to stop if there is none. Every rank must call this."""
         plan, step = self._plan, run.progress.step
-        session.sync.requests.is_broken = True  # also if the run stops: the last good checkpoint is not replaced
+        session.sync.requests.refuse_saves()  # also if the run stops: the last good checkpoint is not replaced
         session.metrics.losses.quiet = True  # it would warn that training goes on
         if plan["count"] >= self.times:
             ended = f"{seen} at step {step}, after {counted(plan['count'], 'rollback')}"

@@ -54,8 +54,11 @@ class Requests:
     def ask_back(self, decision: Decision, back: GoBack) -> None:
         """Request to continue from an earlier checkpoint. Every rank must request the same."""
         self.back = back
-        self.is_broken = True
         self.ask_stop(decision)
+
+    def refuse_saves(self) -> None:
+        """Note that the state of this run is broken. Every rank must do so."""
+        self.is_broken = True
 
     def withdraw_stop(self) -> None:
         """Drop the request to end the run, before any rank acts on it."""
