@@ -24,6 +24,9 @@ torch.set_num_threads(1)  # the machines that run these tests have few cores, an
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras reads it when it is imported
 
+# torch asks the name server for the name of each address that it connects to, and waits 5 s if the request is lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # read by glibc, see resolv.conf(5)
+
 os.environ["GIT_DIR"] = os.devnull  # each run with a directory asks git: without a repository in a millisecond, not six
 
 # For tests/forked.py; and with Python 3.14, workers of a loader are forks of this server. It imports these once, not each fork.
