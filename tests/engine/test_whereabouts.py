@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,17 +22,16 @@ from tests.waiting import until
 def test_a_rank_waits_while_another_thread_communicates_for_it() -> None:
     """Else a healthy rank of many would be named as one that is behind."""
     seen: list[Waits] = []
-    arrived, training = threading.Event(), threading.get_ident()
-
-    def waits_for_sum() -> bool:
-        return "result" in [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[training])]
+    arrived = threading.Event()
 
     @on(Callback.on_step_end)
     def wait(run: Run) -> None:
         def look() -> None:
-            until(waits_for_sum)
-            seen.append(whereabouts(session_of(run)).waits)
-            arrived.set()
+            try:
+                until(lambda: whereabouts(session_of(run)).waits is Waits.YES)
+                seen.append(Waits.YES)
+            finally:
+                arrived.set()
 
         thread = threading.Thread(target=look)
         thread.start()
