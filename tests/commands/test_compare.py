@@ -5,11 +5,18 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+from cadenza import Callback, Run, on
+from cadenza.callbacks import FindBatchSize
 from cadenza.commands.main import main
+from cadenza.testing import tiny_loader, tiny_run
 from tests.commands.test_runs import trained
 
 
@@ -42,6 +49,31 @@ def test_only_the_arguments_that_differ_are_shown(two: list[str], capsys: pytest
     told = section(capsys.readouterr().out, "arguments")
     assert told["optimizer"] == ["SGD", "SGD"]
     assert told["max_epochs"] == ["3", "3"]
+
+
+def test_batch_sizes_are_arguments_also_one_that_a_callback_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data: Any = [*zip(torch.rand(64, 1), torch.rand(64, 1), strict=True)]
+    given: list[Mapping[str, Any]] = []
+
+    @on(Callback.on_fit_start)
+    def read(run: Run) -> None:  # as a tracker does
+        given.append(run.info.arguments["loader"])
+
+    def loader(size: int) -> DataLoader[Any]:
+        return DataLoader(data, size, shuffle=True)
+
+    for name, data_loader, callbacks in (
+        ("small", loader(4), []),
+        ("found", loader(4), [FindBatchSize(loader, start=8, max_size=16)]),
+        ("all", tiny_loader(), []),
+    ):
+        tiny_run(loader=data_loader, directory=tmp_path / name, callbacks=[read, *callbacks])
+    assert [one.get("batch_size") for one in given] == [4, 16, None]
+    assert main(["compare", str(tmp_path / "small"), str(tmp_path / "found"), str(tmp_path / "all")]) == 0
+    told = section(capsys.readouterr().out, "arguments")
+    assert told["loader.batch_size"] == ["4", "16", "-"]
+    assert told["loader"] == ["DataLoader", "DataLoader", "list"]
+    assert told["loader.sampler.kind"] == ["random", "random", "-"]
 
 
 def test_values_come_with_their_step_and_difference(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from cadenza.drivers.base import Driver
@@ -16,6 +16,7 @@ from cadenza.status.progress import Progress
 class Reading(Protocol):
     """The session, as far as it reads data."""
 
+    arguments: Mapping[str, Any]
     cursor: Cursor
     data_seed: int
     driver: Driver
@@ -26,7 +27,10 @@ class Reading(Protocol):
 
 
 def begin(session: Reading) -> None:
-    """Note where the run begins or continues, before the first step. A loop that brings its own data has no positions."""
+    """Note where the run begins or continues, before the first step, and with which loader.
+
+    A loop that brings its own data has no positions.
+    """
     if not session.progress.has_epochs:
         return
     driver, cursor = session.driver, session.cursor
@@ -34,7 +38,10 @@ def begin(session: Reading) -> None:
     loader = described(session.loader, driver.data_shard().rank)
     segment = Segment(session.data_seed, cursor.permuted, driver.data_world_size, dealt, consumed, loader)
     cursor.course.go_on(segment, _point(session))
-    _write(session)
+    named = {"name": type(session.loader).__name__, **loader}
+    named.pop("why", None)  # why its samples cannot be named
+    session.arguments = {**session.arguments, "loader": named}  # not earlier: callbacks may replace the loader
+    _write(session, arguments=session.arguments)
 
 
 def look(session: Reading) -> None:
@@ -48,6 +55,6 @@ def _point(session: Reading) -> Point:
     return Point(at.step, at.epoch, at.batch_in_epoch, at.batch, size, at.batches_per_epoch, at.batches_per_whole_epoch)
 
 
-def _write(session: Reading) -> None:
+def _write(session: Reading, **facts: Any) -> None:
     if session.files is not None:
-        session.files.note({"data": session.cursor.course.to_plain()})
+        session.files.note({"data": session.cursor.course.to_plain(), **facts})

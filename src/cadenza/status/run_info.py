@@ -21,7 +21,10 @@ class RunInfo:
     """The directory in which the run writes."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The trainer's arguments as plain data: the configuration that trackers show."""
+    """The trainer's arguments as plain data: the configuration that trackers show.
+
+    From ``on_fit_start`` on they include the batch size and the order of the loader.
+    """
 
     step: int = 0
     """Completed steps; more than 0 if the run is continued at a checkpoint."""
