@@ -6,7 +6,7 @@ import inspect
 import math
 import traceback
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,6 +107,7 @@ class Capsule(Callback):
     """
 
     decides: tuple[str, ...] = ("capsule written",)
+    each_rank = True
     asks = False
 
     def __init__(
@@ -124,6 +125,7 @@ class Capsule(Callback):
         self.last: int = last
         self.weights: int | None = None if weights is None else _steps_in(weights)
         self.most: int = most
+        self._watch = Watch(self.when)
         self._steps: deque[_Step] = deque(maxlen=last)
         self._seen: str | None = None
         self._losses: list[float | ArrivingNumber] = []  # those that are not judged yet
@@ -136,8 +138,7 @@ class Capsule(Callback):
         self._step, self._seen = _Step(0, 0), None
         self._losses, self._written, self._failed, self._has_broken = [], [], 0, False
         self._copies: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=2)  # of which one may be broken already
-        self.when.reset()
-        self._watch = Watch(self.when)
+        self._watch.reset()
 
     def on_fit_start(self, run: Run) -> None:
         self._statistics = Statistics(run.model)
@@ -191,6 +192,12 @@ class Capsule(Callback):
                     )
         self._steps.clear()
         self._losses = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._watch.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._watch.load_state_dict(state)
 
     def _begin(self, run: Run, number: int) -> _Step:
         if self._losses or self._seen is not None:  # all batches of the step before were skipped, so there was no update

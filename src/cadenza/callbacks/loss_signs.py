@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from statistics import median
 from typing import Any
@@ -155,10 +155,14 @@ class Spike(Sign):
 
     def state_dict(self) -> dict[str, Any]:
         limit = [*self._median_and_limit()] if self._floor < math.inf else []
-        return {"losses": [*self._losses], "limit": limit, "since": self._since}
+        return {"sign": repr(self), "losses": [*self._losses], "limit": limit, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
+        if state["sign"] != repr(self):  # the limit of this one is another
+            for loss in state["losses"]:
+                self.add(loss)
+            return
         self._losses.extend(state["losses"])
         self._since = state["since"]
         if state["limit"]:
@@ -191,12 +195,20 @@ class AnySign(Sign):
         return min(limits), min(counts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(index): state for index, one in enumerate(self.signs) if (state := one.state_dict())}
+        return {name: state for name, one in self._named() if (state := one.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for index, one in enumerate(self.signs):
-            if str(index) in state:
-                one.load_state_dict(state[str(index)])
+        for name, one in self._named():
+            if name in state:
+                one.load_state_dict(state[name])
+
+    def _named(self) -> Iterator[tuple[str, Sign]]:
+        """Yield each sign and its name: its class, and its number among those of the class."""
+        numbers: Counter[str] = Counter()
+        for one in self.signs:
+            name = type(one).__name__
+            numbers[name] += 1
+            yield f"{name} {numbers[name]}", one
 
     def reset(self) -> None:
         for one in self.signs:
@@ -221,20 +233,54 @@ class Watch:
         self._later: list[float] = []
         self._limit, self._room = -math.inf, 0
 
+    def reset(self) -> None:
+        """Forget the losses of an earlier run."""
+        self.sign.reset()
+        self._later.clear()
+        self._limit, self._room = -math.inf, 0
+
     def look(self, loss: float) -> str | None:
         """Return what is wrong with the loss of a step; None if nothing is, and then the sign gets it."""
         if _LOWEST <= loss <= self._limit and len(self._later) < self._room:
             self._later.append(loss)
             return None
-        for one in self._later:
-            self.sign.add(one)
-        self._later.clear()
+        self._add_later()
         seen = self.sign.seen_in(loss)
         if seen is None:
             self.sign.add(loss)
+        self._look_ahead()
+        return seen
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses that later judgements depend on."""
+        self._add_later()
+        self._look_ahead()
+        return state_of(self.sign)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self._later.clear()
+        restore(self.sign, state)
+        self._look_ahead()
+
+    def _add_later(self) -> None:
+        for one in self._later:
+            self.sign.add(one)
+        self._later.clear()
+
+    def _look_ahead(self) -> None:
         limit, count = self.sign.quiet()
         self._limit, self._room = min(limit, _HIGHEST), count - 1
-        return seen
+
+
+def state_of(sign: Sign) -> dict[str, Any]:
+    """Return the losses that later judgements of a sign depend on, for `restore`."""
+    return AnySign([sign]).state_dict()
+
+
+def restore(sign: Sign, state: Mapping[str, Any]) -> None:
+    """Restore the result of `state_of`, also of another sign: as far as both have signs of the same class."""
+    AnySign([sign]).load_state_dict(state)
 
 
 def checked_sign(when: object) -> Sign:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, checked_sign
+from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, checked_sign, restore, state_of
 from cadenza.checkpoint.starting import newest_good
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.session import Session, session_of
@@ -203,11 +203,11 @@ class Recover(Callback, Compared):
             self._go_back(run, session, loss, seen)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"plan": self._plan, "when": self.when.state_dict()}
+        return {"plan": self._plan, "when": state_of(self.when)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._plan = deepcopy(state["plan"])
-        self.when.load_state_dict(state["when"])
+        restore(self.when, state["when"])
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._put_rates_back(run)
