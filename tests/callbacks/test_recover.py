@@ -271,6 +271,9 @@ def test_the_broken_state_replaces_no_checkpoint_and_what_is_missing_is_told(tmp
     assert run.outcome is not None
     assert "no checkpoint with finite weights at step 4 or before: keep more checkpoints" in run.outcome.reason
     assert [one.name for one in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000006"]
+    early = tiny_run(loader=bad_at(3, of=8), directory=tmp_path / "early", callbacks=[Recover(back="9 steps"), Checkpoint()])
+    assert early.outcome is not None
+    assert "at step 4, and there is no checkpoint to go back to: the first one is that of step 1" in early.outcome.reason
 
 
 def test_messages_tell_of_the_rollback_and_not_that_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

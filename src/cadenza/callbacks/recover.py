@@ -127,6 +127,7 @@ class Recover(Callback, Compared):
         self.times: int = times
         self._plan = _no_plan()
         self._dropped = self._begins = False
+        self._step = 0  # the step that began last, from 1
 
     def listeners(self) -> list[Listener]:
         own = [Listener(moment, function, skips=False) for moment, function in self._acting()]
@@ -135,6 +136,7 @@ class Recover(Callback, Compared):
     def _acting(self) -> list[tuple[Callable[..., None], Callable[..., None]]]:
         """Return the moments and functions that a run needs after it went back."""
         return [
+            (Callback.on_step_start, self._start_step),
             (Callback.on_batch_start, self._leave_out),
             (Callback.on_before_backward, self._check_batch),
             (Callback.on_before_optimizer_step, self._before_update),
@@ -143,8 +145,20 @@ class Recover(Callback, Compared):
 
     def factor(self, step: int) -> float:
         """Return the factor on the learning rates in a step, counted from 1."""
-        first, last, factor = self._plan["rates"] or (0, 0, 1.0)
+        done = min(step, self._step or step)  # at the end of a step, the rate of the next one is not that after a rollback
+        first, last, factor = self._in_force(done)[1] or (0, 0, 1.0)
         return factor if first < step <= last else 1.0
+
+    def _in_force(self, step: int) -> tuple[int, list[Any]]:
+        """Return the guard and the rates of the rollback after which a step, counted from 1, was done.
+
+        It is the last rollback, but for a repetition of past steps (`replay_step`), which may begin before it.
+        """
+        plan = self._plan
+        if plan["to"] is None or step > plan["to"]:
+            return plan["guard"], plan["rates"]
+        _, guard, rates = next((one for one in reversed(plan.get("earlier", ())) if one[0] < step), (0, 0, []))
+        return guard, rates
 
     def on_setup(self, run: Run) -> None:
         session = session_of(run)
@@ -154,7 +168,7 @@ class Recover(Callback, Compared):
             raise ValueError("Recover works in fit(): a loop of your own cannot be taken back. Use StopOnNonFinite.")
         if session.step_fn is not None and self.skip == GUILTY:
             raise ValueError(f"with a step_fn, Recover cannot check each batch: give skip={SINCE!r}")
-        self._plan, self._dropped, self._begins = _no_plan(), False, False
+        self._plan, self._dropped, self._begins, self._step = _no_plan(), False, False, 0
         self.when.reset()
         if self.then is not None:
             for index in range(len(run.optimizers)):
@@ -245,6 +259,7 @@ class Recover(Callback, Compared):
             "skip": SINCE if since else self.skip,
             "times": plan["count"] + 1,
         }
+        before = [*plan.get("earlier", ()), *([[plan["to"], plan["guard"], plan["rates"]]] if plan["count"] else [])]
         recovery = {
             "count": plan["count"] + 1,
             "to": reached.step,
@@ -252,6 +267,7 @@ class Recover(Callback, Compared):
             "guard": step if self.skip == GUILTY else 0,
             "skips": [*plan["skips"], *([skips] if since else [])],
             "rates": [] if self.then is None else [reached.step, step + _steps(self.then.steps, "steps"), self.then.factor],
+            "earlier": [one for one in before if one[0] < reached.step],
             "told": in_json(told),
         }
         decision = decide(run, "rollback requested", told["why"], data=told)
@@ -283,6 +299,9 @@ class Recover(Callback, Compared):
 
     # -- leaving out -------------------------------------------------------------------------------
 
+    def _start_step(self, run: Run) -> None:
+        self._step = run.progress.step + 1
+
     def _leave_out(self, run: Run, batch: Any) -> None:
         session, at = session_of(run), run.progress
         self._statistics.keep()
@@ -293,7 +312,7 @@ class Recover(Callback, Compared):
 
     def _check_batch(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         session = session_of(run)
-        if run.progress.step >= self._plan["guard"] or session.step.skipping:
+        if run.progress.step >= self._in_force(run.progress.step + 1)[0] or session.step.skipping:
             return
         loss, weight = float(outputs["loss"].detach()), outputs.get("weight")
         seen = None if weight is not None and float(weight) == 0 else self.when.seen_in(loss)
@@ -307,9 +326,10 @@ class Recover(Callback, Compared):
 
     def _before_update(self, run: Run) -> None:
         session = session_of(run)
-        if run.progress.step < self._plan["guard"]:
+        guard, rates = self._in_force(run.progress.step + 1)
+        if run.progress.step < guard:
             self._check_gradients(run, session)
-        if self._plan["rates"]:
+        if rates:
             for index, optimizer in enumerate(run.optimizers):
                 if any(optimizer is one for one in session.step.updating):
                     session.rates.apply(index, optimizer, run.progress.step + 1)
@@ -321,7 +341,7 @@ class Recover(Callback, Compared):
             session_of(run).step.undo_update()
 
     def _put_rates_back(self, run: Run) -> None:
-        if self._plan["rates"]:
+        if self.then is not None:
             for index in range(len(run.optimizers)):
                 session_of(run).rates.put_back(index)
 
@@ -355,13 +375,15 @@ class Recover(Callback, Compared):
 
 
 def _no_plan() -> dict[str, Any]:
-    return {"count": 0, "to": None, "sign": 0, "guard": 0, "skips": [], "rates": [], "told": {}}
+    return {"count": 0, "to": None, "sign": 0, "guard": 0, "skips": [], "rates": [], "earlier": [], "told": {}}
 
 
 def _missing(session: Session, latest: int) -> str:
     """Name the checkpoint that is missing, and what to do."""
     if not session.savers:
         return "checkpoint to go back to: add Checkpoint(...) to callbacks"
+    if latest < 1:
+        return "checkpoint to go back to: the first one is that of step 1. Give a smaller back=, or look at the first batches"
     missing, obstacle = f"checkpoint with finite weights at step {latest} or before", session.cursor.source.obstacle
     if obstacle is not None:
         return f"{missing} that ends an epoch: {obstacle}"
