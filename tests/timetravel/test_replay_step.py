@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Checkpoint, Evaluate, LogTraining, NonFinite, Recover
+from cadenza.callbacks import Checkpoint, Evaluate, LogTraining, LowerRate, NonFinite, Recover, Spike
 from cadenza.compat.transformers import SavePretrained
-from cadenza.errors import CheckpointError, DirectoryError
+from cadenza.errors import CheckpointError, DirectoryError, DistributedError
 from cadenza.records import read_records
 from cadenza.sinks import Csv, JsonLines
 from cadenza.testing import launch, tiny_loader, tiny_trainer
 from cadenza.timetravel import replay_step
+from tests.distributed.parts import rank
 from tests.timetravel.runs import trainer
 
 
@@ -248,6 +251,26 @@ def on_two(path: Path) -> tuple[list[float | None], float]:
         return losses, again.run.progress.step
 
 
+def with_mistakes(path: Path) -> list[str]:
+    """Return the errors of mistakes that one of two ranks makes, as this rank sees them."""
+    make, first = partial(trainer, path, driver="ddp", steps=12, saves="5 steps"), rank() == 0
+    told = []
+    for step in (8 if first else 9, 8 if first else 0):
+        with pytest.raises((ValueError, DistributedError)) as wrong:
+            replay_step(make(), path, step)
+        told.append(str(wrong.value))
+    for fails in (False, True):
+        try:
+            with replay_step(make(), path, 8) as again:
+                if fails and not first:
+                    raise RuntimeError("an assertion of rank 1")
+                if fails or first:
+                    again.step_once()
+        except (RuntimeError, DistributedError) as error:
+            told.append(str(error))
+    return told
+
+
 def fit_on_two(path: Path) -> None:
     trainer(path, driver="ddp", steps=12, saves="5 steps").fit()
 
@@ -265,31 +288,66 @@ def test_a_replay_that_is_open_at_the_end_of_the_process_is_closed(tmp_path: Pat
     assert again.run.outcome is not None
 
 
-@pytest.mark.parametrize("skip", ["the guilty batch", "batches of the steps since"])
+ROLLBACKS: dict[str, Callable[[], Recover]] = {
+    "guilty": lambda: Recover(when=NonFinite()),
+    "since": lambda: Recover(when=NonFinite(), skip="batches of the steps since"),
+    "lower": lambda: Recover(when=NonFinite(), then=LowerRate(0.5, "2 steps")),
+}
+
+
+@pytest.mark.parametrize("kind", ROLLBACKS)
 def test_steps_after_a_rollback_leave_out_the_batches_that_the_run_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, skip: Any
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     def make() -> Trainer:
         loader = tiny_loader(12)
-        for index in (3, 7):
+        for index in (3, 8):
             loader[index][0][0] = float("nan")
-        callbacks = [LogTraining("1 step"), Checkpoint("2 steps", keep_last=None), Recover(when=NonFinite(), skip=skip)]
+        callbacks = [LogTraining("1 step"), Checkpoint("2 steps", keep_last=None), ROLLBACKS[kind]()]
         return tiny_trainer(loader=loader, epochs=1, seed=1, directory=tmp_path, callbacks=callbacks)
 
     assert make().fit().progress.step == 12
     recorded = losses_of(tmp_path)
     assert 0 < len(recorded) < 12  # a step without batches has no loss
     caplog.clear()
-    for step in (2, 3, 4, 5, 8, 9, 12):
+    for step in (2, 3, 4, 5, 7, 8, 9, 12):
         with replay_step(make(), tmp_path, step) as again:
             assert again.step_once() == recorded.get(step), step
             assert again.difference is None
     assert all("left out" in one or "back to step" in one for one in caplog.messages)  # as the run said it
 
 
-def test_two_ranks_repeat_a_step_together(tmp_path: Path) -> None:
+def test_batches_that_the_run_did_not_check_are_not_checked_when_their_step_is_repeated(tmp_path: Path) -> None:
+    """Between two rollbacks a batch may be a spike, while the loss of its step is none."""
+
+    def compute(model: nn.Module, batch: Any) -> Tensor:
+        (values,) = batch
+        loss: Tensor = values.mean() + 0 * model(values).sum()
+        return loss
+
+    def make() -> Trainer:
+        loader = [(torch.full((2, 1), {5: math.nan, 40: 4.0, 56: math.nan}.get(i, 1 + i % 3 / 10)),) for i in range(60)]
+        callbacks = [LogTraining("1 step"), Checkpoint("2 steps", keep_last=None), Recover(when=NonFinite() | Spike(window=20))]
+        return tiny_trainer(
+            loader=loader, compute_loss=compute, accumulate=2, epochs=1, seed=1, directory=tmp_path, callbacks=callbacks
+        )
+
+    assert make().fit().progress.step == 30
+    with replay_step(make(), tmp_path, 21) as again:
+        assert again.step_once() == losses_of(tmp_path)[21] == pytest.approx(2.55, abs=0.1)
+        assert again.difference is None
+
+
+def test_two_ranks_repeat_a_step_together_and_a_mistake_of_one_ends_it_on_both(tmp_path: Path) -> None:
     launch(partial(fit_on_two, tmp_path))
     recorded = losses_of(tmp_path)
     for losses, step in launch(partial(on_two, tmp_path)):
         assert losses == [recorded[8], recorded[9], recorded[10]]
         assert step == 10
+    first, second = launch(partial(with_mistakes, tmp_path))
+    assert "step must be the same on all ranks; got 8 on rank 0 and 9 on rank 1" in first[0]
+    assert "rank 0 cannot repeat the run" in second[0]
+    assert "rank 1 cannot repeat the run, so this rank cannot: ValueError: step must be at least 1" in first[1]
+    assert "rank 1 called close() of a replay, and rank 0 called step_once()" in second[2]
+    assert "rank 0 called step_once() of a replay, and rank 1 called close()" in first[2]
+    assert second[3] == "an assertion of rank 1"

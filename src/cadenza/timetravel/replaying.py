@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import math
 import shutil
-import tempfile
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from cadenza.checkpoint.before import Before, newest_before
-from cadenza.drivers.agreeing import by_main
-from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.loop import END, STEP, train_step
 from cadenza.engine.session import Session, session_of
-from cadenza.errors import DirectoryError, DistributedError, out_of_generator
-from cadenza.files.paths import local_path
+from cadenza.errors import DistributedError, out_of_generator
 from cadenza.hooks.moments import Callback
-from cadenza.loops.leaving import close_at_exit
-from cadenza.records.directory import OVER, RecordedRun
-from cadenza.records.reading import read_records
+from cadenza.loops.leaving import close_at_exit, end_with
 from cadenza.records.record import Record
 from cadenza.run import Run
 from cadenza.status.counting import counted
 from cadenza.testing.results import depends_on_clock
 from cadenza.timetravel.outside import acts_outside, left_out
+from cadenza.timetravel.replay_start import ReplayStart
 from cadenza.trainer import Trainer
 
 
@@ -57,9 +51,9 @@ class Replay:
     It has its own temporary directory. Use it in a ``with`` block, or call `close`.
     """
 
-    def __init__(self, trainer: Trainer, start: _Start, step: int, witness: _Witness) -> None:
+    def __init__(self, trainer: Trainer, start: ReplayStart, step: int, witness: _Witness) -> None:
         self._trainer, self._start, self._target, self._witness = trainer, start, step, witness
-        self._course: Iterator[Any] = iter(())
+        self._course: Generator[Any, Any, None]
         self._over = False
         self._delete = weakref.finalize(self, shutil.rmtree, start.folder, ignore_errors=True)
         if not trainer.driver.is_main:
@@ -102,10 +96,12 @@ class Replay:
 
         Raises:
             RuntimeError: The replay is over.
+            DistributedError: Another rank called `close`.
             Exception: The error that the step raises. The replay is over then.
         """
         if self._over:
             raise RuntimeError("this replay is over. Call replay_step(...) again.")
+        self._meet("step_once()")
         self._witness.loss = None
         self._go_on()
         self._compare()
@@ -115,8 +111,12 @@ class Replay:
         """End the run before its next step, and delete its temporary directory. Every rank must call this.
 
         The hooks of the end of an epoch and of a run are called. An error of one of them is a warning.
+
+        Raises:
+            DistributedError: Another rank called `step_once`.
         """
         if not self._over and self._witness.begun:
+            self._meet("close()")
             self._witness.leaving = True
             session = self._witness.session
             session.request_stop("the replay is closed")
@@ -130,6 +130,8 @@ class Replay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not self._over and self._trainer.driver.world_size > 1:
+            self._fail(error)  # the hooks at the end of a run would wait for ranks without this error
         self.close()
 
     def __repr__(self) -> str:
@@ -149,6 +151,26 @@ class Replay:
         for reason in self._start.before.skipped:
             session.warn(f"a nearer checkpoint was skipped: {reason}")
         self._compare()
+
+    def _meet(self, verb: str) -> None:
+        """Raise `DistributedError` if another rank called another verb, instead of a wait for each other without an end."""
+        driver = self._trainer.driver
+        verbs = driver.gather(verb) if driver.world_size > 1 else []
+        other = next((rank for rank, one in enumerate(verbs) if one != verb), None)
+        if other is not None:
+            error = DistributedError(
+                f"rank {driver.rank} called {verb} of a replay, and rank {other} called {verbs[other]}. Every rank must call "
+                "replay_step, step_once and close, in the same order: not inside of `if rank == 0`."
+            )
+            self._fail(error)
+            raise error
+
+    def _fail(self, error: BaseException) -> None:
+        """End the run with an error, which other ranks may not have."""
+        try:
+            end_with(self._course, error)
+        finally:
+            self._end()
 
     def _go_on(self) -> None:
         """Train to the next pause."""
@@ -221,7 +243,8 @@ def replay_step(
 
     Raises:
         DirectoryError: `run` holds no run.
-        ValueError: The run did not do this step.
+        ValueError: The run did not do this step; or ranks gave different steps.
+        DistributedError: Another rank has one of these errors.
         RuntimeError: The model of the trainer is in a run or a replay that is not over.
         CheckpointError: No checkpoint before the step can be used.
         CheckpointMismatchError: The trainer has other arguments than the run.
@@ -238,8 +261,7 @@ def replay_step(
     ...         print(again.run.progress.step, again.step_once() == dict(recorded)[13], again.difference)
     12 True None
     """
-    _check(trainer, step)
-    start: _Start = by_main(trainer.driver.meeting, lambda: _Start.of(local_path(run), step), _failed)
+    start = ReplayStart.on_all_ranks(trainer, run, step)
     witness = _Witness(step, start.before.recovery)
     repeated = Replay(_separate(trainer, start, leave_out, witness), start, step, witness)
     try:
@@ -248,30 +270,6 @@ def replay_step(
         repeated._end()
         raise
     return repeated
-
-
-class _Start(NamedTuple):
-    """The start of a replay."""
-
-    before: Before
-    recorded: dict[int, dict[str, float]]
-    """The recorded values after the checkpoint, by step and name."""
-    folder: str
-    """A temporary directory. The main process deletes it."""
-
-    @staticmethod
-    def of(path: Path, step: int) -> _Start:
-        """Return the start, on the main process."""
-        recorded = RecordedRun(path)
-        if recorded.previous is None:
-            raise DirectoryError(f"{str(path)!r} is not the directory of a run: expected a run.json in it.")
-        _check_done(recorded.previous, path, step)
-        before = newest_before(recorded, step)
-        rows: dict[int, dict[str, float]] = {}
-        for record in read_records(path / "metrics.jsonl"):
-            if record.step > before.step:
-                rows.setdefault(record.step, {}).update({name: float(value) for name, value in record.values.items()})
-        return _Start(before, rows, tempfile.mkdtemp(prefix="cadenza-replay-"))
 
 
 class _Witness(Callback):
@@ -324,7 +322,7 @@ class _Witness(Callback):
         return done
 
 
-def _separate(trainer: Trainer, start: _Start, leave_out: type | tuple[type, ...], witness: _Witness) -> Trainer:
+def _separate(trainer: Trainer, start: ReplayStart, leave_out: type | tuple[type, ...], witness: _Witness) -> Trainer:
     """Return a trainer for the replay, with the same model, optimizer and loader."""
     again = copy(trainer)
     again._run = again._handle = again._last_progress = None
@@ -333,39 +331,6 @@ def _separate(trainer: Trainer, start: _Start, leave_out: type | tuple[type, ...
     again.callbacks = [left_out(one, names[id(one)]) if acts_outside(one, leave_out) else one for one in trainer.callbacks]
     again.callbacks.append(witness)
     return again
-
-
-def _check(trainer: object, step: object) -> None:
-    if not isinstance(trainer, Trainer):
-        kind = type(trainer)
-        raise TypeError(
-            f"replay_step(trainer, run, step) takes a cadenza.Trainer first; got a {kind.__module__}.{kind.__qualname__}. "
-            "Trainers of cadenza.compat and Loop objects cannot repeat a step."
-        )
-    if any(session.module is trainer.model for session in FITS.under_way):
-        raise RuntimeError(
-            "the model of this trainer is in a run or a replay that is not over, which this replay would change. End it first, "
-            "such as with close() of the replay, or make another trainer with another model."
-        )
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"step must be a whole number, at least 1; got {step!r}")
-    if step < 1:
-        raise ValueError(f"step must be at least 1: the first update of the weights is step 1; got {step}")
-
-
-def _check_done(info: Mapping[str, Any], path: Path, step: int) -> None:
-    """Raise `ValueError` if a run that is over did not begin this step."""
-    done = (info.get("progress") or {}).get("step")
-    if done is None:
-        return
-    outcome = info.get("outcome") or {}
-    last = done if outcome.get("kind") in OVER else done + 1  # the step that an error ended was begun
-    if step > last:
-        raise ValueError(f"the run in {str(path)!r} has no step {step}: it {outcome.get('kind', 'ended')} after step {done}.")
-
-
-def _failed(rank: int, problem: str) -> Exception:
-    return DistributedError(f"the main process cannot repeat the run, so this rank cannot: {problem}")
 
 
 def _same(recorded: float, repeated: float) -> bool:

@@ -1,0 +1,94 @@
+"""Find where the repetition of a past step begins, and agree on it over all ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cadenza.checkpoint.before import Before, newest_before
+from cadenza.drivers.agreeing import decided
+from cadenza.engine.evaluation_batches import FITS
+from cadenza.errors import DirectoryError, DistributedError
+from cadenza.files.paths import local_path
+from cadenza.records.directory import OVER, RecordedRun
+from cadenza.records.reading import read_records
+from cadenza.trainer import Trainer
+
+
+class ReplayStart(NamedTuple):
+    """The start of a replay."""
+
+    before: Before
+    recorded: dict[int, dict[str, float]]
+    """The recorded values after the checkpoint, by step and name."""
+    folder: str
+    """A temporary directory. The main process deletes it."""
+
+    @staticmethod
+    def on_all_ranks(trainer: Trainer, run: str | PathLike[str], step: int) -> ReplayStart:
+        """Return the start on all ranks, or raise an error on all of them. Every rank must call this."""
+        _check_trainer(trainer)
+        meeting = trainer.driver.meeting
+        return decided(meeting, lambda: _checked(trainer, step), lambda steps: ReplayStart.of(local_path(run), steps), _failed)
+
+    @staticmethod
+    def of(path: Path, steps: Sequence[int]) -> ReplayStart:
+        """Return the start, on the main process, from the step that each rank gave."""
+        step = steps[0]
+        other = next((rank for rank, one in enumerate(steps) if one != step), None)
+        if other is not None:
+            raise ValueError(
+                f"step must be the same on all ranks; got {step} on rank 0 and {steps[other]} on rank {other}. All ranks "
+                "repeat a step together."
+            )
+        recorded = RecordedRun(path)
+        if recorded.previous is None:
+            raise DirectoryError(f"{str(path)!r} is not the directory of a run: expected a run.json in it.")
+        _check_done(recorded.previous, path, step)
+        before = newest_before(recorded, step)
+        rows: dict[int, dict[str, float]] = {}
+        for record in read_records(path / "metrics.jsonl"):
+            if record.step > before.step:
+                rows.setdefault(record.step, {}).update({name: float(value) for name, value in record.values.items()})
+        return ReplayStart(before, rows, tempfile.mkdtemp(prefix="cadenza-replay-"))
+
+
+def _check_trainer(trainer: object) -> None:
+    if not isinstance(trainer, Trainer):
+        kind = type(trainer)
+        raise TypeError(
+            f"replay_step(trainer, run, step) takes a cadenza.Trainer first; got a {kind.__module__}.{kind.__qualname__}. "
+            "Trainers of cadenza.compat and Loop objects cannot repeat a step."
+        )
+
+
+def _checked(trainer: Trainer, step: int) -> int:
+    """Return the step, on each rank, if this rank can repeat it."""
+    if any(session.module is trainer.model for session in FITS.under_way):
+        raise RuntimeError(
+            "the model of this trainer is in a run or a replay that is not over, which this replay would change. End it first, "
+            "such as with close() of the replay, or make another trainer with another model."
+        )
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step must be a whole number, at least 1; got {step!r}")
+    if step < 1:
+        raise ValueError(f"step must be at least 1: the first update of the weights is step 1; got {step}")
+    return step
+
+
+def _check_done(info: Mapping[str, Any], path: Path, step: int) -> None:
+    """Raise `ValueError` if a run that is over did not begin this step."""
+    done = (info.get("progress") or {}).get("step")
+    if done is None:
+        return
+    outcome = info.get("outcome") or {}
+    last = done if outcome.get("kind") in OVER else done + 1  # the step that an error ended was begun
+    if step > last:
+        raise ValueError(f"the run in {str(path)!r} has no step {step}: it {outcome.get('kind', 'ended')} after step {done}.")
+
+
+def _failed(rank: int, problem: str) -> Exception:
+    return DistributedError(f"rank {rank} cannot repeat the run, so this rank cannot: {problem}")
