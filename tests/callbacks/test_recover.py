@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from cadenza import Callback, Run, Trainer, supervised
+from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Capsule, Checkpoint, LogTraining, LowerRate, NonFinite, Recover, Spike, Warmup
 from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.engine.session import session_of
@@ -306,3 +306,22 @@ def test_a_loader_that_starts_at_the_beginning_of_an_epoch_goes_back_to_one(tmp_
         assert run.progress.step == 18
     else:
         assert "that ends an epoch: a Stream can only start at the beginning of an epoch" in run.outcome.reason
+
+
+def test_a_checkpoint_of_broken_weights_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flips = iter([True])
+
+    def flip(run: Run) -> None:
+        """Break a weight once, after the update of step 40: the checkpoint of this step holds it."""
+        if run.progress.step == 39 and next(flips, False):
+            with torch.no_grad():
+                run.model[4].bias += 100  # type: ignore[index]  # a Sequential
+
+    flipping = on(Callback.on_after_optimizer_step)(flip)
+    run = trainer_in(tmp_path, {}, Recover(), flipping, epochs=1).fit()
+    assert (run.outcome.kind, run.progress.step) == ("finished", 64)  # type: ignore[union-attr]
+    assert [(one["times"], one["to"]) for one in recorded(run, "went back")] == [(3, 20)]  # twice to step 40 before
+    assert len(recorded(run, "batch left out")) == 23
+    told = [record.message for record in caplog.records if "since the checkpoint" in record.message]
+    assert told == ["left out batch 21 of epoch 1 and all after it up to step 43: they are the batches since the checkpoint"]
+    assert max(loss for _, loss in run.history["train/loss"]) < 100

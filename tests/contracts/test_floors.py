@@ -132,7 +132,9 @@ def test_no_adapter_of_foreign_callbacks_imports_another() -> None:
         assert systems <= {module.split(".")[1]}, module
 
 
-HELPERS = {f"callbacks.{name}" for name in ("alert_rules", "alert_targets", "best", "loss_signs")}  # they hold no callback
+HELPERS = {  # they hold no callback
+    f"callbacks.{name}" for name in ("alert_rules", "alert_targets", "best", "loss_signs", "recovery_plan")
+}
 
 
 def test_no_callback_imports_another() -> None:

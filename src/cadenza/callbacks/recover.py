@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, checked_sign, restore, state_of
+from cadenza.callbacks.recovery_plan import Plan
 from cadenza.checkpoint.starting import newest_good
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.session import Session, session_of
@@ -125,7 +125,7 @@ class Recover(Callback, Compared):
         self.skip: str | None = skip
         self.then: LowerRate | None = then
         self.times: int = times
-        self._plan = _no_plan()
+        self._plan = Plan()
         self._dropped = self._begins = False
         self._step = 0  # the step that began last, from 1
 
@@ -146,19 +146,8 @@ class Recover(Callback, Compared):
     def factor(self, step: int) -> float:
         """Return the factor on the learning rates in a step, counted from 1."""
         done = min(step, self._step or step)  # at the end of a step, the rate of the next one is not that after a rollback
-        first, last, factor = self._in_force(done)[1] or (0, 0, 1.0)
+        first, last, factor = self._plan.in_force(done)[1] or (0, 0, 1.0)
         return factor if first < step <= last else 1.0
-
-    def _in_force(self, step: int) -> tuple[int, list[Any]]:
-        """Return the guard and the rates of the rollback after which a step, counted from 1, was done.
-
-        It is the last rollback, but for a repetition of past steps (`replay_step`), which may begin before it.
-        """
-        plan = self._plan
-        if plan["to"] is None or step > plan["to"]:
-            return plan["guard"], plan["rates"]
-        _, guard, rates = next((one for one in reversed(plan.get("earlier", ())) if one[0] < step), (0, 0, []))
-        return guard, rates
 
     def on_setup(self, run: Run) -> None:
         session = session_of(run)
@@ -168,7 +157,7 @@ class Recover(Callback, Compared):
             raise ValueError("Recover works in fit(): a loop of your own cannot be taken back. Use StopOnNonFinite.")
         if session.step_fn is not None and self.skip == GUILTY:
             raise ValueError(f"with a step_fn, Recover cannot check each batch: give skip={SINCE!r}")
-        self._plan, self._dropped, self._begins, self._step = _no_plan(), False, False, 0
+        self._plan, self._dropped, self._begins, self._step = Plan(), False, False, 0
         self.when.reset()
         if self.then is not None:
             for index in range(len(run.optimizers)):
@@ -180,18 +169,20 @@ class Recover(Callback, Compared):
         if not session.savers:
             run.warn("Recover goes back to checkpoints, and no callback writes them: it can only stop. Add Checkpoint(...).")
         if session.restored.recovery is not None:  # the present branch began with it
-            self._plan = deepcopy(dict(session.restored.recovery))
-            if session.progress.step == self._plan["to"]:
-                told = self._plan["told"]
+            loaded, self._plan = self._plan, Plan.from_plain(session.restored.recovery)
+            self._plan.trained = loaded.trained and loaded.count == self._plan.count
+            if session.progress.step == self._plan.to:
+                told = self._plan.told
                 decide(run, "went back", told["why"], data=told)
                 run.warn(f"{told['why']} (rollback {told['times']}, the most is {self.times})")
         self._statistics = Statistics(run.model)
-        if self._plan["count"]:
-            return
-        self._begins = not session.progress.step and self.skip == GUILTY
+        self._begins = not self._plan.count and not session.progress.step and self.skip == GUILTY
         if self._begins:
-            self._plan["guard"] = 1  # no checkpoint is before the first step, so it is checked as a repeated one
-        else:
+            self._plan.guard = 1  # no checkpoint is before the first step, so it is checked as a repeated one
+        session.step.guard = self._plan.guard
+        if self._plan.count:
+            return
+        if not self._begins:
             self._stand_by(session)
         if session.savers and not session.progress.step:
             run.save("the beginning, to go back to")
@@ -213,14 +204,15 @@ class Recover(Callback, Compared):
         seen = self.when.seen_in(loss)
         if seen is None:
             self.when.add(loss)
+            self._plan.trained |= session.step.updated
         else:
             self._go_back(run, session, loss, seen)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"plan": self._plan, "when": state_of(self.when)}
+        return {"plan": self._plan.to_plain(), "when": state_of(self.when)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._plan = deepcopy(state["plan"])
+        self._plan = Plan.from_plain(state["plan"])
         restore(self.when, state["when"])
 
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -230,57 +222,55 @@ class Recover(Callback, Compared):
 
     def _go_back(self, run: Run, session: Session, loss: float, seen: str) -> None:
         """Request to continue from a checkpoint, or to stop if there is none. Every rank must call this."""
-        plan, step = self._plan, run.progress.step
+        plan, step, at = self._plan, run.progress.step, run.progress
         session.sync.requests.refuse_saves()  # also if the run stops: the last good checkpoint is not replaced
         session.metrics.losses.quiet = True  # it would warn that training goes on
-        if plan["count"] >= self.times:
-            ended = f"{seen} at step {step}, after {counted(plan['count'], 'rollback')}"
+        if plan.count >= self.times:
+            ended = f"{seen} at step {step}, after {counted(plan.count, 'rollback')}"
             run.stop(f"{ended}, the most of Recover: lower the learning rate, or look at the batches that were left out")
             return
-        again = plan["to"] is not None and step <= plan["sign"]  # the batches, or the checkpoint, are not those that broke it
+        again, idle = plan.in_vain(step)
         found = self._point_before(session, step, again=again)
         if isinstance(found, str):
             run.stop(f"{seen} at step {step}, and there is no {found}")
             return
         path, reached = found
         since = self.skip is not None and (again or self.skip == SINCE)
-        shard, at = session.cursor.source.shard, run.progress
+        shard = session.cursor.source.shard
         of_epoch = shard if reached.epoch == at.epoch else shard.resumed(())
-        skips = [
-            [reached.epoch, of_epoch.first_of_round(reached.batch_in_epoch)],
-            [at.epoch, shard.first_of_round(at.batch_in_epoch)],
-        ]
-        told = {
+        first = [reached.epoch, of_epoch.first_of_round(reached.batch_in_epoch)]
+        skips = [first, [at.epoch, shard.first_of_round(at.batch_in_epoch)]]
+        told: dict[str, Any] = {
             "why": f"{seen} at step {step}: back to step {reached.step}",
             "step": step,
             "loss": loss,
             "to": reached.step,
             "checkpoint": path.rpartition("/")[2],
             "skip": SINCE if since else self.skip,
-            "times": plan["count"] + 1,
+            "times": plan.count + 1,
         }
-        before = [*plan.get("earlier", ()), *([[plan["to"], plan["guard"], plan["rates"]]] if plan["count"] else [])]
-        recovery = {
-            "count": plan["count"] + 1,
-            "to": reached.step,
-            "sign": step,
-            "guard": step if self.skip == GUILTY else 0,
-            "skips": [*plan["skips"], *([skips] if since else [])],
-            "rates": [] if self.then is None else [reached.step, step + _steps(self.then.steps, "steps"), self.then.factor],
-            "earlier": [one for one in before if one[0] < reached.step],
-            "told": in_json(told),
-        }
+        following = Plan(
+            count=plan.count + 1,
+            to=reached.step,
+            sign=step,
+            guard=step if self.skip == GUILTY else 0,
+            skips=[*plan.skips, *([skips] if since else [])],
+            rates=[] if self.then is None else [reached.step, step + _steps(self.then.steps, "steps"), self.then.factor],
+            earlier=plan.earlier_than(reached.step),
+            told=in_json(told),
+            idle=0 if again else idle,
+        )
         decision = decide(run, "rollback requested", told["why"], data=told)
-        session.sync.requests.ask_back(decision, GoBack(path, recovery))
+        session.sync.requests.ask_back(decision, GoBack(path, following.to_plain()))
 
     def _point_before(self, session: Session, step: int, *, again: bool) -> tuple[str, Counters] | str:
         """Return the checkpoint to go back to, or a text that names the missing one. Every rank must call this."""
-        latest, to = step - self._steps_back, self._plan["to"]
-        if again:
-            latest = min(latest, to - 1)
+        latest, before = step - self._steps_back, self._plan.to
+        if again and before is not None:
+            latest = min(latest, before - 1)
         found = self._checkpoint(session, latest)
-        if found is None and again and self.skip is not None:
-            latest = to
+        if found is None and again and before is not None and self.skip is not None:
+            latest = before
             found = self._checkpoint(session, latest)
         return found or _missing(session, latest)
 
@@ -301,18 +291,23 @@ class Recover(Callback, Compared):
 
     def _start_step(self, run: Run) -> None:
         self._step = run.progress.step + 1
+        session_of(run).step.guard = self._plan.in_force(self._step)[0]
 
     def _leave_out(self, run: Run, batch: Any) -> None:
         session, at = session_of(run), run.progress
         self._statistics.keep()
         here = [at.epoch, session.cursor.source.shard.first_of_round(at.batch_in_epoch)]
-        if any(first <= here < end for first, end in self._plan["skips"]):
+        ranges = [first for first, end in self._plan.skips if first <= here < end]
+        if ranges:
             session.step.skip()
-            self._tell(run, "it is among the batches since the checkpoint", at.batch_in_epoch)
+            told = self._tell(run, "it is among the batches since the checkpoint", at.batch_in_epoch)
+            if here in ranges:  # one warning for all
+                until = f"and all after it up to step {self._plan.sign}: they are the batches since the checkpoint"
+                run.warn(f"left out {told.partition(':')[0]} {until}")
 
     def _check_batch(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         session = session_of(run)
-        if run.progress.step >= self._in_force(run.progress.step + 1)[0] or session.step.skipping:
+        if run.progress.step >= session.step.guard or session.step.skipping:
             return
         loss, weight = float(outputs["loss"].detach()), outputs.get("weight")
         seen = None if weight is not None and float(weight) == 0 else self.when.seen_in(loss)
@@ -320,16 +315,15 @@ class Recover(Callback, Compared):
         if not any(everyone):
             return
         self._statistics.restore()
-        session.step.skip()
+        session.step.skip(undone=True)
         rank = next(rank for rank, one in enumerate(everyone) if one)
-        self._tell(run, f"{everyone[rank]}", run.progress.batch_in_epoch, rank)
+        run.warn(f"left out {self._tell(run, f'{everyone[rank]}', run.progress.batch_in_epoch, rank)}")
 
     def _before_update(self, run: Run) -> None:
         session = session_of(run)
-        guard, rates = self._in_force(run.progress.step + 1)
-        if run.progress.step < guard:
+        if run.progress.step < session.step.guard:
             self._check_gradients(run, session)
-        if rates:
+        if self._plan.in_force(self._step)[1]:
             for index, optimizer in enumerate(run.optimizers):
                 if any(optimizer is one for one in session.step.updating):
                     session.rates.apply(index, optimizer, run.progress.step + 1)
@@ -361,9 +355,10 @@ class Recover(Callback, Compared):
         self._dropped = True
         done = run.progress.batch_in_epoch
         for number in range(done - session.step.window.seen, done):
-            self._tell(run, "a gradient of its step is not finite", number)
+            run.warn(f"left out {self._tell(run, 'a gradient of its step is not finite', number)}")
 
-    def _tell(self, run: Run, why: str, number: int, rank: int | None = None) -> None:
+    def _tell(self, run: Run, why: str, number: int, rank: int | None = None) -> str:
+        """Record that a batch is left out, and return why."""
         source, epoch = session_of(run).cursor.source, run.progress.epoch
         samples = source.indices(epoch, number)
         own = None if samples is None else [*samples]
@@ -371,11 +366,7 @@ class Recover(Callback, Compared):
         data = {"epoch": epoch, "batch_in_epoch": number, "rank": rank, "samples": everyone, "why": why}
         told = f"batch {number + 1} of epoch {epoch + 1}: {why}"
         decide(run, "batch left out", told, data=data)
-        run.warn(f"left out {told}")
-
-
-def _no_plan() -> dict[str, Any]:
-    return {"count": 0, "to": None, "sign": 0, "guard": 0, "skips": [], "rates": [], "earlier": [], "told": {}}
+        return told
 
 
 def _missing(session: Session, latest: int) -> str:

@@ -68,9 +68,9 @@ class StepState:
     """The current batch and the batches of the current step. Written by the loop."""
 
     __slots__ = (
-        *("batch", "counted", "derived", "discarded", "dropped", "drops", "in_update", "last_window", "left", "left_out"),
-        *("may_skip", "most", "next_change", "outputs", "owner", "run", "skipping", "updated", "updates", "updating", "window"),
-        "weight_unit",
+        *("batch", "counted", "derived", "discarded", "dropped", "drops", "guard", "in_update", "last_window", "left"),
+        *("left_out", "may_skip", "most", "next_change", "outputs", "owner", "run", "skipping", "undone", "updated", "updates"),
+        *("updating", "weight_unit", "window"),
     )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
@@ -96,6 +96,10 @@ class StepState:
         """Whether the current batch is dropped, on all ranks."""
         self.dropped: bool = False
         """Whether this rank alone drops the current batch."""
+        self.undone: bool = False
+        """Whether the current batch is dropped as if it was never read: what its forward pass changed is restored."""
+        self.guard: int = 0
+        """The number of the last step in which a batch may be dropped in this way; 0: in none."""
         self.discarded: bool = False
         """Whether the current batch is dropped, on all ranks or on this one."""
         self.drops: int = 0
@@ -124,10 +128,12 @@ class StepState:
         if self.derived:
             outputs.run, outputs.derived = self.run, self.derived
         self.skipping, self.may_skip, self.dropped, self.drops, self.discarded = False, True, False, 0, False
+        self.undone = False
 
-    def skip(self) -> None:
-        """Drop the current batch."""
+    def skip(self, *, undone: bool = False) -> None:
+        """Drop the current batch. `undone`: what its forward pass changed must be restored."""
         self.skipping = self.discarded = True
+        self.undone = undone
 
     def drop(self) -> None:
         """Drop the current batch on this rank alone."""

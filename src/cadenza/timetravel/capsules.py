@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -17,6 +18,7 @@ from cadenza.loading.batches import moved
 from cadenza.loading.rng import RNGState, preserve_rng_state
 from cadenza.optim.extra_parameters import modules_of
 from cadenza.status.plain import same
+from cadenza.status.progress import Counters
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -87,11 +89,19 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
     for name, module in session.module.named_modules():
         module.training = name not in not_training
     session.module.zero_grad()
-    with preserve_rng_state():
-        located = locate(session.module, session.compute, batches, states, modules_of(inspect.unwrap(session.compute)))
     facts = capsule.facts
+    with preserve_rng_state(), _at_step(session, facts):
+        located = locate(session.module, session.compute, batches, states, modules_of(inspect.unwrap(session.compute)))
     recorded = [float(loss) for loss in facts["losses"]]
     return RepeatedStep(facts["step"], batches, located.losses, recorded, located, facts["weights_exact"], facts)
+
+
+def _at_step(session: Session, facts: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Let the counters be those before the step, and a LightningModule know its trainer."""
+    first = facts["batches"][0]
+    session.progress.begin(Counters(first["epoch"], facts["step"] - 1, 0, first["batch_in_epoch"]), None)
+    outside_fit = getattr(inspect.unwrap(session.compute), "outside_fit", None)
+    return nullcontext() if outside_fit is None else outside_fit(session.run)
 
 
 def _load_weights(session: Session, capsule: CapsuleContent) -> None:

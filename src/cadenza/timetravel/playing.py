@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from cadenza.adapters.foreign import ForeignCallback
@@ -182,6 +183,9 @@ class _Player(Callback):
         self._epochs: Iterator[Sequence[Window]] = recording.epochs()
         names = dict.fromkeys(one.name for some in recording.evaluations.values() for one in some)
         self._evaluations = {name: Evaluation([], name=name) for name in names}
+        for one in chain.from_iterable(recording.evaluations.values()):
+            if any(not result.startswith(f"{one.name}/") for result in one.results):  # those of a LightningModule
+                self._evaluations[one.name].own_names = True
 
     def listeners(self) -> list[Listener]:
         at_ends = any(one.at_epoch_end for some in self.recording.evaluations.values() for one in some)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from cadenza.adapters.lightning.conductor import Conductor
 from cadenza.adapters.lightning.module.attached import Attached
 from cadenza.adapters.lightning.module.logged import Arguments, Logged, LoggedValues, reduced
+from cadenza.adapters.lightning.module.metric_states import put_state, state_of
 from cadenza.adapters.lightning.module.run_trainer import attach
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
@@ -111,6 +113,22 @@ class ModuleLog:
         self._in_batch = False
         return newest["log"]
 
+    def keep(self) -> None:
+        """Keep the values of before a batch, for `put_back`."""
+        kept = {kind: dict(values) for kind, values in self._kept.items()}
+        values = {key: copy(logged) for key, logged in self.training.items()}
+        self._before = values, kept, [(metric, state_of(metric)) for _, metric in self._module_metrics()]
+
+    def put_back(self) -> None:
+        """Continue with the values from before the batch, which is left out. It has no value of its own."""
+        values, self._kept, metrics = self._before
+        self.training.clear()
+        self.training.update(values)
+        for logged in values.values():
+            logged.last = None
+        for metric, state in metrics:
+            put_state(metric, state, merge=False)
+
     @property
     def in_batch(self) -> bool:
         """Whether a batch began and did not end."""
@@ -176,13 +194,13 @@ class ModuleLog:
     def mute(self) -> None:
         """Drop all values, also those in the metrics of the module, until `unmute`."""
         self.values.muted = True
-        self._put_aside = [(metric, _state_of(metric)) for _, metric in self._module_metrics()]
+        self._put_aside = [(metric, state_of(metric)) for _, metric in self._module_metrics()]
 
     def unmute(self) -> None:
         """Continue with the values from before `mute`."""
         self.values.muted = False
         for metric, state in self._put_aside:
-            _put_state(metric, state, merge=False)
+            put_state(metric, state, merge=False)
         self._put_aside = []
 
     # -- checkpoints ----------------------------------------------------------------------------------
@@ -191,7 +209,7 @@ class ModuleLog:
         """Return the state in the middle of an epoch. Every rank must call this."""
         own = {
             "values": {key: logged.plain() for key, logged in self.training.items()},
-            "metrics": {name: _state_of(metric) for name, metric in self._module_metrics()},
+            "metrics": {name: state_of(metric) for name, metric in self._module_metrics()},
             "kept": {kind: {name: _plain(value) for name, value in values.items()} for kind, values in self._kept.items()},
         }
         together = self._run is not None and session_of(self._run).sync.together
@@ -218,7 +236,7 @@ class ModuleLog:
         for index, own in enumerate(mine):
             for name, kept in own["metrics"].items():
                 if name in metrics:
-                    _put_state(metrics[name], kept, merge=index > 0)
+                    put_state(metrics[name], kept, merge=index > 0)
 
     def _restored(self, plain: Mapping[str, Any], device: torch.device) -> Logged:
         arguments = Arguments(**plain["arguments"])
@@ -259,6 +277,7 @@ class LogStart(_LogPart):
             Listener(Callback.on_sanity_start, self._mute),
             Listener(Callback.on_sanity_end, self._unmute),
             Listener(Callback.on_batch_start, self._begin_batch, asks=False),
+            Listener(Callback.on_batch_end, self._end_batch, asks=False),
             Listener(Callback.on_eval_start, self._mute),
             Listener(Callback.on_eval_end, self._unmute),
             Listener(Callback.on_epoch_end, self._end_batches, asks=False),
@@ -281,7 +300,13 @@ class LogStart(_LogPart):
     def _begin_batch(self, run: Run, batch: Any) -> None:
         if self.log.in_batch:  # of the same step
             self.log.end_batch()
+        if run.progress.step < session_of(run).step.guard:
+            self.log.keep()
         self.log.begin_batch(batch)
+
+    def _end_batch(self, run: Run, batch: Any, outputs: Any) -> None:
+        if session_of(run).step.undone:
+            self.log.put_back()
 
     def _end_batches(self, run: Run) -> None:
         if unwinding(run) is None:
@@ -357,25 +382,3 @@ class LogEpoch(_LogPart):
 
 def _plain(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _state_of(metric: Any) -> dict[str, Any]:
-    states = {name: getattr(metric, name) for name in metric._defaults}
-    plain = {name: list(one) if isinstance(one, list) else one.detach().clone() for name, one in states.items()}
-    return {"count": metric._update_count, "states": plain}
-
-
-def _put_state(metric: Any, kept: Mapping[str, Any], *, merge: bool) -> None:
-    """Continue a metric with a state, or add it to those of other ranks."""
-    states = {
-        name: [part.to(metric.device) for part in one] if isinstance(one, list | tuple) else one.to(metric.device)
-        for name, one in kept["states"].items()
-    }
-    if merge:
-        metric.merge_state(states)
-        metric._update_count += kept["count"] - 1
-    else:
-        for name, one in states.items():
-            setattr(metric, name, one)
-        metric._update_count = kept["count"]
-    metric._computed = None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from cadenza.adapters.lightning.module.run_trainer import attach
 from cadenza.errors import AdapterError, LossError
 from cadenza.status.signatures import signature_of
 
 if TYPE_CHECKING:
     from cadenza.adapters.lightning.module.attached import Attached
+    from cadenza.run import Run
 
 _COUNTS = ("weight", "samples", "tokens")
 """Outputs that have a meaning in a native loop, and none in Lightning."""
@@ -46,6 +49,15 @@ class TrainingStep:
             "In automatic optimization, `training_step` must return a Tensor, a dict with the key 'loss', or None (the step is "
             f"skipped); got {came}."
         )
+
+    @contextmanager
+    def outside_fit(self, run: Run) -> Iterator[None]:
+        """Let the module be called without a fit: it gets a trainer with the counters of `run`, and what it logs is dropped."""
+        log = self._attached.log
+        attach(self._attached, run)
+        log.begin(run)
+        with log.muted():
+            yield
 
     def run(self, model: nn.Module, batch: Any) -> Any:
         """Return what ``training_step`` returns. A wrapped model is called itself, so that gradients are reduced."""
