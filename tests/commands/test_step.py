@@ -23,7 +23,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_samples_are_printed(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["step", str(directory), "3"]) == 0
-    lines = ["step 3, in epoch 1:", "  rank 0, batch 0: samples 0, 1, 2, 3", "  rank 0, batch 1: samples 4, 5, 6, 7"]
+    lines = ["step 3, in epoch 2:", "  rank 0, batch 1: samples 0, 1, 2, 3", "  rank 0, batch 2: samples 4, 5, 6, 7"]
     assert capsys.readouterr().out.splitlines() == lines
 
 

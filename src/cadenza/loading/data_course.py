@@ -103,8 +103,8 @@ class DataCourse:
     >>> course = DataCourse()
     >>> course.go_on(Segment(1, 2**20, 1, True, (), described([10, 20, 30])), Point(0, 0, 0, 0, 2, 3, 3))
     >>> print(course.samples(4))
-    step 4, in epoch 1:
-      rank 0, batch 2: batch 2
+    step 4, in epoch 2:
+      rank 0, batch 3: index in the list 2
     """
 
     def __init__(self, segments: Sequence[Segment] = ()) -> None:

@@ -25,8 +25,8 @@ def read_info(run: str | PathLike[str]) -> RunInfo:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     first = tiny_run(epochs=2, directory=folder)
     ...     print(read_info(folder).samples(7))
-    step 7, in epoch 1:
-      rank 0, batch 1: batch 1
+    step 7, in epoch 2:
+      rank 0, batch 2: index in the list 1
     """
     path = local_path(run)
     info = RecordedRun(path).previous

@@ -62,8 +62,8 @@ class RunInfo:
         >>> import torch
         >>> loader = TensorBatches(torch.zeros(6, 1), torch.zeros(6, 1), batch_size=2, shuffle=True)
         >>> print(tiny_run(loader=loader, epochs=2, seed=1).info.samples(5))
-        step 5, in epoch 1:
-          rank 0, batch 1: samples 5, 2
+        step 5, in epoch 2:
+          rank 0, batch 2: samples 5, 2
         """
         if isinstance(step, bool) or not isinstance(step, int):
             raise TypeError(f"step must be a whole number, at least 1; got {step!r}")

@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class BatchSamples:
-    """The samples of one batch on one rank; with `Mixture` in the mode zip, those of one of its loaders."""
+    """The samples of one batch on one rank; with `Mixture` in the mode zip, those of one of its loaders.
+
+    Epoch and number are indices, from 0. Its text counts from 1, as capsules and other messages do.
+    """
 
     rank: int
     """The rank that read the batch."""
@@ -30,11 +33,12 @@ class BatchSamples:
 
     def __str__(self) -> str:
         source = f" of {self.source!r}" if self.source else ""
-        again = f" in pass {self.passes}" if self.passes else ""
-        where = f"rank {self.rank}, batch {self.number}{source}{again}"
+        again = f" in pass {self.passes + 1}" if self.passes else ""
+        where = f"rank {self.rank}, batch {self.number + 1}{source}{again}"
         if self.indices is None:
             return f"{where}: {self.why}"
-        return f"{where}: {'batch' if self.unit == 'batches' else 'samples'} {', '.join(map(str, self.indices))}"
+        unit = "index in the list" if self.unit == "batches" else "samples"
+        return f"{where}: {unit} {', '.join(map(str, self.indices))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,4 +60,4 @@ class StepSamples:
         return None if None in own else [index for indices in own for index in indices or ()]
 
     def __str__(self) -> str:
-        return "\n".join([f"step {self.step}, in epoch {self.epoch}:", *(f"  {one}" for one in self.batches)])
+        return "\n".join([f"step {self.step}, in epoch {self.epoch + 1}:", *(f"  {one}" for one in self.batches)])
