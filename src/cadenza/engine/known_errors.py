@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,19 +76,20 @@ def _labels(found: re.Match[str], scene: Scene) -> str:
     known = "the number of classes, which is dimension 1 of the predictions" if classes is None else f"{classes - 1}"
     upto = f"less than {known}" if classes is None else f"at most {known}, as the predictions have {counted(classes, 'class')}"
     return (
-        f"labels must be at least 0 and {upto}{_range(scene)}. Raise the number of the model's outputs, count labels from 0, "
-        "or name the label of padding with ignore_index."
+        f"labels must be at least 0 and {upto}{_range(_labels_in(scene))}. Raise the number of the model's outputs, count "
+        "labels from 0, or name the label of padding with ignore_index."
     )
 
 
 def _indices(found: re.Match[str], scene: Scene) -> str:
+    those = _range(scene.batch if scene.targets is None else scene.targets)
     if isinstance(scene.module, nn.Embedding):
         count = scene.module.num_embeddings
         return (
-            f"the Embedding has num_embeddings={count}, so indices must be 0 to {count - 1}{_range(scene)}. Raise "
+            f"the Embedding has num_embeddings={count}, so indices must be 0 to {count - 1}{those}. Raise "
             "num_embeddings to the size of the vocabulary."
         )
-    return f"an index is negative or too large for the dimension that it selects from{_range(scene)}."
+    return f"an index is negative or too large for the dimension that it selects from{those}."
 
 
 def _features(found: re.Match[str], scene: Scene) -> str:
@@ -116,9 +117,19 @@ def _memory(found: re.Match[str], scene: Scene) -> str:
     )
 
 
-def _range(scene: Scene) -> str:
+def _labels_in(scene: Scene) -> Any:
+    """Return what holds labels, and no other integers such as tokens; None if that is not known."""
+    if scene.targets is not None:
+        return scene.targets
+    if isinstance(scene.batch, Mapping):
+        named = [value for key, value in scene.batch.items() if re.search("label|target", str(key), re.IGNORECASE)]
+        return named or None
+    return scene.batch if len([*_integers(scene.batch)]) == 1 else None
+
+
+def _range(value: Any) -> str:
     """Return the range of the integers on the host. Tensors on a device are skipped: the error may have broken the device."""
-    held = [one for one in _integers(scene.batch if scene.targets is None else scene.targets) if one.is_cpu and one.numel()]
+    held = [one for one in _integers(value) if one.is_cpu and one.numel()]
     if not held:
         return ""
     low, high = min(int(one.min()) for one in held), max(int(one.max()) for one in held)
