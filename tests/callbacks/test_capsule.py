@@ -254,6 +254,32 @@ def test_a_model_that_changes_its_batch_is_reported_and_no_sample_is_named(tmp_p
     assert facts["guilty_samples"] == []
 
 
+def test_the_command_says_what_the_capsule_lacks_in_lines_that_fit(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Own:
+        """A batch of a type that checkpoints cannot hold."""
+
+        def __init__(self, values: Tensor) -> None:
+            self.values = values
+
+    def fails(model: nn.Module, batch: Own) -> Tensor:
+        raise ValueError("the labels are wrong.")
+
+    loader = [Own(torch.ones(1))]
+    with pytest.raises(ValueError, match="labels"):
+        tiny_run(loader=loader, compute_loss=fails, directory=tmp_path, callbacks=[Capsule()])
+    assert "the labels are wrong. Written to" in caplog.text
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["capsule", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in shown.splitlines()[2:])
+    assert "batches left out  batches[0] cannot be saved: expected None, bool" in shown
+
+
 def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loader = tiny_loader()
     loader[3][0][1] = math.nan

@@ -261,7 +261,8 @@ class Capsule(Callback):
         decide(run, "capsule written", why, data=data)
         where = f"; first not finite: {facts['module'] or facts['parameter'] or facts['tensor']}" if located.found else ""
         samples = f", samples {facts['guilty_samples']}" if facts.get("guilty_samples") else ""
-        run.warn(f"step {step.number}: {why}{where}{samples}. Written to {path}; see: cadenza capsule {run.info.directory}")
+        told = f"step {step.number}: {why.removesuffix('.')}{where}{samples}"
+        run.warn(f"{told}. Written to {path}; see: cadenza capsule {run.info.directory}")
 
     def _weights_before(self, session: Session) -> tuple[dict[str, Tensor] | None, _Step, bool]:
         """Return the weights before a step, the step, and whether they belong together.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.checkpoint.capsules import capsule_at, capsules_in, facts_of_capsule
-from cadenza.commands.output import add_json, clean, complain, print_json, print_rows, say
+from cadenza.commands.output import add_json, clean, complain, print_json, say, say_folded
 from cadenza.errors import CheckpointError
 
 _SHOWN = 16
@@ -43,8 +43,11 @@ def show(arguments: argparse.Namespace) -> None:
     for number, (path, one) in enumerate([] if arguments.json else facts):
         if number:
             say()
-        say(clean(f"{path}: {one['why']}"))
-        print_rows(_rows(one))
+        say_folded(clean(f"{path}: {one['why']}"), " ", "  ")
+        rows = _rows(one)
+        widest = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            say_folded(f"{name:<{widest}}  {clean(value)}", " ", " " * (widest + 2))
     for one_more in problems[1:]:
         complain(str(one_more))
     if problems:
@@ -66,6 +69,8 @@ def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if facts["guilty_samples"]:
         rows.append(("not finite", _samples(facts["guilty_samples"])))
+    absent = ("second_pass",) if failed is not None else ("batches_left_out", "second_pass")
+    rows += [(name.replace("_", " "), facts[name]) for name in absent if name in facts]
     rows.append(("weights", "those before the step" if facts["weights_exact"] else "the newest earlier ones that were finite"))
     return rows
 
