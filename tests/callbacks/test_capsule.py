@@ -316,6 +316,8 @@ def test_wrong_arguments_and_capsules_are_told(tmp_path: Path) -> None:
         Capsule(last=0)
     with pytest.raises(TypeError, match="when must be NonFinite"):
         Capsule(when=lambda loss: True)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(TypeError, match=r"when must be NonFinite\(\), .*got <class '.*Spike'>"):
+        Capsule(when=NonFinite() | Spike)  # type: ignore[arg-type]  # the class
     with pytest.raises(ValueError, match="weights must be a number of steps"):
         Capsule(weights="1 epoch")
     with pytest.raises(ValueError, match="ratio must be above 1"):

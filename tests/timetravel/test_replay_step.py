@@ -275,6 +275,22 @@ def fit_on_two(path: Path) -> None:
     trainer(path, driver="ddp", steps=12, saves="5 steps").fit()
 
 
+def test_a_replay_that_nothing_refers_to_ends_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path / "run", steps=12, saves="5 steps").fit()
+    caplog.clear()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    again = replay_step(trainer(tmp_path / "other", steps=12), tmp_path / "run", 8)
+    again = replay_step(trainer(tmp_path / "other", steps=12), tmp_path / "run", 9)  # the first one is dropped
+    assert len(list((tmp_path / "temporary").iterdir())) == 1
+    assert again.step_once() is not None
+    del again
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert caplog.messages == []
+
+
 def test_a_replay_that_is_open_at_the_end_of_the_process_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Python removes the modules: an open generator would fail then."""
     at_end: list[Any] = []

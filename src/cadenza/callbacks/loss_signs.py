@@ -46,7 +46,7 @@ class Sign(ABC):
         return -math.inf, 1
 
     def __or__(self, other: Sign) -> Sign:
-        return AnySign([self, other])
+        return AnySign([self, checked_sign(other)])
 
 
 class NonFinite(Sign):

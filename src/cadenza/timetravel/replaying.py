@@ -55,9 +55,7 @@ class Replay:
         self._trainer, self._start, self._target, self._witness = trainer, start, step, witness
         self._course: Generator[Any, Any, None]
         self._over = False
-        self._delete = weakref.finalize(self, shutil.rmtree, start.folder, ignore_errors=True)
-        if not trainer.driver.is_main:
-            self._delete.detach()
+        self._folder = _Folder(start.folder, owned=trainer.driver.is_main)
         if trainer.driver.world_size == 1:  # other ranks may be gone by then
             close_at_exit(self)
         self.batch: Any = None
@@ -140,7 +138,8 @@ class Replay:
         return f"<Replay: {state}, from {self.checkpoint}{differs}>"
 
     def _begin(self, override: Sequence[str] | Mapping[str, Any], *, replay: bool) -> None:
-        self._course = self._trainer._course(self.checkpoint, strict=False, replay=replay, override=override)
+        course = self._trainer._course(self.checkpoint, strict=False, replay=replay, override=override)
+        self._course = _within(self._folder, course)
         self._go_on()
         if self._over:
             raise ValueError(
@@ -211,8 +210,7 @@ class Replay:
 
     def _end(self) -> None:
         self._over = True
-        if self._trainer.driver.is_main:
-            self._delete()
+        self._folder.delete()
 
 
 def replay_step(
@@ -270,6 +268,27 @@ def replay_step(
         repeated._end()
         raise
     return repeated
+
+
+class _Folder:
+    """A temporary directory. The process that owns it deletes it at the latest when nothing refers to this object."""
+
+    def __init__(self, path: str, *, owned: bool) -> None:
+        self._finalizer = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        if not owned:
+            self._finalizer.detach()
+
+    def delete(self) -> None:
+        """Delete it, once."""
+        self._finalizer()
+
+
+def _within(folder: _Folder, course: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
+    """Delete the folder after the run: also if the replay is left open, and its run ends when nothing refers to it."""
+    try:
+        yield from course
+    finally:
+        folder.delete()
 
 
 class _Witness(Callback):
