@@ -285,6 +285,15 @@ def test_messages_tell_of_the_rollback_and_not_that_training_goes_on(tmp_path: P
     ]
 
 
+def test_advice_and_capsules_are_told_once_though_the_run_begins_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer_in(tmp_path, {100: math.nan}, Capsule(), epochs=1).fit()
+    told = [one.getMessage() for one in caplog.records]
+    parts = ["samples one by one", "Written to", "back to step 40", "left out batch"]
+    assert [next(part for part in parts if part in one) for one in told] == parts
+
+
 @pytest.mark.parametrize("saved", ["1 step", "1 epoch"])
 def test_a_loader_that_starts_at_the_beginning_of_an_epoch_goes_back_to_one(tmp_path: Path, saved: str) -> None:
     class Stream:

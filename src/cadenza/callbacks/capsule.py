@@ -8,7 +8,6 @@ import traceback
 from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from cadenza.engine.locating import Located, locate, located_in
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.statistics import Statistics
 from cadenza.engine.trial import undone
-from cadenza.errors import DistributedError, NonFiniteError, StateError, notes_of
+from cadenza.errors import DistributedError, NonFiniteError, notes_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every
 from cadenza.loading.batches import tensors_in
@@ -130,6 +129,8 @@ class Capsule(Callback):
         self._seen: str | None = None
         self._losses: list[float | ArrivingNumber] = []  # those that are not judged yet
         self._written: list[dict[str, Any]] = []
+        self._told: set[tuple[int, str]] = set()
+        self._rolled_back = False
 
     def on_setup(self, run: Run) -> None:
         if run.info.directory is None:
@@ -138,6 +139,8 @@ class Capsule(Callback):
         self._step, self._seen = _Step(0, 0), None
         self._losses, self._written, self._failed, self._has_broken = [], [], 0, False
         self._copies: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=2)  # of which one may be broken already
+        if not self._rolled_back:
+            self._told.clear()
         self._watch.reset()
 
     def on_fit_start(self, run: Run) -> None:
@@ -184,6 +187,7 @@ class Capsule(Callback):
         if self._losses or self._seen is not None:
             self._judge(run)
         session = session_of(run)
+        self._rolled_back = run.outcome is not None and run.outcome.kind == "rolled back"
         if session.sync.together and run.outcome is not None and run.outcome.kind != "failed":
             for rank, written in enumerate(run.driver.gather(self._written)):
                 for data in written if rank != run.driver.rank and run.is_main else ():
@@ -249,7 +253,7 @@ class Capsule(Callback):
             facts |= self._found(session, step, located)
             name = f"step-{step.number:08d}{f'-rank{run.driver.rank}' if run.driver.world_size > 1 else ''}"
             assert run.info.directory is not None, "checked in on_setup"
-            path, facts = _written(run.info.directory / FOLDER, name, facts, self._state(session, step, weights))
+            path, facts = write_capsule(run.info.directory / FOLDER, name, facts, self._state(session, step, weights))
         except Exception as failed:
             self._failed += 1
             run.warn(f"the capsule of step {self._steps[-1].number} could not be written: {failed!r}")
@@ -262,7 +266,9 @@ class Capsule(Callback):
         where = f"; first not finite: {facts['module'] or facts['parameter'] or facts['tensor']}" if located.found else ""
         samples = f", samples {facts['guilty_samples']}" if facts.get("guilty_samples") else ""
         told = f"step {step.number}: {why.removesuffix('.')}{where}{samples}"
-        run.warn(f"{told}. Written to {path}; see: cadenza capsule {run.info.directory}")
+        if (step.number, why) not in self._told:  # the steps that a rollback repeats break again
+            run.warn(f"{told}. Written to {path}; see: cadenza capsule {run.info.directory}")
+        self._told.add((step.number, why))
 
     def _weights_before(self, session: Session) -> tuple[dict[str, Tensor] | None, _Step, bool]:
         """Return the weights before a step, the step, and whether they belong together.
@@ -378,15 +384,6 @@ def _named(session: Session, epoch: int, number: int) -> dict[str, Any]:
     """Return the position of a batch and its samples; they are None if the loader has no indices."""
     samples = session.cursor.source.indices(epoch, number)
     return {"epoch": epoch, "batch_in_epoch": number, "samples": None if samples is None else [*samples]}
-
-
-def _written(folder: Path, name: str, facts: dict[str, Any], state: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """Write a capsule, without its batches if their types cannot be saved; the loader has them."""
-    try:
-        return write_capsule(folder, name, facts, state), facts
-    except StateError as error:
-        facts = facts | {"batches_left_out": str(error)}
-        return write_capsule(folder, name, facts, state | {"batches": None}), facts
 
 
 def _steps_in(weights: str | int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.checkpoint.store.tensor_files import Sum, pieces, read_tensors
-from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, StateError
 from cadenza.files.disk import flush, read_object
 from cadenza.files.paths import local_path
 from cadenza.status.decisions import in_json
@@ -34,20 +34,26 @@ class CapsuleContent:
     """``batches``, ``rng`` (the RNG state before each batch), ``model`` (the weights) and ``last`` (the steps before)."""
 
 
-def write_capsule(folder: Path, name: str, facts: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
-    """Write a capsule, which appears whole or not at all, and return its path. An existing one of this name is replaced.
+def write_capsule(folder: Path, name: str, facts: dict[str, Any], state: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Write a capsule, which appears whole or not at all; return its path and its facts. One of this name is replaced.
+
+    Batches of a type that cannot be saved are left out, since the loader has them. The fact ``batches_left_out`` says so.
 
     Args:
         folder: The folder of the capsules. It is made if it is not there.
         name: The name of the capsule.
         facts: Plain values.
-        state: Values that a checkpoint can hold.
+        state: Values that a checkpoint can hold, and ``batches``.
 
     Raises:
-        StateError: A value in `state` cannot be saved; the message names its path.
+        StateError: Another value in `state` cannot be saved; the message names its path.
         OSError: The disk rejects it.
     """
-    plain, tensors = encode(state)
+    try:
+        plain, tensors = encode(state)
+    except StateError as error:
+        facts = {**facts, "batches_left_out": str(error)}
+        plain, tensors = encode({**state, "batches": None})
     beside, path = folder / f".{name}.new", folder / name
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -67,7 +73,7 @@ def write_capsule(folder: Path, name: str, facts: Mapping[str, Any], state: Mapp
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    return path
+    return path, facts
 
 
 def capsules_in(run: Path) -> list[Path]:
