@@ -330,8 +330,11 @@ def test_wrong_arguments_and_capsules_are_told(tmp_path: Path) -> None:
         replay_capsule(nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]  # wrong on purpose
     tiny_run(losses=[1.0, math.nan], directory=tmp_path, callbacks=[Capsule()])
     assert facts_of_capsule(capsules_in(tmp_path)[0])["second_pass"] == "StopIteration: "  # the losses were read once
-    with pytest.raises(CheckpointMismatchError, match="another model"):
-        replay_capsule(trainer_in(None), tmp_path)
+    larger = tiny_trainer()
+    larger.model.extra = nn.Linear(1, 1)
+    for other in (trainer_in(None), larger):
+        with pytest.raises(CheckpointMismatchError, match="belongs to another model: it has no "):
+            replay_capsule(other, tmp_path)
     tensors = capsules_in(tmp_path)[0] / "tensors.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointDamagedError, match=r"tensors.safetensors has .*crc32"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining, LowerRate, NonFinite, Recover, Spike
 from cadenza.compat.transformers import SavePretrained
-from cadenza.errors import CheckpointError, DirectoryError, DistributedError
+from cadenza.errors import CheckpointError, DataError, DirectoryError, DistributedError
 from cadenza.records import read_records
 from cadenza.sinks import Csv, JsonLines
 from cadenza.testing import launch, tiny_loader, tiny_trainer
@@ -218,6 +218,16 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptu
     assert "a nearer checkpoint was skipped: step-00000020" in caplog.text
 
 
+class ReadOnce:
+    """A loader that can only start at the beginning of an epoch."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer(run, steps=20).fit()
@@ -231,6 +241,12 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         replay_step(trainer(run, steps=12), run, 15)
     with pytest.raises(ValueError, match="step must be at least 1"):
         replay_step(trainer(run), run, 0)
+    stream = trainer(tmp_path / "stream", steps=12, saves="5 steps")
+    stream.loader = ReadOnce(stream.loader)
+    stream.fit()
+    with pytest.raises(DataError) as raised:
+        replay_step(stream, tmp_path / "stream", 8)
+    assert "replay_step(trainer, run, step, replay=True)" in raised.value.__notes__[-1]
     with pytest.raises(TypeError, match=r"takes a cadenza\.Trainer first; got a builtins\.str"):
         replay_step("run", run, 5)  # type: ignore[arg-type]  # wrong on purpose
     one = trainer(run)

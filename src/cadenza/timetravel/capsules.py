@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+from torch import Tensor
+
 from cadenza.checkpoint.capsules import CapsuleContent, read_capsule
 from cadenza.engine.locating import Located, locate
 from cadenza.engine.recipe import Recipe
@@ -110,7 +112,10 @@ def _load_weights(session: Session, capsule: CapsuleContent) -> None:
         raise CheckpointMismatchError(
             f"the capsule {str(capsule.path)!r} holds no weights: they were sharded over ranks. Use replay_step."
         )
+    other, own = f"the capsule {str(capsule.path)!r} belongs to another model", session.module.state_dict()
+    if absent := [name for name, one in own.items() if isinstance(one, Tensor) and name not in weights]:
+        raise CheckpointMismatchError(f"{other}: it has no {', '.join(map(repr, absent[:3]))}. Give the model of the run.")
     try:
-        session.module.load_state_dict({**session.module.state_dict(), **weights})
+        session.module.load_state_dict({**own, **weights})
     except RuntimeError as error:
-        raise CheckpointMismatchError(f"the capsule {str(capsule.path)!r} belongs to another model: {error}") from None
+        raise CheckpointMismatchError(f"{other}: {error}") from None

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from cadenza.engine.loop import END, STEP, train_step
 from cadenza.engine.session import Session, session_of
-from cadenza.errors import DistributedError, out_of_generator
+from cadenza.errors import DataError, DistributedError, add_note, out_of_generator
 from cadenza.hooks.moments import Callback
 from cadenza.loops.leaving import close_at_exit, end_with
 from cadenza.records.record import Record
@@ -264,8 +264,10 @@ def replay_step(
     repeated = Replay(_separate(trainer, start, leave_out, witness), start, step, witness)
     try:
         repeated._begin(override, replay=replay)
-    except BaseException:
+    except BaseException as error:
         repeated._end()
+        if isinstance(error, DataError) and witness.begun and witness.session.cursor.source.obstacle is not None:
+            add_note(error, "Here: replay_step(trainer, run, step, replay=True), or save checkpoints at the end of epochs.")
         raise
     return repeated
 
