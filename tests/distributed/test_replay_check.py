@@ -17,8 +17,8 @@ Result = tuple[bytes, list[int], list[dict[str, Any]]]
 
 
 @on(Callback.on_step_end, at=4)
-def spoil_rank_2(run: Run) -> None:
-    if run.driver.rank == 2:
+def spoil_last_rank(run: Run) -> None:
+    if run.driver.rank == run.driver.world_size - 1:
         bits(run.model.get_parameter("4.weight").detach())[3] ^= 1
 
 
@@ -74,7 +74,7 @@ def test_gradients_of_a_window_that_fsdp_holds_back_are_repeated() -> None:
 
 def three() -> tuple[Result, Result]:
     options = {"gradient_as_bucket_view": True}
-    return ddp(**options), ddp(spoil_rank_2, ReplayCheck(every="3 steps", action="majority"), **options)
+    return ddp(**options), ddp(spoil_last_rank, ReplayCheck(every="3 steps", action="majority"), **options)
 
 
 def test_of_three_ranks_the_one_with_other_weights_gets_those_of_the_others() -> None:
@@ -84,3 +84,9 @@ def test_of_three_ranks_the_one_with_other_weights_gets_those_of_the_others() ->
         assert [data["step"] for data in spoilt[2]] == [6]
         assert spoilt[2][0]["ranks"] == {"2": "the weight '4.weight'"}
         assert spoilt[2][0]["kind"] == "ranks differ"
+
+
+def test_of_two_ranks_with_different_weights_both_are_named() -> None:
+    """Nothing says which one is wrong."""
+    for _, _, (data, *_) in launch(lambda: ddp(spoil_last_rank, ReplayCheck(every="6 steps", action="warn"))):
+        assert data["ranks"] == dict.fromkeys(("0", "1"), "the weight '4.weight'")

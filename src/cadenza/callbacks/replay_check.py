@@ -252,9 +252,13 @@ class _Replicas:
         return [rank for rank, one in enumerate(self._everyone) if one.get(name) == self._usual[name][0]]
 
     def wrong(self) -> dict[int, str]:
-        """Return the ranks with other values than most, each with the name of the first such tensor."""
+        """Return the ranks with other values than most, each with the name of the first such tensor.
+
+        Of a tensor without a majority, each rank may be the wrong one, so all are returned.
+        """
+        half = len(self._everyone) / 2
         firsts = {
-            rank: next((name for name in self._usual if one.get(name) != self._usual[name][0]), None)
+            rank: next((name for name, (usual, count) in self._usual.items() if count <= half or one.get(name) != usual), None)
             for rank, one in enumerate(self._everyone)
         }
         return {rank: name for rank, name in firsts.items() if name is not None}
