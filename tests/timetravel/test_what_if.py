@@ -209,8 +209,10 @@ def test_checkpoints_in_two_folders_are_told_apart(tmp_path: Path) -> None:
     }
 
 
-def test_the_run_is_only_read(tmp_path: Path) -> None:
+def test_the_run_is_only_read_and_one_of_several_processes_may_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer(tmp_path, [Checkpoint("9 steps", background=False)]).fit()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(tmp_path.rglob("*"))}
     answer = what_if(tmp_path, [EarlyStopping("eval/loss", "min"), Checkpoint("3 steps", keep_last=1)])
     assert isinstance(answer, Answer)

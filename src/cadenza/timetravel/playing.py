@@ -11,6 +11,7 @@ from typing import Any
 
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.callbacks.early_stopping import EarlyStopping
+from cadenza.drivers.single import SingleDriver
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.loop import take_stop
 from cadenza.engine.save_blocks import Saver
@@ -70,8 +71,7 @@ def play(recording: Recording, callbacks: Sequence[BaseCallback]) -> Played:
         max_steps=recording.steps if epochs is None and steps is None else steps,
         accumulate=recording.arguments.get("accumulate", 1),
         callbacks=[player, *callbacks],
-        driver="single",
-        device="cpu",
+        driver=SingleDriver("cpu"),  # also in one of several processes
         progress=False,
     )
     trainer.recorded_arguments = recording.arguments
