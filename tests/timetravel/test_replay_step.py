@@ -218,6 +218,18 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptu
     assert "a nearer checkpoint was skipped: step-00000020" in caplog.text
 
 
+def test_a_step_that_a_run_in_progress_may_not_have_done_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    @on(Callback.on_step_end, at=12)
+    def look(run: Run) -> None:
+        for step, told in ((11, False), (18, True)):
+            caplog.clear()
+            with replay_step(trainer(tmp_path / "other", steps=20), tmp_path / "run", step) as again:
+                assert again.step == step
+            assert (f"whether the run did step {step} is not known" in caplog.text) is told
+
+    trainer(tmp_path / "run", steps=20, saves="5 steps", more=[look]).fit()
+
+
 class ReadOnce:
     """A loader that can only start at the beginning of an epoch."""
 

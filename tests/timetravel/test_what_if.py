@@ -86,6 +86,15 @@ def test_twenty_settings_decide_as_twenty_real_runs(tmp_path: Path, every: str) 
     assert len(stops) >= 3
 
 
+def test_nothing_is_said_of_the_loader_that_stands_for_that_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path, [], epochs=1).fit()
+    caplog.clear()
+    what_if(tmp_path, [Checkpoint("2 steps")])
+    assert caplog.messages == []
+
+
 def test_a_grid_gives_a_table(tmp_path: Path) -> None:
     trainer(tmp_path, []).fit()
     table = what_if(

@@ -111,7 +111,7 @@ class Fitting(Recipe):
                 files = self._opened_files(ending, resume=bool(resume))
                 session, start, over = self._new_fit(files, resume, replay, given, own_loop=hand is not None)
             self._run = session.run
-            session.advises = not isinstance(resume, GoBack)  # the part before has said it
+            session.advises &= not isinstance(resume, GoBack)  # the part before has said it
             if session.rank_log is not None:
                 ending.callback(session.rank_log.settle, ends=True)
             if hand is not None:

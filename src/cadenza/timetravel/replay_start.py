@@ -26,6 +26,7 @@ class ReplayStart(NamedTuple):
     """The recorded values after the checkpoint, by step and name."""
     folder: str
     """A temporary directory. The main process deletes it."""
+    warnings: list[str]
 
     @staticmethod
     def on_all_ranks(trainer: Trainer, run: str | PathLike[str], step: int) -> ReplayStart:
@@ -53,7 +54,11 @@ class ReplayStart(NamedTuple):
         for record in read_records(path / "metrics.jsonl"):
             if record.step > before.step:
                 rows.setdefault(record.step, {}).update({name: float(value) for name, value in record.values.items()})
-        return ReplayStart(before, rows, tempfile.mkdtemp(prefix="cadenza-replay-"))
+        told = [f"a nearer checkpoint was skipped: {reason}" for reason in before.skipped]
+        last = max([before.step, *rows])
+        if step > last + 1 and recorded.previous.get("progress") is None:
+            told.append(f"whether the run did step {step} is not known: it is not over, and its last record is of step {last}.")
+        return ReplayStart(before, rows, tempfile.mkdtemp(prefix="cadenza-replay-"), told)
 
 
 def _check_trainer(trainer: object) -> None:

@@ -147,8 +147,8 @@ class Replay:
                 "the trainer that did this step, with its limits (max_epochs, max_steps, max_tokens)."
             )
         session = self._witness.session
-        for reason in self._start.before.skipped:
-            session.warn(f"a nearer checkpoint was skipped: {reason}")
+        for reason in self._start.warnings:
+            session.warn(reason)
         self._compare()
 
     def _meet(self, verb: str) -> None:
