@@ -193,6 +193,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(MonitorError, match="no evaluation will report it") as raised:
         what_if(tmp_path / "none", [EarlyStopping("eval/loss", "min")])
     assert raised.value.__notes__[-1].endswith("recorded: there are none")
+    with pytest.raises(TypeError, match=r"expected a path.*; got Trainer\. The directory of a run is run\.info\.directory"):
+        what_if(trainer(tmp_path / "run", []), [])  # type: ignore[call-overload]  # wrong on purpose
     with pytest.raises(TypeError, match="needs the settings of the function"):
         what_if(tmp_path / "run", lambda patience: [])
     with pytest.raises(TypeError, match=r"needs a function that makes the callbacks .* lambda patience: \[\.\.\.\]"):

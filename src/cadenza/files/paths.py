@@ -14,4 +14,7 @@ def local_path(path: str | PathLike[str]) -> Path:
 
 def local_text(path: str | PathLike[str]) -> str:
     """Return a local path or a URL as a text, with the home directory as in `local_path`."""
+    if not isinstance(path, str | PathLike):
+        kind = type(path).__name__
+        raise TypeError(f"expected a path, a str or os.PathLike; got {kind}. The directory of a run is run.info.directory.")
     return os.path.expanduser(os.fspath(path))  # Path.expanduser raises for "~unknown", a valid file name

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import weakref
 from collections.abc import Generator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from cadenza.status.counting import counted
 from cadenza.testing.results import depends_on_clock
 from cadenza.timetravel.outside import acts_outside, left_out
 from cadenza.timetravel.replay_start import ReplayStart
+from cadenza.timetravel.temporary import Folder, within
 from cadenza.trainer import Trainer
 
 
@@ -55,7 +54,7 @@ class Replay:
         self._trainer, self._start, self._target, self._witness = trainer, start, step, witness
         self._course: Generator[Any, Any, None]
         self._over = False
-        self._folder = _Folder(start.folder, owned=trainer.driver.is_main)
+        self._folder = Folder(start.folder, owned=trainer.driver.is_main)
         if trainer.driver.world_size == 1:  # other ranks may be gone by then
             close_at_exit(self)
         self.batch: Any = None
@@ -139,7 +138,7 @@ class Replay:
 
     def _begin(self, override: Sequence[str] | Mapping[str, Any], *, replay: bool) -> None:
         course = self._trainer._course(self.checkpoint, strict=False, replay=replay, override=override)
-        self._course = _within(self._folder, course)
+        self._course = within(self._folder, course)
         self._go_on()
         if self._over:
             raise ValueError(
@@ -270,27 +269,6 @@ def replay_step(
             add_note(error, "Here: replay_step(trainer, run, step, replay=True), or save checkpoints at the end of epochs.")
         raise
     return repeated
-
-
-class _Folder:
-    """A temporary directory. The process that owns it deletes it at the latest when nothing refers to this object."""
-
-    def __init__(self, path: str, *, owned: bool) -> None:
-        self._finalizer = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
-        if not owned:
-            self._finalizer.detach()
-
-    def delete(self) -> None:
-        """Delete it, once."""
-        self._finalizer()
-
-
-def _within(folder: _Folder, course: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
-    """Delete the folder after the run: also if the replay is left open, and its run ends when nothing refers to it."""
-    try:
-        yield from course
-    finally:
-        folder.delete()
 
 
 class _Witness(Callback):
