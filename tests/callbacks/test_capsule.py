@@ -74,6 +74,9 @@ def test_on_two_ranks_with_workers_the_sample_and_the_module_are_named(tmp_path:
 
     def train() -> list[Any]:
         run = trainer_in(directory, StopOnNonFinite(), Capsule(), workers=2).fit()
+        again = trainer_in(None)
+        if run.is_main:  # the other rank does not come
+            assert replay_capsule(again, directory).same
         trainer = trainer_in(tmp_path / "meets", StopOnNonFinite(), Capsule())
         trainer.compute_loss = meets
         trainer.fit()

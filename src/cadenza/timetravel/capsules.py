@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from cadenza.checkpoint.capsules import CapsuleContent, read_capsule
+from cadenza.drivers.alone import alone
+from cadenza.drivers.single import SingleDriver
 from cadenza.engine.locating import Located, locate
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
@@ -62,7 +65,7 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
 
     Call it in a debugger. The model gets the weights of the capsule, and keeps them. Its gradients are those of the step. No
     callback is called and no optimizer steps. If an exception ended the step, it is raised again. One process repeats the part
-    of the rank that wrote the capsule.
+    of the rank that wrote the capsule, also with a trainer of several ranks: it waits for no other.
 
     Args:
         trainer: A `Trainer` with the model and ``compute_loss`` of the run. With another ``compute_loss``, such as one with a
@@ -73,6 +76,7 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
         CheckpointError: There is no capsule, or it cannot be read.
         CheckpointMismatchError: Its weights do not fit the model.
         DataError: The capsule holds no batches, as their type cannot be saved.
+        DistributedError: The step calls a collective, and other ranks take no part.
         TypeError: `trainer` is no trainer, or has a ``step_fn``, which does not say what the forward pass is.
     """
     if not isinstance(trainer, Recipe):
@@ -83,7 +87,7 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
     if capsule.state["batches"] is None:
         left_out = capsule.facts.get("batches_left_out", "")
         raise DataError(f"the capsule {str(capsule.path)!r} holds no batches: {left_out}. Use replay_step.")
-    session = trainer._new_session(training=False)
+    session = _alone(trainer)._new_session(training=False)
     _load_weights(session, capsule)
     batches = [moved(batch, session.device) for batch in capsule.state["batches"]]
     states = [RNGState.from_plain(one) for one in capsule.state["rng"]]
@@ -92,10 +96,18 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
         module.training = name not in not_training
     session.module.zero_grad()
     facts = capsule.facts
-    with preserve_rng_state(), _at_step(session, facts):
+    with preserve_rng_state(), _at_step(session, facts), alone("replay_capsule"):
         located = locate(session.module, session.compute, batches, states, modules_of(inspect.unwrap(session.compute)))
     recorded = [float(loss) for loss in facts["losses"]]
     return RepeatedStep(facts["step"], batches, located.losses, recorded, located, facts["weights_exact"], facts)
+
+
+def _alone(trainer: Recipe) -> Recipe:
+    """Return a trainer that does not wrap the model for several ranks."""
+    again = copy(trainer)
+    if trainer.driver.world_size > 1:
+        again.driver = SingleDriver(trainer.driver.device)
+    return again
 
 
 def _at_step(session: Session, facts: Mapping[str, Any]) -> AbstractContextManager[None]:
