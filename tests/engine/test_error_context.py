@@ -83,17 +83,6 @@ def test_a_label_out_of_range_names_the_batch_its_samples_and_the_range() -> Non
     assert "those in the batch range from 0 to 10" in lines[-1]
 
 
-def test_the_range_of_labels_in_a_dict_is_not_that_of_its_tokens() -> None:
-    def compute(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        return functional.cross_entropy(model(batch["input_ids"].float()), batch["labels"])
-
-    batch = {"input_ids": torch.full((2, 3), 59), "labels": torch.tensor([1, 9])}
-    assert "those in the batch range from 1 to 9" in note_of(lambda: trainer([batch], compute).fit())[-1]
-    pair = [(torch.full((2, 3), 59), torch.tensor([1, 9]))]
-    told = note_of(lambda: trainer(pair, lambda model, one: functional.cross_entropy(model(one[0].float()), one[1])).fit())
-    assert "range from" not in told[-1]
-
-
 def test_the_module_is_named_as_the_model_knows_it() -> None:
     where, shapes, *_ = note_of(lambda: trainer([{"x": torch.ones(4, 5)}], lambda model, batch: model(batch["x"]).sum()).fit())
     assert where == "the forward pass of 'body.0' (Linear), in batch 1 of epoch 1, step 1"
