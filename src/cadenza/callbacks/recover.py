@@ -128,6 +128,7 @@ class Recover(Callback, Compared):
         self._plan = Plan()
         self._dropped = self._begins = False
         self._step = 0  # the step that began last, from 1
+        self._guard, self._rates = self._plan.in_force(0)  # of this step
 
     def listeners(self) -> list[Listener]:
         own = [Listener(moment, function, skips=False) for moment, function in self._acting()]
@@ -179,7 +180,6 @@ class Recover(Callback, Compared):
         self._begins = not self._plan.count and not session.progress.step and self.skip == GUILTY
         if self._begins:
             self._plan.guard = 1  # no checkpoint is before the first step, so it is checked as a repeated one
-        session.step.guard = self._plan.guard
         if self._plan.count:
             return
         if not self._begins:
@@ -290,8 +290,9 @@ class Recover(Callback, Compared):
     # -- leaving out -------------------------------------------------------------------------------
 
     def _start_step(self, run: Run) -> None:
-        self._step = run.progress.step + 1
-        session_of(run).step.guard = self._plan.in_force(self._step)[0]
+        self._step, state = run.progress.step + 1, session_of(run).step
+        self._guard, self._rates = self._plan.in_force(self._step)
+        state.guard = max(state.guard, self._guard)
 
     def _leave_out(self, run: Run, batch: Any) -> None:
         session, at = session_of(run), run.progress
@@ -307,7 +308,7 @@ class Recover(Callback, Compared):
 
     def _check_batch(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         session = session_of(run)
-        if run.progress.step >= session.step.guard or session.step.skipping:
+        if run.progress.step >= self._guard or session.step.skipping:
             return
         loss, weight = float(outputs["loss"].detach()), outputs.get("weight")
         seen = None if weight is not None and float(weight) == 0 else self.when.seen_in(loss)
@@ -321,9 +322,9 @@ class Recover(Callback, Compared):
 
     def _before_update(self, run: Run) -> None:
         session = session_of(run)
-        if run.progress.step < session.step.guard:
+        if run.progress.step < self._guard:
             self._check_gradients(run, session)
-        if self._plan.in_force(self._step)[1]:
+        if self._rates:
             for index, optimizer in enumerate(run.optimizers):
                 if any(optimizer is one for one in session.step.updating):
                     session.rates.apply(index, optimizer, run.progress.step + 1)

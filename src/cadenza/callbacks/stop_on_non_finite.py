@@ -98,6 +98,8 @@ class StopOnNonFinite(Callback, Compared):
             session.hooks.remove(Callback.on_batch_end, self._tell_of_dropped)
         # Not in on_setup, where another callback may replace layers.
         self._statistics = Statistics(run.model)
+        if self.action == "skip":
+            session.step.guard = math.inf
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
         self._statistics.keep()
@@ -113,10 +115,14 @@ class StopOnNonFinite(Callback, Compared):
         causes = [first_not_finite(tensors_at(others, "outputs")), *_broken_weights(run)]
         causes.append(first_not_finite(tensors_at(run.batch, "batch")))
         if self._alone:  # all ranks act when they know, which takes the time of the backward pass
-            session_of(run).step.drop()
+            session_of(run).step.drop(undone=self.action == "skip")
             self._found = what, causes
         else:
-            self._act(run, what, f"batch {run.progress.batch + 1}", causes, partial(_skip, run))
+            self._act(run, what, f"batch {run.progress.batch + 1}", causes, partial(self._skip, run))
+
+    def _skip(self, run: Run, reason: str) -> None:
+        decide(run, "batch skipped", reason)
+        session_of(run).step.skip(undone=self.action == "skip")
 
     def _tell_of_dropped(self, run: Run, batch: Any, outputs: MutableMapping[str, Any]) -> None:
         if session_of(run).step.drops:
@@ -160,11 +166,6 @@ class StopOnNonFinite(Callback, Compared):
         if self.action == "stop":
             session_of(run).metrics.losses.quiet = True  # it would warn that training goes on
             run.stop(what + found)
-
-
-def _skip(run: Run, reason: str) -> None:
-    decide(run, "batch skipped", reason)
-    session_of(run).step.skip()
 
 
 def _weighs_nothing(outputs: MutableMapping[str, Any]) -> bool:

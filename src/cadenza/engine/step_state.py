@@ -98,7 +98,7 @@ class StepState:
         """Whether this rank alone drops the current batch."""
         self.undone: bool = False
         """Whether the current batch is dropped as if it was never read: what its forward pass changed is restored."""
-        self.guard: int = 0
+        self.guard: float = 0
         """The number of the last step in which a batch may be dropped in this way; 0: in none."""
         self.discarded: bool = False
         """Whether the current batch is dropped, on all ranks or on this one."""
@@ -135,9 +135,10 @@ class StepState:
         self.skipping = self.discarded = True
         self.undone = undone
 
-    def drop(self) -> None:
-        """Drop the current batch on this rank alone."""
+    def drop(self, *, undone: bool = False) -> None:
+        """Drop the current batch on this rank alone. `undone`: as for `skip`."""
         self.dropped = self.discarded = True
+        self.undone = undone
 
     def finish(self) -> None:
         """End the step: its accumulation window becomes the last one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Trainer
-from cadenza.callbacks import Capsule, Checkpoint, EarlyStopping, Recover
+from cadenza.callbacks import Capsule, Checkpoint, EarlyStopping, Recover, StopOnNonFinite
 from cadenza.timetravel import replay_capsule, what_if
 from tests.adapters.lightning.module.home import rows
 
@@ -66,9 +67,12 @@ def test_a_capsule_is_repeated_in_another_process_with_the_counters_of_its_step(
     assert {*module.steps} == {(BAD // 4, 0, BAD // 4)}
 
 
-def test_the_values_of_a_batch_that_is_left_out_are_not_logged(tmp_path: Path) -> None:
-    run = trainer_in(tmp_path, Recover(), Checkpoint("1 epoch"), bad=True).fit()
-    assert [one.data["samples"] for one in run.decisions if one.what == "batch left out"]
+@pytest.mark.parametrize(
+    ("make", "what"), [(Recover, "batch left out"), (partial(StopOnNonFinite, "skip"), "batch skipped")], ids=["back", "on"]
+)
+def test_the_values_of_a_batch_that_is_left_out_are_not_logged(tmp_path: Path, make: Any, what: str) -> None:
+    run = trainer_in(tmp_path, make(), Checkpoint("1 epoch"), bad=True).fit()
+    assert [one for one in run.decisions if one.what == what]
     for name in ("train_loss_step", "train_loss_epoch", "train_error"):
         assert all(math.isfinite(value) for _, value in run.history[name]), name
     assert len(run.history["train_loss_step"]) == 30 - 3  # once in each epoch
