@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from itertools import chain
 from typing import Any
@@ -59,11 +60,14 @@ def try_steps(session: Session, steps: int, callbacks: Sequence[Callback], *, lo
 def undone(session: Session) -> Iterator[None]:
     """Restore model, optimizers, gradients, fp16 scaler and RNG state at the exit, after an error too.
 
+    A LightningModule logs nothing meanwhile.
+
     The copies are on the host, so they take no memory of the device.
     """
     model = session.module
     modes = [(module, module.training) for module in session.model.modules()]
-    with preserve_rng_state():
+    without_effects = getattr(inspect.unwrap(session.compute), "without_effects", nullcontext)
+    with preserve_rng_state(), without_effects():
         before = _Before(model, session)
         try:
             yield

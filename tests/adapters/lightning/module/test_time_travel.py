@@ -71,10 +71,12 @@ def test_a_capsule_is_repeated_in_another_process_with_the_counters_of_its_step(
     ("make", "what"), [(Recover, "batch left out"), (partial(StopOnNonFinite, "skip"), "batch skipped")], ids=["back", "on"]
 )
 def test_the_values_of_a_batch_that_is_left_out_are_not_logged(tmp_path: Path, make: Any, what: str) -> None:
-    run = trainer_in(tmp_path, make(), Checkpoint("1 epoch"), bad=True).fit()
+    run = trainer_in(tmp_path / "run", make(), Capsule(), Checkpoint("1 epoch"), bad=True).fit()
+    other = trainer_in(tmp_path / "other", make(), Checkpoint("1 epoch"), bad=True).fit()
     assert [one for one in run.decisions if one.what == what]
     for name in ("train_loss_step", "train_loss_epoch", "train_error"):
         assert all(math.isfinite(value) for _, value in run.history[name]), name
+        assert run.history[name] == other.history[name]  # the second pass of the capsule counts nothing
     assert len(run.history["train_loss_step"]) == 30 - 3  # once in each epoch
     assert run.outcome is not None
     assert "not finite" not in run.outcome.reason

@@ -59,6 +59,15 @@ class TrainingStep:
         with log.muted():
             yield
 
+    @contextmanager
+    def without_effects(self) -> Iterator[None]:
+        """Let the module be called once more for batches that were counted: what it logs is dropped, also in its metrics."""
+        attached = self._attached
+        output = attached.output
+        with attached.log.muted():
+            yield
+        attached.output = output
+
     def run(self, model: nn.Module, batch: Any) -> Any:
         """Return what ``training_step`` returns. A wrapped model is called itself, so that gradients are reduced."""
         attached = self._attached
