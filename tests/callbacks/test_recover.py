@@ -236,6 +236,13 @@ def test_a_run_that_breaks_each_time_stops(tmp_path: Path) -> None:
     assert "the loss is nan at step 4, after 2 rollbacks" in run.outcome.reason
 
 
+def test_the_state_of_an_earlier_version_is_loaded() -> None:
+    older, again = Recover().state_dict(), Recover()
+    del older["plan"]["idle"], older["plan"]["trained"]
+    again.load_state_dict(older)
+    assert again.state_dict() == Recover().state_dict()
+
+
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="skip=None repeats the same steps"):
         Recover(skip=None)
