@@ -48,12 +48,22 @@ class BestCopy:
         """Load the best weights into the model, unless an error or a signal ended the run. Call it in ``on_fit_end``."""
         over = run.outcome is not None and run.outcome.kind in ("finished", "stopped")
         if over and self.weights is not None:
-            model = run.model
-            model.load_state_dict(all_laid_out(self.weights, model.state_dict()))
+            self._load(run)
             data = {"step": self.step, "best": [self.monitor.best_data(step=self.step)]}
             decide(
                 run, "restored", f"the weights of step {self.step}: {self.monitor.name} was {self.monitor.best:g}", data=data
             )
+
+    def put_back_again(self, run: Run, state: Mapping[str, Any]) -> None:
+        """Load the best weights of a state that `state_dict` returned into the model of a run that is over."""
+        self.load_state_dict(state)
+        if self.weights is not None:
+            self._load(run)
+
+    def _load(self, run: Run) -> None:
+        model = run.model
+        assert self.weights is not None, "the caller has checked it"
+        model.load_state_dict(all_laid_out(self.weights, model.state_dict()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

@@ -62,6 +62,10 @@ class BestWeights(Callback):
         if self.restore:
             self._copy.put_back(run)
 
+    def put_in_place_again(self, run: Run, state: Mapping[str, Any]) -> None:
+        if self.restore:
+            self._copy.put_back_again(run, state)
+
     def state_dict(self) -> dict[str, Any]:
         return self._copy.state_dict()
 

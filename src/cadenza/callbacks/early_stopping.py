@@ -115,6 +115,10 @@ class EarlyStopping(Callback, Compared):
         if self.best is not None:
             self.best.put_back(run)
 
+    def put_in_place_again(self, run: Run, state: Mapping[str, Any]) -> None:
+        if self.best is not None and "weights" in state:
+            self.best.put_back_again(run, state["weights"])
+
     def judge(self, run: Run, value: float) -> None:
         """Evaluate the next result, and request a stop if one is due."""
         if self.best is not None and not math.isnan(value):  # the monitor below warns about NaN, once

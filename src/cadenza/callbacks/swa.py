@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from itertools import chain, islice
@@ -26,6 +27,8 @@ from cadenza.optim.settings import Compared, set_option
 
 if TYPE_CHECKING:
     from cadenza.run import Run
+
+logger: logging.Logger = logging.getLogger("cadenza")
 
 
 class Swa(Averaging, Compared):
@@ -126,6 +129,14 @@ class Swa(Averaging, Compared):
             average, model = self._of_run(), run.model
             for kept, buffer in zip(average.module.buffers(), model.buffers(), strict=True):
                 kept.copy_(buffer)
+
+    def put_in_place_again(self, run: Run, state: Mapping[str, Any]) -> None:
+        super().put_in_place_again(run, state)
+        if self.use_at_end and self.update_batch_norm != 0 and any(isinstance(one, _BatchNorm) for one in run.model.modules()):
+            logger.warning(  # not the log of the run, which is over
+                "the BatchNorm statistics are those of the last weights, since no checkpoint has those of the average. Call "
+                "torch.optim.swa_utils.update_bn(loader, model)."
+            )
 
     def _milestone(self, run: Run) -> At:
         if isinstance(self.start, At):

@@ -20,6 +20,7 @@ from cadenza.engine.plan_changes import plan_changes
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError
 from cadenza.files.paths import local_text
+from cadenza.hooks.held_weights import ReplacesWeights
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RecordedRun, RunDirectory
 from cadenza.records.history import History
@@ -131,6 +132,10 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
         session.extra_parameters.load_state_dict(loaded.state.get("outside", {}))
         session.state.update(snapshot.placed(session, loaded.state.get("state", {})))
         snapshot.restore_own(session, loaded)
+        states = snapshot.placed(session, loaded.state.get("callbacks", {}))
+        for name, callback in session.hooks.callbacks.items():
+            if name in states and isinstance(callback, ReplacesWeights):
+                callback.put_in_place_again(session.run, states[name])
     session.progress.begin(reached, session.progress.batches_per_epoch)
     session.end(outcome)
     if session.is_main:

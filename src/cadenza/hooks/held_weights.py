@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 
 class HeldWeights(NamedTuple):
@@ -50,3 +53,11 @@ class HoldsWeights(Protocol):
 
     def held_weights(self) -> Mapping[str, HeldWeights | None]:
         """Return, by the name of the weights, where ``state_dict()`` has them; None if there are none yet."""
+
+
+@runtime_checkable
+class ReplacesWeights(Protocol):
+    """A callback that puts other weights into the model when a run ends, after the last save, such as the best ones."""
+
+    def put_in_place_again(self, run: Run, state: Mapping[str, Any]) -> None:
+        """Put them into the model of a run that is over, from the state in its checkpoint. Every rank must call this."""

@@ -155,6 +155,12 @@ class Averaging(Callback):
         """Copy the averaged weights into the model."""
         self._of_run().put_into(run.model)
 
+    def put_in_place_again(self, run: Run, state: Mapping[str, Any]) -> None:
+        self.average = Average(run.model, self._weight_of_new)
+        self.load_state_dict(state)
+        if self.use_at_end and self.average.updates:
+            self.average.put_into(run.model)
+
     def _end(self, run: Run) -> None:
         if run.outcome is None or run.outcome.kind not in ("finished", "stopped"):
             return
