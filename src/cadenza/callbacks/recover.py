@@ -189,7 +189,7 @@ class Recover(Callback, Compared):
 
     def _stand_by(self, session: Session) -> None:
         """Remove the hooks of which a run that never broke needs none."""
-        self._begins = False
+        self._begins, self._step, (self._guard, self._rates) = False, 0, self._plan.in_force(0)
         for moment, function in self._acting():
             session.hooks.remove(moment, function)
 
