@@ -24,7 +24,7 @@ from cadenza.engine.statistics import Statistics
 from cadenza.engine.trial import undone
 from cadenza.errors import DistributedError, NonFiniteError, notes_of
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import Every
+from cadenza.hooks.parts import steps_in
 from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import Parts, QuickState, quick_capture
 from cadenza.optim.extra_parameters import modules_of
@@ -122,7 +122,9 @@ class Capsule(Callback):
                 raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
         self.when: Sign = NonFinite() | Spike() if when is None else checked_sign(when)
         self.last: int = last
-        self.weights: int | None = None if weights is None else _steps_in(weights)
+        self.weights: int | None = (
+            None if weights is None else steps_in(weights, "weights must be a number of steps, such as '1000 steps', or None")
+        )
         self.most: int = most
         self._watch = Watch(self.when)
         self._steps: deque[_Step] = deque(maxlen=last)
@@ -384,10 +386,3 @@ def _named(session: Session, epoch: int, number: int) -> dict[str, Any]:
     """Return the position of a batch and its samples; they are None if the loader has no indices."""
     samples = session.cursor.source.indices(epoch, number)
     return {"epoch": epoch, "batch_in_epoch": number, "samples": None if samples is None else [*samples]}
-
-
-def _steps_in(weights: str | int) -> int:
-    length = Every(weights).length.of("step")
-    if length.unit != "step" or not length.whole:
-        raise ValueError(f"weights must be a number of steps, such as '1000 steps', or None; got {weights!r}")
-    return int(length.count)

@@ -16,7 +16,7 @@ from cadenza.engine.statistics import Statistics
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
-from cadenza.hooks.schedule import Every
+from cadenza.hooks.parts import steps_in
 from cadenza.optim.finite import all_finite
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import Compared
@@ -128,7 +128,6 @@ class Recover(Callback, Compared):
         self._plan = Plan()
         self._dropped = self._begins = False
         self._step = 0  # the step that began last, from 1
-        self._guard, self._rates = self._plan.in_force(0)  # of this step
 
     def listeners(self) -> list[Listener]:
         own = [Listener(moment, function, skips=False) for moment, function in self._acting()]
@@ -189,7 +188,7 @@ class Recover(Callback, Compared):
 
     def _stand_by(self, session: Session) -> None:
         """Remove the hooks of which a run that never broke needs none."""
-        self._begins, self._step, (self._guard, self._rates) = False, 0, self._plan.in_force(0)
+        self._begins, self._step = False, 0
         for moment, function in self._acting():
             session.hooks.remove(moment, function)
 
@@ -230,7 +229,7 @@ class Recover(Callback, Compared):
             run.stop(f"{ended}, the most of Recover: lower the learning rate, or look at the batches that were left out")
             return
         again, idle = plan.in_vain(step)
-        found = self._point_before(session, step, again=again)
+        found = self._point_before(session, step, plan.to if again else None)
         if isinstance(found, str):
             run.stop(f"{seen} at step {step}, and there is no {found}")
             return
@@ -263,14 +262,17 @@ class Recover(Callback, Compared):
         decision = decide(run, "rollback requested", told["why"], data=told)
         session.sync.requests.ask_back(decision, GoBack(path, following.to_plain()))
 
-    def _point_before(self, session: Session, step: int, *, again: bool) -> tuple[str, Counters] | str:
-        """Return the checkpoint to go back to, or a text that names the missing one. Every rank must call this."""
-        latest, before = step - self._steps_back, self._plan.to
-        if again and before is not None:
-            latest = min(latest, before - 1)
+    def _point_before(self, session: Session, step: int, vain: int | None) -> tuple[str, Counters] | str:
+        """Return the checkpoint to go back to, or a text that names the missing one. Every rank must call this.
+
+        `vain` is the step of the checkpoint from which the last rollback did not help, if so.
+        """
+        latest = step - self._steps_back
+        if vain is not None:
+            latest = min(latest, vain - 1)
         found = self._checkpoint(session, latest)
-        if found is None and again and before is not None and self.skip is not None:
-            latest = before
+        if found is None and vain is not None and self.skip is not None:
+            latest = vain
             found = self._checkpoint(session, latest)
         return found or _missing(session, latest)
 
@@ -291,8 +293,7 @@ class Recover(Callback, Compared):
 
     def _start_step(self, run: Run) -> None:
         self._step, state = run.progress.step + 1, session_of(run).step
-        self._guard, self._rates = self._plan.in_force(self._step)
-        state.guard = max(state.guard, self._guard)
+        state.guard = max(state.guard, self._plan.in_force(self._step)[0])
 
     def _leave_out(self, run: Run, batch: Any) -> None:
         session, at = session_of(run), run.progress
@@ -308,7 +309,7 @@ class Recover(Callback, Compared):
 
     def _check_batch(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         session = session_of(run)
-        if run.progress.step >= self._guard or session.step.skipping:
+        if self._step > self._plan.in_force(self._step)[0] or session.step.skipping:
             return
         loss, weight = float(outputs["loss"].detach()), outputs.get("weight")
         seen = None if weight is not None and float(weight) == 0 else self.when.seen_in(loss)
@@ -322,9 +323,10 @@ class Recover(Callback, Compared):
 
     def _before_update(self, run: Run) -> None:
         session = session_of(run)
-        if run.progress.step < self._guard:
+        guard, rates = self._plan.in_force(self._step)
+        if self._step <= guard:
             self._check_gradients(run, session)
-        if self._rates:
+        if rates:
             for index, optimizer in enumerate(run.optimizers):
                 if any(optimizer is one for one in session.step.updating):
                     session.rates.apply(index, optimizer, run.progress.step + 1)
@@ -383,7 +385,4 @@ def _missing(session: Session, latest: int) -> str:
 
 
 def _steps(given: str | int, name: str) -> int:
-    length = Every(given).length.of("step")
-    if length.unit != "step" or not length.whole:
-        raise ValueError(f"{name} must be a number of steps, such as '100 steps'; got {given!r}")
-    return int(length.count)
+    return steps_in(given, f"{name} must be a number of steps, such as '100 steps'")

@@ -199,6 +199,25 @@ batches, samples, tokens or "10%", such as "3 epochs"
     return at
 
 
+def steps_in(given: int | str, expected: str) -> int:
+    """Return the number of steps of an argument such as ``"100 steps"`` or 100.
+
+    Args:
+        given: The argument.
+        expected: What it must be, for the message, with its name.
+
+    Raises:
+        ValueError: It counts something else than whole steps.
+
+    >>> steps_in("100 steps", "back must be a number of steps")
+    100
+    """
+    length = Every(given).length.of("step")
+    if length.unit != "step" or not length.whole:
+        raise ValueError(f"{expected}; got {given!r}")
+    return int(length.count)
+
+
 def brief_setting(value: object) -> str:
     """Return the text of an argument in the ``repr`` of its owner: an interval is shown as ``every=`` takes it."""
     if isinstance(value, Length) or type(value) is Every:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from operator import attrgetter
@@ -117,7 +117,7 @@ class ModuleLog:
         """Keep the values of before a batch, for `put_back`."""
         kept = {kind: dict(values) for kind, values in self._kept.items()}
         values = {key: copy(logged) for key, logged in self.training.items()}
-        self._before = values, kept, [(metric, state_of(metric)) for _, metric in self._module_metrics()]
+        self._before = values, kept, self._metric_states()
 
     def put_back(self) -> None:
         """Continue with the values from before the batch, which is left out. It has no value of its own."""
@@ -126,8 +126,7 @@ class ModuleLog:
         self.training.update(values)
         for logged in values.values():
             logged.last = None
-        for metric, state in metrics:
-            put_state(metric, state, merge=False)
+        _put_states(metrics)
 
     @property
     def in_batch(self) -> bool:
@@ -194,13 +193,12 @@ class ModuleLog:
     def mute(self) -> None:
         """Drop all values, also those in the metrics of the module, until `unmute`."""
         self.values.muted = True
-        self._put_aside = [(metric, state_of(metric)) for _, metric in self._module_metrics()]
+        self._put_aside = self._metric_states()
 
     def unmute(self) -> None:
         """Continue with the values from before `mute`."""
         self.values.muted = False
-        for metric, state in self._put_aside:
-            put_state(metric, state, merge=False)
+        _put_states(self._put_aside)
         self._put_aside = []
 
     # -- checkpoints ----------------------------------------------------------------------------------
@@ -243,6 +241,9 @@ class ModuleLog:
         attribute = arguments.metric_attribute
         metric = attrgetter(attribute)(self._attached.module) if plain["is_metric"] and attribute else None
         return Logged(arguments, self._attached.driver, device, metric)
+
+    def _metric_states(self) -> list[tuple[Any, dict[str, Any]]]:
+        return [(metric, state_of(metric)) for _, metric in self._module_metrics()]
 
     def _module_metrics(self) -> list[tuple[str, Any]]:
         """Return the metrics of torchmetrics in the module by name; weights and buffers do not hold their state."""
@@ -378,6 +379,11 @@ class LogEpoch(_LogPart):
         warned = self.log.warned
         warned |= (both := {name for name in values if name in known} - warned)
         return sorted(both)
+
+
+def _put_states(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
+    for metric, state in states:
+        put_state(metric, state, merge=False)
 
 
 def _plain(value: Any) -> Any:
