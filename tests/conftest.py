@@ -27,6 +27,8 @@ os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras reads it when it is imp
 # torch asks the name server for the name of each address that it connects to, and waits 5 s if the request is lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # read by glibc, see resolv.conf(5)
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers: a test that needs a width says so
+
 os.environ["GIT_DIR"] = os.devnull  # each run with a directory asks git: without a repository in a millisecond, not six
 
 # For tests/forked.py; and with Python 3.14, workers of a loader are forks of this server. It imports these once, not each fork.

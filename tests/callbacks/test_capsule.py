@@ -42,12 +42,6 @@ class Log(nn.Module):
         return values.log()
 
 
-@pytest.fixture(autouse=True)
-def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`cadenza capsule` folds no lines; pytest-xdist sets the variable in its workers."""
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(Log(), nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))

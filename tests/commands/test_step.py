@@ -31,7 +31,6 @@ def test_a_large_batch_is_folded_in_a_terminal_and_is_one_line_in_a_pipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_run(loader=TensorBatches(torch.zeros(200, 1), torch.zeros(200, 1), batch_size=200), epochs=1, directory=tmp_path)
-    monkeypatch.delenv("COLUMNS", raising=False)
     main(["step", str(tmp_path), "1"])
     whole = capsys.readouterr().out.splitlines()
     assert len(whole) == 2
