@@ -12,22 +12,25 @@ else
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: demo test test-quick test-matrix check docs package format clean
+.PHONY: demo test test-quick test-long test-matrix check docs package format clean
 
 demo: .venv/.demo
 	$(BIN)/cadenza demo
 
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check .
-# A caller may forbid cached bytecode: hundreds of processes would then compile the package anew. And xdist would give out the
-# files with most tests first, not the longest, which tests/conftest.py has sorted to the front.
-# Tests fork thousands of processes: with huge pages of memory each fork takes a third of the time.
-PYTEST := PYTHONDONTWRITEBYTECODE= GLIBC_TUNABLES=glibc.malloc.hugetlb=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+# A caller may forbid cached bytecode: hundreds of processes would then compile the package anew. Tests fork thousands of
+# processes: with huge pages of memory each fork takes a third of the time.
+PYTHON_OF_TESTS := PYTHONDONTWRITEBYTECODE= GLIBC_TUNABLES=glibc.malloc.hugetlb=1 OMP_NUM_THREADS=1 $(BIN)/python
 TOOK = code=$$?; echo "make $@ took $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; exit $$code
 
-# mypy is run by tests/contracts/test_typing.py, beside the other tests.
+# mypy is run by tests/contracts/test_typing.py, beside the other tests. What fails is run once more, alone.
 test: .venv/.dev
-	@echo "Lint, types and all tests: about 15 minutes on two cores. Failures appear as they come. A quick form: make test-quick"
-	@$(LINT) && $(PYTEST) -n 3; $(TOOK)
+	@echo "Lint, types and all tests: about 8 minutes on two cores. Failures appear as they come. A quick form: make test-quick"
+	@$(LINT) && $(PYTHON_OF_TESTS) tests/suite.py; $(TOOK)
+
+# Beside these, tests that take minutes or need a daemon, and all seeds of property tests.
+test-long: .venv/.dev
+	@$(LINT) && $(PYTHON_OF_TESTS) tests/suite.py --long; $(TOOK)
 
 # A part of the tests that touches every folder, for contributors.
 QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/drivers tests/contracts/test_floors.py \
@@ -38,7 +41,7 @@ QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/dr
 
 test-quick: .venv/.dev
 	@echo "Lint and a part of the tests: under 90 seconds on two cores. All tests: make test"
-	@$(BIN)/ruff check . && $(PYTEST) -n 2 $(QUICK); $(TOOK)
+	@$(BIN)/ruff check . && $(PYTHON_OF_TESTS) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(QUICK); $(TOOK)
 
 check: .venv/.dev
 	$(LINT) && $(BIN)/mypy

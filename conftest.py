@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import sys
@@ -63,21 +64,38 @@ pytest_collect_file = SybilCollection(
 ).pytest()
 
 
-class _FailuresAsTheyCome:
-    """Prints a failure when it happens, not only at the end of all tests."""
+def pytest_addoption(parser: Any) -> None:
+    """Add the option with which tests/suite.py learns what failed."""
+    parser.addoption("--failures", metavar="FILE", help="append the name and the first line of the error of each failure")
 
-    def __init__(self, terminal: Any) -> None:
-        self._terminal = terminal
+
+class _FailuresAsTheyCome:
+    """Prints a failure when it happens, not only at the end of all tests, and adds it to a file."""
+
+    def __init__(self, terminal: Any, file: str | None) -> None:
+        self._terminal, self._file = terminal, file
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self._terminal.ensure_newline()
             self._terminal.write_sep("_", f"{report.nodeid} ({report.when})", red=True)
             self._terminal.write_line(report.longreprtext)
+            self._add(report)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self._add(report)
+
+    def _add(self, report: Any) -> None:
+        if self._file is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            error = crash.message if crash is not None else report.longreprtext.strip()
+            with open(self._file, "a", encoding="utf-8") as file:
+                file.write(json.dumps([report.nodeid, next(iter(error.splitlines()), "")]) + "\n")
 
 
 def pytest_sessionstart(session: Any) -> None:
     """Show failures as they come, in the process that has the terminal."""
     terminal = session.config.pluginmanager.getplugin("terminalreporter")
     if terminal is not None and not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(_FailuresAsTheyCome(terminal))
+        session.config.pluginmanager.register(_FailuresAsTheyCome(terminal, session.config.getoption("failures")))

@@ -9,6 +9,8 @@ Each figure has two numbers of lines; a line of a nested function counts once:
 - *body*: the code lines of the bodies, without signatures, docstrings, comments and blank lines;
 - *whole*: all lines, from the first decorator to the end of the function.
 
+The column *longer* counts the functions of more than two body lines, and *their body* the lines of these.
+
 All runs have one process on the CPU, fp32, one optimizer, ``compute_loss=supervised(...)``, and no callbacks but those named.
 
 forward      The functions on the stack between the user's call of `fit` and the model's forward in step 3. Wrappers
@@ -22,12 +24,20 @@ record       The distinct functions that are executed in a run with ``TensorBoar
              from the call of ``run.log("x", 1.0)`` until torch's file writer gets the value (``FileWriter.add_summary``, which
              ``SummaryWriter.add_scalar`` calls, too). Threads count as above, and so do the functions that the writer's
              thread is in at that time.
+resume       The distinct functions that ``fit(resume="auto")`` adds to the start of a run: those executed until the first step
+             starts, in a run with ``Checkpoint(every="2 steps")`` that ended after step 3, less those that its first
+             `fit()` executed until its first step.
+stop         The distinct functions that a stop on rank 1 of 2 adds: those that one of the ranks executes between the end of
+             step 2, where rank 1 calls ``run.stop("enough")``, and ``on_stop``, less those that the same run without the stop
+             executes in steps 3 and 4. DDP with gloo.
 asked        Who is called at this step: the functions that five schedules add to steps 2 to 200 (every=3, at=5, when=,
              "50 steps", "10 min", all at the end of a step). They are taken together and each alone; functions that a run
              without callbacks executes do not count.
 built        The functions that are executed when these five listeners and a `Hooks` of them are made.
 dispatch     Both: what decides which listeners are called. `files` and `folders` say where these functions are.
 public names What ``dir(run)`` shows in a hook, without names that begin with an underscore.
+session      The attributes of `Session` that modules other than its own use, the adapters in ``adapters`` and ``compat``
+             included; and the modules of ``callbacks`` that import it.
 modules      Files ``*.py`` directly in the package, with ``__init__``.
 circles      Strongly connected sets of more than one module in the graph of imports at the top of modules and under ``if
              TYPE_CHECKING``, without the adapters in ``compat`` and the package's own ``__init__``. The second figure leaves
@@ -65,6 +75,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Hooks, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint
 from cadenza.sinks import TensorBoard
+from cadenza.testing import launch
 
 with contextlib.suppress(ImportError):  # for versions of `on` that take no strings
     from cadenza.hooks import periodic
@@ -168,6 +179,57 @@ def record_written(folder: Path) -> list[Function]:
     finally:
         FileWriter.add_summary = add_summary  # type: ignore[method-assign]
     return executed.result()
+
+
+def started(folder: Path, *, resume: bool, steps: int) -> list[Function]:
+    """Return the functions that `fit` executes before the first step starts. The run has `steps` steps."""
+    executed = Executed()
+    starts = on(Callback.on_step_start)(lambda run: executed.close())
+    batches = [(torch.ones(1, 10), torch.ones(1, 1))] * 6
+    callbacks = [starts, Checkpoint(every=f"{STEP} steps")]
+    made = trainer(nn.Linear(10, 1), batches, callbacks, directory=folder, max_steps=steps)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), executed.recording():
+        made.fit(resume="auto" if resume else False)
+    return executed.result()
+
+
+def resumed(folder: Path) -> list[Function]:
+    """Return the functions that a resume adds to the start of a run."""
+    fresh = set(started(folder, resume=False, steps=STEP + 1))
+    return [function for function in started(folder, resume=True, steps=STEP + 3) if function not in fresh]
+
+
+def between_steps(*, stop: bool) -> list[Function]:
+    """Return what both ranks of two execute from the end of step 2 until ``on_stop``, or else until the end of step 4."""
+
+    def work() -> list[Function]:
+        running = [False]
+        executed = Executed(lambda frame: running[0])
+
+        @on(Callback.on_step_end)
+        def look(run: Any) -> None:
+            if run.progress.step == STEP:
+                running[0] = True
+                if stop and torch.distributed.get_rank() == 1:
+                    run.stop("enough")
+            elif not stop and run.progress.step == STEP + 2:
+                executed.close()
+
+        stopped = on(Callback.on_stop)(lambda run, reason: executed.close())
+        model, batches = nn.Linear(10, 1), [(torch.ones(1, 10), torch.ones(1, 1))] * 8
+        optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.01), supervised(nn.functional.mse_loss)
+        quiet = contextlib.redirect_stderr(io.StringIO())
+        with quiet, executed.recording():
+            Trainer(model, optimizer, batches, loss, max_epochs=1, callbacks=[look, stopped], progress=False).fit()
+        return executed.result()
+
+    return list(dict.fromkeys(function for functions in launch(work) for function in functions))
+
+
+def stopped() -> list[Function]:
+    """Return the functions that a stop on rank 1 of 2 adds to a step."""
+    usual = set(between_steps(stop=False))
+    return [function for function in between_steps(stop=True) if function not in usual]
 
 
 def nothing(run: Any) -> None:
@@ -279,12 +341,15 @@ def ways() -> dict[str, list[Function]]:
         for number in range(2):
             checkpoint = checkpoint_written(Path(folder) / f"checkpoint{number}")
             record = record_written(Path(folder) / f"record{number}")
+            resume = resumed(Path(folder) / f"resume{number}")
     forward, asked = way_to_forward(), schedules_asked()
     return {
         "forward": [function for function in forward if not function.wrapper],
         "forward+": forward,
         "checkpoint": checkpoint,
         "record": record,
+        "resume": resume,
+        "stop": stopped(),
         "asked": asked,
         "built": built,
         "dispatch": list(dict.fromkeys([*built, *asked])),
@@ -312,15 +377,23 @@ def measured(rounds: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, functions in ways().items():
         held = source.files(functions)
+        longer = [function for function in functions if len(function.body) > 2]
         figures[name] = {
             "functions": len(functions),
             "body": source.body(functions),
+            "longer": len(longer),
+            "their body": source.body(longer),
             "whole": source.whole(functions),
             "files": len(held),
             "folders": len({os.path.dirname(file) for file in held}),
             "names": [str(function) for function in functions],
         }
-    counted = {"public names": public_names(), "modules": sorted(path.name for path in source.PACKAGE.glob("*.py"))}
+    counted = {
+        "public names": public_names(),
+        "session": source.session_attributes(),
+        "session in callbacks": source.callbacks_with_session(),
+        "modules": sorted(path.name for path in source.PACKAGE.glob("*.py")),
+    }
     figures |= {name: {"count": len(names), "names": names} for name, names in counted.items()}
     for name, found in circles().items():
         figures[name] = {"count": len(found), "sizes": [len(one) for one in found], "names": [", ".join(one) for one in found]}
@@ -329,7 +402,7 @@ def measured(rounds: int) -> dict[str, Any]:
 
 def show(figures: dict[str, Any], *, names: bool) -> None:
     """Print the table; with `names` also what is counted."""
-    columns = ("functions", "body", "whole", "files", "folders")
+    columns = ("functions", "body", "longer", "their body", "whole", "files", "folders")
     print(f"{'':22}" + "".join(f"{column:>10}" for column in columns))
     for name, figure in figures.items():
         if "functions" in figure:

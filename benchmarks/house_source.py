@@ -261,6 +261,41 @@ def _imports_in(
             yield from _imports_in(node, functions=functions, for_types=for_types or guarded)
 
 
+def session_attributes() -> list[str]:
+    """Return the attributes of `Session` that other modules use. An expression that is a session is told by its name."""
+    trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in modules().items()}
+    holder = next(module for module, tree in trees.items() if any(_is_session_class(node) for node in tree.body))
+    definition = next(node for node in trees[holder].body if _is_session_class(node))
+    assert isinstance(definition, ast.ClassDef)
+    own = {node.target.id for node in definition.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    own |= {node.name for node in definition.body if isinstance(node, AnyDef)}
+    others = (tree for module, tree in trees.items() if module != holder)
+    return sorted({name for tree in others for name in _attributes_of_sessions(tree)} & own)
+
+
+def _is_session_class(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and node.name == "Session"
+
+
+def _attributes_of_sessions(tree: ast.Module) -> Iterator[str]:
+    arguments = [node for node in ast.walk(tree) if isinstance(node, ast.arg) and node.annotation is not None]
+    annotated = {node.arg for node in arguments if "id='Session'" in ast.dump(node.annotation or node)}
+    named = {"session", "_session", *annotated}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            value = node.value
+            called = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "session_of"
+            by_name = isinstance(value, ast.Name) and value.id in named
+            if called or by_name or (isinstance(value, ast.Attribute) and value.attr in ("session", "_session")):
+                yield node.attr
+
+
+def callbacks_with_session() -> list[str]:
+    """Return the modules of ``callbacks`` that import the session."""
+    graph = imports(functions=True, run_for_types=True)
+    return sorted(m for m, others in graph.items() if ".callbacks." in m and any(one.endswith(".session") for one in others))
+
+
 def _inside(name: str, known: Iterable[str]) -> str | None:
     parts = name.split(".")
     while len(parts) > 1:

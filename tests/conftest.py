@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.long import LONG
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
@@ -95,7 +97,10 @@ def environment() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the longest files first, then tests that fork, and those that import large packages last."""
+    """Leave out long tests; start the longest files first, then tests that fork, and those that import large packages last."""
+    if not LONG and (long := [item for item in items if item.get_closest_marker("long")]):
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in set(long)]
     if gone := [name for name in LONG_FILES if not (config.rootpath / name).is_file()]:
         raise pytest.UsageError(
             f"LONG_FILES in tests/conftest.py names files that are not there: {gone}. Rename or remove them."

@@ -1,4 +1,4 @@
-"""The house: imports go down, files are short, public names are known, and importing does no work."""
+"""The house: imports go down, public names are known, and importing does no work."""
 
 from __future__ import annotations
 
@@ -165,33 +165,6 @@ def test_the_loop_knows_no_callback_by_name() -> None:
     floors_below = [path for name, path in modules().items() if floor_of(name) < 5]
     text = "\n".join(path.read_text(encoding="utf-8") for path in floors_below)
     assert "cadenza.callbacks." not in text.replace("``cadenza.callbacks", "").replace("`cadenza.callbacks`", "")
-
-
-FOLDERS = [SOURCE.parents[1] / name for name in ("src", "tests", "examples", "benchmarks")]
-
-
-def test_no_file_has_more_than_400_lines() -> None:
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for folder in FOLDERS for path in folder.rglob("*.py")}
-    assert lengths
-    assert not {path: length for path, length in lengths.items() if length > 400}
-
-
-def lines_of(function: ast.FunctionDef) -> int:
-    """Return how many lines its statements have; words about it, also about its attributes, do not count."""
-    told = [node for node in ast.walk(function) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
-    words = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in told)
-    return (function.end_lineno or 0) - function.body[0].lineno + 1 - words
-
-
-def test_no_function_of_the_package_has_more_than_40_lines() -> None:
-    trees = {name: parsed(path) for name, path in modules().items()}
-    functions = {
-        f"{name}.{node.name}": lines_of(node)
-        for name, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert not {name: lines for name, lines in functions.items() if lines > 40}
 
 
 PUBLIC = """
