@@ -93,19 +93,19 @@ def floor_of(module: str) -> int:
     return FLOOR_OF[module.split(".")[0]]
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_imports_go_down_never_up(module: str) -> None:
-    room = module.split(".")[0]
-    up = {one for one in named_by(modules()[module]) if ORDER.index(one.split(".")[0]) > ORDER.index(room)}
-    assert not up, f"{room} stands before the rooms of these modules"
+def test_imports_go_down_never_up() -> None:
+    def room(module: str) -> int:
+        return ORDER.index(module.split(".")[0])
+
+    assert [
+        (module, other) for module, path in modules().items() for other in named_by(path) if room(other) > room(module)
+    ] == []
 
 
-NO_TORCH = [name for name in sorted(modules()) if floor_of(name) == 0 or name.startswith(("files", "hooks", "status.progress"))]
-
-
-@pytest.mark.parametrize("module", NO_TORCH)
-def test_the_ground_floor_knows_no_torch(module: str) -> None:
-    assert not {name for name in imported_by(modules()[module]) if name.split(".")[0] == "torch"}
+def test_the_ground_floor_knows_no_torch() -> None:
+    ground = [name for name in modules() if floor_of(name) == 0 or name.startswith(("files", "hooks", "status.progress"))]
+    imported = [(module, name) for module in ground for name in imported_by(modules()[module])]
+    assert [(module, name) for module, name in imported if name.split(".")[0] == "torch"] == []
 
 
 ADAPTERS = [  # each a family of folders
@@ -214,19 +214,39 @@ def test_a_name_that_a_package_does_not_have_is_an_error() -> None:
         _ = cadenza.Trainr  # type: ignore[attr-defined]  # wrong on purpose
 
 
-def newly_imported(line: str) -> set[str]:
-    """Return the modules that a line brings after torch."""
-    code = f"import sys, json, torch\nbefore = set(sys.modules)\n{line}\nprint(json.dumps([*(set(sys.modules) - before)]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout))
+TRAINER = "from cadenza import Callback, Trainer, on, supervised"
+PACKAGE, SINKS_ROOM = "import cadenza", "import cadenza; cadenza.sinks"
+README = f"""{TRAINER}
+from cadenza.callbacks import Checkpoint, Evaluate
+from cadenza.sinks import Console
+"""
+LINES = (PACKAGE, SINKS_ROOM, TRAINER, README)
+IMPORTING = """
+import json, os, sys, torch
+before = set(sys.modules)
+for line in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        exec(line, {})
+        print(json.dumps([line, sorted(set(sys.modules) - before)]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, line
+"""
+
+
+@cache
+def newly_imported() -> dict[str, set[str]]:
+    """Return the modules that each of the lines brings, after torch, in a process of its own."""
+    command = [sys.executable, "-c", IMPORTING, json.dumps(LINES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {line: set(brought) for line, brought in map(json.loads, done.stdout.splitlines())}
 
 
 def test_importing_the_package_imports_a_table_of_contents() -> None:
-    assert newly_imported("import cadenza") == {"cadenza", "cadenza.lazy"}
+    assert newly_imported()[PACKAGE] == {"cadenza", "cadenza.lazy"}
 
 
 def test_a_trainer_brings_no_callback_but_the_one_that_it_must_know_no_sink_and_no_report() -> None:
-    brought = newly_imported("from cadenza import Callback, Trainer, on, supervised")
+    brought = newly_imported()[TRAINER]
     folders = {
         name for name in brought if name.startswith(("cadenza.callbacks.", "cadenza.sinks", "cadenza.report", "cadenza.compat"))
     }
@@ -238,7 +258,7 @@ INNER = "callbacks compat drivers errors hooks loading records sinks testing tim
 
 
 def test_packages_are_found_by_attribute_and_imported_then() -> None:
-    assert newly_imported("import cadenza; cadenza.sinks") == {"cadenza", "cadenza.lazy", "cadenza.sinks"}
+    assert newly_imported()[SINKS_ROOM] == {"cadenza", "cadenza.lazy", "cadenza.sinks"}
     everything = "; ".join(f"assert cadenza.{name} is sys.modules['cadenza.{name}']" for name in INNER.split())
     code = f"import sys, cadenza; assert {INNER.split()} == sorted(set(dir(cadenza)) & set({INNER.split()})); {everything}"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -251,10 +271,6 @@ def test_packages_are_found_by_attribute_and_imported_then() -> None:
     assert told == set(INNER.split())  # type checkers know them too
 
 
-README = """from cadenza import Callback, Trainer, on, supervised
-from cadenza.callbacks import Checkpoint, Evaluate
-from cadenza.sinks import Console
-"""
 LARGE = [
     *("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.run"),
     *("torch._dynamo", "torch._inductor", "torch.onnx", "torch.profiler", "torch.utils.tensorboard", "torch.testing"),
@@ -263,7 +279,7 @@ LARGE = [
 
 
 def test_what_the_readme_imports_brings_nothing_large_and_no_driver_of_many_processes() -> None:
-    brought = newly_imported(README)
+    brought = newly_imported()[README]
     assert {"cadenza.trainer", "cadenza.callbacks.checkpoint", "cadenza.sinks.console"} <= brought
     assert not brought & {*LARGE, "cadenza.drivers.group", "cadenza.drivers.ddp", "cadenza.drivers.fsdp"}
     assert {name.split(".")[0] for name in brought} == {"cadenza"}  # all else came with torch
@@ -282,41 +298,27 @@ OPTIONAL = [
     *("wandb", "mlflow", "trackio", "swanlab", "comet_ml", "dvclive"),
 ]
 
-IMPORTING = """
-import json, sys, threading
+WIDELY = "cadenza, cadenza.callbacks, cadenza.sinks, cadenza.testing, cadenza.compat.nemo, cadenza.compat.nemo10"
+IMPORTED_WIDELY = f"""
+import json, logging, signal, sys, threading
 import torch
-before = set(sys.modules)
-import {modules}
-import signal
+before, seed, state = set(sys.modules), torch.initial_seed(), torch.get_rng_state()
+import {WIDELY}
 print(json.dumps({{
     "new": sorted({{name.split(".")[0] for name in set(sys.modules) - before}}),
     "threads": [thread.name for thread in threading.enumerate()],
     "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "random": seed == torch.initial_seed() and torch.equal(state, torch.get_rng_state()),
+    "handlers": len(logging.getLogger("cadenza").handlers),
 }}))
 """
 
 
-WIDELY = ["cadenza, cadenza.callbacks, cadenza.sinks, cadenza.testing", "cadenza, cadenza.compat.nemo, cadenza.compat.nemo10"]
-
-
-@pytest.mark.parametrize("names", ["cadenza", *WIDELY])
-def test_importing_brings_no_optional_package_and_starts_nothing(names: str) -> None:
-    code = IMPORTING.format(modules=names)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+def test_importing_brings_no_optional_package_starts_nothing_says_nothing_and_draws_nothing() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORTED_WIDELY], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
     facts = json.loads(done.stdout)
-    assert not set(facts["new"]) & {*OPTIONAL, "numpy"}  # numpy comes with torch, or not at all
-    assert "cadenza" in facts["new"]
-    assert facts["threads"] == ["MainThread"]
-    assert facts["interrupt"]
-
-
-def test_importing_says_nothing_and_leaves_the_random_numbers_alone() -> None:
-    code = """
-import logging, torch
-seed, state = torch.initial_seed(), torch.get_rng_state()
-import cadenza
-assert seed == torch.initial_seed() and torch.equal(state, torch.get_rng_state())
-assert not logging.getLogger("cadenza").handlers
-"""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    new = set(facts.pop("new"))
+    assert "cadenza" in new
+    assert not new & {*OPTIONAL, "numpy"}  # numpy comes with torch, or not at all
+    assert facts == {"threads": ["MainThread"], "interrupt": True, "random": True, "handlers": 0}
