@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ from cadenza.status.plain import first_difference
 from cadenza.testing import launch, launching, tiny_trainer
 from tests.alone import test_preemption as preempted
 from tests.long import seeds
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_run_that_is_killed_in_a_save_goes_on_at_the_one_before(tmp_path: Path) -> None:
@@ -60,6 +63,24 @@ def test_two_processes_cannot_have_one_directory_and_a_killed_one_blocks_no_othe
         assert run.progress.step == 24
     finally:
         os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_trainings_that_are_killed_at_random_instants_end_in_the_same_bits() -> None:
+    """A short version of ``benchmarks/kill.py``, which says what is trained: three signals, processes of their own."""
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "kill.py"), "--kills", "8", "--seed", "5"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kills after training began: 8 " in done.stdout
+    assert "unequal or not ended: 0\n" in done.stdout
+    assert "newest checkpoint unreadable: 0, failed to continue: 0\n" in done.stdout
 
 
 def test_the_other_processes_are_ended_soon_after_one_died(monkeypatch: pytest.MonkeyPatch) -> None:
