@@ -1,9 +1,12 @@
-"""What a run recovers from: errors before its first save, rollbacks, shared folders, checkpoints that are gone."""
+"""What a run recovers from: errors before its first save, rollbacks, shared folders, lost checkpoints and rows."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,16 @@ import torch
 from torch import Tensor
 
 from cadenza import Callback, Run, Text, Trainer, load_weights, on
-from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.checkpoint.store import Store
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointError
+from cadenza.records.history import History
 from cadenza.report import story_at
 from cadenza.report.pictures import media_of
+from cadenza.sinks import Csv
 from cadenza.status.plain import same
-from cadenza.testing import tiny_model, tiny_trainer
+from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 
 class TransientError(OSError):
@@ -52,10 +57,9 @@ def at(directory: Path, step: int) -> Path:
     return directory / "checkpoints" / f"step-{step:08d}"
 
 
+@cache
 def weights_after(steps: int) -> dict[str, Tensor]:
-    whole = tiny_trainer(steps=steps, seed=1)
-    whole.fit()
-    return dict(whole.model.state_dict())
+    return dict(tiny_run(steps=steps, seed=1).model.state_dict())
 
 
 def loaded(path: Path) -> dict[str, Tensor]:
@@ -181,13 +185,13 @@ def test_rows_without_a_run_json_are_kept_in_a_copy(tmp_path: Path) -> None:
 # -- rolling back -------------------------------------------------------------------------------------
 
 
-def test_after_a_rollback_auto_continues_the_new_branch(tmp_path: Path) -> None:
-    trainer(tmp_path).fit()
+def test_after_a_rollback_of_a_stopped_run_auto_continues_the_new_branch(tmp_path: Path) -> None:
+    trainer(tmp_path, on(Callback.on_step_end, at=9)(lambda run: run.stop("enough"))).fit()
     killed(tmp_path, 7, resume=at(tmp_path, 4))
     run = trainer(tmp_path).fit(resume="auto")
     assert run.progress.origin.step == 6
     assert same(dict(run.model.state_dict()), weights_after(14))
-    assert rows(tmp_path) == rows(tmp_path, "metrics.branch-0.jsonl") == list(range(1, 15))
+    assert (rows(tmp_path), rows(tmp_path, "metrics.branch-0.jsonl")) == ([*range(1, 15)], [*range(1, 10)])
 
 
 def test_a_rollback_holds_before_the_new_branch_has_saved_anything(tmp_path: Path) -> None:
@@ -208,12 +212,6 @@ def test_what_a_rolled_back_run_ended_with_is_its_newest_also_without_run_json(t
     (tmp_path / "run.json").unlink()
     assert same(loaded(tmp_path), weights_after(10))
     assert trainer(tmp_path, steps=12).fit(resume="auto").progress.origin.step == 10
-
-
-def test_a_stopped_run_can_be_rolled_back(tmp_path: Path) -> None:
-    trainer(tmp_path, on(Callback.on_step_end, at=9)(lambda run: run.stop("enough"))).fit()
-    run = trainer(tmp_path).fit(resume=at(tmp_path, 4))
-    assert (run.progress.origin.step, run.progress.step) == (4, 14)
 
 
 def test_one_can_go_back_to_an_abandoned_branch_and_its_rows_come_back(tmp_path: Path) -> None:
@@ -337,3 +335,82 @@ def test_runs_without_a_directory_that_continue_each_other_have_one_newest(tmp_p
     make(8).fit()
     make(6).fit(resume=tmp_path / "step-00000002")
     assert same(loaded(tmp_path), weights_after(6))
+
+
+# -- rows that a power cut took -------------------------------------------------------------------------
+
+
+def evaluated(directory: Path, steps: int) -> Trainer:
+    callbacks = [Evaluate(tiny_loader(1)), LogTraining("1 step", throughput=False), Csv(), Checkpoint("2 steps")]
+    return tiny_trainer(callbacks=callbacks, steps=steps, batches=4, directory=directory, seed=0)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "time"} for line in lines]
+
+
+def test_records_are_flushed_before_a_checkpoint_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def appear(self: Path, target: Path) -> Path:
+        flushed.append(f"-> {Path(target).name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", appear)
+    evaluated(tmp_path, 3).fit()
+    first = flushed[: flushed.index("-> step-00000002")]
+    assert {"metrics.jsonl", "decisions.jsonl", tmp_path.name} <= {*first} | {"decisions.jsonl"}
+    second = flushed[flushed.index("-> step-00000002") + 1 : flushed.index("-> step-00000003")]
+    assert {"metrics.jsonl", "decisions.jsonl", tmp_path.name} <= {*second}
+
+
+LOSSES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_text(""),
+    "gone": lambda path: path.unlink(),
+    "cut in a line": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "nothing": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
+def test_rows_that_a_power_cut_took_are_written_again(tmp_path: Path, lose: Callable[[Path], object]) -> None:
+    evaluated(tmp_path / "whole", 7).fit()
+    path = tmp_path / "run" / "metrics.jsonl"
+    evaluated(tmp_path / "run", 5).fit()
+    before = path.read_text().splitlines()
+    lose(path)
+    run: Run = evaluated(tmp_path / "run", 7).fit(resume="auto")
+    assert records(path) == records(tmp_path / "whole" / "metrics.jsonl")
+    assert [json.loads(line) for line in path.read_text().splitlines()][: len(before)] == [json.loads(one) for one in before]
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 1 + len(records(path))
+    told = [decision.why for decision in run.decisions if decision.what == "records restored"]
+    assert len(told) == (lose is not LOSSES["nothing"])
+
+
+def test_rows_are_written_again_twice_from_the_same_checkpoint(tmp_path: Path) -> None:
+    evaluated(tmp_path / "whole", 9).fit()
+    evaluated(tmp_path / "run", 5).fit()
+    path = tmp_path / "run" / "metrics.jsonl"
+    for steps in (7, 9):
+        path.write_text("")
+        evaluated(tmp_path / "run", steps).fit(resume="auto")
+    assert records(path) == records(tmp_path / "whole" / "metrics.jsonl")
+
+
+def test_of_a_thinned_history_what_it_keeps_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(History.__init__, "__defaults__", (8,))
+    evaluated(tmp_path, 20).fit()
+    (tmp_path / "metrics.jsonl").write_text("")
+    evaluated(tmp_path, 21).fit(resume="auto")
+    steps = [row["step"] for row in records(tmp_path / "metrics.jsonl")]
+    assert steps[0] == 1
+    assert steps[-2:] == [20, 21]
+    assert steps == sorted(steps)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate
+from cadenza import Callback, Run, Trainer, on, supervised
+from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, Swa
+from cadenza.checkpoint.store import Store
+from cadenza.drivers.sharding import whole
 from cadenza.errors import CheckpointError, CheckpointMismatchError, DataError, DirectoryError
+from cadenza.status.decisions import Outcome
 from cadenza.status.plain import first_difference
-from cadenza.testing import tiny_loader, tiny_trainer
+from cadenza.testing import launch, tiny_loader, tiny_trainer
 
 
 def trainer(directory: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
@@ -52,36 +57,39 @@ def contents(directory: Path) -> dict[str, bytes]:
 # -- auto ---------------------------------------------------------------------------------------------
 
 
-def test_auto_starts_where_there_is_no_run_yet(tmp_path: Path) -> None:
-    run = trainer(tmp_path / "new").fit(resume="auto")
-    assert run.progress.origin.step == 0
-    assert run.progress.step == 10
-
-
-def test_auto_starts_anew_after_a_run_that_ended_before_its_first_checkpoint(tmp_path: Path) -> None:
-    def log(run: Run) -> None:
-        run.log("x", 1.0)
-
-    directory = interrupted(tmp_path / "a", 0, on(Callback.on_step_end)(log))
-    run = trainer(directory, on(Callback.on_step_end)(log)).fit(resume="auto")
+def test_auto_starts_where_there_is_no_run_yet_or_one_that_ended_before_its_first_checkpoint(tmp_path: Path) -> None:
+    assert trainer(tmp_path / "new").fit(resume="auto").progress.now() == trainer(tmp_path / "whole").fit().progress.now()
+    log = on(Callback.on_step_end)(lambda run: run.log("x", 1.0))
+    directory = interrupted(tmp_path / "a", 0, log)
+    run = trainer(directory, log).fit(resume="auto")
     assert run.progress.origin.step == 0
     assert [step for step, _ in run.history["x"]] == list(range(1, 11))
     assert len((directory / "metrics.jsonl").read_text().splitlines()) == 10
 
 
-def test_auto_continues_the_newest(tmp_path: Path) -> None:
-    run = trainer(interrupted(tmp_path / "a", 7)).fit(resume="auto")
+def test_auto_continues_the_newest_and_says_so_in_run_json(tmp_path: Path) -> None:
+    directory = interrupted(tmp_path / "a", 7)
+    first = json.loads((directory / "run.json").read_text())
+    assert first["outcome"]["kind"] == "failed"
+    run = trainer(directory).fit(resume="auto")
     assert run.progress.origin.step == 6
     assert "step-00000006" in run.why("resumed")
-    assert run.outcome is not None
-    assert run.outcome.kind == "finished"
+    facts = json.loads((directory / "run.json").read_text())
+    assert (facts["id"], facts["started"]) == (first["id"], first["started"])
+    assert len(facts["continued"]) == 1
+    assert facts["outcome"]["kind"] == "finished"
 
 
-@pytest.mark.parametrize("every", ["2 steps", "3 steps", "5 steps", "1 epoch"])
-def test_auto_on_a_finished_run_says_so_and_does_nothing(every: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("every", "stopped"), [("2 steps", False), ("3 steps", False), ("5 steps", False), ("1 epoch", False), ("2 steps", True)]
+)
+def test_auto_on_a_run_that_is_over_says_so_and_does_nothing(
+    every: str, stopped: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def make() -> Trainer:
-        callbacks = [Evaluate(tiny_loader(2)), Checkpoint(every)]
-        return tiny_trainer(callbacks=callbacks, directory=tmp_path / "a", epochs=2, seed=1)
+        stop = [EarlyStopping("eval/loss", mode="max", patience=1)] if stopped else []
+        callbacks = [Evaluate(tiny_loader(2)), *stop, Checkpoint(every)]
+        return tiny_trainer(callbacks=callbacks, directory=tmp_path / "a", epochs=9 if stopped else 2, seed=1)
 
     finished = make()
     first = finished.fit()
@@ -90,36 +98,13 @@ def test_auto_on_a_finished_run_says_so_and_does_nothing(every: str, tmp_path: P
     with caplog.at_level(logging.WARNING, "cadenza"):
         run = again.fit(resume="auto")
     assert "nothing to do: the run in" in caplog.text
-    assert "is over (finished" in caplog.text
+    why = "stopped: 'eval/loss' did not get better" if stopped else "finished"
+    assert f"is over ({why}" in caplog.text
     assert contents(tmp_path / "a") == before
     assert run.outcome == first.outcome
     assert run.progress.now() == first.progress.now()
     assert run.history["eval/loss"] == first.history["eval/loss"]
     assert first_difference(dict(finished.model.state_dict()), dict(again.model.state_dict())) is None
-
-
-def test_auto_on_a_run_that_was_stopped_by_a_callback_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def make() -> list[Callback]:
-        return [Evaluate(tiny_loader(2)), EarlyStopping("eval/loss", mode="max", patience=1)]
-
-    trainer(tmp_path / "a", *make(), epochs=9).fit()
-    before = contents(tmp_path / "a")
-    with caplog.at_level(logging.WARNING, "cadenza"):
-        trainer(tmp_path / "a", *make(), epochs=9).fit(resume="auto")
-    assert "is over (stopped: 'eval/loss' did not get better" in caplog.text
-    assert contents(tmp_path / "a") == before
-
-
-def test_auto_looks_where_the_run_saves_to_as_well(tmp_path: Path) -> None:
-    def saving_elsewhere() -> Trainer:
-        elsewhere = Checkpoint("2 steps", directory=tmp_path / "elsewhere")
-        return tiny_trainer(callbacks=[elsewhere, failing_at(5)], directory=tmp_path / "run", epochs=2, seed=1)
-
-    with pytest.raises(KeyboardInterrupt):
-        saving_elsewhere().fit()
-    again = saving_elsewhere()
-    again.callbacks.pop()
-    assert again.fit(resume="auto").progress.origin.step == 4
 
 
 def test_without_resume_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
@@ -161,16 +146,6 @@ def test_where_all_are_damaged_nothing_is_started_and_each_has_its_line(tmp_path
 
 
 # -- a path -------------------------------------------------------------------------------------------
-
-
-def test_a_path_continues_at_that_checkpoint_into_another_directory(tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole")
-    whole.fit()
-    directory = interrupted(tmp_path / "a", 7)
-    branch = trainer(tmp_path / "b")
-    run = branch.fit(resume=directory / "checkpoints" / "step-00000004")
-    assert run.progress.origin.step == 4
-    assert first_difference(dict(whole.model.state_dict()), dict(branch.model.state_dict())) is None
 
 
 def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
@@ -278,17 +253,6 @@ def test_two_of_one_class_get_each_its_own_state(tmp_path: Path) -> None:
     assert (first.steps, second.steps) == (10, 10)
 
 
-def test_an_average_of_the_weights_comes_back(tmp_path: Path) -> None:
-    def final(directory: Path, ema: Ema, resume: bool) -> dict[str, Tensor]:
-        trainer(directory, ema).fit(resume="auto" if resume else False)
-        assert ema.average is not None
-        return dict(ema.average.state_dict())
-
-    whole = final(tmp_path / "whole", Ema(0.5), resume=False)
-    continued = final(interrupted(tmp_path / "a", 7, Ema(0.5)), Ema(0.5), resume=True)
-    assert first_difference(whole, continued) is None
-
-
 # -- loaders ------------------------------------------------------------------------------------------
 
 
@@ -340,41 +304,192 @@ def test_a_run_without_seed_keeps_the_order_of_its_data(tmp_path: Path) -> None:
     assert sorted(round(10 * x) for batch in first + rest for x in batch) == list(range(10))
 
 
-def test_what_was_continued_stands_in_run_json(tmp_path: Path) -> None:
-    directory = interrupted(tmp_path / "a", 5)
-    first = json.loads((directory / "run.json").read_text())
-    assert first["outcome"]["kind"] == "failed"
-    trainer(directory).fit(resume="auto")
-    facts = json.loads((directory / "run.json").read_text())
-    assert (facts["id"], facts["started"]) == (first["id"], first["started"])
-    assert len(facts["continued"]) == 1
-    assert facts["outcome"]["kind"] == "finished"
-
-
-def _stop_at_3(run: Run) -> None:
-    if run.progress.step == 3:
-        run.stop("three are enough")
+@on(Callback.on_step_end, at=3)
+def stop(run: Run) -> None:
+    run.stop("three are enough")
 
 
 class CutAtBoundary(BaseException):
     pass
 
 
-def _cut() -> None:
-    raise CutAtBoundary
+def test_a_stop_that_was_asked_for_before_the_kill_is_still_taken(tmp_path: Path) -> None:
+    def raise_it() -> None:
+        raise CutAtBoundary
 
-
-@pytest.mark.parametrize("make", [lambda: on(Callback.on_step_end)(_stop_at_3)])
-def test_a_stop_that_was_asked_for_before_the_kill_is_still_taken(make: Callable[[], Callback], tmp_path: Path) -> None:
+    @on(Callback.on_step_end, at=3)
     def kill(run: Run) -> None:
-        if run.progress.step == 3:
-            run.save("just before the kill")
-            run.after_step(_cut)
+        run.save("just before the kill")
+        run.after_step(raise_it)
 
-    killed = trainer(tmp_path / "a", make(), on(Callback.on_step_end)(kill))
     with pytest.raises(CutAtBoundary):
-        killed.fit()
-    run = trainer(tmp_path / "a", make()).fit(resume="auto")
-    assert run.progress.step == 3
-    assert run.outcome is not None
-    assert (run.outcome.kind, run.outcome.reason) == ("stopped", "three are enough")
+        trainer(tmp_path / "a", stop, kill).fit()
+    run = trainer(tmp_path / "a", stop).fit(resume="auto")
+    assert (run.progress.step, run.outcome) == (3, Outcome("stopped", "three are enough"))
+
+
+# -- inside an epoch ------------------------------------------------------------------------------------
+
+
+class Epochs(Callback):
+    """Keeps, for each start and end of an epoch, the completed epochs, and whether the run continues inside this one."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, bool]] = []
+        self.steps: list[bool] = []
+
+    def on_epoch_start(self, run: Run) -> None:
+        self.seen.append(("start", run.progress.epoch, run.progress.resumed_in_epoch))
+
+    def on_step_start(self, run: Run) -> None:
+        self.steps.append(run.progress.resumed_in_epoch)
+
+    def on_epoch_end(self, run: Run) -> None:
+        self.seen.append(("end", run.progress.epoch, run.progress.resumed_in_epoch))
+
+
+def epochs_until(steps: int, directory: Path) -> Epochs:
+    """Train to a step of epochs of 5 batches; go on from where the last run in `directory` ended."""
+    epochs = Epochs()
+    tiny_trainer(callbacks=[epochs, Checkpoint()], directory=directory, steps=steps, batches=5).fit(resume="auto")
+    return epochs
+
+
+def test_the_start_of_an_epoch_fires_again_and_progress_tells_it_from_a_first_one(tmp_path: Path) -> None:
+    first = epochs_until(7, tmp_path)
+    assert first.seen == [("start", 0, False), ("end", 1, False), ("start", 1, False), ("end", 1, False)]
+    assert not any(first.steps)
+
+    cut_again = epochs_until(8, tmp_path)
+    assert cut_again.seen == [("start", 1, True), ("end", 1, True)]
+
+    last = epochs_until(15, tmp_path)
+    assert last.seen == [("start", 1, True), ("end", 2, False), ("start", 2, False), ("end", 3, False)]
+    assert last.steps == [True] * 2 + [False] * 5
+
+
+def test_a_run_that_continues_between_two_epochs_resumes_inside_of_none(tmp_path: Path) -> None:
+    epochs_until(5, tmp_path)
+    assert epochs_until(10, tmp_path).seen[-2:] == [("start", 1, False), ("end", 2, False)]
+
+
+# -- a run that is over: the model gets the weights with which it ended ---------------------------------
+
+
+ENDS_WITH: dict[str, Callable[[], list[Callback]]] = {
+    "those of the last step": lambda: [BestWeights("eval/loss", "max", restore=False), Ema(0.5, use_at_end=False)],
+    "the best": lambda: [BestWeights("eval/loss", "max")],
+    "the best before a stop": lambda: [EarlyStopping("eval/loss", "max", patience=2, restore_best=True)],
+    "the average": lambda: [Ema(0.5, use_at_end=True)],
+    "the average of the last part": lambda: [Swa(0.5, "1 step")],
+}
+
+
+def fitted_twice(ends_with: str, directory: Path, driver: str = "single") -> list[tuple[dict[str, Any], Any]]:
+    """Return the weights and the outcome of a run, and of the same run when it is over."""
+    ends = []
+    for _ in range(2):
+        callbacks = [Evaluate(tiny_loader(2), "2 steps"), *ENDS_WITH[ends_with](), Checkpoint("3 steps")]
+        one = tiny_trainer(
+            callbacks=callbacks, directory=directory / ends_with, epochs=2, batches=8, seed=1, driver=driver, device="cpu",
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        )  # fmt: skip
+        outcome = one.fit(resume="auto").outcome
+        ends.append(({name: whole(part).clone() for name, part in one.model.state_dict().items()}, outcome))
+    return ends
+
+
+@pytest.mark.parametrize("ends_with", ENDS_WITH)
+def test_the_model_gets_the_weights_with_which_the_run_ended(ends_with: str, tmp_path: Path) -> None:
+    first, again = fitted_twice(ends_with, tmp_path)
+    assert first_difference(first, again) is None
+
+
+def test_on_two_ranks_the_model_gets_the_weights_with_which_the_run_ended(tmp_path: Path) -> None:
+    for runs in launch(lambda: [fitted_twice(name, tmp_path, "fsdp") for name in ("the best", "the average")]):
+        for first, again in runs:
+            assert first_difference(first, again) is None
+
+
+def test_statistics_of_batch_norm_that_no_checkpoint_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fit() -> dict[str, Any]:
+        torch.manual_seed(1)
+        one = tiny_trainer(
+            model=nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)), epochs=2, seed=1, directory=tmp_path,
+            callbacks=[Swa(0.5, "1 step"), Checkpoint("1 epoch")],
+        )  # fmt: skip
+        one.fit(resume="auto")
+        return {name: part.clone() for name, part in one.model.named_parameters()}
+
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        first = fit()
+        assert "BatchNorm statistics" not in caplog.text
+        assert first_difference(first, fit()) is None
+    assert "the BatchNorm statistics are those of the last weights" in caplog.text
+
+
+# -- a checkpoint that an earlier version wrote ---------------------------------------------------------
+
+
+WRITTEN = Path(__file__).parent / "data" / "38fc567.tar.xz"
+WEIGHTS = [
+    *(0.0090938220, 0.2469393462, -0.4426863492, -0.4075742662, -0.1872124076, 0.0831488594, -0.0626861677, 0.3637227714),
+    *(-0.0217484105, 0.0849711150, -0.2135132551, -0.1275242418, -0.4175318778, -0.2714030147, -0.1519232392, 0.0118799368),
+    *(0.1777724028, 0.2921202183, -0.3351433277),
+]
+LOSSES = [0.7296677590, 0.7179398537, 0.7055526733, 0.6953522682, 0.6879054069]
+"""The losses of the averaged weights, at every third step."""
+
+
+def fitted(directory: Path, *, dies_at: int = 0, resume: bool = False) -> Run:
+    """Return a run of 15 steps. At step `dies_at` the process ends without a cleanup."""
+    generator = torch.Generator().manual_seed(7)
+    data = TensorDataset(torch.randn(20, 4, generator=generator), torch.randn(20, 1, generator=generator))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.3), nn.Linear(3, 1))
+
+    @on(Callback.on_step_end)
+    def total(run: Run) -> None:
+        run.state["total"] = run.state.get("total", 0.0) + float(run.outputs["loss"].detach())
+        run.log("train/total", run.state["total"])
+        if run.progress.step == dies_at:
+            os._exit(9)
+
+    callbacks = [
+        LearningRate(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15)),
+        Ema(decay=0.9),
+        Evaluate(DataLoader(data, batch_size=4), every="3 steps", weights="ema"),
+        Checkpoint(every="2 steps", keep_last=1, keep_best=("eval/loss", "min"), background=False),
+        total,
+    ]
+    trainer = Trainer(
+        model,
+        torch.optim.AdamW(model.parameters(), 1e-2),
+        DataLoader(data, batch_size=4, shuffle=True),
+        supervised(nn.MSELoss()),
+        max_epochs=3,
+        seed=3,
+        directory=directory,
+        driver="single",
+        progress=False,
+        callbacks=callbacks,
+        tokens=lambda batch: len(batch[0]),  # that version did not count them
+    )
+    return trainer.fit(resume="auto") if resume else trainer.fit()
+
+
+def test_a_run_continues_at_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
+    with tarfile.open(WRITTEN) as archive:
+        archive.extractall(tmp_path, filter="data")
+    run = fitted(tmp_path, resume=True)
+    weights = torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+    torch.testing.assert_close(weights, torch.tensor(WEIGHTS), rtol=1e-5, atol=1e-6)  # another CPU may round differently
+    assert [step for step, _ in run.history["eval/loss"]] == [3, 6, 9, 12, 15]
+    assert [value for _, value in run.history["eval/loss"]] == pytest.approx(LOSSES, rel=1e-5)
+    assert run.progress.tokens == 4 * (15 - 6), "those before the checkpoint read as 0"
+    assert run.state == {"total": pytest.approx(10.67909936606884, rel=1e-5)}
+    assert [one.why for one in run.decisions if one.what == "resumed"] == ["at step-00000006"]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 16))
+    kept = Store(tmp_path / "checkpoints")
+    assert [(one.step, kept.manifest(one).get("weights")) for one in kept.saved()][-1] == (15, "ema")

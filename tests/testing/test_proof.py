@@ -44,15 +44,6 @@ class Remembering(Forgetful):
         self.calls = state["calls"]
 
 
-def test_a_callback_with_hidden_state_is_found() -> None:
-    with pytest.raises(AssertionError, match=r"cut after step 3 differs from the whole one in model\.weight"):
-        prove_resume(lambda directory: trainer_with(Forgetful())(directory), at=[3], in_process=True)
-
-
-def test_the_same_callback_passes_once_it_saves_its_state() -> None:
-    prove_resume(lambda directory: trainer_with(Remembering())(directory), at=[1, 2, 3, 5, 9], in_process=True)
-
-
 class OwnGenerator(Dataset[tuple[Tensor, Tensor]]):
     """Draws from a generator of its own."""
 
@@ -66,11 +57,6 @@ class OwnGenerator(Dataset[tuple[Tensor, Tensor]]):
         return torch.tensor([self.generator.random()]), torch.tensor([1.0])
 
 
-def test_a_data_set_with_a_generator_of_its_own_is_found() -> None:
-    with pytest.raises(AssertionError, match=r"cut after step 2 differs from the whole one in batches\.2"):
-        prove_resume(lambda directory: trainer_with(loader=DataLoader(OwnGenerator(), 2))(directory), at=[2], in_process=True)
-
-
 class Counting(Callback):
     """Logs how often it was called."""
 
@@ -80,11 +66,6 @@ class Counting(Callback):
     def on_step_end(self, run: Run) -> None:
         self.calls += 1
         run.log("calls", self.calls)
-
-
-def test_a_counter_that_is_logged_and_not_saved_is_found() -> None:
-    with pytest.raises(AssertionError, match=r"differs from the whole one in history\.calls\[4\]\[1\]: 5\.?0? and 1"):
-        prove_resume(lambda directory: trainer_with(Counting())(directory), at=[4], in_process=True)
 
 
 class Writing(Counting):
@@ -97,61 +78,132 @@ class Writing(Counting):
         run.state["calls"] += 1
 
 
-def test_a_count_in_the_runs_state_that_is_reset_is_found() -> None:
-    with pytest.raises(AssertionError, match=r"states\.run\.state\.calls: 10 and 3"):
-        prove_resume(lambda directory: trainer_with(Writing())(directory), at=[4], in_process=True)
+class Late(Callback):
+    """Loses its count at the second resume only: it saves what it counted since the last one."""
+
+    def __init__(self) -> None:
+        self.calls = self.earlier = 0
+
+    def on_step_end(self, run: Run) -> None:
+        self.calls += 1
+        run.optimizers[0].param_groups[0]["lr"] = 0.1 / (self.earlier + self.calls)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.earlier = state["calls"]
 
 
-def test_a_callback_that_draws_when_a_run_starts_is_harmless() -> None:
-    def draw(run: Run) -> None:
-        run.print(f"{torch.rand(())} {random.random()}")
+class CountingEpochs(Callback):
+    """Counts the starts of epochs, in an attribute that is saved."""
 
-    def make(directory: Path) -> Trainer:
-        torch.manual_seed(4)
-        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())
-        return trainer_with(on(Callback.on_fit_start)(draw), model=model)(directory)
+    starts = 0
 
-    prove_resume(make, at=[3], in_process=True)
+    def on_epoch_start(self, run: Run) -> None:
+        self.starts += 1
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"starts": self.starts}
 
-def test_a_callback_that_evaluates_in_one_of_the_two_only_is_found() -> None:
-    def fire_once(run: Run) -> None:
-        if run.progress.origin.step == 0 and run.progress.step == 8:
-            run.end_epoch("only in a run that was not continued")
-
-    with pytest.raises(AssertionError, match=r"cut after step 6 differs from the whole one in"):
-        prove_resume(lambda directory: trainer_with(on(Callback.on_step_end)(fire_once))(directory), at=[6], in_process=True)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.starts = state["starts"]
 
 
-def test_the_first_failing_cut_is_named_and_the_good_ones_before_it_are_not() -> None:
-    def breaks_late(run: Run) -> None:
-        if run.progress.origin.step == 7:
-            run.optimizers[0].param_groups[0]["lr"] = 0.0
+class Clock(Callback):
+    """Logs values that depend on a clock."""
 
-    with pytest.raises(AssertionError, match="cut after step 7 "):
-        prove_resume(
-            lambda directory: trainer_with(on(Callback.on_step_start)(breaks_late))(directory), at=[2, 7, 8], in_process=True
-        )
+    def on_step_end(self, run: Run) -> None:
+        run.log({"time/step_s": random.SystemRandom().random(), "my/clock": random.SystemRandom().random()})
 
 
-def test_values_that_depend_on_the_clock_are_left_out_by_their_names() -> None:
-    class Clock(Callback):
-        def on_step_end(self, run: Run) -> None:
-            run.log({"time/step_s": random.SystemRandom().random(), "my/clock": random.SystemRandom().random()})
-
-    with pytest.raises(AssertionError, match="my/clock"):
-        prove_resume(lambda directory: trainer_with(Clock())(directory), at=[3], in_process=True)
-    prove_resume(lambda directory: trainer_with(Clock())(directory), at=[3], ignore=["time/*", "my/*"], in_process=True)
+@on(Callback.on_step_end)
+def ends_an_epoch_of_a_first_part(run: Run) -> None:
+    if run.progress.origin.step == 0 and run.progress.step == 8:
+        run.end_epoch("only in a run that was not continued")
 
 
-def test_a_trainer_without_seed_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Trainer\(seed=\.\.\.\)"):
-        prove_resume(lambda directory: tiny_trainer(directory=directory), at=[1], in_process=True)
+@on(Callback.on_step_start)
+def breaks_after_step_7(run: Run) -> None:
+    if run.progress.origin.step == 7:
+        run.optimizers[0].param_groups[0]["lr"] = 0.0
 
 
-def test_a_cut_that_the_run_never_reaches_is_an_error() -> None:
-    with pytest.raises(ValueError, match="step 99"):
-        prove_resume(trainer_with(loader=tiny_loader()), at=[99], in_process=True)
+@on(Callback.on_fit_start)
+def draws(run: Run) -> None:
+    run.print(f"{torch.rand(())} {random.random()}")
+
+
+AGAIN = r"cut after step 3 differs.*It was cut again after step 7.*The first value that moved is"
+STARTS = (
+    r"The first value that moved is callbacks\.CountingEpochs\.starts, at step 4 \(1 in the whole run, 2 in the other\)"
+    r".*Hooks that ran again.*on_epoch_start of CountingEpochs"
+)
+
+
+@pytest.mark.parametrize(
+    ("callback", "at", "difference"),
+    [
+        (Forgetful, [3], r"cut after step 3 differs from the whole one in model\.weight"),
+        (Counting, [4], r"differs from the whole one in history\.calls\[4\]\[1\]: 5\.?0? and 1"),
+        (Writing, [4], r"states\.run\.state\.calls: 10 and 3"),
+        (lambda: ends_an_epoch_of_a_first_part, [6], "cut after step 6 differs from the whole one in"),
+        (lambda: breaks_after_step_7, [2, 7, 8], "cut after step 7 "),
+        (Clock, [3], "my/clock"),
+        (Late, [3], AGAIN),
+        (CountingEpochs, [3], STARTS),
+    ],
+    ids=[
+        "state",
+        "record",
+        "run.state",
+        "request",
+        "the first cut that fails",
+        "clock",
+        "second resume",
+        "hooks that ran again",
+    ],
+)
+def test_hidden_state_is_found_and_named(callback: Callable[[], Any], at: list[int], difference: str) -> None:
+    with pytest.raises(AssertionError, match=difference):
+        prove_resume(lambda directory: trainer_with(callback())(directory), at=at, in_process=True)
+
+
+def test_a_data_set_with_a_generator_of_its_own_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"cut after step 2 differs from the whole one in batches\.2"):
+        prove_resume(lambda directory: trainer_with(loader=DataLoader(OwnGenerator(), 2))(directory), at=[2], in_process=True)
+
+
+def dropping(directory: Path) -> Trainer:
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())
+    return trainer_with(draws, model=model)(directory)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda directory: trainer_with(Remembering())(directory), {"at": [1, 2, 3, 5, 9]}),
+        (lambda directory: trainer_with(Clock())(directory), {"at": [3], "ignore": ["time/*", "my/*"]}),
+        (dropping, {"at": [3]}),
+    ],
+    ids=["state that is saved", "clocks that are named", "draws when a run starts"],
+)
+def test_what_is_no_hidden_state_passes(make: Callable[[Path], Trainer], options: dict[str, Any]) -> None:
+    prove_resume(make, in_process=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "at", "message"),
+    [
+        (lambda directory: tiny_trainer(directory=directory), 1, r"Trainer\(seed=\.\.\.\)"),
+        (trainer_with(loader=tiny_loader()), 99, "step 99"),
+    ],
+    ids=["no seed", "a step that the run does not reach"],
+)
+def test_what_cannot_be_proven_is_an_error(make: Callable[[Path], Trainer], at: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prove_resume(make, at=[at], in_process=True)
 
 
 # -- what only a fresh process shows -------------------------------------------------------------------
@@ -212,6 +264,7 @@ def broken(make: Callable[[Path], Trainer]) -> None:
     raise RuntimeError("broken on purpose")
 
 
+@pytest.mark.long  # in the usual run, one of tests/loops/test_attach.py passes so
 def test_a_trainer_that_continues_exactly_passes_in_fresh_processes() -> None:
     prove_resume(partial(made, "nothing"), at=[3])
 
@@ -219,50 +272,3 @@ def test_a_trainer_that_continues_exactly_passes_in_fresh_processes() -> None:
 def test_a_function_that_no_fresh_process_can_import_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(TypeError, match=r"must import the function.*top level of a module.*in_process=True"):
         prove_resume(trainer_with(), at=[1])
-
-
-class Late(Callback):
-    """Loses its count at the second resume only: it saves what it counted since the last one."""
-
-    def __init__(self) -> None:
-        self.calls = self.earlier = 0
-
-    def on_step_end(self, run: Run) -> None:
-        self.calls += 1
-        run.optimizers[0].param_groups[0]["lr"] = 0.1 / (self.earlier + self.calls)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.earlier = state["calls"]
-
-
-def test_what_is_lost_at_the_second_resume_is_found_and_both_cuts_are_named() -> None:
-    pattern = r"cut after step 3 differs.*It was cut again after step 7.*The first value that moved is"
-    with pytest.raises(AssertionError, match=pattern):
-        prove_resume(lambda directory: trainer_with(Late())(directory), at=[3], in_process=True)
-
-
-class CountingEpochs(Callback):
-    """Counts the starts of epochs, in an attribute that is saved."""
-
-    starts = 0
-
-    def on_epoch_start(self, run: Run) -> None:
-        self.starts += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"starts": self.starts}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.starts = state["starts"]
-
-
-def test_hooks_that_run_again_after_a_resume_are_named_with_what_they_moved() -> None:
-    pattern = (
-        r"The first value that moved is callbacks\.CountingEpochs\.starts, at step 4 \(1 in the whole run, 2 in the other\)"
-        r".*Hooks that ran again.*on_epoch_start of CountingEpochs"
-    )
-    with pytest.raises(AssertionError, match=pattern):
-        prove_resume(lambda directory: trainer_with(CountingEpochs())(directory), at=[3], in_process=True)

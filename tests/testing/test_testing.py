@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +13,11 @@ from torch import nn
 from cadenza import Callback, Evaluation, Run
 from cadenza.callbacks import EarlyStopping, Evaluate
 from cadenza.errors import StateError
-from cadenza.testing import Recorder, check_callback, simulate, tiny_run
+from cadenza.testing import Recorder, check_callback, launch, simulate, tiny_run
 
 
-class Forgetful(Callback):
-    """Does not take its state back."""
+class Counts(Callback):
+    """Counts steps, and loses the count when the run is cut."""
 
     def on_setup(self, run: Run) -> None:
         self.steps = 0
@@ -23,8 +25,24 @@ class Forgetful(Callback):
     def on_step_end(self, run: Run) -> None:
         self.steps += 1
 
+
+class Forgetful(Counts):
+    """Does not take its state back."""
+
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}
+
+
+class Saves(Forgetful):
+    """Takes it back."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class Broken(Callback):
+    def on_step_end(self, run: Run) -> None:
+        raise ValueError("broken")
 
 
 class Unsavable(Callback):
@@ -38,21 +56,6 @@ class Clumsy(Callback):
     def on_fit_end(self, run: Run) -> None:
         if run.outcome is not None and run.outcome.kind == "failed":
             raise KeyError("unprepared")
-
-
-def test_a_state_that_does_not_come_back_is_found() -> None:
-    with pytest.raises(AssertionError, match=r"after load_state_dict, state_dict returns something else: steps: 0 and \d"):
-        check_callback(Forgetful)
-
-
-def test_a_state_that_cannot_be_saved_is_found() -> None:
-    with pytest.raises(StateError, match=r"Unsavable\.state_dict\(\)\.function cannot be saved"):
-        check_callback(Unsavable)
-
-
-def test_a_callback_that_fails_when_a_run_has_failed_is_found() -> None:
-    with pytest.raises(AssertionError, match=r"the callback failed in a run that failed: .*unprepared"):
-        check_callback(Clumsy)
 
 
 class BestRestored(EarlyStopping):
@@ -88,76 +91,6 @@ class Grown(Callback):
         nn.init.constant_(run.model.get_parameter("bias"), self.steps)
 
 
-@pytest.mark.parametrize(
-    ("kind", "difference"),
-    [(BestRestored, r"model.weight: .* and .*\[1\.9"), (Once, "history: keys"), (Grown, "model.bias: ")],
-)
-def test_an_instance_that_keeps_something_of_an_earlier_run_is_found(kind: type[Callback], difference: str) -> None:
-    with pytest.raises(AssertionError, match="gives another result than a new one: runs.*" + difference):
-        check_callback(kind)
-
-
-def test_an_error_of_the_callback_itself_comes_out() -> None:
-    class Broken(Callback):
-        def on_step_end(self, run: Run) -> None:
-            raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        check_callback(Broken)
-
-
-def test_a_script_is_played_as_evaluations() -> None:
-    seen: list[tuple[int, Mapping[str, float]]] = []
-
-    class Watching(Callback):
-        def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
-            seen.append((run.progress.epoch, dict(evaluation.results)))
-
-    run = simulate([Watching()], metrics={"eval/loss": [3.0, 2.0], "eval/acc": [0.1, 0.2], "test/loss": [4.0, 5.0]})
-    assert seen == [
-        (1, {"eval/loss": 3.0, "eval/acc": 0.1}),
-        (1, {"test/loss": 4.0}),
-        (2, {"eval/loss": 2.0, "eval/acc": 0.2}),
-        (2, {"test/loss": 5.0}),
-    ]
-    assert run.history["test/loss"] == [(2, 4.0), (4, 5.0)]
-
-
-def test_a_script_that_is_too_short_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"metrics\['eval/loss'\] has 2 values for 3 epochs; give one for each"):
-        simulate([], metrics={"eval/loss": [1.0, 2.0]}, epochs=3)
-
-
-def test_losses_can_be_written_down() -> None:
-    losses: list[float] = []
-
-    class Keeping(Callback):
-        def on_step_end(self, run: Run) -> None:
-            losses.append(float(run.outputs["loss"].detach()))
-
-    tiny_run(losses=[3.0, 2.0, 1.0], callbacks=[Keeping()])
-    assert losses == [3.0, 2.0, 1.0]
-
-
-def test_a_recorder_may_hear_only_some_moments() -> None:
-    recorder = Recorder(Callback.on_epoch_end)
-    tiny_run(callbacks=[recorder], epochs=3)
-    assert [(seen.moment, seen.at.epoch) for seen in recorder.seen] == [("on_epoch_end", epoch) for epoch in (1, 2, 3)]
-
-
-# -- what check_callback finds ---------------------------------------------------------------------------
-
-
-class Counts(Callback):
-    """Counts steps, and loses the count when the run is cut."""
-
-    def on_setup(self, run: Run) -> None:
-        self.steps = 0
-
-    def on_step_end(self, run: Run) -> None:
-        self.steps += 1
-
-
 class Decays(Callback):
     """Changes the learning rate by its own count."""
 
@@ -167,16 +100,6 @@ class Decays(Callback):
     def on_step_end(self, run: Run) -> None:
         self.seen[0] += 1
         run.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + self.seen[0])
-
-
-class Saves(Counts):
-    """The same count, in the checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps = state["steps"]
 
 
 class Reads(Callback):
@@ -218,28 +141,111 @@ class Keeps(Callback):
         run.log("runs", self.runs)
 
 
+EARLIER_RUN = "gives another result than a new one: runs.*"
+
+
 @pytest.mark.parametrize(
-    ("factory", "message"),
+    ("factory", "error", "message"),
     [
-        (Counts, r"Counts has state that no checkpoint has: .*: steps \(10 in a whole run, 7 here\)"),
-        (Decays, r"Decays has state that no checkpoint has: .* differs in the run.*Return these values from state_dict"),
+        (Forgetful, AssertionError, r"after load_state_dict, state_dict returns something else: steps: 0 and \d"),
+        (Unsavable, StateError, r"Unsavable\.state_dict\(\)\.function cannot be saved"),
+        (Clumsy, AssertionError, r"the callback failed in a run that failed: .*unprepared"),
+        (Broken, ValueError, "broken"),
+        (BestRestored, AssertionError, EARLIER_RUN + r"model.weight: .* and .*\[1\.9"),
+        (Once, AssertionError, EARLIER_RUN + "history: keys"),
+        (Grown, AssertionError, EARLIER_RUN + "model.bias: "),
+        (
+            Keeps,
+            AssertionError,
+            r"an instance of Keeps that has served other runs.*Attributes with another value: runs \(.*Reset in on_setup",
+        ),
+        (Counts, AssertionError, r"Counts has state that no checkpoint has: .*: steps \(10 in a whole run, 7 here\)"),
+        (
+            Decays,
+            AssertionError,
+            r"Decays has state that no checkpoint has: .* differs in the run.*Return these values from state_dict",
+        ),
         (
             Reads,
+            AssertionError,
             r"Reads reads the device in each step.*on_step_end did in each of 3 sampled steps \(tensor.item\(\) at test_",
         ),
-        (Depends, r"Depends gives other results at the start of the list than at its end.*evaluated.*Declare after"),
-        (Keeps, r"an instance of Keeps that has served other runs.*Attributes with another value: runs \(.*Reset in on_setup"),
+        (
+            Depends,
+            AssertionError,
+            r"Depends gives other results at the start of the list than at its end.*evaluated.*Declare after",
+        ),
     ],
 )
-def test_a_planted_defect_is_found_and_named(factory: Callable[[], Callback], message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
+def test_a_planted_defect_is_found_and_named(factory: Callable[[], Callback], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         check_callback(factory)
 
 
-@pytest.mark.parametrize("factory", [Saves, ReadsSeldom, DependsAsDeclared])
-def test_a_callback_without_the_defect_passes(factory: Callable[[], Callback]) -> None:
-    check_callback(factory)
+@pytest.mark.parametrize(
+    ("factory", "options"), [(Saves, {}), (ReadsSeldom, {}), (DependsAsDeclared, {}), (Reads, {"reads": True})]
+)
+def test_a_callback_without_the_defect_passes(factory: Callable[[], Callback], options: dict[str, Any]) -> None:
+    check_callback(factory, **options)
 
 
-def test_reads_in_each_step_may_be_allowed() -> None:
-    check_callback(Reads, reads=True)
+# -- scripts, recorders and processes --------------------------------------------------------------------
+
+
+def test_a_script_is_played_as_evaluations() -> None:
+    seen: list[tuple[int, Mapping[str, float]]] = []
+
+    class Watching(Callback):
+        def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
+            seen.append((run.progress.epoch, dict(evaluation.results)))
+
+    run = simulate([Watching()], metrics={"eval/loss": [3.0, 2.0], "eval/acc": [0.1, 0.2], "test/loss": [4.0, 5.0]})
+    assert seen == [
+        (1, {"eval/loss": 3.0, "eval/acc": 0.1}),
+        (1, {"test/loss": 4.0}),
+        (2, {"eval/loss": 2.0, "eval/acc": 0.2}),
+        (2, {"test/loss": 5.0}),
+    ]
+    assert run.history["test/loss"] == [(2, 4.0), (4, 5.0)]
+
+
+def test_a_script_that_is_too_short_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"metrics\['eval/loss'\] has 2 values for 3 epochs; give one for each"):
+        simulate([], metrics={"eval/loss": [1.0, 2.0]}, epochs=3)
+
+
+def test_losses_can_be_written_down() -> None:
+    losses: list[float] = []
+
+    class Keeping(Callback):
+        def on_step_end(self, run: Run) -> None:
+            losses.append(float(run.outputs["loss"].detach()))
+
+    tiny_run(losses=[3.0, 2.0, 1.0], callbacks=[Keeping()])
+    assert losses == [3.0, 2.0, 1.0]
+
+
+def test_a_recorder_may_hear_only_some_moments() -> None:
+    recorder = Recorder(Callback.on_epoch_end)
+    tiny_run(callbacks=[recorder], epochs=3)
+    assert [(seen.moment, seen.at.epoch) for seen in recorder.seen] == [("on_epoch_end", epoch) for epoch in (1, 2, 3)]
+
+
+class Held:
+    """Garbage that is destroyed by the process that made it alone: its destructor may wait for a thread of it."""
+
+    def __init__(self) -> None:
+        self.itself, self.process = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os._exit(3)
+
+
+def test_what_is_garbage_in_this_process_is_not_destroyed_in_the_others() -> None:
+    gc.disable()
+    try:
+        Held()
+        assert launch(gc.collect, 2) is not None
+    finally:
+        gc.enable()

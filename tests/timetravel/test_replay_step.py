@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -57,13 +58,12 @@ def test_a_hundred_repeated_steps_are_equal_to_the_bit(tmp_path: Path, precision
 def test_the_run_stands_before_the_step_with_its_batch(tmp_path: Path) -> None:
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @on(Callback.on_batch_start)
     def note(run: Run, batch: Any) -> None:
-        weight: Any = run.model.get_parameter("0.weight")
-        seen.setdefault(run.progress.step + 1, (batch[0].clone(), weight.detach().clone()))
+        seen.setdefault(run.progress.step + 1, (batch[0].clone(), run.model.get_parameter("0.weight").detach().clone()))
 
-    note_batches = on(Callback.on_batch_start)(note)
-    trainer(tmp_path, more=[note_batches]).fit()
-    with replay_step(trainer(tmp_path), tmp_path, 37) as again:
+    trainer(tmp_path, steps=40, more=[note]).fit()
+    with replay_step(trainer(tmp_path, steps=40), tmp_path, 37) as again:
         batch, weight = seen[37]
         assert again.step == 37
         assert torch.equal(again.batch[0], batch)
@@ -72,47 +72,50 @@ def test_the_run_stands_before_the_step_with_its_batch(tmp_path: Path) -> None:
         assert repr(again) == f"<Replay: before step 37, from {again.checkpoint}, 13 values equal>"
 
 
-def test_the_last_step_can_be_repeated_and_no_further_one(tmp_path: Path) -> None:
-    trainer(tmp_path, steps=14).fit()
-    again = replay_step(trainer(tmp_path, steps=14), tmp_path, 14)
-    assert again.step_once() == losses_of(tmp_path)[14]
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run of 30 steps."""
+    trainer(path := tmp_path_factory.mktemp("recorded"), steps=30).fit()
+    return path
+
+
+def test_the_last_step_can_be_repeated_and_no_further_one(recorded: Path) -> None:
+    again = replay_step(trainer(recorded, steps=30), recorded, 30)
+    assert again.step_once() == losses_of(recorded)[30]
     assert again.over
     with pytest.raises(RuntimeError, match="this replay is over"):
         again.step_once()
     again.close()
 
 
-def test_the_first_difference_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer(tmp_path, steps=30).fit()
+def test_the_first_difference_is_named(recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
     rates = on(Callback.on_step_start, at=24)(lambda run: run.optimizers[0].param_groups[0].update(lr=0.5))
-    with replay_step(trainer(tmp_path, steps=30, more=[rates]), tmp_path, 28) as again:
+    with replay_step(trainer(recorded, steps=30, more=[rates]), recorded, 28) as again:
         found = again.difference
     assert found is not None
     assert (found.step, found.name, found.recorded, found.repeated) == (24, "train/lr", 0.01, 0.5)
     assert "The first difference is train/lr at step 24: recorded 0.01, repeated 0.5" in caplog.text
 
 
-class Fails(nn.Module):
-    """It fails in its 13th forward pass."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.calls.add_(1)
-        if self.calls > 12:
-            raise ValueError("the model broke")
-        return inputs * self.weight
+def test_a_damaged_checkpoint_is_skipped(recorded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = shutil.copytree(recorded, tmp_path / "run")
+    (run / "checkpoints/step-00000020/manifest.json").write_text("{")
+    with replay_step(trainer(run, steps=30), run, 25) as again:
+        assert again.checkpoint.endswith("step-00000010")
+        assert again.step_once() == losses_of(run)[25]
+    assert "a nearer checkpoint was skipped: step-00000020" in caplog.text
 
 
 def failing(path: Path) -> Any:
+    """Return a trainer of a model that fails at the 13th of 20 batches."""
+
+    def breaks(model: nn.Module, batch: Any) -> Tensor:
+        if batch[0].max() > 0.25:
+            raise ValueError("the model broke")
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
     saves = Checkpoint("5 steps", keep_last=None, background=False, on_exception=False)
-    callbacks = [LogTraining("1 step"), saves]
-    return tiny_trainer(model=Fails(), steps=20, seed=1, directory=path, callbacks=callbacks)
+    return tiny_trainer(compute_loss=breaks, batches=20, seed=1, directory=path, callbacks=[LogTraining("1 step"), saves])
 
 
 def test_the_step_that_failed_fails_again(tmp_path: Path) -> None:
@@ -209,15 +212,6 @@ def test_callbacks_that_need_a_checkpoint_in_the_list_are_repeated_without_one(t
     assert content(tmp_path) == before
 
 
-def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer(tmp_path, steps=30).fit()
-    (tmp_path / "checkpoints/step-00000020/manifest.json").write_text("{")
-    with replay_step(trainer(tmp_path, steps=30), tmp_path, 25) as again:
-        assert again.checkpoint.endswith("step-00000010")
-        assert again.step_once() == losses_of(tmp_path)[25]
-    assert "a nearer checkpoint was skipped: step-00000020" in caplog.text
-
-
 def test_a_step_that_a_run_in_progress_may_not_have_done_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     @on(Callback.on_step_end, at=12)
     def look(run: Run) -> None:
@@ -240,14 +234,15 @@ class ReadOnce:
         return iter(self.loader)
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    trainer(run, steps=20).fit()
+def test_mistakes_are_named(tmp_path: Path, recorded: Path) -> None:
+    run = recorded
     with pytest.raises(DirectoryError, match=r"is not the directory of a run: expected a run\.json in it"):
         replay_step(trainer(run), tmp_path, 5)
-    with pytest.raises(ValueError, match=r"has no step 21: it finished after step 20\."):
-        replay_step(trainer(run), run, 21)
-    with pytest.raises(CheckpointError, match=r"no checkpoint before step 10 .* later ones: step-00000010, step-00000020"):
+    with pytest.raises(ValueError, match=r"has no step 31: it finished after step 30\."):
+        replay_step(trainer(run), run, 31)
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint before step 10 .* later ones: step-00000010, step-00000020, step-00000030"
+    ):
         replay_step(trainer(run), run, 10)
     with pytest.raises(ValueError, match=r"ends at epoch 3, step 12.* before step 15 begins"):
         replay_step(trainer(run, steps=12), run, 15)
@@ -271,12 +266,14 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         assert again.step == 16
 
 
-def on_two(path: Path) -> tuple[list[float | None], float]:
+def on_two(path: Path) -> tuple[list[float | None], float, list[str]]:
+    trainer(path, driver="ddp", steps=12, saves="5 steps").fit()
     with replay_step(trainer(path, driver="ddp", steps=12, saves="5 steps"), path, 8) as again:
         losses = [again.step_once() for _ in range(3)]
         assert again.difference is None
         assert again.compared
-        return losses, again.run.progress.step
+        step = again.run.progress.step
+    return losses, step, with_mistakes(path)
 
 
 def with_mistakes(path: Path) -> list[str]:
@@ -299,19 +296,13 @@ def with_mistakes(path: Path) -> list[str]:
     return told
 
 
-def fit_on_two(path: Path) -> None:
-    trainer(path, driver="ddp", steps=12, saves="5 steps").fit()
-
-
 def test_a_replay_that_nothing_refers_to_ends_in_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer(tmp_path / "run", steps=12, saves="5 steps").fit()
-    caplog.clear()
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    again = replay_step(trainer(tmp_path / "other", steps=12), tmp_path / "run", 8)
-    again = replay_step(trainer(tmp_path / "other", steps=12), tmp_path / "run", 9)  # the first one is dropped
+    again = replay_step(trainer(tmp_path / "other", steps=30), recorded, 18)
+    again = replay_step(trainer(tmp_path / "other", steps=30), recorded, 19)  # the first one is dropped
     assert len(list((tmp_path / "temporary").iterdir())) == 1
     assert again.step_once() is not None
     del again
@@ -319,12 +310,11 @@ def test_a_replay_that_nothing_refers_to_ends_in_silence(
     assert caplog.messages == []
 
 
-def test_a_replay_that_is_open_at_the_end_of_the_process_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_that_is_open_at_the_end_of_the_process_is_closed(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Python removes the modules: an open generator would fail then."""
     at_end: list[Any] = []
-    trainer(tmp_path, steps=4, saves="2 steps").fit()
     monkeypatch.setattr(atexit, "register", lambda *given: at_end.append(given))
-    again = replay_step(trainer(tmp_path, steps=4), tmp_path, 4)
+    again = replay_step(trainer(recorded, steps=30), recorded, 30)
     monkeypatch.undo()
     for function, *arguments in at_end:
         function(*arguments)
@@ -383,15 +373,15 @@ def test_batches_that_the_run_did_not_check_are_not_checked_when_their_step_is_r
 
 
 def test_two_ranks_repeat_a_step_together_and_a_mistake_of_one_ends_it_on_both(tmp_path: Path) -> None:
-    launch(partial(fit_on_two, tmp_path))
+    first, second = launch(partial(on_two, tmp_path))
     recorded = losses_of(tmp_path)
-    for losses, step in launch(partial(on_two, tmp_path)):
+    for losses, step, _ in (first, second):
         assert losses == [recorded[8], recorded[9], recorded[10]]
         assert step == 10
-    first, second = launch(partial(with_mistakes, tmp_path))
-    assert "step must be the same on all ranks; got 8 on rank 0 and 9 on rank 1" in first[0]
-    assert "rank 0 cannot repeat the run" in second[0]
-    assert "rank 1 cannot repeat the run, so this rank cannot: ValueError: step must be at least 1" in first[1]
-    assert "rank 1 called close() of a replay, and rank 0 called step_once()" in second[2]
-    assert "rank 0 called step_once() of a replay, and rank 1 called close()" in first[2]
-    assert second[3] == "an assertion of rank 1"
+    told, others = first[2], second[2]
+    assert "step must be the same on all ranks; got 8 on rank 0 and 9 on rank 1" in told[0]
+    assert "rank 0 cannot repeat the run" in others[0]
+    assert "rank 1 cannot repeat the run, so this rank cannot: ValueError: step must be at least 1" in told[1]
+    assert "rank 1 called close() of a replay, and rank 0 called step_once()" in others[2]
+    assert "rank 0 called step_once() of a replay, and rank 1 called close()" in told[2]
+    assert others[3] == "an assertion of rank 1"

@@ -65,49 +65,39 @@ def run(path: Path, loader: Any, *, resume: bool = False, more: Any = (), **argu
     return read
 
 
-def check(path: Path, reads: list[Read], steps: int, value: Callable[[str, int], float] = lambda source, index: index) -> int:
-    """Compare random steps with what each rank read; return their number."""
-    info, draw = read_info(path), random.Random(1)
-    done = sorted(reads[0])
-    chosen = [draw.choice(done) for _ in range(steps)]
-    for step in chosen:
+FIRST = {"b": 1000, "c": 2000, "n/b": 1000}
+"""The number of the first sample of a source, where it is not 0."""
+
+
+def check(path: Path, reads: list[Read], steps: int) -> None:
+    """Compare random steps with what each rank read."""
+    info, draw, done = read_info(path), random.Random(1), sorted(reads[0])
+    for step in [draw.choice(done) for _ in range(steps)]:
         named = info.samples(step)
-        for rank, read in enumerate(reads[: named.ranks]):
-            own = [value(one.source, index) for one in named.batches if one.rank == rank for index in one.indices or ()]
-            assert own == read[step], (step, rank)
-    return len(chosen)
+        assert named.ranks == sum(step in read for read in reads)
+        for rank in range(named.ranks):
+            own = [FIRST.get(one.source, 0) + i for one in named.batches if one.rank == rank for i in one.indices or ()]
+            assert own == reads[rank][step], (step, rank)
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_a_shuffled_data_set_with_any_number_of_workers(tmp_path: Path, workers: int) -> None:
-    loader = DataLoader(Numbers(110), batch_size=4, shuffle=True, num_workers=workers)
-    read = run(tmp_path, loader, epochs=4, accumulate={0: 2, "20 steps": 3, "50 steps": 1})
-    assert check(tmp_path, [read], 200) == 200
+def shuffled(**options: Any) -> Any:
+    return DataLoader(Numbers(110), batch_size=4, shuffle=True, **options)
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_a_distributed_sampler_with_a_rank_that_is_not_that_of_the_process(tmp_path: Path, part: int) -> None:
-    """As a script does that splits its data by hand, such as in cross-validation."""
+def by_hand(part: int) -> Any:
+    """Split the data by a rank that is not that of the process, as cross-validation does."""
     sampler: Any = DistributedSampler(Numbers(23), num_replicas=2, rank=part, seed=3)
-    read = run(tmp_path, DataLoader(Numbers(23), batch_size=4, sampler=sampler), epochs=2)
-    assert check(tmp_path, [read], 6) == 6
+    return DataLoader(Numbers(23), batch_size=4, sampler=sampler)
 
 
-def test_more_samples_than_are_permuted_in_memory(tmp_path: Path) -> None:
-    count = 2**20 + 7
-    read = run(tmp_path, TensorBatches(torch.arange(count).unsqueeze(1).float(), batch_size=64, shuffle=True), steps=40)
-    assert check(tmp_path, [read], 40)
-    assert max(read[1]) > 100_000
+def replaced() -> Any:
+    drawn = RandomSampler(range(20), replacement=True, num_samples=15, generator=torch.Generator().manual_seed(8))
+    return DataLoader(Numbers(20), batch_size=2, sampler=drawn)
 
 
-MIXTURES: dict[str, Callable[[], Mixture]] = {
-    "cycle": lambda: Mixture(sources(), "cycle", stop="longest"),
-    "weighted": lambda: Mixture(sources(), "weighted", weights={"a": 1, "b": 2, "c": 1}, stop="longest"),
-    "zip": lambda: Mixture(sources(), "zip", stop="longest"),
-    "sequential": lambda: Mixture(sources(), "sequential"),
-    "nested": lambda: Mixture({"a": sources()["a"], "n": Mixture({"b": sources()["b"]}, "cycle")}, "cycle"),
-}
-FIRST = {"a": 0, "b": 1000, "c": 2000, "n/b": 1000}
+def large() -> Any:
+    """More samples than are permuted in memory."""
+    return TensorBatches(torch.arange(2**20 + 7).unsqueeze(1).float(), batch_size=64, shuffle=True)
 
 
 def sources() -> dict[str, Any]:
@@ -118,31 +108,49 @@ def sources() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mode", MIXTURES)
-def test_mixtures(tmp_path: Path, mode: str) -> None:
-    read = run(tmp_path, MIXTURES[mode](), steps=45, accumulate=2)
-    assert check(tmp_path, [read], 80, lambda source, index: FIRST[source] + index)
+CHANGING: dict[str, Any] = {"epochs": 4, "accumulate": {0: 2, "20 steps": 3, "50 steps": 1}}
+IN_GROUPS: dict[str, Any] = {"steps": 45, "accumulate": 2}
+LOADERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "shuffled": (shuffled, CHANGING),
+    "workers": (lambda: shuffled(num_workers=3), CHANGING),
+    "part 0": (lambda: by_hand(0), {"epochs": 2}),
+    "part 1": (lambda: by_hand(1), {"epochs": 2}),
+    "replacement": (replaced, {"epochs": 4}),
+    "large": (large, {"steps": 40}),
+    "cycle": (lambda: Mixture(sources(), "cycle", stop="longest"), IN_GROUPS),
+    "weighted": (lambda: Mixture(sources(), "weighted", weights={"a": 1, "b": 2, "c": 1}, stop="longest"), IN_GROUPS),
+    "zip": (lambda: Mixture(sources(), "zip", stop="longest"), IN_GROUPS),
+    "sequential": (lambda: Mixture(sources(), "sequential"), IN_GROUPS),
+    "nested": (lambda: Mixture({"a": sources()["a"], "n": Mixture({"b": sources()["b"]}, "cycle")}, "cycle"), IN_GROUPS),
+}
 
 
-@pytest.mark.parametrize("kind", ["data set", "mixture"])
-def test_two_ranks_then_three_then_one(tmp_path: Path, kind: str) -> None:
-    def make() -> Any:
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_samples_of_random_steps_are_those_that_were_read(tmp_path: Path, kind: str) -> None:
+    make, arguments = LOADERS[kind]
+    read = run(tmp_path, make(), **arguments)
+    check(tmp_path, [read], 100)
+    assert kind != "large" or max(read[1]) > 100_000
+
+
+def test_two_ranks_then_three_then_one(tmp_path: Path) -> None:
+    def make(kind: str) -> Any:
         data = DataLoader(Numbers(101), batch_size=2, shuffle=True)
         return data if kind == "data set" else Mixture({"a": data, "b": DataLoader(Numbers(40, 1000), batch_size=3)}, "cycle")
 
-    reads: dict[int, list[Read]] = {}
+    def fits(**options: Any) -> list[Read]:
+        return [run(tmp_path / kind, make(kind), **options) for kind in kinds]
+
+    kinds, reads = ("data set", "mixture"), [[Read() for _ in range(3)] for _ in range(2)]
     for ranks, steps in ((2, 11), (3, 40), (1, 75)):
-        part = partial(run, tmp_path, make(), resume=ranks != 2, steps=steps, driver="ddp" if ranks > 1 else "single")
-        for rank, read in enumerate(launch(part, ranks) if ranks > 1 else [part(device="cpu")]):
-            for step, values in read.items():
-                reads.setdefault(step, [{}, {}, {}])[rank][step] = values
-    info, draw = read_info(tmp_path), random.Random(2)
-    for step in [draw.randrange(1, 76) for _ in range(80)]:
-        named = info.samples(step)
-        assert named.ranks == (2 if step <= 11 else 3 if step <= 40 else 1)
-        for rank in range(named.ranks):
-            own = [FIRST.get(one.source, 0) + i for one in named.batches if one.rank == rank for i in one.indices or ()]
-            assert own == reads[step][rank][step], (step, rank)
+        where = {"driver": "ddp"} if ranks > 1 else {"driver": "single", "device": "cpu"}
+        fit = partial(fits, resume=ranks != 2, steps=steps, **where)
+        for rank, both in enumerate(launch(fit, ranks) if ranks > 1 else [fit()]):
+            for of_kind, read in zip(reads, both, strict=True):
+                of_kind[rank] |= read
+    for kind, of_kind in zip(kinds, reads, strict=True):
+        assert [len(read) for read in of_kind] == [75, 40, 29]
+        check(tmp_path / kind, of_kind, 80)
 
 
 def test_another_batch_size_and_another_accumulation_after_a_resume(tmp_path: Path) -> None:
@@ -152,14 +160,14 @@ def test_another_batch_size_and_another_accumulation_after_a_resume(tmp_path: Pa
     first = run(tmp_path, loader(), steps=10, accumulate=2)
     given = {"batch_size": 8, "accumulate": 1}
     second = run(tmp_path, loader(), resume=True, steps=40, accumulate=2, override=given)
-    assert check(tmp_path, [first | second], 100)
+    check(tmp_path, [first | second], 100)
 
 
 def test_an_epoch_that_ends_early(tmp_path: Path) -> None:
     loader = DataLoader(Numbers(40), batch_size=4, shuffle=True)
     early = on(Callback.on_step_end, at=13)(lambda run: run.end_epoch("enough"))
     first = run(tmp_path, loader, epochs=5, more=[early])
-    assert check(tmp_path, [first], 40)
+    check(tmp_path, [first], 40)
     with pytest.raises(ValueError, match="has no step 44"):
         read_info(tmp_path).samples(44)
 
@@ -224,13 +232,9 @@ def test_where_no_index_is_known_the_position_is_named_and_the_reason(tmp_path: 
         raise AssertionError(str(named))
 
 
-def test_with_replacement_a_list_and_a_killed_run(tmp_path: Path) -> None:
-    drawn = RandomSampler(range(20), replacement=True, num_samples=15, generator=torch.Generator().manual_seed(8))
-    read = run(tmp_path / "drawn", DataLoader(Numbers(20), batch_size=2, sampler=drawn), epochs=4)
-    assert check(tmp_path / "drawn", [read], 40)
-    batches = [torch.full((2, 1), float(i)) for i in range(7)]
-    read = run(tmp_path / "list", batches, epochs=3)
-    named = read_info(tmp_path / "list").samples(12)
+def test_a_list_is_named_by_its_batches(tmp_path: Path) -> None:
+    read = run(tmp_path, [torch.full((2, 1), float(i)) for i in range(7)], epochs=3)
+    named = read_info(tmp_path).samples(12)
     assert (named.batches[0].unit, named.of_rank(0), read[12]) == ("batches", [4], [4.0, 4.0])
 
 

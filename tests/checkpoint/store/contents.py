@@ -31,3 +31,13 @@ def step_in(store: Store, saved: Saved) -> int:
     assert loaded.state["moments"][0].tolist() == [step, step + 1, step + 2, step + 3]
     assert loaded.state["pair"] == (1, None)
     return step
+
+
+class Bomb:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.mark,))

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: listed, verified, pruned, and found out when they are damaged."""
+"""Checkpoints on disk and behind fsspec: listed, verified, pruned, linked, and found out when they are damaged."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ import random
 import shutil
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
-from cadenza import load_weights
+from cadenza import Trainer, load_weights
 from cadenza.callbacks import Checkpoint
-from cadenza.checkpoint.store import Content, Store
+from cadenza.checkpoint.finding import checkpoint_at
+from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.store.files import RemoteFiles
+from cadenza.checkpoint.store.links import linked, set_links
+from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
-from cadenza.testing import tiny_trainer
-from tests.checkpoint.store.contents import content, filled, step_in
+from cadenza.files.disk import Unflushed
+from cadenza.status.plain import same
+from cadenza.testing import tiny_model, tiny_run, tiny_trainer
+from tests.callbacks.test_checkpoint import Scripted, names
+from tests.checkpoint.store.contents import Bomb, content, filled, step_in
 
 FILES = ("model.safetensors", "state.safetensors", "state.json", "manifest.json")
 
@@ -34,14 +42,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert saved.name == "step-00000007"
     assert step_in(store, saved) == 7
     manifest = store.verify(saved)
-    assert {key: manifest[key] for key in ("format", "run", "step", "exact", "finite", "reason")} == {
-        "format": 1,
-        "run": "r1",
-        "step": 7,
-        "exact": True,
-        "finite": True,
-        "reason": "a test",
-    }
+    expected = {"format": 1, "run": "r1", "step": 7, "exact": True, "finite": True, "reason": "a test"}
+    assert {key: manifest[key] for key in expected} == expected
     assert sorted(manifest["files"]) == sorted(FILES[:3])
 
 
@@ -62,15 +64,10 @@ def test_the_order_is_by_step_also_when_the_clock_goes_backwards(tmp_path: Path,
             saved = store.write(content(step))
         os.utime(tmp_path / saved.name, (clock, clock))
     assert [saved.step for saved in store.saved()] == [1, 2, 10]
-    newest, _ = store.latest()
-    assert newest is not None
-    assert newest.step == 10
+    assert store.latest() == (Saved(10, 1, "step-00000010"), [])
     assert store.prune(["step-00000002"]) == ["step-00000001"]
-
-
-def test_more_than_eight_digits_are_ordered_as_numbers(tmp_path: Path) -> None:
-    store, _ = filled(tmp_path, 99_999_999, 100_000_000)
-    assert [saved.step for saved in store.saved()] == [99_999_999, 100_000_000]
+    large, _ = filled(tmp_path / "large", 99_999_999, 100_000_000)  # nine digits, ordered as numbers
+    assert [saved.step for saved in large.saved()] == [99_999_999, 100_000_000]
 
 
 def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
@@ -78,8 +75,7 @@ def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
     assert [one.name for one in saved] == ["step-00000003", "step-00000003-2", "step-00000003-3"]
     shutil.rmtree(tmp_path / "step-00000003-2")
     assert store.next_name(3).name == "step-00000003-4"
-    newest, _ = store.latest()
-    assert newest == saved[2]
+    assert store.latest()[0] == saved[2]
 
 
 def test_the_newest_that_verifies_is_found_and_the_newer_ones_named_with_the_reason(tmp_path: Path) -> None:
@@ -98,14 +94,7 @@ def test_the_newest_that_verifies_is_found_and_the_newer_ones_named_with_the_rea
         "step-00000004: state.json is missing",
         f"step-00000003: model.safetensors has 20 bytes instead of {size}",
     ]
-    inexact, _ = store.latest(exact=False)
-    assert inexact is not None
-    assert inexact.step == 5
-
-
-def test_none_is_found_where_there_is_none(tmp_path: Path) -> None:
-    assert Store(tmp_path / "nowhere").latest() == (None, [])
-    assert Store(tmp_path).saved() == []
+    assert store.latest(exact=False)[0] == Saved(5, 1, "step-00000005")
 
 
 def test_prune_keeps_the_given_names_and_the_newest_that_verifies(tmp_path: Path) -> None:
@@ -201,29 +190,19 @@ def test_every_other_damage_is_found_and_the_file_is_named(tmp_path: Path, name:
     assert len(skipped) == 1
 
 
-def test_files_under_each_others_names_are_found(tmp_path: Path) -> None:
-    store, [saved] = filled(tmp_path, 1)
-    folder = tmp_path / saved.name
-    (folder / "model.safetensors").rename(folder / "x")
-    (folder / "state.safetensors").rename(folder / "model.safetensors")
-    (folder / "x").rename(folder / "state.safetensors")
+def test_files_and_folders_that_have_the_names_of_others_are_found(tmp_path: Path) -> None:
+    store, [one, two, three] = filled(tmp_path, 1, 2, 3)
+    shutil.copy(tmp_path / one.name / "manifest.json", tmp_path / three.name / "manifest.json")
+    with pytest.raises(CheckpointDamagedError, match=f"^{three.name}: manifest.json belongs to step 1"):
+        store.verify(three)
+    (tmp_path / three.name).rename(tmp_path / "step-00000009")
+    assert store.latest() == (two, ["step-00000009: manifest.json belongs to step 1"])
+    model, state = tmp_path / one.name / "model.safetensors", tmp_path / one.name / "state.safetensors"
+    model.rename(tmp_path / "model")
+    state.rename(model)
+    (tmp_path / "model").rename(state)
     with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors has"):
-        store.verify(saved)
-
-
-def test_a_checkpoint_under_the_name_of_another_step_is_found(tmp_path: Path) -> None:
-    store, [one, two] = filled(tmp_path, 1, 2)
-    (tmp_path / one.name).rename(tmp_path / "step-00000009")
-    newest, skipped = store.latest()
-    assert newest == two
-    assert skipped == ["step-00000009: manifest.json belongs to step 1"]
-
-
-def test_the_manifest_of_another_step_is_found(tmp_path: Path) -> None:
-    store, [one, two] = filled(tmp_path, 1, 2)
-    shutil.copy(tmp_path / one.name / "manifest.json", tmp_path / two.name / "manifest.json")
-    with pytest.raises(CheckpointDamagedError, match=f"^{two.name}: manifest.json belongs to step 1"):
-        store.verify(two)
+        store.verify(one)
 
 
 def rewrite_manifest(folder: Path, **changes: Any) -> None:
@@ -260,16 +239,6 @@ def test_a_manifest_of_another_program_is_skipped(tmp_path: Path, manifest: byte
 
 
 # -- nothing in a checkpoint runs ---------------------------------------------------------------------
-
-
-class Bomb:
-    """Leaves a file behind when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.mark,))
 
 
 def bombs(mark: Path, folder: Path) -> dict[str, bytes]:
@@ -320,3 +289,183 @@ def test_a_state_that_is_nonsense_is_refused_as_such(tmp_path: Path, state: str)
     rewrite_manifest(tmp_path / saved.name)
     with pytest.raises(CheckpointFormatError, match=r"state\.json does not have the format that cadenza writes"):
         store.read(saved)
+
+
+# -- behind fsspec --------------------------------------------------------------------------------------
+
+
+URL = "memory://runs/a/checkpoints"
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[Any]:
+    """Return an empty file system."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    yield system
+    system.store.clear()
+
+
+def test_a_store_in_memory_writes_lists_verifies_reads_and_prunes(tmp_path: Path) -> None:
+    store, saved = filled(URL, 1, 2, 10, 10)
+    assert [one.name for one in store.saved()] == ["step-00000001", "step-00000002", "step-00000010", "step-00000010-2"]
+    assert [step_in(store, one) for one in saved] == [1, 2, 10, 10]
+    assert store.latest() == (saved[3], [])
+    assert str(store.files) == URL
+    assert store.prune([saved[1].name]) == ["step-00000001", "step-00000010"]
+    assert [one.name for one in Store(URL).saved()] == ["step-00000002", "step-00000010-2"]
+    for nowhere in ("memory://nowhere", tmp_path / "nowhere"):
+        assert (Store(nowhere).latest(), Store(nowhere).saved()) == ((None, []), [])
+    assert Store(tmp_path).saved() == []
+
+
+def test_in_memory_one_without_a_manifest_is_not_finished_and_nothing_of_another_run_is_pruned(memory: Any) -> None:
+    filled(f"{URL}/shared", 1, 2, run="another")
+    shared, _ = filled(f"{URL}/shared", 3, 4)
+    assert shared.prune([]) == ["step-00000003"]
+    store, saved = filled(URL, 1, 2)
+    memory.rm("/runs/a/checkpoints/step-00000002/manifest.json")
+    reason = "step-00000002: it has no manifest.json: it is unfinished, or not a checkpoint of cadenza"
+    assert store.latest() == (saved[0], [reason])
+    assert store.prune([]) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json"])
+def test_damage_is_found(memory: Any, name: str) -> None:
+    store, [saved] = filled(URL, 1)
+    path = f"/runs/a/checkpoints/step-00000001/{name}"
+    whole = memory.cat_file(path)
+    for wrong in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+        memory.pipe_file(path, wrong)
+        with pytest.raises(CheckpointDamagedError, match=name):
+            store.read(saved)
+
+
+class FullDisk(RemoteFiles):
+    """A storage that takes `room` files."""
+
+    room = 2
+
+    def write(self, path: str, content: bytes, later: Unflushed | None = None) -> Facts:
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+        return super().write(path, content, later)
+
+
+def test_a_write_that_fails_leaves_nothing(memory: Any) -> None:
+    store, [saved] = filled(URL, 1)
+    store.files = FullDisk(URL)
+    with pytest.raises(OSError, match="No space left"):
+        store.write(content(2))
+    assert store.saved() == [saved]
+    assert not [path for path in memory.find("/runs") if "step-00000002" in path]
+
+
+def weights(trainer: Trainer) -> list[float]:
+    return [float(parameter.detach()) for parameter in trainer.model.parameters()]
+
+
+def test_a_run_saves_to_memory_and_continues_from_there_to_the_same_bits(tmp_path: Path) -> None:
+    def trainer(steps: int, directory: Path | None) -> Trainer:
+        saving = Checkpoint("2 steps", directory=URL, keep_last=2)
+        return tiny_trainer(steps=steps, seed=1, directory=directory, callbacks=[saving], optimizer=adam)
+
+    whole = trainer(12, None)
+    whole.fit()
+    fsspec.filesystem("memory").rm("/runs", recursive=True)
+    cut = trainer(6, tmp_path / "cut")
+    cut.fit()
+    assert [saved.step for saved in Store(URL).saved()] == [4, 6]
+    continued = trainer(12, tmp_path / "continued")
+    run = continued.fit(resume=f"{URL}/step-00000006")
+    assert run.why("resumed").endswith("at step-00000006")
+    assert weights(continued) == weights(whole) != weights(cut)
+    assert {saved.step for saved in Store(URL).saved()} == {4, 6, 10, 12}  # those of the other run are left alone
+
+    model = tiny_model()
+    load_weights(f"{URL}/step-00000012", model)
+    assert [float(parameter.detach()) for parameter in model.parameters()] == weights(whole)
+    load_weights(URL, model)
+    assert [float(parameter.detach()) for parameter in model.parameters()] == weights(whole)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def test_a_name_that_is_not_there_is_an_error_with_those_that_are() -> None:
+    filled(URL, 1)
+    with pytest.raises(CheckpointError, match=r"no checkpoint at '.*step-00000009': expected one of \['step-00000001'\]"):
+        tiny_trainer(steps=1).fit(resume=f"{URL}/step-00000009")
+
+
+# -- links ----------------------------------------------------------------------------------------------
+
+
+def place(tmp_path: Path, scheme: str) -> str:
+    return f"{scheme}://{tmp_path}/saved" if scheme else str(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("scheme", ["", "file", "memory"])
+def test_a_link_is_set_and_moved_and_readers_skip_it(tmp_path: Path, scheme: str) -> None:
+    store, saved = filled(place(tmp_path, scheme), 2, 4)
+    set_links(store, {"last": "step-00000002", "best": "step-00000002"})
+    set_links(store, {"last": "step-00000004", "best-eval-acc": "step-00000002"})
+    assert store.files.links() == {"best": "step-00000002", "best-eval-acc": "step-00000002", "last": "step-00000004"}
+    assert linked(store, "last") == Saved(4, 1, "step-00000004")
+    assert linked(store, "best-eval-loss") is None
+    assert store.saved() == saved
+    assert store.latest()[0] == saved[1]
+    assert checkpoint_at(f"{store.files}/best")[1] == saved[0]
+
+
+@pytest.mark.parametrize("scheme", ["", "file", "memory"])
+def test_a_link_to_a_checkpoint_that_is_gone_is_an_error_until_the_next_save_deletes_it(tmp_path: Path, scheme: str) -> None:
+    store, _ = filled(place(tmp_path, scheme), 2, 4)
+    set_links(store, {"best": "step-00000002"})
+    store.prune(["step-00000004"])
+    with pytest.raises(
+        CheckpointError, match=r"the link 'best' in .* names step-00000002, which is gone\. There is step-00000004"
+    ):
+        checkpoint_at(f"{store.files}/best")
+    set_links(store, {"last": "step-00000004"})
+    assert store.files.links() == {"last": "step-00000004"}
+
+
+def test_where_there_are_no_symbolic_links_they_are_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("this file system has no links")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    trainer = tiny_trainer(directory=tmp_path, steps=2, callbacks=[Checkpoint()])
+    trainer.fit()
+    link = tmp_path / "checkpoints" / "last"
+    assert (link.is_symlink(), link.read_text()) == (False, "step-00000002")
+    model = tiny_model()
+    load_weights(link, model)
+    assert same(dict(model.state_dict()), dict(trainer.model.state_dict()))
+
+
+def test_a_folder_of_the_user_with_the_name_of_a_link_stays_and_the_save_is_written(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "last").mkdir(parents=True)
+    run = tiny_run(directory=tmp_path, steps=2, callbacks=[Checkpoint()])
+    assert "has the name of one" in run.why("not pruned")
+    assert names(tmp_path) == ["02"]
+    assert Store(tmp_path / "checkpoints").files.links() == {}
+
+
+def test_a_run_sets_last_and_best_and_can_be_continued_at_both(tmp_path: Path) -> None:
+    def trainer(steps: int) -> Trainer:
+        script = Scripted(acc=[0.1, 0.9, 0.2, 0.3, 0.4, 0.5], loss=[5.0, 4.0, 1.0, 2.0, 2.0, 2.0])
+        keep = Checkpoint("2 steps", keep_last=1, keep_best=[("eval/acc", "max"), ("eval/loss", "min")])
+        return tiny_trainer(directory=tmp_path, steps=steps, seed=1, callbacks=[script, keep])
+
+    trainer(6).fit()
+    folder = tmp_path / "checkpoints"
+    assert {path.name: str(path.readlink()) for path in folder.iterdir() if path.is_symlink()} == {
+        "last": "step-00000006", "best": "step-00000002", "best-eval-acc": "step-00000002", "best-eval-loss": "step-00000003",
+    }  # fmt: skip
+    assert trainer(6).fit(resume=folder / "best").progress.origin.step == 2
+    assert str((folder / "last").readlink()) == "step-00000006"

@@ -1,27 +1,103 @@
-"""Random keep rules in random runs that are killed while they prune, and a model of the rules to compare with: a program.
-
-python -m tests.checkpoint.pruned FOLDER SEED ...
-"""
+"""Processes that are killed: in a save, while they prune, while they hold a directory, and one rank of two."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from cadenza import Callback, Run
 from cadenza.callbacks import Best, Checkpoint, Evaluate
 from cadenza.checkpoint import retention
 from cadenza.checkpoint.store import Store, checkpoints
+from cadenza.errors import DirectoryError
 from cadenza.hooks import At, Every, First, Last
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.testing import tiny_trainer
+from cadenza.status.plain import first_difference
+from cadenza.testing import launch, launching, tiny_trainer
+from tests.alone import test_preemption as preempted
+from tests.long import seeds
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_run_that_is_killed_in_a_save_goes_on_at_the_one_before(tmp_path: Path) -> None:
+    assert preempted.started(tmp_path / "killed", "a save", signal.SIGKILL).ended() == -signal.SIGKILL
+    folder = tmp_path / "killed" / "checkpoints"
+    newest, skipped = Store(folder).latest()
+    assert (newest and newest.step, skipped) == (8, [])
+    assert list(folder.glob(".tmp-step-00000012-*"))
+    assert first_difference(preempted.final(tmp_path / "killed"), preempted.final(tmp_path / "whole")) is None
+    assert '"at step-00000008"' in (tmp_path / "killed" / "decisions.jsonl").read_text()
+    assert not list(folder.glob(".tmp*"))
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_two_processes_cannot_have_one_directory_and_a_killed_one_blocks_no_other(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    process = preempted.started(directory, "outside", signal.SIGTERM)
+    process.until_it_says("ready\n")
+    workers = children_of(process.pid)
+    try:
+        with pytest.raises(DirectoryError, match=rf"is in use by process {process.pid} on .*Wait for it, stop it, or give"):
+            preempted.trainer(directory).fit(resume="auto")
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)  # they live on when their parent is dead
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.ended() == -signal.SIGKILL
+        alive = [worker for worker in workers if Path(f"/proc/{worker}").exists()]
+        assert len(alive) == len(workers) == 2
+        run = preempted.trainer(directory).fit(resume="auto")
+        assert run.progress.step == 24
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_trainings_that_are_killed_at_random_instants_end_in_the_same_bits() -> None:
+    """A short version of ``benchmarks/kill.py``, which says what is trained: three signals, processes of their own."""
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "kill.py"), "--kills", "8", "--seed", "5"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kills after training began: 8 " in done.stdout
+    assert "unequal or not ended: 0\n" in done.stdout
+    assert "newest checkpoint unreadable: 0, failed to continue: 0\n" in done.stdout
+
+
+def test_the_other_processes_are_ended_soon_after_one_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ending() -> None:
+        if os.environ["RANK"] == "1":
+            subprocess.Popen(["sleep", "5"], close_fds=False)  # it keeps the files of rank 1 open, as a loader's worker does
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
+
+    monkeypatch.setattr(launching, "GRACE_S", 0.5)
+    with pytest.raises(BaseExceptionGroup, match=r"ranks \[0\] had not ended 0.5 s later, and were killed") as caught:
+        launch(ending)
+    assert [str(error) for error in caught.value.exceptions] == ["rank 1 ended without a result: signal SIGKILL"]
+
+
+# -- random keep rules in random runs that are killed while they prune, and a model of the rules --------
+
 
 BATCHES = 4  # an epoch
 SECONDS = [0.0]  # the clock of the checkpoints: it is the same after a resume
@@ -141,7 +217,7 @@ class Results(Callback):
         hooks_of(run).on_eval_end(run, self.evaluation)
 
 
-def main(folder: Path, seed: int) -> dict[str, Any]:
+def pruned(folder: Path, seed: int) -> dict[str, Any]:
     """Run a case, killed in a process of its own, then to its end; return what is kept, and what the model keeps."""
     case, directory = Case(seed), folder / str(seed)
 
@@ -149,20 +225,22 @@ def main(folder: Path, seed: int) -> dict[str, Any]:
         return tiny_trainer(directory=directory, steps=case.steps, batches=BATCHES, seed=1, callbacks=case.callbacks())
 
     if not (child := os.fork()):
-        die_at(case.kill_at)
-        train().fit()
-        os._exit(0)
+        try:
+            die_at(case.kill_at)
+            train().fit()
+            os._exit(0)
+        finally:
+            os._exit(1)
     _, status = os.waitpid(child, 0)
     train().fit(resume="auto")
     store = Store(directory / "checkpoints")
     return {
         "seed": seed,
         "rules": repr(case.savers),
-        "killed": os.WIFSIGNALED(status),
+        "ended by": status,
         "kept": [saved.step for saved in store.saved()],
         "model": case.kept(),
         "left": [path.name for path in (directory / "checkpoints").iterdir() if path.name[:2] in (".t", ".n")],
-        "links": {name: Path(store.files.links()[name]).name for name in store.files.links()},
         "dangling": [name for name, target in store.files.links().items() if store.named(target) is None],
     }
 
@@ -195,8 +273,14 @@ def die_at(count: int) -> None:
         setattr(os, name, dying(getattr(os, name)))
 
 
-if __name__ == "__main__":
+def test_after_a_kill_during_pruning_the_end_is_that_of_a_model_of_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (checkpoints, retention):
-        vars(module)["time"] = SimpleNamespace(time=lambda: SECONDS[0])
-    for given in sys.argv[2:]:
-        print(json.dumps(main(Path(sys.argv[1]), int(given))), flush=True)  # noqa: T201
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: SECONDS[0]))
+    results = [pruned(tmp_path, 1 + seed) for seed in seeds(usual=5, long=20)]
+    for one in results:
+        assert one["kept"] == one["model"], one
+        assert (one["left"], one["dangling"]) == ([], []), one
+        assert one["ended by"] in (0, signal.SIGKILL), one
+    assert sum(one["ended by"] == signal.SIGKILL for one in results) >= len(results) / 2
