@@ -48,7 +48,6 @@ LONG_FILES = (
     "tests/contracts/test_typing.py",
     "tests/distributed/test_ray.py",
     "tests/test_examples.py",
-    "tests/checkpoint/test_kill.py",
     "tests/distributed/test_restarts.py",
     "tests/recipes/test_ray_tune.py",
     "tests/test_site.py",
