@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from cadenza import Callback, Run, on
 from cadenza.adapters.foreign import ForeignCallback
+from cadenza.adapters.keras.callback import KerasCallback
 from cadenza.adapters.keras.events import EVENTS
-from tests.adapters.keras.parts import (
-    INPUTS,
-    TARGETS,
-    fit_at_home,
-    fit_natively,
-    keras_package,
-    native_trainer,
-)
-
-if TYPE_CHECKING:
-    import keras
-else:
-    keras = keras_package()
-
-Seen = tuple[str, Any, dict[str, Any], int]
+from cadenza.adapters.recognition import adapt, base_of
+from cadenza.loading import TensorBatches
+from tests.adapters.keras.parts import INPUTS, TARGETS, K, Recorder, fit_at_home, fit_natively, native_trainer
 
 
-class Recorder(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """Keeps each event with its number, its logs and the count of updates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Seen] = []
-
-
-def _recording(name: str) -> Callable[..., None]:
-    def event(self: Recorder, *arguments: Any, **keywords: Any) -> None:
-        logs = dict(keywords.get("logs") or (arguments[-1] if arguments and isinstance(arguments[-1], dict) else {}))
-        number = arguments[0] if arguments and isinstance(arguments[0], int) else None
-        self.seen.append((name, number, logs, int(self.model.optimizer.iterations)))
-        getattr(keras.callbacks.Callback, name)(self, *arguments, **keywords)
-
-    return event
-
-
-for _name in [name for name in EVENTS if name.startswith("on_")]:
-    setattr(Recorder, _name, _recording(_name))
-
-
-def assert_same(native: list[Seen], home: list[Seen], tolerance: float = 1e-5) -> None:
+def assert_same(native: list[Any], home: list[Any], tolerance: float = 1e-5) -> None:
     assert [one[:2] + one[3:] for one in native] == [one[:2] + one[3:] for one in home]
     for (event, number, logs, _), (_, _, expected, _) in zip(native, home, strict=True):
         assert list(logs) == list(expected), (event, number)
@@ -68,10 +34,10 @@ def test_the_events_of_a_run_are_those_of_fit_in_order_and_numbers() -> None:
 
 
 def test_every_event_that_keras_has_is_in_the_table() -> None:
-    assert {name for name in dir(keras.callbacks.Callback) if name.startswith(("on_", "set_"))} == EVENTS.keys()
+    assert {name for name in dir(K.Callback) if name.startswith(("on_", "set_"))} == EVENTS.keys()
 
 
-class StopsAt(keras.callbacks.Callback):  # type: ignore[misc]
+class StopsAt(K.Callback):  # type: ignore[misc]
     def __init__(self, iterations: int) -> None:
         super().__init__()
         self.iterations = iterations
@@ -91,7 +57,7 @@ def test_a_stop_in_an_epoch_ends_that_epoch_as_in_fit() -> None:
     assert "model.stop_training" in run.why("stopped")
 
 
-class Fails(keras.callbacks.Callback):  # type: ignore[misc]
+class Fails(K.Callback):  # type: ignore[misc]
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 2:
             raise ZeroDivisionError("in the third batch")
@@ -115,7 +81,7 @@ def test_batches_that_are_skipped_have_a_loss_and_do_not_count() -> None:
             run.skip_batch("for the test")
 
     ends = {"batch": list[float](), "epoch": list[float]()}
-    shows = keras_package().callbacks.LambdaCallback(
+    shows = K.LambdaCallback(
         on_train_batch_end=lambda batch, logs: ends["batch"].append(logs["loss"]),
         on_epoch_end=lambda epoch, logs: ends["epoch"].append(logs["loss"]),
     )
@@ -143,8 +109,6 @@ def test_prediction_and_evaluation_outside_of_a_run_have_their_events() -> None:
     trainer = native_trainer([callback], validate=False, max_epochs=1)
     trainer.fit()
     callback.seen.clear()
-    from cadenza.loading import TensorBatches
-
     loader = TensorBatches(INPUTS, TARGETS, batch_size=5)
     results = trainer.evaluate(loader)
     assert [one[:2] for one in callback.seen] == [
@@ -166,7 +130,7 @@ def test_prediction_and_evaluation_outside_of_a_run_have_their_events() -> None:
 
 def test_functions_of_a_lambda_callback_are_events() -> None:
     seen: list[Any] = []
-    callback = keras.callbacks.LambdaCallback(
+    callback = K.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append((batch, logs["loss"] > 0)),
         on_epoch_end=lambda epoch, logs: seen.append((epoch, sorted(logs))),
         on_test_end=lambda logs: seen.append(sorted(logs)),
@@ -176,7 +140,7 @@ def test_functions_of_a_lambda_callback_are_events() -> None:
 
 
 def test_of_a_class_with_both_names_of_an_event_the_newer_one_decides() -> None:
-    class Both(keras.callbacks.Callback):  # type: ignore[misc]
+    class Both(K.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[str] = []
@@ -194,6 +158,19 @@ def test_of_a_class_with_both_names_of_an_event_the_newer_one_decides() -> None:
 
 
 def test_a_callback_without_events_has_no_listeners() -> None:
-    trainer = native_trainer([keras.callbacks.Callback()], validate=False)
+    trainer = native_trainer([K.Callback()], validate=False)
     (adapter,) = [one for one in trainer.callbacks if isinstance(one, ForeignCallback)]
     assert adapter.listeners() == []
+
+
+def test_a_callback_of_the_older_package_is_recognized_by_its_name() -> None:
+    base = type("Callback", (), {"__module__": "tf_keras.src.callbacks", "on_epoch_end": lambda self, epoch, logs=None: None})
+
+    class Older(base):  # type: ignore[misc, valid-type]
+        def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+            pass
+
+    assert base_of(Older()) is base
+    adapter = adapt(Older())
+    assert isinstance(adapter, KerasCallback)
+    assert adapter.overridden() == ["on_epoch_end"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import pytest
@@ -11,15 +11,9 @@ import torch
 from torch import nn
 
 from cadenza.callbacks import Checkpoint
-from tests.adapters.keras.parts import INPUTS, TARGETS, fit_at_home, fit_natively, keras_package, native_model
-
-if TYPE_CHECKING:
-    import keras
-else:
-    keras = keras_package()
+from tests.adapters.keras.parts import INPUTS, TARGETS, K, Recorder, fit_at_home, fit_natively, keras, native_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-K: Any = keras.callbacks
 
 
 class Sees(K.Callback):  # type: ignore[misc]  # Keras has no types
@@ -105,38 +99,20 @@ class Gradients(Sees):
             self.seen += [float(numpy.abs(one.numpy()).max()), float(one.value.grad.norm())]
 
 
-class Stops(Sees):
+class Stops(Recorder):
     """Sets ``stop_training`` in one event, and keeps what follows."""
 
     def __init__(self, event: str) -> None:
         super().__init__()
         self.event = event
 
-    def sees(self, event: str, number: int = 0, logs: Any = None) -> None:
-        self.seen.append((event, number, list(logs or {}), bool(self.model.stop_training)))
-        if event == self.event and (number == 1 or event == "on_train_begin"):
+    def see(self, name: str, number: int | None, logs: dict[str, Any]) -> None:
+        self.seen.append((name, number, list(logs), bool(self.model.stop_training)))
+        if name == self.event and (number == 1 or name == "on_train_begin"):
             self.model.stop_training = True
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.sees("on_train_begin", 0, logs)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.sees("on_epoch_begin", epoch, logs)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.sees("on_train_batch_begin", batch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.sees("on_train_batch_end", batch, logs)
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.sees("on_test_batch_end", batch, logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.sees("on_epoch_end", epoch, logs)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self.sees("on_train_end", 0, logs)
+EVENTS = ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end"]
 
 
 class Hesitates(Sees):
@@ -144,9 +120,6 @@ class Hesitates(Sees):
         self.seen.append(epoch)
         self.model.stop_training = True
         self.model.stop_training = epoch == 1
-
-
-EVENTS = ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end"]
 
 
 def flat(value: Any) -> list[Any]:
@@ -157,14 +130,18 @@ def close(values: list[Any]) -> list[Any]:
     return [pytest.approx(one, rel=1e-4) if isinstance(one, float) else one for one in flat(values)]
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.9])
-@pytest.mark.parametrize("kind", [Prints, StopsAtMinimum, Schedules, Predicts, Inspects, Gradients, Hesitates])
-def test_a_class_of_ones_own_sees_what_it_sees_in_fit(kind: Any, rate: float) -> None:
-    home, native = kind(), kind()
-    fit_at_home([home], rate=rate)
-    fit_natively([native], rate=rate, model=nn.Sequential(native_model()))
-    assert native.seen
-    assert flat(native.seen) == close(home.seen)
+@pytest.mark.parametrize(
+    ("kinds", "rate"),
+    [([Prints, Predicts, Inspects, Gradients], 0.1), ([StopsAtMinimum], 0.9), ([Schedules], 0.1), ([Hesitates], 0.1)],
+    ids=["looks", "stops", "schedules", "hesitates"],
+)
+def test_a_class_of_ones_own_sees_what_it_sees_in_fit(kinds: list[Any], rate: float) -> None:
+    home, native = [kind() for kind in kinds], [kind() for kind in kinds]
+    fit_at_home(home, rate=rate)
+    fit_natively(native, rate=rate, model=nn.Sequential(native_model()))
+    for one, other in zip(native, home, strict=True):
+        assert one.seen
+        assert flat(one.seen) == close(other.seen)
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -181,8 +158,7 @@ class History(Sees):
         self.seen.append((self.model.history.epoch, self.model.history.history))
 
 
-@pytest.mark.parametrize("steps", [3, 4, 6])
-def test_a_run_that_a_limit_cut_continues_as_if_it_was_whole(tmp_path: Path, steps: int) -> None:
+def test_a_run_that_a_limit_cut_continues_as_if_it_was_whole(tmp_path: Path) -> None:
     def fit(folder: str, **limit: Any) -> list[Any]:
         rows, history, own = K.CSVLogger(tmp_path / folder / "rows.csv"), K.History(), History()
         callbacks = [rows, own, Schedules(), Checkpoint()]
@@ -190,5 +166,6 @@ def test_a_run_that_a_limit_cut_continues_as_if_it_was_whole(tmp_path: Path, ste
         return [history.epoch, history.history, own.seen[-1], (tmp_path / folder / "rows.csv").read_text()]
 
     whole = fit("whole")
-    fit("cut", max_steps=steps)
-    assert fit("cut") == whole
+    for steps in (3, 4, 6):
+        fit(f"cut at {steps}", max_steps=steps)
+        assert fit(f"cut at {steps}") == whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import pytest
@@ -13,14 +13,9 @@ from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.loading import TensorBatches
 from cadenza.testing import prove_resume
-from tests.adapters.keras.parts import INPUTS, TARGETS, keras_package, native_trainer
+from tests.adapters.keras.parts import INPUTS, TARGETS, K, native_trainer
 
-if TYPE_CHECKING:
-    import keras
-else:
-    keras = keras_package()
-
-K: Any = keras.callbacks
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
 class Counts(K.Callback):  # type: ignore[misc]  # Keras has no types
@@ -71,7 +66,6 @@ def trainer(directory: Path, seen: list[Any] | None = None) -> Trainer:
     )
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_weights_rates_and_states_continue_bit_for_bit() -> None:
     prove_resume(trainer, at=[1, 4, 6, 8], in_process=True)
 
@@ -93,22 +87,22 @@ def cut(directory: Path, steps: int) -> tuple[Run, list[Any]]:
     return second.fit(resume="auto"), seen[0]
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.parametrize("steps", [4, 7, 9])
-def test_history_and_files_are_those_of_a_run_without_a_cut(tmp_path: Path, steps: int) -> None:
+def test_history_and_files_are_those_of_a_run_without_a_cut(tmp_path: Path) -> None:
     seen: list[Any] = []
     whole = trainer(tmp_path / "whole", seen).fit()
-    run, callbacks = cut(tmp_path / "cut", steps)
-    (history, counts, *_), (other, others, *_) = seen[0], callbacks
-    assert other.history == history.history
-    assert others.means == counts.means
-    assert others.names == counts.names == {"loss"}
-    assert numpy.array_equal(others.array, counts.array)
-    assert others.epochs_begun == counts.epochs_begun == 6
-    assert torch.equal(run.model.get_parameter("weight"), whole.model.get_parameter("weight"))
-    assert (tmp_path / "cut" / "rows.csv").read_text() == (tmp_path / "whole" / "rows.csv").read_text()
-    both = [torch.load(tmp_path / name / "best.keras", weights_only=True)["model"] for name in ("cut", "whole")]
-    assert torch.equal(both[0]["weight"], both[1]["weight"])
+    (history, counts, *_) = seen[0]
+    for steps in (4, 7, 9):
+        folder = tmp_path / f"cut at {steps}"
+        run, (other, others, *_) = cut(folder, steps)
+        assert other.history == history.history
+        assert others.means == counts.means
+        assert others.names == counts.names == {"loss"}
+        assert numpy.array_equal(others.array, counts.array)
+        assert others.epochs_begun == counts.epochs_begun == 6
+        assert torch.equal(run.model.get_parameter("weight"), whole.model.get_parameter("weight"))
+        assert (folder / "rows.csv").read_text() == (tmp_path / "whole" / "rows.csv").read_text()
+        both = [torch.load(path / "best.keras", weights_only=True)["model"] for path in (folder, tmp_path / "whole")]
+        assert torch.equal(both[0]["weight"], both[1]["weight"])
 
 
 def test_an_evaluation_by_steps_is_in_the_logs_of_its_epoch(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +164,3 @@ def test_evaluate_and_predict_are_stages_of_their_own() -> None:
 
 def test_the_table_has_every_hook_of_lightning() -> None:
     assert set(EVENTS) == set(HOOKS)
-
-
-def test_the_guide_names_every_callback_class_of_lightning() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "guides" / "from-lightning.md").read_text(encoding="utf-8")
-    for module in ("lightning.pytorch.callbacks", "lightning.pytorch.serve", "lightning.pytorch.cli"):
-        import_module(module)
-    kinds, found = [pl.Callback], set[str]()
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-        found |= {kind.__name__} if kind.__module__.startswith("lightning.pytorch.") and kind.__name__[0] != "_" else set()
-    assert {"BaseFinetuning", "Timer", "ServableModuleValidator", "SaveConfigCallback"} < found
-    assert {name for name in found if f"`{name}`" not in guide} == set()

@@ -1,7 +1,11 @@
-"""Flags of ``control`` that one of two ranks sets. With the trainer of transformers, the other rank waits without an end."""
+"""Callbacks of transformers on two processes: flags that one rank sets, and classes that write, show or stop.
+
+With the trainer of transformers, the other rank waits without an end for a flag of one rank.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from cadenza.adapters.transformers.flags import FLAGS, flags_of
 from cadenza.callbacks import Checkpoint
 from cadenza.compat.transformers import Arguments
 from cadenza.testing import launch
-from tests.adapters.transformers.scenario import TrainerCallback, evaluate, here, transformers
+from tests.adapters.transformers.scenario import TrainerCallback, evaluate, here, scalars, transformers
 
 Seen = list[tuple[str, int]]
 
@@ -46,23 +50,63 @@ class Saw(TrainerCallback):  # type: ignore[misc]
         self.seen.append(("epoch", state.global_step))
 
 
-def trained(folder: Path, flag: str) -> tuple[Seen, list[str]]:
+def with_flag(folder: Path, flag: str) -> tuple[Seen, list[str]]:
     saw = Saw()
     parts = [evaluate("99 steps"), Checkpoint("99 steps"), Arguments(logging_steps=99), OnSecondRank(flag), saw]
     run = here(parts, samples=20, max_epochs=1, directory=folder / flag)
     return saw.seen, [one.who for one in run.decisions if one.when.step == 3]
 
 
-def test_a_flag_of_one_rank_holds_for_all(tmp_path: Path) -> None:
-    first, second = launch(lambda: {flag: trained(tmp_path, flag) for flag in FLAGS})
+def with_classes(folder: Path) -> dict[str, Any]:
+    """Train with classes of transformers that write, show or stop, and stop on one rank."""
+    seen: list[tuple[str, int, bool]] = []
+
+    class Sees(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
+            seen.append(("on_log", state.global_step, "loss" in logs))
+            assert (args.world_size, args.process_index) == (2, int(os.environ["RANK"]))
+            assert state.is_world_process_zero is (args.process_index == 0)
+
+        def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            seen.append(("on_save", state.global_step, os.path.isdir(f"{args.output_dir}/checkpoint-{state.global_step}")))
+
+    class StopsOnOneRank(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            control.should_training_stop = args.process_index == 1 and state.global_step == 8
+
+    stopping = transformers.EarlyStoppingCallback(9)
+    shown = [transformers.integrations.TensorBoardCallback(), transformers.ProgressCallback(), transformers.PrinterCallback()]
+    parts = [evaluate("3 steps"), Checkpoint("3 steps", keep_best=("eval/loss", "min")), Arguments(logging_steps=2)]
+    run = here([*parts, *shown, stopping, StopsOnOneRank(), Sees()], samples=24, max_epochs=3, directory=folder)
+    state = run._session.adapters["transformers"].state  # type: ignore[attr-defined]
+    losses = [row["loss"] for row in state.log_history if "loss" in row]
+    return {"step": run.progress.step, "seen": seen, "losses": losses, "best": state.best_model_checkpoint}
+
+
+def on_both(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {flag: with_flag(folder, flag) for flag in FLAGS}, with_classes(folder / "run")
+
+
+def test_two_processes_act_alike(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    (flags, first), (others, second) = launch(lambda: on_both(tmp_path))
+
+    seen = {flag: events for flag, (events, _) in flags.items()}
+    assert seen == {flag: events for flag, (events, _) in others.items()}
     end = [("epoch", 5), ("save", 5), ("log", 5)]
-    seen = {flag: events for flag, (events, _) in first.items()}
-    assert seen == {flag: events for flag, (events, _) in second.items()}
     assert seen["should_training_stop"] == seen["should_epoch_stop"] == [("epoch", 4), ("save", 4), ("log", 4)]  # a step later
     assert seen["should_save"] == [("save", 3), *end]
     assert seen["should_log"] == [("log", 3), *end]
     assert seen["should_evaluate"] == [("log", 3), ("evaluation", 3), *end]
-    assert "OnSecondRank on rank 1" in first["should_evaluate"][1]
+    assert "OnSecondRank on rank 1" in flags["should_evaluate"][1]
+
+    assert first == second
+    assert first["step"] == 8
+    saves = [one for one in first["seen"] if one[0] == "on_save"]
+    assert saves == [("on_save", 3, True), ("on_save", 6, True), ("on_save", 8, True)]
+    assert [one[1] for one in first["seen"] if one[0] == "on_log" and one[2]] == [2, 4, 6, 8]
+    assert first["best"].startswith(str(tmp_path / "run" / "checkpoints" / "step-"))
+    assert [step for step, _ in scalars(tmp_path / "run")["train/loss"]] == [2, 4, 6, 8]  # one file, of the main process
 
 
 def returns(self: Any, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
