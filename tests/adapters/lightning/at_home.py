@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,10 @@ from cadenza import Callback, Trainer
 from cadenza.callbacks import Evaluate
 from cadenza.hooks.moments import BaseCallback
 from cadenza.run import Run
+from tests.adapters.lightning.home import CPU as ON_CPU
+from tests.adapters.lightning.home import by_lightning
 
-for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-    logging.getLogger(name).setLevel(logging.ERROR)
-
-CPU: dict[str, Any] = {"driver": "single", "device": "cpu", "progress": False}
+CPU: dict[str, Any] = {"driver": "single", **ON_CPU}
 
 
 def loader(samples: int = 10, seed: int = 0, batch_size: int = 2) -> Any:
@@ -92,21 +89,9 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def at_home(module: Net, callbacks: list[Any], folder: Path, *, valid: bool = True, **arguments: Any) -> pl.Trainer:
     """Train with Lightning; return its trainer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=any(isinstance(one, LightningCheckpoint) for one in callbacks),
-            callbacks=callbacks,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            default_root_dir=folder,
-            **{"max_epochs": 3, **arguments},
-        )
-        trainer.fit(module, loader(), loader(6, 1) if valid else None)
-    return trainer
+    writes = any(isinstance(one, LightningCheckpoint) for one in callbacks)
+    settings = {"callbacks": callbacks, "enable_checkpointing": writes, "default_root_dir": folder, "max_epochs": 3}
+    return by_lightning(module, loader(), loader(6, 1) if valid else None, **{**settings, **arguments})
 
 
 def trainer_of(

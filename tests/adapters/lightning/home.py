@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="Lightning's own trainer is compared with native ones: pip install lightning")
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +19,15 @@ from torch import Tensor, nn
 from cadenza import Run, Trainer, supervised
 from cadenza.callbacks import Evaluate
 
+for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+QUIET: dict[str, Any] = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    "num_sanity_val_steps": 0,
+    "accelerator": "cpu",
+}
+CPU: dict[str, Any] = {"device": "cpu", "progress": False}
 HOOKS = [name for name in vars(pl.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
 Call = tuple[Any, ...]
 
@@ -90,23 +104,24 @@ def loader_of(count: int, seed: int = 1) -> Any:
     return torch.utils.data.DataLoader(batches_of(count, seed), batch_size=None)  # type: ignore[arg-type]  # a list will do
 
 
-def at_home(callbacks: list[Any], root: Path, *, batches: int = 3, valid: int = 2, **arguments: Any) -> pl.Trainer:
-    """Train with Lightning's own trainer."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    settings = {"logger": False, "num_sanity_val_steps": 0, "accelerator": "cpu", **quiet, **arguments}
+def by_lightning(module: pl.LightningModule, *data: Any, **arguments: Any) -> pl.Trainer:
+    """Train a module with Lightning's own trainer; return the trainer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = pl.Trainer(default_root_dir=root, callbacks=callbacks, **settings)
-        module = Lit()
-        trainer.fit(module, loader_of(batches), loader_of(valid, 2) if valid else None)
+        trainer = pl.Trainer(**{**QUIET, **arguments})
+        trainer.fit(module, *data)
     return trainer
 
 
-def native(
-    callbacks: list[Any], *, batches: int = 3, valid: int = 2, every: Any = "1 epoch", sanity: int = 0, **arguments: Any
-) -> Run:
-    """Train with a native trainer."""
-    return native_trainer(callbacks, batches=batches, valid=valid, every=every, sanity=sanity, **arguments).fit()
+def at_home(callbacks: list[Any], root: Path, *, batches: int = 3, valid: int = 2, **arguments: Any) -> pl.Trainer:
+    """Train the linear model with Lightning's own trainer."""
+    validation = loader_of(valid, 2) if valid else None
+    return by_lightning(Lit(), loader_of(batches), validation, callbacks=callbacks, default_root_dir=root, **arguments)
+
+
+def native(callbacks: list[Any], **arguments: Any) -> Run:
+    """Train it with a native trainer."""
+    return native_trainer(callbacks, **arguments).fit()
 
 
 def native_trainer(
