@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,34 +61,24 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_hooks_of_a_run_are_those_of_lightning(tmp_path: Path, scenario: str) -> None:
     home, here = SCENARIOS[scenario]
+    assert calls(native, **here) == calls(partial(at_home, root=tmp_path), **home)
 
-    def train(callbacks: list[Any], **arguments: Any) -> Any:
-        return at_home(callbacks, tmp_path, **arguments)
 
-    assert calls(native, **here) == calls(train, **home)
+HOOKS_THAT_FAIL = [
+    *("on_train_batch_end", "on_before_backward", "on_validation_batch_end", "on_validation_end", "on_train_epoch_end"),
+    "on_train_end",
+]
 
 
 @pytest.mark.parametrize(
     "other",
-    [
-        Stop(2),
-        Stop(4),
-        Stop(6),
-        Fail("on_train_batch_end"),
-        Fail("on_before_backward"),
-        Fail("on_validation_batch_end"),
-        Fail("on_validation_end"),
-        Fail("on_train_epoch_end"),
-        Fail("on_train_end"),
-    ],
+    [*map(Stop, (2, 4, 6)), *map(Fail, HOOKS_THAT_FAIL)],
     ids=lambda one: f"{type(one).__name__}{[*vars(one).values()][:1] if isinstance(one, Stop) else [*vars(one)]}",
 )
 def test_a_stop_and_an_error_end_a_run_as_in_lightning(tmp_path: Path, other: Any) -> None:
     # A stop inside an epoch: Lightning evaluates once more, and calls the end of the epoch. After an error it calls no end.
-    def train(callbacks: list[Any], **arguments: Any) -> Any:
-        return at_home(callbacks, tmp_path, **arguments)
-
-    assert calls(native, other, max_epochs=3, batches=4) == calls(train, other, max_epochs=3, batches=4)
+    home = calls(partial(at_home, root=tmp_path), other, max_epochs=3, batches=4)
+    assert calls(native, other, max_epochs=3, batches=4) == home
 
 
 def test_a_short_window_has_the_same_hooks(tmp_path: Path) -> None:
@@ -95,14 +86,14 @@ def test_a_short_window_has_the_same_hooks(tmp_path: Path) -> None:
     def names(found: list[Call]) -> list[Call]:
         return [tuple(one for one in call if not isinstance(one, float)) for call in found]
 
-    home = calls(lambda callbacks, **rest: at_home(callbacks, tmp_path, **rest), max_epochs=2, accumulate_grad_batches=2)
+    home = calls(partial(at_home, root=tmp_path), max_epochs=2, accumulate_grad_batches=2)
     assert names(calls(native, max_epochs=2, accumulate=2)) == names(home)
 
 
 def test_windows_that_change_their_size_have_the_same_hooks(tmp_path: Path) -> None:
     windows = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
     here = calls(native, windows, max_epochs=2, batches=4)
-    assert here == calls(lambda callbacks, **given: at_home(callbacks, tmp_path, **given), windows, max_epochs=2, batches=4)
+    assert here == calls(partial(at_home, root=tmp_path), windows, max_epochs=2, batches=4)
 
 
 class Optional(Fail):
@@ -121,10 +112,7 @@ def test_only_the_errors_of_a_callback_itself_disable_it() -> None:
 
 
 def test_a_sanity_check_has_its_two_hooks(tmp_path: Path) -> None:
-    def train(callbacks: list[Any], **arguments: Any) -> Any:
-        return at_home(callbacks, tmp_path, **arguments)
-
-    home = calls(train, max_epochs=1, num_sanity_val_steps=1)
+    home = calls(partial(at_home, root=tmp_path), max_epochs=1, num_sanity_val_steps=1)
     without = [call for call in home if not (call[0].startswith("on_validation") and call[4] == "sanity_check")]
     assert len(without) < len(home)
     assert calls(native, max_epochs=1, sanity=1) == without
@@ -143,7 +131,7 @@ def test_several_callbacks_get_one_hook_after_the_other(tmp_path: Path) -> None:
         train([Named("first"), Named("second")], max_epochs=1, batches=2, **arguments)
         return found
 
-    home = order(lambda callbacks, **rest: at_home(callbacks, tmp_path, num_sanity_val_steps=1, **rest))
+    home = order(partial(at_home, root=tmp_path), num_sanity_val_steps=1)
     inside = home.index(("second", "on_sanity_check_start")) + 1, home.index(("first", "on_sanity_check_end"))
     assert order(native, sanity=1) == home[: inside[0]] + home[inside[1] :]
 
