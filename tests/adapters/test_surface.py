@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any, ClassVar
 
 import pytest
@@ -84,10 +83,6 @@ def read(thing: Any) -> Surface:
     return found
 
 
-def missing(thing: Any) -> list[tuple[str, str, bool]]:
-    return [(one.kind, one.text, one.certain) for one in read(thing).missing]
-
-
 class Silent(Base):
     """Overrides nothing."""
 
@@ -141,7 +136,7 @@ class Wrong(Base):
 
 
 def test_what_is_absent_is_named_with_the_replacement() -> None:
-    assert missing(Wrong) == [
+    assert [(one.kind, one.text, one.certain) for one in read(Wrong).missing] == [
         ("reads", "trainer.connector", True),
         ("sets", "trainer.step", True),
         ("reads", "trainer.stp", False),
@@ -155,26 +150,6 @@ def test_what_is_absent_is_named_with_the_replacement() -> None:
     ]
 
 
-class Prepared(Base):
-    def on_begin(self, trainer: Any, module: Any) -> None:
-        self.a = getattr(trainer, "connector", None)
-        if hasattr(trainer, "loops"):
-            trainer.loops.reset()
-        try:
-            _ = trainer.connector.depth
-        except AttributeError:
-            self.a = None
-        with suppress(AttributeError):
-            _ = trainer.connector.depth
-        self.b = isinstance(trainer.strategy, Silent) and trainer.strategy.stage
-
-
-def test_a_callback_may_be_prepared_for_an_attribute_that_is_absent() -> None:
-    assert missing(Prepared) == []
-    assert read(Prepared).mapped
-    assert any(one.provided is False for one in read(Prepared).uses)
-
-
 class Rethrows(Base):
     def on_begin(self, trainer: Any, module: Any) -> None:
         try:
@@ -184,43 +159,7 @@ class Rethrows(Base):
 
 
 def test_an_error_that_is_raised_again_is_no_preparation() -> None:
-    assert [text for _, text, _ in missing(Rethrows)] == ["trainer.connector"]
-
-
-class Middle(Base):
-    def on_begin(self, trainer: Any, module: Any) -> None:
-        self.keep(trainer)
-
-    def keep(self, kept: Any) -> None:
-        self.kept = kept
-
-    @property
-    def plugin(self) -> Any:
-        return self.kept.strategy
-
-    @staticmethod
-    def look(at: Any) -> None:
-        _ = at.connector
-
-
-class Inherits(Middle):
-    def on_begin(self, trainer: Any, module: Any) -> None:
-        super().on_begin(trainer, module)
-        self.look(trainer)
-
-    def on_step(self, trainer: Any, module: Any, *rest: Any, **kwargs: Any) -> None:
-        if trainer.step:
-            return
-        _ = self.plugin.stage
-        _ = self.kept.loops
-
-
-def test_helpers_of_all_classes_before_the_base_are_followed() -> None:
-    assert missing(Inherits) == [
-        ("reads", "trainer.connector", True),
-        ("reads", "trainer.strategy.stage", False),
-        ("reads", "trainer.loops", False),
-    ]
+    assert [one.text for one in read(Rethrows).missing] == ["trainer.connector"]
 
 
 class Outside:
@@ -258,9 +197,7 @@ class Given(Base):
 def test_hooks_that_are_arguments_are_those_of_the_instance() -> None:
     assert [one.name for one in read(Given).events] == ["on_begin"]
     assert read(Given).dynamic
-    given = Given(
-        on_step=lambda trainer, module, **kwargs: trainer.connector,
-    )
+    given = Given(on_step=lambda trainer, module, **kwargs: trainer.connector)
     surface = read(given)
     assert [one.name for one in surface.events] == ["on_step"]
     assert [one.text for one in surface.missing] == ["trainer.connector"]

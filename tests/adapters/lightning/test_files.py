@@ -18,6 +18,7 @@ from cadenza import Trainer
 from cadenza.callbacks import Checkpoint
 from cadenza.compat.lightning import predict
 from tests.adapters.lightning.at_home import CPU, Net, at_home, loader, natively, trainer_of
+from tests.adapters.lightning.module.home import Regression, batches, trained_alike
 
 
 class Breaks(pl_callbacks.Callback):
@@ -26,6 +27,7 @@ class Breaks(pl_callbacks.Callback):
             raise RuntimeError("broken")
 
 
+MANY: dict[str, Any] = {"save_top_k": -1}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # arguments of ModelCheckpoint, of Lightning's trainer, and of the native one
     "the last epoch": ({}, {}, {}),
@@ -35,25 +37,25 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {},
     ),
-    "every two steps": ({"every_n_train_steps": 2, "save_top_k": -1}, {}, {}),
-    "every step of five batches": (
-        {"every_n_train_steps": 1, "save_top_k": -1},
-        {"accumulate_grad_batches": 5},
-        {"accumulate": 5},
-    ),
-    "every two epochs": ({"every_n_epochs": 2, "save_top_k": -1}, {}, {}),
-    "weights only": ({"every_n_epochs": 2, "save_top_k": -1, "save_last": True, "save_weights_only": True}, {}, {}),
+    "every two steps": ({**MANY, "every_n_train_steps": 2}, {}, {}),
+    "every step of five batches": ({**MANY, "every_n_train_steps": 1}, {"accumulate_grad_batches": 5}, {"accumulate": 5}),
+    "every two epochs": ({**MANY, "every_n_epochs": 2}, {}, {}),
+    "weights only": ({**MANY, "every_n_epochs": 2, "save_last": True, "save_weights_only": True}, {}, {}),
     "the largest training loss": ({"monitor": "train_loss", "mode": "max"}, {}, {}),
     "steps with the last validation": ({"monitor": "val_loss", "every_n_train_steps": 2, "save_top_k": 2}, {}, {}),
-    "by time": ({"train_time_interval": timedelta(0), "save_top_k": -1}, {}, {}),
-    "after validation": ({"save_on_train_epoch_end": False, "monitor": "val_loss", "save_top_k": -1}, {}, {}),
-    "a limit of steps": ({"save_top_k": -1, "save_last": "link"}, {"max_steps": 7}, {"max_steps": 7}),
+    "by time": ({**MANY, "train_time_interval": timedelta(0)}, {}, {}),
+    "after validation": ({**MANY, "save_on_train_epoch_end": False, "monitor": "val_loss"}, {}, {}),
+    "a limit of steps": ({**MANY, "save_last": "link"}, {"max_steps": 7}, {"max_steps": 7}),
     "a name of its own": (
         {"filename": "e{epoch:02d}-l{val_loss:.2f}", "auto_insert_metric_name": False, "monitor": "val_loss"},
         {},
         {},
     ),
 }
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.glob("*"))
 
 
 def content(folder: Path) -> dict[str, dict[str, Any]]:
@@ -125,9 +127,8 @@ def test_top_k_survives_a_resume(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="broken"):
         run("parts", Breaks())
     continued = run("parts")
-    assert {Path(path).name: score for path, score in continued.best_k_models.items()} == {
-        Path(path).name: score for path, score in whole.best_k_models.items()
-    }
+    best = [{Path(path).name: score for path, score in one.best_k_models.items()} for one in (continued, whole)]
+    assert best[0] == best[1]
     assert list(content(tmp_path / "parts" / "files")) == list(content(tmp_path / "whole" / "files"))
 
 
@@ -152,6 +153,52 @@ def test_a_file_on_exception_goes_with_a_good_end(tmp_path: Path) -> None:
     Path(late.ckpt_path).write_bytes(b"of an earlier run")
     natively(Net(), [late])
     assert not Path(late.ckpt_path).exists()
+
+
+# -- values of a LightningModule ---------------------------------------------------------------------------
+
+
+class LogsLate(Regression):
+    """Logs at the end of an epoch, in the hook of the module."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("late", float(self.current_epoch))
+
+
+class Notes(pl_callbacks.Callback):
+    """Logs at the end of an epoch too, and notes which files there are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, list[list[str]]()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.log("noted", -float(trainer.current_epoch))
+        self.files.append(names_in(self.folder))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.files.append(names_in(self.folder))
+
+
+def callbacks_in(folder: Path) -> list[Any]:
+    late = pl_callbacks.ModelCheckpoint(
+        folder, "{epoch}-{late:.0f}-{noted:.0f}", monitor="late", save_top_k=2, save_on_train_epoch_end=True
+    )
+    often = pl_callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    stop = pl_callbacks.EarlyStopping("late", patience=2, check_on_train_epoch_end=True)
+    return [late, stop, often, Notes(folder)]
+
+
+def test_a_callback_monitors_what_the_module_logs_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    home, here = callbacks_in(tmp_path / "home"), callbacks_in(tmp_path / "here")
+    trained_alike(
+        LogsLate, batches(20), max_epochs=9, home={"callbacks": home, "enable_checkpointing": True}, here={"callbacks": here}
+    )
+    assert here[1].stopped_epoch == home[1].stopped_epoch == 2
+    assert names_in(tmp_path / "here") == names_in(tmp_path / "home") != []
+    assert here[3].files == home[3].files  # each file is written after the hooks of the other callbacks
+
+
+# -- predictions -------------------------------------------------------------------------------------------
 
 
 class Writes(pl_callbacks.BasePredictionWriter):

@@ -246,16 +246,6 @@ def test_a_stop_has_the_callback_as_its_author() -> None:
     assert (stop.who, stop.why) == ("Enough", "Enough set trainer.should_stop")
 
 
-def test_errors_name_the_callback_and_not_the_conductor() -> None:
-    class Broken(pl.Callback):
-        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            raise ValueError("a test")
-
-    with pytest.raises(ValueError, match="a test") as caught:
-        native([pl.callbacks.LambdaCallback(on_train_start=lambda trainer, module: None), Broken()])
-    assert caught.value.__notes__[-1].startswith("raised in Broken.on_validation_end (callback 3 of 3)")
-
-
 def test_the_plan_shows_the_hooks_of_lightning() -> None:
     ends = pl.callbacks.LambdaCallback(on_train_epoch_end=lambda trainer, module: None)
     assert "on_train_epoch_end" in str(native_trainer([ends]).plan())

@@ -273,15 +273,6 @@ def test_a_callback_may_shorten_the_run_by_its_state(tmp_path: Path) -> None:
     assert native.rows == home.rows
 
 
-def test_an_error_names_the_callback() -> None:
-    def fail(args: Any, state: Any, control: Any) -> None:
-        raise ValueError("of a test")
-
-    with pytest.raises(ValueError, match="of a test") as caught:
-        here([Recorder(on_optimizer_step=fail)], max_steps=1)
-    assert caught.value.__notes__[0].startswith("raised in Recorder.on_optimizer_step (callback ")
-
-
 def test_explicit_arguments_are_those_of_the_run() -> None:
     seen: dict[str, Any] = {}
 

@@ -14,7 +14,16 @@ from cadenza import Trainer
 from cadenza.callbacks import Checkpoint
 from cadenza.errors import AdapterError
 from cadenza.testing import launch
-from tests.adapters.lightning.module.home import Regression, at_home, batches, lightning, native, native_run, weights
+from tests.adapters.lightning.module.home import (
+    Regression,
+    at_home,
+    batches,
+    lightning,
+    native,
+    native_run,
+    trained_alike,
+    weights,
+)
 from tests.adapters.lightning.module.test_trainer_in_steps import Unfreezes
 
 # -- a GAN ---------------------------------------------------------------------------------------------
@@ -82,23 +91,13 @@ class Gan(lightning.LightningModule):  # type: ignore[misc]
         return [make, judge], [StepLR(make, 1, 0.5), {"scheduler": StepLR(judge, 1, 0.9), "interval": "epoch"}]
 
 
-def test_a_gan_trains_as_in_lightning() -> None:
-    theirs, ours = at_home(Gan, batches(), max_epochs=2), native(Gan, batches(), max_epochs=2)
+def test_a_gan_trains_as_in_lightning_with_the_same_calls_of_hooks() -> None:
+    theirs, ours, run = trained_alike(Gan, max_epochs=2)
     assert len(ours.losses) == 20
-    assert ours.losses == theirs.losses
-    assert torch.equal(weights(ours), weights(theirs))
-    assert ours.trainer.global_step == theirs.trainer.global_step == 40
-
-
-def test_the_loss_of_a_step_is_that_of_its_backward_passes() -> None:
-    module, run = native_run(Gan, batches(), max_epochs=1)
-    assert run.loss is not None
-    assert run.loss.item() == pytest.approx(sum(module.losses[-1]))
-
-
-def test_the_hooks_of_manual_optimization_are_called_as_in_lightning() -> None:
-    theirs, ours = at_home(Gan, batches(12), max_epochs=2), native(Gan, batches(12), max_epochs=2)
     assert ours.calls == theirs.calls
+    assert ours.trainer.global_step == theirs.trainer.global_step == 40
+    assert run.loss is not None
+    assert run.loss.item() == pytest.approx(sum(ours.losses[-1]))  # of all backward passes of the step
 
 
 def test_a_gan_that_continues_in_mid_epoch_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -156,9 +155,7 @@ class WithClosure(Regression):
 
 @pytest.mark.parametrize("make", [Accumulating, WithClosure])
 def test_gradients_stay_between_batches_and_closures_are_called(make: type[Any]) -> None:
-    theirs, ours = at_home(make, batches(), max_epochs=2), native(make, batches(), max_epochs=2)
-    assert ours.losses == theirs.losses
-    assert torch.equal(weights(ours), weights(theirs))
+    trained_alike(make, max_epochs=2)
 
 
 def test_gradients_that_wait_for_their_update_are_in_the_checkpoint(tmp_path: Path) -> None:

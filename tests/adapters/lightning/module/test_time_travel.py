@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Trainer
 from cadenza.callbacks import Capsule, Checkpoint, EarlyStopping, Recover, StopOnNonFinite
 from cadenza.timetravel import replay_capsule, what_if
-from tests.adapters.lightning.module.home import rows
+from tests.adapters.lightning.home import CPU
+from tests.adapters.lightning.module.home import lightning, rows
 
-lightning: Any = pytest.importorskip("lightning", reason="lightning is not installed")
 torchmetrics: Any = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
 BAD = 13
@@ -54,7 +54,7 @@ def trainer_in(directory: Path | None, *callbacks: Any, bad: bool = False) -> Tr
     if bad:
         targets[BAD] = math.nan
     loaders = DataLoader(TensorDataset(inputs, targets), 4), DataLoader(rows(8), 4)
-    arguments: dict[str, Any] = {"directory": directory, "callbacks": callbacks, "device": "cpu", "progress": False}
+    arguments: dict[str, Any] = {"directory": directory, "callbacks": callbacks, **CPU}
     return Trainer.from_lightning(Noted(), loaders, max_epochs=3, **arguments)
 
 

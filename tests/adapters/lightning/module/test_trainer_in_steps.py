@@ -16,8 +16,8 @@ from cadenza import Trainer
 from cadenza.callbacks import Checkpoint, LearningRate, Limit
 from cadenza.errors import CallbackError, DataError
 from cadenza.sinks import Sink
+from tests.adapters.lightning.home import CPU, by_lightning
 from tests.adapters.lightning.module.home import (
-    QUIET,
     Regression,
     at_home,
     batches,
@@ -27,6 +27,7 @@ from tests.adapters.lightning.module.home import (
     native_run,
     rows,
     sgd,
+    trained_alike,
     weights,
 )
 
@@ -98,12 +99,10 @@ def _decaying(self: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [Looks, ByHand])
 def test_the_position_in_the_epoch_is_that_of_lightning(kind: type[Any]) -> None:
-    make = configured(_decaying, kind)
-    theirs, ours = at_home(make, batches(), max_epochs=2), native(make, batches(), max_epochs=2)
+    theirs, ours, _ = trained_alike(configured(_decaying, kind), max_epochs=2)
     assert ours.seen == theirs.seen
     assert [one[0] for one in ours.seen if one[1]].count("training_step") == 2
     assert ours.rates == theirs.rates
-    assert torch.equal(weights(ours), weights(theirs))
 
 
 class Stream(IterableDataset[Any]):
@@ -120,7 +119,7 @@ def test_the_last_batch_of_a_loader_without_a_length_is_not_known() -> None:
 
 def test_two_schedules_of_one_optimizer_are_refused() -> None:
     halved = LearningRate(lambda optimizer: ExponentialLR(optimizer, 0.5), per="epoch")
-    arguments: dict[str, Any] = {"max_epochs": 1, "device": "cpu", "progress": False, "callbacks": [halved]}
+    arguments: dict[str, Any] = {"max_epochs": 1, "callbacks": [halved], **CPU}
     trainer = Trainer.from_lightning(configured(_decaying)(), batches(), **arguments)
     for start in (trainer.plan, trainer.fit):
         with pytest.raises(CallbackError, match=r"LearningRate.*ExponentialLR.*same optimizer\. Keep one"):
@@ -137,7 +136,7 @@ class Logging(Regression):
 
 def test_a_module_that_logs_is_evaluated_before_any_fit() -> None:
     torch.manual_seed(1)
-    trainer = Trainer.from_lightning(Logging(), batches(), max_epochs=1, device="cpu", progress=False)
+    trainer = Trainer.from_lightning(Logging(), batches(), max_epochs=1, **CPU)
     before = trainer.evaluate(batches(8))
     run = trainer.fit()
     assert trainer.evaluate(batches(8)) != before
@@ -150,11 +149,10 @@ def test_a_limit_is_known_when_schedules_are_made() -> None:
         return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, total), "interval": "step"}]
 
     make = configured(one_cycle, Looks)
-    theirs = at_home(make, batches(), max_epochs=2, limit_train_batches=4)
-    ours = native(make, batches(), max_epochs=2, callbacks=[Limit(train=4)])
+    limits: dict[str, Any] = {"home": {"limit_train_batches": 4}, "here": {"callbacks": [Limit(train=4)]}}
+    theirs, ours, _ = trained_alike(make, max_epochs=2, **limits)
     assert ours.rates == theirs.rates
     assert ours.seen == theirs.seen
-    assert torch.equal(weights(ours), weights(theirs))
 
 
 class Drawing(Regression):
@@ -191,12 +189,8 @@ def test_the_experiment_of_the_logger_takes_the_methods_of_a_summary_writer() ->
     _, run = native_run(Drawing, batches(8), max_epochs=1, callbacks=[kept])
     assert run.history.names == ["train/mean", "parts/a", "parts/b", "size"]
     assert run.history["parts/b"] == [(1, 0), (2, 1)]
-    assert {name: type(one).__name__ for name, one in kept.media.items()} == {
-        "note": "Text",
-        "weights": "Histogram",
-        "one": "Image",
-        "row": "Image",
-    }
+    kinds = [(name, type(one).__name__) for name, one in kept.media.items()]
+    assert kinds == [("note", "Text"), ("weights", "Histogram"), ("one", "Image"), ("row", "Image")]
     assert kept.media["one"].pixels.shape == (3, 8, 6)
     assert kept.media["row"].pixels.shape == (1, 4, 15)
 
@@ -236,7 +230,7 @@ def test_the_trainer_is_known_before_the_run(capsys: pytest.CaptureFixture[str],
 
     data = Data()
     theirs, ours = Asks(), Asks()
-    lightning.Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path).fit(theirs, datamodule=data)
+    by_lightning(theirs, data, max_epochs=1, default_root_dir=tmp_path)
     Trainer.from_lightning(ours, data, max_epochs=1, device="cpu:0", directory=tmp_path, progress=False).fit()
     assert ours.seen[3] == torch.device("cpu:0")  # before the module is there
     ours.seen[3] = torch.device("cpu")
@@ -280,8 +274,7 @@ class LeavesOut(Regression):
 
 
 def test_a_module_may_leave_weights_out_of_its_checkpoints(tmp_path: Path) -> None:
-    whole = native(
-        LeavesOut, batches(20), max_epochs=2, directory=tmp_path, callbacks=[Checkpoint("3 steps", keep_last=9)], seed=1
-    )
+    save: dict[str, Any] = {"directory": tmp_path, "callbacks": [Checkpoint("3 steps", keep_last=9)]}
+    whole = native(LeavesOut, batches(20), max_epochs=2, seed=1, **save)
     again, _ = native_run(LeavesOut, batches(20), tmp_path / "checkpoints" / "step-00000003", max_epochs=2, seed=1)
     assert again.losses == whole.losses[3:]

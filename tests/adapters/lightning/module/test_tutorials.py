@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from cadenza import Run, Trainer
 from cadenza.callbacks import Best, Checkpoint, ClipGradients, EarlyStopping, Ema
 from cadenza.compat.lightning import predict, test, validate
-from tests.adapters.lightning.module.home import QUIET, lightning, rows, weights
+from tests.adapters.lightning.home import CPU
+from tests.adapters.lightning.module.home import at_home, lightning, native_run, rows, weights
 from tests.adapters.lightning.module.test_manual import Gan
 
 # -- image classification, with a LightningDataModule --------------------------------------------------
@@ -193,38 +193,11 @@ TUTORIALS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _fit_at_home(make: Callable[[], Any], data: Any) -> Any:
-    torch.manual_seed(1)
-    module, trainer = make(), lightning.Trainer(max_epochs=4, num_sanity_val_steps=0, **QUIET)
-    if isinstance(data, tuple):
-        trainer.fit(module, *data)
-    elif isinstance(data, lightning.LightningDataModule):
-        trainer.fit(module, datamodule=data)
-    else:
-        trainer.fit(module, data)
-    return module
-
-
-def _trainer(make: Callable[[], Any], data: Any, **arguments: Any) -> tuple[Any, Trainer]:
-    torch.manual_seed(1)
-    module = make()
-    given = {"max_epochs": 4, "device": "cpu", "progress": False, **arguments}
-    return module, Trainer.from_lightning(module, data, **given)
-
-
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_it_trains_unchanged(name: str) -> None:
     make, data = TUTORIALS[name]
-    theirs = _fit_at_home(make, data())
-    ours, trainer = _trainer(make, data())
-    run = trainer.fit()
+    theirs = at_home(make, data(), max_epochs=4)
+    ours, run = native_run(make, data(), max_epochs=4)
     assert torch.equal(weights(ours), weights(theirs))
     assert theirs.trainer.global_step == ours.trainer.global_step > 0
     assert run.progress.epoch == 4
@@ -233,9 +206,15 @@ def test_it_trains_unchanged(name: str) -> None:
     assert found == pytest.approx(expected)
 
 
-def test_the_autoencoder_is_tested_and_predicts() -> None:
+def _autoencoder(**arguments: Any) -> tuple[Any, Trainer]:
     make, data = TUTORIALS["autoencoder"]
-    module, trainer = _trainer(make, data())
+    torch.manual_seed(1)
+    module = make()
+    return module, Trainer.from_lightning(module, data(), **CPU, **arguments)
+
+
+def test_the_autoencoder_is_tested_and_predicts() -> None:
+    module, trainer = _autoencoder(max_epochs=4)
     trainer.fit()
     [result] = validate(trainer)
     assert result["val_loss"] == pytest.approx(module.trainer.callback_metrics["val_loss"].item())
@@ -246,14 +225,13 @@ def test_the_autoencoder_is_tested_and_predicts() -> None:
 
 
 def _guarded(directory: Path, **arguments: Any) -> tuple[Any, Run, Trainer]:
-    make, data = TUTORIALS["autoencoder"]
     callbacks = [
         ClipGradients(max_norm=0.5),
         Ema(decay=0.9),
         EarlyStopping("val_loss", "min", patience=2, min_delta=0.03),
         Checkpoint(every="7 steps", keep=Best("val_loss", mode="min")),
     ]
-    module, trainer = _trainer(make, data(), max_epochs=20, directory=directory, callbacks=callbacks, seed=1, **arguments)
+    module, trainer = _autoencoder(max_epochs=20, directory=directory, callbacks=callbacks, seed=1, **arguments)
     return module, trainer.fit(resume="auto"), trainer
 
 

@@ -1,9 +1,10 @@
-"""The attributes of a callback come back from a checkpoint with their types and values."""
+"""The attributes of a callback come back from a checkpoint with their types and values; what cannot be saved is named."""
 
 from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,8 +20,17 @@ from torch import nn
 
 from cadenza.adapters.attributes import changed_since, differing, left_out, plain_attributes, put_back
 from cadenza.adapters.packing import packed, unpacked
+from cadenza.callbacks import Checkpoint
 from cadenza.errors import StateError
 from cadenza.status.plain import decode, encode
+from cadenza.testing import tiny_trainer
+from tests.long import seeds
+
+lightning: Any = pytest.importorskip("lightning", reason="callbacks are those of Lightning: pip install lightning")
+transformers: Any = pytest.importorskip("transformers", reason="and of transformers: pip install transformers")
+keras: Any = pytest.importorskip("keras", reason="and of Keras: pip install keras")
+
+# -- values ------------------------------------------------------------------------------------------------
 
 
 class Phase(Enum):
@@ -110,7 +120,7 @@ def tree(rng: random.Random, depth: int = 3) -> Any:
     )
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", seeds(usual=60, long=300))
 def test_a_value_comes_back_as_it_was(seed: int) -> None:
     value = tree(random.Random(seed))
     before = described(value)
@@ -215,7 +225,122 @@ def test_containers_that_are_left_out_are_known_by_their_length() -> None:
     assert before.keys() == {"locks"}
     vars(kept)["handles"].append(object())
     vars(kept)["locks"].append(Lock())
-    assert {name for name, one in left_out(kept, plain_attributes(kept)).items() if before.get(name) != one} == {
-        "handles",
-        "locks",
-    }
+    after = left_out(kept, plain_attributes(kept))
+    assert {name for name, one in after.items() if before.get(name) != one} == {"handles", "locks"}
+
+
+# -- runs --------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """Attributes as third-party callbacks have them."""
+
+    def prepare(self) -> None:
+        self.draws, self.noise = random.Random(3), np.random.default_rng(3)
+        self.stats = Stats()
+        self.window: deque[float] = deque(maxlen=3)
+        self.by_kind: defaultdict[str, list[int]] = defaultdict(list)
+        self.mean, self.scale = np.zeros(2), np.float32(1)
+        self.best = torch.tensor(float("inf"))
+        self.loss: Any = None
+        self.score: Any = lambda value: value * 2
+        self.lock, self.model, self.itself = Lock(), None, self
+
+    def act(self, model: Any) -> None:
+        with self.lock:
+            self.model = model
+            drawn = self.draws.random() + float(self.noise.normal())
+            self.stats.count += 1
+            self.stats.values.append(self.score(drawn))
+            self.window.append(drawn)
+            self.by_kind["even" if self.stats.count % 2 else "odd"].append(self.stats.count)
+            self.mean += np.array([drawn, 1.0])
+            self.scale *= np.float32(0.9)
+            self.loss = sum(one.sum() for one in model.parameters())  # with its graph
+            self.best = torch.minimum(self.best, self.loss.detach())
+
+    def result(self) -> list[str]:
+        seen = (self.stats, self.window, self.by_kind, self.mean, self.scale, self.best, float(self.loss.detach()))
+        return [repr(one) for one in seen]
+
+
+class KeepsHandles:
+    """Has a list of objects that cannot be saved."""
+
+    def prepare(self) -> None:
+        self.handles: list[Any] = []
+
+    def act(self, model: Any) -> None:
+        self.handles.append(Lock())
+
+
+def of_lightning(base: type[Any]) -> Any:
+    def on_train_batch_end(self: Any, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.trainer = trainer
+        self.act(pl_module)
+
+    return type("OfLightning", (lightning.Callback, base), {"on_train_batch_end": on_train_batch_end})()
+
+
+def of_transformers(base: type[Any]) -> Any:
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        self.args = args
+        self.act(keywords["model"])
+
+    return type("OfTransformers", (transformers.TrainerCallback, base), {"on_step_end": on_step_end})()
+
+
+def of_keras(base: type[Any]) -> Any:
+    class OfKeras(keras.callbacks.Callback):  # type: ignore[misc]
+        """Has the attributes under other names: Keras sets ``model`` itself."""
+
+        def within(self, act: str, *arguments: Any) -> Any:
+            own = base()
+            vars(own).update({name.removeprefix("own_"): one for name, one in vars(self).items() if name.startswith("own_")})
+            result = getattr(own, act)(*arguments)
+            for name, value in vars(own).items():
+                setattr(self, f"own_{name}", value)
+            return result
+
+        def prepare(self) -> None:
+            self.within("prepare")
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.within("act", self.model)
+
+        def result(self) -> Any:
+            return self.within("result")
+
+    return OfKeras()
+
+
+SYSTEMS = [of_lightning, of_transformers, of_keras]
+
+
+def trained(callback: Any, directory: Path, *, epochs: int, resume: Any = False) -> list[Any]:
+    callback.prepare()
+    trainer = tiny_trainer(callbacks=[callback, Checkpoint("1 epoch")], directory=directory, epochs=epochs, seed=1)
+    trainer.fit(resume=resume)
+    return list(callback.result())
+
+
+@pytest.mark.parametrize("of", SYSTEMS)
+def test_a_resumed_run_ends_as_one_that_was_not_cut(of: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = trained(of(Kept), tmp_path / "whole", epochs=2)
+        trained(of(Kept), tmp_path / "cut", epochs=1)
+        assert trained(of(Kept), tmp_path / "cut", epochs=2, resume="auto") == whole
+
+
+@pytest.mark.parametrize("of", SYSTEMS)
+def test_a_list_that_cannot_be_saved_is_named_once(of: Any, tmp_path: Path) -> None:
+    callback = of(KeepsHandles)
+    callback.prepare()
+    with pytest.warns(UserWarning, match="leave out") as told:
+        tiny_trainer(callbacks=[callback, Checkpoint("1 step")], directory=tmp_path).fit()
+    name = f"{type(callback).__name__}.{'own_' if of is of_keras else ''}handles"
+    assert [str(one.message) for one in told] == [
+        f"checkpoints leave out {name}, which changed in the run: it holds objects that cannot be saved. "
+        "After a resume the attribute is that of a new instance."
+    ]
