@@ -1,4 +1,4 @@
-"""The attributes of a callback come back from a checkpoint with their types and values; what cannot be saved is named."""
+"""What callbacks of other systems keep: attributes of all types, and what those of seven systems in one run continue with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from pathlib import Path
@@ -18,13 +18,24 @@ import pytest
 import torch
 from torch import nn
 
+from cadenza import Callback, Run, Trainer, supervised
 from cadenza.adapters.attributes import changed_since, differing, left_out, plain_attributes, put_back
 from cadenza.adapters.packing import packed, unpacked
-from cadenza.callbacks import Checkpoint
+from cadenza.callbacks import Checkpoint, ClipGradients, EarlyStopping, Ema, Evaluate
+from cadenza.compat import accelerated, fastnlp
+from cadenza.compat.accelerated.callbacks import TrainerCallback
+from cadenza.compat.nemo.core.actions import State
+from cadenza.compat.nemo.core.callbacks import NeMoCallback
+from cadenza.compat.nemo10.core import ActionCallback
 from cadenza.errors import StateError
-from cadenza.status.plain import decode, encode
-from cadenza.testing import tiny_trainer
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.status.plain import decode, encode, first_difference
+from cadenza.testing import launch, prove_resume, tiny_loader, tiny_trainer
+from cadenza.testing.results import CLOCKS, results_of, without_clocks
 from tests.long import seeds
+
+# -- attributes --------------------------------------------------------------------------------------------
+
 
 lightning: Any = pytest.importorskip("lightning", reason="callbacks are those of Lightning: pip install lightning")
 transformers: Any = pytest.importorskip("transformers", reason="and of transformers: pip install transformers")
@@ -51,7 +62,7 @@ class Stats:
     values: list[float] = field(default_factory=list)
 
 
-class Callback:
+class Holder:
     """Anything with attributes."""
 
 
@@ -160,7 +171,7 @@ def test_the_copy_shares_no_memory() -> None:
 
 def test_a_tensor_of_a_graph_is_saved_without_it() -> None:
     weight = torch.ones(2, requires_grad=True)
-    kept = Callback()
+    kept = Holder()
     vars(kept).update(loss=(weight * 2).sum(), weight=weight)
     state = plain_attributes(kept)
     assert state["loss"] == 4
@@ -191,7 +202,7 @@ class Unwilling:
     ],
 )  # fmt: skip
 def test_what_cannot_be_saved_is_left_out(value: Any) -> None:
-    kept = Callback()
+    kept = Holder()
     vars(kept).update(value=value, count=3)
     assert plain_attributes(kept) == {"count": 3}
 
@@ -204,7 +215,7 @@ def test_a_class_that_is_gone_is_named() -> None:
 
 
 def test_changes_are_found_and_undone() -> None:
-    kept = Callback()
+    kept = Holder()
     vars(kept).update(a=[1], b=np.zeros(2), c=float("nan"), d=defaultdict(lambda: 7), e=Stats(1), f={"x"}, lock=Lock())
     before, (d, e) = plain_attributes(kept), (vars(kept)["d"], vars(kept)["e"])
     assert changed_since(before, kept) == {}
@@ -219,7 +230,7 @@ def test_changes_are_found_and_undone() -> None:
 
 
 def test_containers_that_are_left_out_are_known_by_their_length() -> None:
-    kept = Callback()
+    kept = Holder()
     vars(kept).update(handles=[], locks=[Lock()], lock=Lock())
     before = left_out(kept, plain_attributes(kept))
     assert before.keys() == {"locks"}
@@ -344,3 +355,208 @@ def test_a_list_that_cannot_be_saved_is_named_once(of: Any, tmp_path: Path) -> N
         f"checkpoints leave out {name}, which changed in the run: it holds objects that cannot be saved. "
         "After a resume the attribute is that of a new instance."
     ]
+
+
+# -- callbacks of all seven systems in one run -------------------------------------------------------------
+
+
+NAMES = ("OfNemo10", "OfNemo", "OfFastnlp", "OfAccelerated", "OfTransformers", "OfLightning", "OfKeras")
+IGNORED = (*CLOCKS, "time_elapsed")  # of Lightning's Timer
+
+
+class Seen:
+    """Notes events with the numbers that they see; the notes of a run that continues go on after those of the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[float]]] = []
+
+    def note(self, event: str, *numbers: Any) -> None:
+        self.seen.append((event, [float(torch.as_tensor(number).detach()) for number in numbers]))
+
+
+class WithState(Seen):
+    """Has the methods of native callbacks for its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self.seen = list(state["seen"])
+
+
+class OfNemo10(WithState, ActionCallback):
+    def on_iteration_end(self) -> None:
+        self.note("iteration", self.step)
+
+    def on_epoch_end(self) -> None:
+        self.note("epoch", self.epoch_num)
+
+
+class OfNemo(WithState, NeMoCallback):
+    def on_step_end(self, state: State) -> None:
+        self.note("step", state["step"], state["tensors"].get_tensor("loss"))
+
+    def on_epoch_end(self, state: State) -> None:
+        self.note("epoch", state["epoch"])
+
+
+class OfFastnlp(Seen, fastnlp.Callback):
+    def on_train_batch_end(self, trainer: Any) -> None:
+        self.note("batch", trainer.global_forward_batches)
+
+    def on_evaluate_end(self, trainer: Any, results: dict[str, Any]) -> None:
+        self.note("evaluate", *results.values())
+
+    def on_save_checkpoint(self, trainer: Any) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def on_load_checkpoint(self, trainer: Any, states: dict[str, Any] | None) -> None:
+        assert states is not None
+        self.seen = states["seen"]
+
+
+class OfAccelerated(WithState, TrainerCallback):
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        self.note("train epoch", trainer.run_history.get_latest_metric("train_loss_epoch"))
+
+    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        self.note("epoch", trainer.run_history.current_epoch)
+
+
+class OfTransformers(Seen, transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.note("step", state.global_step, state.epoch)
+        control.should_log = state.global_step % 4 == 0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        names = ("loss", "train_loss", "grad_norm", "learning_rate", "eval_loss")
+        self.note("log", *(logs[name] for name in names if name in logs))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.note("evaluate", *(value for name, value in metrics.items() if name.endswith("_loss")))
+
+
+class OfLightning(Seen, lightning.Callback):  # type: ignore[name-defined, misc]
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("batch", trainer.global_step, batch_idx, outputs["loss"], pl_module.weight.sum())
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        metrics = dict(sorted(trainer.callback_metrics.items()))
+        self.note(f"validation {' '.join(metrics)}", *metrics.values(), trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.note("epoch", trainer.current_epoch)
+
+
+class OfKeras(Seen, keras.callbacks.Callback):  # type: ignore[name-defined, misc]
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.note("batch", batch, logs["loss"])
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.note("epoch", epoch, logs["loss"], logs.get("val_loss", -1.0), float(self.model.optimizer.learning_rate))
+
+
+def make(directory: Path, **arguments: Any) -> Trainer:
+    """Return a trainer with callbacks of all systems, those that the other systems bring along among them."""
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.zeros_(model.bias)
+    callbacks = [
+        OfTransformers(),
+        OfNemo10(),
+        Ema(0.9),
+        OfLightning(),
+        Evaluate(tiny_loader(4)),
+        Evaluate(tiny_loader(3), every="4 steps", name="often"),
+        lightning.pytorch.callbacks.EarlyStopping("val_loss", patience=20),
+        OfKeras(),
+        keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=10.0),
+        keras.callbacks.EarlyStopping("val_loss", patience=20),
+        OfFastnlp(),
+        EarlyStopping("eval/loss", mode="min", patience=20),
+        OfNemo(),
+        ClipGradients(max_norm=1.0),
+        OfAccelerated(),
+        accelerated.callbacks.EarlyStoppingCallback(early_stopping_patience=20),
+        transformers.PrinterCallback(),
+        lightning.pytorch.callbacks.Timer(),
+        Checkpoint(every="1 epoch"),
+    ]
+    defaults: dict[str, Any] = {"max_epochs": 3, "accumulate": 2, "seed": 7, "driver": "single", "device": "cpu"}
+    return Trainer(
+        model,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        tiny_loader(9),
+        supervised(nn.functional.mse_loss),
+        directory=directory,
+        callbacks=callbacks,
+        progress=False,
+        **{**defaults, **arguments},
+    )
+
+
+def test_each_system_gets_its_events(tmp_path: Path) -> None:
+    run = make(tmp_path).fit()
+    assert run.outcome is not None
+    assert run.outcome.kind == "finished"
+    assert run.progress.step == 15
+    by_name: dict[str, Any] = dict(hooks_of(run).callbacks)
+    kinds = {
+        name: {event.partition(" ")[0] for event, _ in getattr(by_name[name], "callback", by_name[name]).seen} for name in NAMES
+    }
+    assert kinds == {
+        "OfNemo10": {"iteration", "epoch"},
+        "OfNemo": {"step", "epoch"},
+        "OfFastnlp": {"batch", "evaluate"},
+        "OfAccelerated": {"train", "epoch"},
+        "OfTransformers": {"step", "log", "evaluate"},
+        "OfLightning": {"batch", "validation", "epoch"},
+        "OfKeras": {"batch", "epoch"},
+    }
+
+
+def test_it_resumes_bit_for_bit_on_one_process() -> None:
+    prove_resume(make, at=[1, 5, 7], ignore=IGNORED, in_process=True)
+
+
+class _Stop(Callback):
+    """Saves and ends the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Run) -> None:
+        if run.progress.step == self.step:
+            run.save("the run is cut here")
+            run.after_step(self.cut)
+
+    def cut(self) -> None:
+        raise KeyboardInterrupt
+
+
+def _on_two(folder: Path, steps: list[int]) -> list[Any]:
+    """Return the results of a whole run, and those of runs that were cut and continued."""
+    results = []
+    for step in (0, *steps):
+        directory = folder / f"cut-{step}"
+        if step:
+            trainer = make(directory, driver="ddp", device=None)
+            trainer.callbacks.append(_Stop(step))
+            with pytest.raises(KeyboardInterrupt):
+                trainer.fit()
+        trainer = make(directory, driver="ddp", device=None)
+        run = trainer.fit(resume="auto")
+        found = without_clocks(results_of(trainer, run, (Checkpoint,)), IGNORED)
+        del found["records"]
+        if not run.is_main:  # callbacks may see the values of their rank; those of the main process are saved
+            del found["states"]["callbacks"]
+        results.append(found)
+    return results
+
+
+def test_it_resumes_bit_for_bit_on_two_processes(tmp_path: Path) -> None:
+    for found in launch(lambda: _on_two(tmp_path, [1, 5])):
+        whole, *others = found
+        for other in others:
+            assert first_difference(whole, other, "") is None
