@@ -107,13 +107,21 @@ def checkpoints(folder: Path) -> Any:
     return K.CallbackList([best, often])
 
 
+def touching(folder: Path) -> Any:
+    def touch(*number: int, logs: Any) -> None:
+        (folder / f"{number}-{sorted(logs)}").touch()
+
+    return K.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: touch(batch, logs=logs),
+        on_epoch_end=lambda epoch, logs: touch(epoch, logs=logs),
+        on_test_end=lambda logs: touch(logs=logs),
+    )
+
+
 CASES = {
     "Callback": Case(lambda folder: Events(), lambda callback, folder: callback.seen),
     "CallbackList": Case(lambda folder: K.CallbackList([Events()]), lambda callback, folder: callback.callbacks[0].seen),
-    "LambdaCallback": Case(
-        lambda folder: K.LambdaCallback(on_epoch_end=lambda epoch, logs: (folder / f"{epoch}-{sorted(logs)}").touch()),
-        lambda callback, folder: files(folder),
-    ),
+    "LambdaCallback": Case(touching, lambda callback, folder: files(folder)),
     "EarlyStopping": stopping(patience=1, min_delta=1e-3, restore_best_weights=True),
     "EarlyStopping, later": stopping(0.75, patience=2, restore_best_weights=True),
     "EarlyStopping, a baseline": stopping(0.75, patience=1, baseline=0.0, restore_best_weights=True),

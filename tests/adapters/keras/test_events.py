@@ -145,17 +145,6 @@ def test_prediction_and_evaluation_outside_of_a_run_have_their_events() -> None:
     assert torch.equal(torch.cat(parts), predicted)
 
 
-def test_functions_of_a_lambda_callback_are_events() -> None:
-    seen: list[Any] = []
-    callback = K.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: seen.append((batch, logs["loss"] > 0)),
-        on_epoch_end=lambda epoch, logs: seen.append((epoch, sorted(logs))),
-        on_test_end=lambda logs: seen.append(sorted(logs)),
-    )
-    fit_natively([callback], max_epochs=1)
-    assert seen == [*((batch, True) for batch in range(4)), ["loss"], (0, ["loss", "val_loss"])]
-
-
 def test_of_a_class_with_both_names_of_an_event_the_newer_one_decides() -> None:
     class Both(K.Callback):  # type: ignore[misc]
         def __init__(self) -> None:

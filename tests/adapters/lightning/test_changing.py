@@ -202,6 +202,10 @@ def lottery_ticket(folder: Path) -> Any:
     return pl_callbacks.ModelPruning("l1_unstructured", amount=lambda epoch: 0.2, use_lottery_ticket_hypothesis=True)
 
 
+def best_and_last(folder: Path) -> Any:
+    return pl_callbacks.ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True, every_n_train_steps=3)
+
+
 CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "StochasticWeightAveraging": (lambda folder: SWA(0.02, swa_epoch_start=0.5, annealing_epochs=2), {}),
     "StochasticWeightAveraging, linear": (lambda folder: SWA([0.02], swa_epoch_start=2, annealing_strategy="linear"), {}),
@@ -216,6 +220,7 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "ModelPruning, after validation": (pruning_after_validation, {}),
     "ModelPruning, lottery ticket": (lottery_ticket, {}),
     "GradientAccumulationScheduler": (lambda folder: pl_callbacks.GradientAccumulationScheduler({0: 5, 2: 1}), {}),
+    "ModelCheckpoint": (best_and_last, {}),
     "PeriodicCheckpoint": (PeriodicCheckpoint, {}),
     "Shadow": (Shadow, {}),
     "GradualUnfreezing": (GradualUnfreezing, {}),
@@ -313,17 +318,13 @@ def test_a_finetuning_callback_freezes_once(tmp_path: Path) -> None:
 
 # -- two processes: as on one with the batches of both -----------------------------------------------------
 
+SAME = (
+    *("ModelCheckpoint", "StochasticWeightAveraging", "WeightAveraging", "WeightAveraging, by epoch", "EMAWeightAveraging"),
+    *("BaseFinetuning", "BackboneFinetuning", "ModelPruning", "GradientAccumulationScheduler"),
+)
 ON_TWO: dict[str, Make] = {
-    "ModelCheckpoint": lambda folder: pl_callbacks.ModelCheckpoint(
-        folder, monitor="val_loss", save_top_k=2, save_last=True, every_n_train_steps=3
-    ),
     "OnExceptionCheckpoint": pl_callbacks.OnExceptionCheckpoint,
-} | {
-    name: CASES[name][0]
-    for name in (
-        *("StochasticWeightAveraging", "WeightAveraging", "WeightAveraging, by epoch", "EMAWeightAveraging"),
-        *("BaseFinetuning", "BackboneFinetuning", "ModelPruning", "GradientAccumulationScheduler"),
-    )
+    **{name: CASES[name][0] for name in SAME},
 }
 RESUMED = ("ModelCheckpoint", "StochasticWeightAveraging", "WeightAveraging", "BackboneFinetuning", "ModelPruning")
 

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Trainer
-from cadenza.callbacks import Checkpoint
 from cadenza.compat.lightning import checkpoint_facts, load_weights, predict
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, CheckpointMismatchError
 from tests.adapters.lightning.at_home import CPU, Net, at_home, loader, natively, trainer_of
@@ -122,23 +121,6 @@ def test_lightning_continues_from_a_file_of_a_native_run(tmp_path: Path) -> None
     trainer.fit(continued, loader(), loader(6, 1), ckpt_path=str(tmp_path / "here" / "epoch=1-step=10.ckpt"))
     assert trainer.global_step == 15
     assert alike(dict(continued.state_dict()), dict(whole.state_dict()))
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_top_k_survives_a_resume(tmp_path: Path) -> None:
-    def run(folder: str, *others: Any) -> Any:
-        best = pl_callbacks.ModelCheckpoint(dirpath=tmp_path / folder / "files", monitor="train_loss", save_top_k=2)
-        trainer = trainer_of(Net(), [best, *others, Checkpoint("1 step")], directory=tmp_path / folder)
-        trainer.fit(resume="auto")
-        return best
-
-    whole = run("whole")
-    with pytest.raises(RuntimeError, match="broken"):
-        run("parts", Breaks())
-    continued = run("parts")
-    best = [{Path(path).name: score for path, score in one.best_k_models.items()} for one in (continued, whole)]
-    assert best[0] == best[1]
-    assert list(content(tmp_path / "parts" / "files")) == list(content(tmp_path / "whole" / "files"))
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")

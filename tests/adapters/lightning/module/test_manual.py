@@ -109,20 +109,6 @@ def test_a_gan_trains_as_in_lightning_with_the_same_calls_of_hooks() -> None:
     assert run.loss.item() == pytest.approx(sum(ours.losses[-1]))  # of all backward passes of the step
 
 
-def test_a_gan_that_continues_in_mid_epoch_ends_with_the_same_bits(tmp_path: Path) -> None:
-    whole, _ = native_run(Gan, batches(), max_epochs=2, seed=1)
-    save: dict[str, Any] = {"directory": tmp_path, "callbacks": [Checkpoint(every="7 steps")], "seed": 1}
-    first, run = native_run(Gan, batches(), max_steps=7, **save)
-    assert (run.progress.step, first.trainer.global_step) == (7, 14)
-    again, run = native_run(Gan, batches(), resume="auto", max_epochs=2, **save)
-    assert (run.progress.step, again.trainer.global_step) == (20, 40)
-    assert torch.equal(weights(again), weights(whole))
-    assert again.losses == whole.losses[7:]
-
-
-# -- other uses ----------------------------------------------------------------------------------------
-
-
 class Accumulating(Regression):
     """Updates after every third batch, keeps its gradients in between, and closes over a second backward pass."""
 
@@ -140,6 +126,23 @@ class Accumulating(Regression):
             optimizer.zero_grad()
         self.losses.append(loss.item())
         return {"loss": loss, "rows": len(x)}
+
+
+@pytest.mark.parametrize(("make", "steps", "updates"), [(Gan, 7, 14), (Accumulating, 4, 1)])
+def test_a_run_that_continues_in_mid_epoch_ends_with_the_same_bits(
+    make: type[Any], steps: int, updates: int, tmp_path: Path
+) -> None:
+    whole = native(make, batches(), max_epochs=2, seed=1)
+    save: dict[str, Any] = {"directory": tmp_path, "callbacks": [Checkpoint(every=f"{steps} steps")], "seed": 1}
+    first, run = native_run(make, batches(), max_steps=steps, **save)
+    assert (run.progress.step, first.trainer.global_step) == (steps, updates)
+    again, run = native_run(make, batches(), resume="auto", max_epochs=2, **save)
+    assert (run.progress.step, again.trainer.global_step) == (20, whole.trainer.global_step)
+    assert torch.equal(weights(again), weights(whole))
+    assert again.losses == whole.losses[steps:]
+
+
+# -- other uses ----------------------------------------------------------------------------------------
 
 
 class WithClosure(Regression):
@@ -165,15 +168,6 @@ class WithClosure(Regression):
 @pytest.mark.parametrize("make", [Accumulating, WithClosure])
 def test_gradients_stay_between_batches_and_closures_are_called(make: type[Any]) -> None:
     trained_alike(make, max_epochs=2)
-
-
-def test_gradients_that_wait_for_their_update_are_in_the_checkpoint(tmp_path: Path) -> None:
-    whole = native(Accumulating, batches(), max_epochs=2, seed=1)
-    save: dict[str, Any] = {"directory": tmp_path, "callbacks": [Checkpoint(every="4 steps")], "seed": 1}
-    native(Accumulating, batches(), max_steps=4, **save)
-    again, _ = native_run(Accumulating, batches(), resume="auto", max_epochs=2, **save)
-    assert again.losses == whole.losses[4:]
-    assert torch.equal(weights(again), weights(whole))
 
 
 def test_what_belongs_to_automatic_optimization_is_refused() -> None:
@@ -375,36 +369,10 @@ class Autoencoder(lightning.LightningModule):  # type: ignore[misc]
         return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"}
 
 
-# -- several loaders -----------------------------------------------------------------------------------
-
-
-class TwoSources(lightning.LightningModule):  # type: ignore[misc]
-    """Labelled and unlabelled data in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        x, y = batch["labelled"]
-        unlabelled, _ = batch["unlabelled"]
-        loss: torch.Tensor = functional.mse_loss(self.net(x), y) + 0.1 * self.net(unlabelled).square().mean()
-        self.log("train_loss", loss, batch_size=len(x))
-        return loss
-
-    def train_dataloader(self) -> Any:
-        return {"labelled": DataLoader(rows(12), 4), "unlabelled": DataLoader(rows(40, seed=1), 8)}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.05)
-
-
 TUTORIALS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "classification": (Classifier, Digits),
-    "GAN": (Gan, lambda: DataLoader(rows(), 4)),
     "language model": (LanguageModel, lambda: DataLoader(Alphabet(), 8)),
     "autoencoder": (Autoencoder, lambda: (DataLoader(rows(40), 4), DataLoader(rows(20, seed=1), 5))),
-    "several loaders": (TwoSources, lambda: None),
 }
 
 
