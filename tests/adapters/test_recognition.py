@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cadenza import Callback, Trainer
-from cadenza.adapters.recognition import adapt, adapted, base_of
+from cadenza.adapters.recognition import adapt, adapted
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
 from cadenza.errors import CallbackError
 from cadenza.hooks.dispatch import hooks_of
@@ -80,13 +80,6 @@ def test_an_instance_stands_among_native_callbacks(kind: Any) -> None:
     assert listed == ["Native", kind.__name__, "Native#2"]
     tiny_run(callbacks=[foreign])
     assert foreign.seen == 10  # an instance may serve several trainers
-
-
-def test_the_base_class_is_found_of_classes_and_instances() -> None:
-    assert base_of(OfKeras) is base_of(OfKeras()) is keras.callbacks.Callback
-    assert base_of(Derived) is lightning.Callback
-    assert base_of(OfPytorchLightning) is pytorch_lightning.Callback
-    assert base_of(Own()) is base_of(Callback) is base_of(EarlyStopping) is None
 
 
 @pytest.mark.parametrize("kind", CLASSES)

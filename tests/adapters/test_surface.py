@@ -349,7 +349,8 @@ def test_what_is_absent_is_named_with_the_replacement() -> None:
         ("sets", "trainer.globl_step", False),
     ]
     assert list(read(Wrong).notes()) == [
-        "! Wrong reads trainer.tuner in on_train_start. Put cadenza.callbacks.FindLearningRate or FindBatchSize into callbacks.",
+        "! Wrong reads trainer.tuner in on_train_start. "
+        "Put cadenza.callbacks.FindLearningRate or FindBatchSize into callbacks.",
         "! Wrong sets trainer.global_step in on_train_start. A native run only lets it be read.",
         "! Wrong reads trainer.globl_step in on_train_start. Did you mean 'global_step'?",
     ]

@@ -380,13 +380,8 @@ def test_torchs_own_sparsity_callbacks_run() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 2, bias=False))
     callbacks: list[Any] = [after, during]
     settings_of_run: dict[str, Any] = {"max_epochs": 2, "progress": False, "callbacks": callbacks}
-    Trainer(
-        model,
-        with_lightning.optimizer_of,
-        with_lightning.batches_of(2),
-        lambda model, batch: model(batch[0]).square().mean(),
-        **settings_of_run,
-    ).fit()
+    batches, optimizer = with_lightning.batches_of(2), with_lightning.optimizer_of
+    Trainer(model, optimizer, batches, lambda model, batch: model(batch[0]).square().mean(), **settings_of_run).fit()
     assert after.sparsified is not None
     assert not any(one.any() for one in after.sparsified.parameters())
     assert all(one.any() for one in model.parameters())

@@ -55,8 +55,8 @@ class HeadFirst(pl_callbacks.BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.01)
 
 
-class PeriodicCheckpoint(pl_callbacks.ModelCheckpoint):
-    """Saves every n steps, and removes the file before."""
+class PeriodicFiles(pl_callbacks.ModelCheckpoint):
+    """Saves every n steps, and removes the file before; writes the plain weights of each epoch, on the main process."""
 
     def __init__(self, dirpath: Path, n: int = 4) -> None:
         super().__init__(dirpath)
@@ -67,6 +67,10 @@ class PeriodicCheckpoint(pl_callbacks.ModelCheckpoint):
             folder = Path(str(self.dirpath))
             trainer.save_checkpoint(folder / f"latest-{pl_module.global_step}.ckpt")
             (folder / f"latest-{pl_module.global_step - self.every}.ckpt").unlink(missing_ok=True)
+
+    @rank_zero_only
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        torch.save(pl_module.state_dict(), Path(str(self.dirpath)) / f"weights-{pl_module.current_epoch}.ckpt")
 
 
 class Shadow(pl_callbacks.Callback):
@@ -125,17 +129,6 @@ class GradualUnfreezing(pl_callbacks.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.unfrozen = state_dict["unfrozen"]
-
-
-class WeightsByEpoch(pl_callbacks.Callback):
-    """Writes the plain weights of each epoch, on the main process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @rank_zero_only
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        torch.save(pl_module.state_dict(), self.folder / f"weights-{pl_module.current_epoch}.ckpt")
 
 
 class CutWeights(pl_callbacks.Callback):
@@ -221,10 +214,9 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "ModelPruning, lottery ticket": (lottery_ticket, {}),
     "GradientAccumulationScheduler": (lambda folder: pl_callbacks.GradientAccumulationScheduler({0: 5, 2: 1}), {}),
     "ModelCheckpoint": (best_and_last, {}),
-    "PeriodicCheckpoint": (PeriodicCheckpoint, {}),
+    "PeriodicFiles": (PeriodicFiles, {}),
     "Shadow": (Shadow, {}),
     "GradualUnfreezing": (GradualUnfreezing, {}),
-    "WeightsByEpoch": (WeightsByEpoch, {}),
     "CutWeights": (CutWeights, {}),
     "LargerSteps": (LargerSteps, {}),
 }
@@ -331,7 +323,7 @@ RESUMED = ("ModelCheckpoint", "StochasticWeightAveraging", "WeightAveraging", "B
 
 def train(folder: Path, make: Make, *others: Any, norm: bool = False, **arguments: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the weights at the end, and the names of the files."""
-    module, saves = Net(norm), Checkpoint("3 steps")
+    module, saves = Net(norm), Checkpoint("6 steps")
     callbacks = [make(folder / "files"), *others, saves]
     trainer_of(module, callbacks, directory=folder / "run", max_epochs=3, **arguments).fit(resume="auto")
     return dict(module.state_dict()), names_in(folder)
@@ -375,7 +367,7 @@ def own_monitors(folder: Path, *others: Any) -> list[str]:
     """Train a LightningModule, each rank of which monitors its own values; return the names of the files."""
     best = pl_callbacks.ModelCheckpoint(folder / "files", monitor="val_loss", save_top_k=2)
     arguments: dict[str, Any] = {"driver": DdpDriver("cpu"), "directory": folder / "run", "progress": False, "seed": 1}
-    callbacks, data = [*others, best, Checkpoint("1 step")], (loader(16), loader(16, 1))
+    callbacks, data = [*others, best, Checkpoint("3 steps")], (loader(16), loader(16, 1))
     Trainer.from_lightning(Apart(), data, callbacks=callbacks, max_epochs=4, **arguments).fit(resume="auto")
     return names_in(folder)
 

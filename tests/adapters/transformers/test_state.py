@@ -180,14 +180,8 @@ def test_the_view_answers_with_values_of_the_run(tmp_path: Path) -> None:
         assert args.to_sanitized_dict()["train_batch_size"] == 2
         assert dataclasses.asdict(args)["gradient_accumulation_steps"] == 2  # ClearMLCallback reads the fields
 
-    callbacks = [
-        evaluate("1 epoch"),
-        Checkpoint("4 steps"),
-        BestWeights("eval/loss", "min"),
-        LogTraining(5),
-        Recorder(on_train_begin=read),
-    ]
-    here(callbacks, max_epochs=2, accumulate=2, directory=tmp_path / "run")
+    native = [evaluate("1 epoch"), Checkpoint("4 steps"), BestWeights("eval/loss", "min"), LogTraining(5)]
+    here([*native, Recorder(on_train_begin=read)], max_epochs=2, accumulate=2, directory=tmp_path / "run")
     wanted = {
         "output_dir": str(tmp_path / "run"),
         "run_name": "run",
@@ -278,15 +272,8 @@ def test_explicit_arguments_are_those_of_the_run() -> None:
 
     class Explicit(TrainerCallback):  # type: ignore[misc]
         def on_step_end(
-            self,
-            args: Any,
-            state: Any,
-            control: Any,
-            model: Any = None,
-            optimizer: Any = None,
-            lr_scheduler: Any = None,
-            **_: Any,
-        ) -> None:
+            self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
+        ) -> Any:
             seen.update(model=model, optimizer=optimizer, lr=lr_scheduler.get_last_lr())
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, eval_dataloader: Any = None, **_: Any) -> None:

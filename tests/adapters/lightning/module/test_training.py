@@ -119,17 +119,14 @@ class OwnClipping(Regression):
         self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
 
 
-def by_value() -> dict[str, Any]:
-    return {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}
-
-
+BY_VALUE = {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}
 SETTINGS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     # a module, and arguments of Lightning's trainer and of the native one
     "two batches a step": (configured(FORMS["a dict with a config"]), {"accumulate_grad_batches": 2}, {"accumulate": 2}),
     "five batches a step": (configured(FORMS["a dict with a config"]), {"accumulate_grad_batches": 5}, {"accumulate": 5}),
     "clipping": (Regression, {"gradient_clip_val": 0.1}, {"callbacks": [ClipGradients(max_norm=0.1)]}),
     "clipping by the module": (ClipsLate, {"gradient_clip_val": 0.01}, {"callbacks": [ClipGradients(max_norm=0.01)]}),
-    "by value": (ClipsLate, by_value(), {"callbacks": [ClipGradients(max_value=0.001)]}),
+    "by value": (ClipsLate, BY_VALUE, {"callbacks": [ClipGradients(max_value=0.001)]}),
     "overrides": (OwnClipping, {}, {}),
     "overrides, five batches a step": (OwnClipping, {"accumulate_grad_batches": 5}, {"accumulate": 5}),
     "bf16": (Regression, {"precision": "bf16-mixed"}, {"precision": "bf16"}),
@@ -257,40 +254,36 @@ def test_an_override_of_optimizer_step_sets_the_rate_and_leaves_out_updates() ->
     trained_alike(Warm, max_epochs=2)
 
 
-class KeepsGradients(Regression):
+class Norms(lightning.Callback):  # type: ignore[misc]
     """Notes the norm of a gradient in hooks after the update; Lightning keeps gradients until the next batch."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def note(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.norms.append(float(module.net[0].weight.grad.norm()))
+
+    on_train_batch_end = on_train_epoch_end = note
+
+
+class KeepsNorms(Regression):
+    """Notes them too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norms: list[float] = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def note(self, *_: Any) -> None:
         self.norms.append(float(self.net[0].weight.grad.norm()))
 
-    def on_train_epoch_end(self) -> None:
-        self.norms.append(float(self.net[0].weight.grad.norm()))
-
-
-class Norms(lightning.Callback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.norms.append(float(module.net[0].weight.grad.norm()))
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.norms.append(float(module.net[0].weight.grad.norm()))
+    on_train_batch_end = on_train_epoch_end = note
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_callbacks_and_modules_read_the_gradients_of_the_last_update(accumulate: int) -> None:
     home, here = Norms(), Norms()
-    theirs, ours, _ = trained_alike(
-        KeepsGradients,
-        max_epochs=2,
-        home={"callbacks": [home], "accumulate_grad_batches": accumulate},
-        here={"callbacks": [here], "accumulate": accumulate},
-    )
+    arguments = {"callbacks": [home], "accumulate_grad_batches": accumulate}, {"callbacks": [here], "accumulate": accumulate}
+    theirs, ours, _ = trained_alike(KeepsNorms, max_epochs=2, home=arguments[0], here=arguments[1])
     assert here.norms == home.norms
     assert ours.norms == theirs.norms
     assert len(here.norms) == 22
