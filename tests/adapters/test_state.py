@@ -220,11 +220,11 @@ class Kept:
         self.best = torch.tensor(float("inf"))
         self.loss: Any = None
         self.score: Any = lambda value: value * 2
-        self.lock, self.model, self.itself = Lock(), None, self
+        self.lock, self.network, self.itself = Lock(), None, self
 
     def act(self, model: Any) -> None:
         with self.lock:
-            self.model = model
+            self.network = model
             drawn = self.draws.random() + float(self.noise.normal())
             self.stats.count += 1
             self.stats.values.append(self.score(drawn))
@@ -267,27 +267,10 @@ def of_transformers(base: type[Any]) -> Any:
 
 
 def of_keras(base: type[Any]) -> Any:
-    class OfKeras(keras.callbacks.Callback):  # type: ignore[misc]
-        """Has the attributes under other names: Keras sets ``model`` itself."""
+    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
+        self.act(self.model)
 
-        def within(self, act: str, *arguments: Any) -> Any:
-            own = base()
-            vars(own).update({name.removeprefix("own_"): one for name, one in vars(self).items() if name.startswith("own_")})
-            result = getattr(own, act)(*arguments)
-            for name, value in vars(own).items():
-                setattr(self, f"own_{name}", value)
-            return result
-
-        def prepare(self) -> None:
-            self.within("prepare")
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.within("act", self.model)
-
-        def result(self) -> Any:
-            return self.within("result")
-
-    return OfKeras()
+    return type("OfKeras", (keras.callbacks.Callback, base), {"on_train_batch_end": on_train_batch_end})()
 
 
 SYSTEMS = [of_lightning, of_transformers, of_keras]
@@ -315,7 +298,7 @@ def test_a_list_that_cannot_be_saved_is_named_once(of: Any, tmp_path: Path) -> N
     callback.prepare()
     with pytest.warns(UserWarning, match="leave out") as told:
         tiny_trainer(callbacks=[callback, Checkpoint("1 step")], directory=tmp_path).fit()
-    name = f"{type(callback).__name__}.{'own_' if of is of_keras else ''}handles"
+    name = f"{type(callback).__name__}.handles"
     assert [str(one.message) for one in told] == [
         f"checkpoints leave out {name}, which changed in the run: it holds objects that cannot be saved. "
         "After a resume the attribute is that of a new instance."

@@ -24,7 +24,7 @@ from cadenza.drivers import DdpDriver, FsdpDriver
 from cadenza.errors import AdapterError, DistributedError
 from cadenza.run import Run
 from cadenza.testing import launch
-from tests.adapters.lightning.at_home import CPU, BreaksAt, Net, at_home, loader, mean_error, same, trainer_of
+from tests.adapters.lightning.home import CPU, BreaksAt, Net, loader, mean_error, net_at_home, same, trainer_of
 
 SWA = pl_callbacks.StochasticWeightAveraging
 Make = Callable[[Path], Any]
@@ -260,7 +260,7 @@ def test_a_callback_has_its_effect_and_resumes_to_the_same_bits(name: str, modul
     (tmp_path / "home" / "files").mkdir(parents=True)
     make, given = CASES[name]
     expected, seen_at_home = Net(**given), Seen()
-    at_home(expected, [make(tmp_path / "home" / "files"), seen_at_home], tmp_path, max_epochs=EPOCHS)
+    net_at_home(expected, [make(tmp_path / "home" / "files"), seen_at_home], tmp_path, max_epochs=EPOCHS)
 
     whole, *others = trained(name, tmp_path / "whole", module=module)
     assert same(whole, expected)
@@ -300,7 +300,7 @@ def test_a_finetuning_callback_freezes_once(tmp_path: Path) -> None:
             super().freeze_before_training(pl_module)
 
     theirs, ours = Counts(), Counts()
-    at_home(Net(), [theirs], tmp_path, max_epochs=1)
+    net_at_home(Net(), [theirs], tmp_path, max_epochs=1)
     trainer = trainer_of(Net(), [ours], max_epochs=1)
     trainer.fit()
     assert ours.frozen == theirs.frozen == 1
@@ -397,7 +397,7 @@ def on_both(folder: Path) -> dict[str, Any]:
 
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     first, second = launch(lambda: on_both(tmp_path / "both"))
-    one: dict[str, Any] = {"loader": loader(16, batch_size=4), "driver": CPU["driver"]}
+    one: dict[str, Any] = {"loader": loader(16, batch_size=4), "driver": "single"}
     for name, make in ON_TWO.items():
         weights, files = first[name]
         assert all(torch.equal(weights[key], second[name][0][key]) for key in weights), name

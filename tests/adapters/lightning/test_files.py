@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Trainer
 from cadenza.compat.lightning import checkpoint_facts, load_weights, predict
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, CheckpointMismatchError
-from tests.adapters.lightning.at_home import CPU, Net, at_home, loader, natively, trainer_of
-from tests.adapters.lightning.home import by_lightning
+from tests.adapters.lightning.home import CPU, Net, by_lightning, loader, natively, net_at_home, trainer_of
 from tests.adapters.lightning.module.home import Regression, batches, trained_alike
 
 # -- files that callbacks write ----------------------------------------------------------------------------
@@ -92,7 +91,7 @@ def test_model_checkpoint_writes_the_files_of_lightning(name: str, tmp_path: Pat
     given, of_lightning, of_cadenza = CASES[name]
     home = pl_callbacks.ModelCheckpoint(dirpath=tmp_path / "home", **given)
     here = pl_callbacks.ModelCheckpoint(dirpath=tmp_path / "here", **given)
-    at_home(Net(), [home], tmp_path, **of_lightning)
+    net_at_home(Net(), [home], tmp_path, **of_lightning)
     natively(Net(), [here], **of_cadenza)
 
     expected, written = content(tmp_path / "home"), content(tmp_path / "here")
@@ -115,8 +114,8 @@ def test_lightning_continues_from_a_file_of_a_native_run(tmp_path: Path) -> None
     native = pl_callbacks.ModelCheckpoint(dirpath=tmp_path / "here", save_top_k=-1)
     natively(Net(), [native], max_epochs=2)
     whole, continued = Net(), Net()
-    at_home(whole, [], tmp_path)
-    trainer = at_home(continued, [], tmp_path, max_epochs=0)
+    net_at_home(whole, [], tmp_path)
+    trainer = net_at_home(continued, [], tmp_path, max_epochs=0)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(continued, loader(), loader(6, 1), ckpt_path=str(tmp_path / "here" / "epoch=1-step=10.ckpt"))
     assert trainer.global_step == 15
@@ -130,7 +129,7 @@ def test_a_file_is_written_after_an_error(tmp_path: Path) -> None:
         model = pl_callbacks.ModelCheckpoint(tmp_path / folder, save_on_exception=True, save_top_k=-1)
         callbacks = [late, model, Breaks()]
         with pytest.raises(RuntimeError, match="broken"):
-            at_home(Net(), callbacks, tmp_path) if folder == "home" else natively(Net(), callbacks)
+            net_at_home(Net(), callbacks, tmp_path) if folder == "home" else natively(Net(), callbacks)
 
     train("home")
     train("here")
@@ -207,25 +206,12 @@ class Writes(pl_callbacks.BasePredictionWriter):
         self.written.append(([one.tolist() for one in predictions], batch_indices))
 
 
-class Plain(nn.Module):
-    """The same task without Lightning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        net = Net()
-        self.backbone, self.head = net.backbone, net.head
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.head(self.backbone(inputs))
-        return outputs
-
-
 def test_a_writer_gets_the_predictions_and_the_indices_of_their_samples(tmp_path: Path) -> None:
     home, here, plain = Writes(), Writes(), Writes()
-    trainer = at_home(Net(), [home], tmp_path, max_epochs=0)
+    trainer = net_at_home(Net(), [home], tmp_path, max_epochs=0)
     trainer.predict(Net(), loader(5))
     trainer_of(Net(), [here]).predict(loader(5), compute=lambda model, batch: model(batch[0]))
-    trainer_of(Plain(), [plain]).predict(loader(5), compute=lambda model, batch: model(batch[0]))
+    trainer_of(nn.Sequential(*Net().children()), [plain]).predict(loader(5), compute=lambda model, batch: model(batch[0]))
     own = Writes()
     predict(Trainer.from_lightning(Net(), loader(), callbacks=[own], max_epochs=1, **CPU), loader(5))
     assert len(home.written) == 4

@@ -159,28 +159,12 @@ class OnSecondRank(TrainerCallback):  # type: ignore[misc]
             setattr(control, self.flag, True)
 
 
-class Saw(TrainerCallback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.seen: Seen = []
-
-    def on_log(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        self.seen.append(("log", state.global_step))
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        self.seen.append(("evaluation", state.global_step))
-
-    def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        self.seen.append(("save", state.global_step))
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        self.seen.append(("epoch", state.global_step))
-
-
 def with_flag(folder: Path, flag: str) -> tuple[Seen, list[str]]:
-    saw = Saw()
-    parts = [evaluate("99 steps"), Checkpoint("99 steps"), Arguments(logging_steps=99), OnSecondRank(flag), saw]
+    recorder = Recorder()
+    parts = [evaluate("99 steps"), Checkpoint("99 steps"), Arguments(logging_steps=99), OnSecondRank(flag), recorder]
     run = here(parts, samples=20, max_epochs=1, directory=folder / flag)
-    return saw.seen, [one.who for one in run.decisions if one.when.step == 3]
+    seen = [row[:2] for row in recorder.rows if row[0] in ("on_log", "on_evaluate", "on_save", "on_epoch_end")]
+    return seen, [one.who for one in run.decisions if one.when.step == 3]
 
 
 def with_classes(folder: Path) -> dict[str, Any]:
@@ -219,11 +203,12 @@ def test_two_processes_act_alike(tmp_path: Path) -> None:
 
     seen = {flag: events for flag, (events, _) in flags.items()}
     assert seen == {flag: events for flag, (events, _) in others.items()}
-    end = [("epoch", 5), ("save", 5), ("log", 5)]
-    assert seen["should_training_stop"] == seen["should_epoch_stop"] == [("epoch", 4), ("save", 4), ("log", 4)]  # a step later
-    assert seen["should_save"] == [("save", 3), *end]
-    assert seen["should_log"] == [("log", 3), *end]
-    assert seen["should_evaluate"] == [("log", 3), ("evaluation", 3), *end]
+    end = [("on_epoch_end", 5), ("on_save", 5), ("on_log", 5)]
+    a_step_later = [("on_epoch_end", 4), ("on_save", 4), ("on_log", 4)]
+    assert seen["should_training_stop"] == seen["should_epoch_stop"] == a_step_later
+    assert seen["should_save"] == [("on_save", 3), *end]
+    assert seen["should_log"] == [("on_log", 3), *end]
+    assert seen["should_evaluate"] == [("on_log", 3), ("on_evaluate", 3), *end]
     assert "OnSecondRank on rank 1" in flags["should_evaluate"][1]
 
     assert first == second

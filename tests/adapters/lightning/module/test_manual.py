@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Run, Trainer
 from cadenza.callbacks import Best, Checkpoint, ClipGradients, EarlyStopping, Ema
@@ -288,52 +288,6 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-# -- a language model ----------------------------------------------------------------------------------
-
-
-class Alphabet(Dataset[torch.Tensor]):
-    """Pieces of a text, as numbers of letters."""
-
-    def __init__(self, length: int = 12) -> None:
-        text = "the quick brown fox jumps over the lazy dog and runs into the dark wood " * 6
-        self.tokens = torch.tensor([0 if one == " " else ord(one) - 96 for one in text])
-        self.length = length
-
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.tokens[index * self.length : (index + 1) * self.length + 1]
-
-
-class LanguageModel(lightning.LightningModule):  # type: ignore[misc]
-    """A transformer that predicts the next letter."""
-
-    def __init__(self, width: int = 16, length: int = 12) -> None:
-        super().__init__()
-        self.embedding, self.position = nn.Embedding(27, width), nn.Embedding(length, width)
-        layer = nn.TransformerEncoderLayer(width, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 27)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
-
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        inputs, targets = batch[:, :-1], batch[:, 1:]
-        hidden = self.embedding(inputs) + self.position(torch.arange(inputs.shape[1], device=self.device))
-        logits = self.head(self.encoder(hidden, mask=self.mask, is_causal=True))
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        decayed = [one for one in self.parameters() if one.ndim > 1]
-        others = [one for one in self.parameters() if one.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, 1e-2)
-        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
-        return [optimizer], [{"scheduler": warmup, "interval": "step"}]
-
-
 # -- an autoencoder ------------------------------------------------------------------------------------
 
 
@@ -345,7 +299,7 @@ class Autoencoder(lightning.LightningModule):  # type: ignore[misc]
         self.encoder = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         self.decoder = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 4))
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+    def training_step(self, batch: Any) -> dict[str, torch.Tensor]:
         return {"loss": self._shared(batch, "train")}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -371,7 +325,6 @@ class Autoencoder(lightning.LightningModule):  # type: ignore[misc]
 
 TUTORIALS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "classification": (Classifier, Digits),
-    "language model": (LanguageModel, lambda: DataLoader(Alphabet(), 8)),
     "autoencoder": (Autoencoder, lambda: (DataLoader(rows(40), 4), DataLoader(rows(20, seed=1), 5))),
 }
 
