@@ -34,9 +34,6 @@ from cadenza.testing import launch, prove_resume, tiny_loader, tiny_trainer
 from cadenza.testing.results import CLOCKS, results_of, without_clocks
 from tests.long import seeds
 
-# -- attributes --------------------------------------------------------------------------------------------
-
-
 lightning: Any = pytest.importorskip("lightning", reason="callbacks are those of Lightning: pip install lightning")
 transformers: Any = pytest.importorskip("transformers", reason="and of transformers: pip install transformers")
 keras: Any = pytest.importorskip("keras", reason="and of Keras: pip install keras")
@@ -307,7 +304,6 @@ def test_a_list_that_cannot_be_saved_is_named_once(of: Any, tmp_path: Path) -> N
 
 # -- callbacks of all seven systems in one run -------------------------------------------------------------
 
-
 NAMES = ("OfNemo10", "OfNemo", "OfFastnlp", "OfAccelerated", "OfTransformers", "OfLightning", "OfKeras")
 IGNORED = (*CLOCKS, "time_elapsed")  # of Lightning's Timer
 
@@ -372,7 +368,7 @@ class OfAccelerated(WithState, TrainerCallback):
         self.note("epoch", trainer.run_history.current_epoch)
 
 
-class OfTransformers(Seen, transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+class OfTransformers(Seen, transformers.TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.note("step", state.global_step, state.epoch)
         control.should_log = state.global_step % 4 == 0
@@ -385,7 +381,7 @@ class OfTransformers(Seen, transformers.TrainerCallback):  # type: ignore[name-d
         self.note("evaluate", *(value for name, value in metrics.items() if name.endswith("_loss")))
 
 
-class OfLightning(Seen, lightning.Callback):  # type: ignore[name-defined, misc]
+class OfLightning(Seen, lightning.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.note("batch", trainer.global_step, batch_idx, outputs["loss"], pl_module.weight.sum())
 
@@ -397,7 +393,7 @@ class OfLightning(Seen, lightning.Callback):  # type: ignore[name-defined, misc]
         self.note("epoch", trainer.current_epoch)
 
 
-class OfKeras(Seen, keras.callbacks.Callback):  # type: ignore[name-defined, misc]
+class OfKeras(Seen, keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.note("batch", batch, logs["loss"])
 

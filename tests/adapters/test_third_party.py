@@ -169,7 +169,7 @@ def natively(folder: Path, *callbacks: Any) -> Run:
 
 
 def at_home(folder: Path, callback: Any) -> None:
-    settings = {"num_train_epochs": 2, "logging_steps": 2, "eval_strategy": "epoch"}
+    settings: dict[str, Any] = {"num_train_epochs": 2, "logging_steps": 2, "eval_strategy": "epoch"}
     with_transformers.at_home(folder, callback, evaluation=True, **settings)
 
 
@@ -183,6 +183,7 @@ def test_tensorboard_writes_the_same(tmp_path: Path) -> None:
     assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/loss", "train/epoch"} <= here.keys()
 
 
+@pytest.mark.long  # wandb starts a service; its own sink is tested in tests/sinks
 def test_wandb_gets_the_config_and_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     settings = {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true", "LOG_MODEL": "checkpoint"}

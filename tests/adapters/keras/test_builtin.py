@@ -91,14 +91,14 @@ def stopping(rate: float = 0.55, **arguments: Any) -> Case:
     def shows(callback: Any, folder: Path) -> Any:
         return callback.stopped_epoch, callback.best_epoch, callback.wait, float(callback.best)
 
-    return Case(lambda folder: K.EarlyStopping(**arguments), shows, rate, epochs=12)
+    return Case(lambda folder: K.EarlyStopping(**arguments), shows, rate, epochs=8)
 
 
 def plateau(rate: float, **arguments: Any) -> Case:
     def shows(callback: Any, folder: Path) -> Any:
         return callback.wait, callback.cooldown_counter, float(callback.best)
 
-    return Case(lambda folder: K.ReduceLROnPlateau(patience=1, factor=0.3, cooldown=1, **arguments), shows, rate, epochs=12)
+    return Case(lambda folder: K.ReduceLROnPlateau(patience=1, factor=0.3, cooldown=1, **arguments), shows, rate, epochs=8)
 
 
 def checkpoints(folder: Path) -> Any:

@@ -180,7 +180,6 @@ def test_a_callback_of_the_older_package_is_recognized_by_its_name() -> None:
 
 # -- classes as in Keras's guide "Writing your own callbacks" ----------------------------------------------
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
@@ -340,7 +339,6 @@ def test_a_run_that_a_limit_cut_continues_as_if_it_was_whole(tmp_path: Path) -> 
 
 
 # -- runs that continue ------------------------------------------------------------------------------------
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 

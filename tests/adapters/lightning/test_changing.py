@@ -318,7 +318,7 @@ ON_TWO: dict[str, Make] = {
     "OnExceptionCheckpoint": pl_callbacks.OnExceptionCheckpoint,
     **{name: CASES[name][0] for name in SAME},
 }
-RESUMED = ("ModelCheckpoint", "StochasticWeightAveraging", "WeightAveraging", "BackboneFinetuning", "ModelPruning")
+RESUMED = ("ModelCheckpoint", "StochasticWeightAveraging", "ModelPruning")
 
 
 def train(folder: Path, make: Make, *others: Any, norm: bool = False, **arguments: Any) -> tuple[dict[str, Any], list[str]]:

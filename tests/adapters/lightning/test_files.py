@@ -162,7 +162,7 @@ class Notes(pl_callbacks.Callback):
         self.folder, self.files = folder, list[list[str]]()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.log("noted", -float(trainer.current_epoch))
+        self.log("noted", -float(trainer.current_epoch))  # type: ignore[attr-defined]  # Lightning sets it
         self.files.append(names_in(self.folder))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -221,7 +221,6 @@ def test_a_writer_gets_the_predictions_and_the_indices_of_their_samples(tmp_path
 
 
 # -- files that are read -----------------------------------------------------------------------------------
-
 
 lightning = pytest.importorskip("lightning", reason="reads checkpoints that Lightning writes")
 

@@ -133,7 +133,7 @@ def plain(results: list[Any]) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in one.items()} for one in results]
 
 
-def flat(predictions: list[Any]) -> list[Any]:
+def flat(predictions: Any) -> list[Any]:
     return [one.tolist() if isinstance(one, Tensor) else flat(one) for one in predictions]
 
 

@@ -144,7 +144,6 @@ def test_the_table_has_each_event() -> None:
 
 # -- two processes: the trainer of transformers waits without an end for a flag of one rank ----------------
 
-
 Seen = list[tuple[str, int]]
 
 

@@ -35,9 +35,6 @@ from tests.adapters.lightning.module.test_trainer_in_steps import Unfreezes
 # -- manual optimization -----------------------------------------------------------------------------------
 
 
-# -- a GAN ---------------------------------------------------------------------------------------------
-
-
 class Gan(lightning.LightningModule):  # type: ignore[misc]
     """Draws points like those of the data. One network makes them, the other tells them from real ones."""
 
@@ -226,9 +223,6 @@ def test_two_processes_train_as_one_with_the_whole_batch() -> None:
 
 
 # -- tutorials ---------------------------------------------------------------------------------------------
-
-
-# -- image classification, with a LightningDataModule --------------------------------------------------
 
 
 class Digits(lightning.LightningDataModule):  # type: ignore[misc]

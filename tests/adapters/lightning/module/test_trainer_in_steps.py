@@ -287,7 +287,6 @@ def test_a_module_may_leave_weights_out_of_its_checkpoints(tmp_path: Path) -> No
 
 # -- capsules, rollbacks and recorded evaluations ----------------------------------------------------------
 
-
 torchmetrics: Any = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
 BAD = 13
