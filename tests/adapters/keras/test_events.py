@@ -30,6 +30,8 @@ from tests.adapters.keras.parts import (
     native_trainer,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 # -- events ------------------------------------------------------------------------------------------------
 
 
@@ -179,8 +181,6 @@ def test_a_callback_of_the_older_package_is_recognized_by_its_name() -> None:
 
 
 # -- classes as in Keras's guide "Writing your own callbacks" ----------------------------------------------
-
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
 class Sees(K.Callback):  # type: ignore[misc]  # Keras has no types
@@ -339,8 +339,6 @@ def test_a_run_that_a_limit_cut_continues_as_if_it_was_whole(tmp_path: Path) -> 
 
 
 # -- runs that continue ------------------------------------------------------------------------------------
-
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
 class Counts(K.Callback):  # type: ignore[misc]  # Keras has no types
