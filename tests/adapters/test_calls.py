@@ -83,17 +83,13 @@ def test_a_callback_that_overrides_nothing_has_no_listener_and_adds_no_call(syst
 @pytest.mark.parametrize(("system", "name"), events(*PER_BATCH, *PER_STEP))
 def test_an_event_adds_at_most_three_calls_to_a_step_beyond_its_own(system: str, name: str) -> None:
     assert added(by_cadenza, system, name) <= 3
+    assert added(by_windows, system, name) <= 3 + 1 / 4  # in a step of four batches, one call finds out which is the last
 
 
 @pytest.mark.parametrize("system", BASES)
 def test_so_do_all_other_events_together(system: str) -> None:
     inside = {name for _, name in events(*PER_BATCH, *PER_STEP)}
     assert added(by_cadenza, system, *(name for name in description_of(system).events if name not in inside)) <= 3
-
-
-@pytest.mark.parametrize(("system", "name"), events(*PER_BATCH, *PER_STEP))
-def test_in_a_step_of_four_batches_one_call_more_finds_out_which_batch_is_the_last(system: str, name: str) -> None:
-    assert added(by_windows, system, name) <= 3 + 1 / 4
 
 
 def of_transformers(*callbacks: Any) -> Work:

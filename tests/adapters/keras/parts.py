@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,17 +11,16 @@ import torch
 from torch import nn
 
 from cadenza import Run, Trainer, supervised
+from cadenza.adapters.keras.events import EVENTS
 from cadenza.callbacks import Evaluate
 from cadenza.loading import TensorBatches
+
+keras: Any = pytest.importorskip("keras", reason="keras is not installed: pip install -r with the group 'adapters'")
+K: Any = keras.callbacks
 
 INPUTS = torch.linspace(-1, 1, 20).reshape(10, 2)
 TARGETS = INPUTS.sum(1, keepdim=True) * 2 + 0.3
 KERNEL = torch.tensor([[0.5], [-0.25]])
-
-
-def keras_package() -> Any:
-    """Return the package, or skip the tests of the file."""
-    return pytest.importorskip("keras", reason="keras is not installed: pip install -r with the group 'adapters'")
 
 
 def fit_at_home(
@@ -35,7 +34,6 @@ def fit_at_home(
     **optimizer: Any,
 ) -> Any:
     """Train with ``model.fit`` of Keras: 4 batches an epoch, the last one with a single sample; return the model."""
-    keras = keras_package()
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
     model.set_weights([KERNEL.numpy(), torch.tensor([0.1]).numpy()])
     model.compile(keras.optimizers.SGD(rate, **optimizer), "mse")
@@ -64,7 +62,7 @@ def native_trainer(callbacks: Iterable[Any], *, rate: float = 0.1, validate: boo
     evaluations = [Evaluate(TensorBatches(INPUTS, TARGETS, batch_size=4))] if validate else []
     return Trainer(
         model,
-        torch.optim.SGD(model.parameters(), rate),
+        arguments.pop("optimizer", None) or torch.optim.SGD(model.parameters(), rate),
         arguments.pop("loader", None) or TensorBatches(INPUTS, TARGETS, batch_size=3),
         arguments.pop("compute_loss", None) or supervised(nn.functional.mse_loss),
         progress=False,
@@ -76,3 +74,27 @@ def native_trainer(callbacks: Iterable[Any], *, rate: float = 0.1, validate: boo
 def fit_natively(callbacks: Iterable[Any], *, resume: Any = False, **arguments: Any) -> Run:
     """Train with a native trainer."""
     return native_trainer(callbacks, **arguments).fit(resume=resume)
+
+
+class Recorder(K.Callback):  # type: ignore[misc]  # Keras has no types
+    """Keeps each event with its number, its logs and the count of updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Any, Any, Any]] = []
+
+    def see(self, name: str, number: int | None, logs: dict[str, Any]) -> None:
+        self.seen.append((name, number, logs, int(self.model.optimizer.iterations)))
+
+
+def _recording(name: str) -> Callable[..., None]:
+    def event(self: Recorder, *arguments: Any, **keywords: Any) -> None:
+        logs = dict(keywords.get("logs") or (arguments[-1] if arguments and isinstance(arguments[-1], dict) else {}))
+        self.see(name, arguments[0] if arguments and isinstance(arguments[0], int) else None, logs)
+        getattr(K.Callback, name)(self, *arguments, **keywords)
+
+    return event
+
+
+for _name in [name for name in EVENTS if name.startswith("on_")]:
+    setattr(Recorder, _name, _recording(_name))

@@ -1,80 +1,244 @@
-"""The callbacks that Keras exports have the effect in a native run that they have in ``model.fit``."""
+"""The callbacks that Keras exports: each has on one and on two processes the effect that it has in ``model.fit``."""
 
 from __future__ import annotations
 
 import csv
-import json
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from cadenza import Callback, Run, on
-from cadenza.callbacks import Ema, LearningRate, Warmup
+from cadenza import Run
+from cadenza.adapters.keras import classes
+from cadenza.callbacks import Ema, Evaluate, LearningRate, Warmup
 from cadenza.errors import AdapterError
-from tests.adapters.keras.parts import (
-    INPUTS,
-    TARGETS,
-    fit_at_home,
-    fit_natively,
-    keras_package,
-    native_trainer,
-)
-
-if TYPE_CHECKING:
-    import keras
-else:
-    keras = keras_package()
+from cadenza.loading import TensorBatches
+from cadenza.testing import launch
+from tests.adapters.keras.parts import INPUTS, TARGETS, K, fit_at_home, fit_natively, native_trainer
+from tests.adapters.receiver import receiver
 
 # Keras converts variables with torch's ``__array__``, for which newer releases of NumPy warn.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-EPOCHS = 12
-K: Any = keras.callbacks
+
+# -- every class, in fit and in native runs ----------------------------------------------------------------
 
 
-def both(make: Callable[[], Any], *, rate: float = 0.3, epochs: int = EPOCHS) -> tuple[Any, Any, Any, Run]:
-    """Return the callback and the model of ``fit``, and those of a native run, each with its History."""
-    home, native = make(), make()
-    model = fit_at_home([home, home_history := K.History()], epochs=epochs, rate=rate)
-    run = fit_natively([native, history := K.History()], max_epochs=epochs, rate=rate)
-    assert history.epoch == home_history.epoch
-    assert list(history.history) == list(home_history.history)
-    for name, values in history.history.items():
-        assert values == pytest.approx(home_history.history[name], rel=1e-4), name
-    assert run.model.get_parameter("weight")[0].tolist() == pytest.approx(model.get_weights()[0].ravel().tolist(), rel=1e-4)
-    return home, model, native, run
+class Events(K.Callback):  # type: ignore[misc]  # Keras has no types
+    """Keeps the number and the logs of each batch and of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append((batch, dict(logs)))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append((epoch, dict(logs)))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"patience": 2, "restore_best_weights": True},
-        {"patience": 1, "baseline": 0.0, "restore_best_weights": True},
-        {"patience": 0, "start_from_epoch": 4, "min_delta": 0.01},
-        {"monitor": "loss", "patience": 1, "mode": "max"},
-    ],
-)
-def test_early_stopping_ends_in_the_same_epoch_with_the_same_weights(arguments: dict[str, Any]) -> None:
-    home, _, native, run = both(lambda: K.EarlyStopping(**arguments), rate=0.55)
-    assert (native.stopped_epoch, native.best_epoch, native.wait) == (home.stopped_epoch, home.best_epoch, home.wait)
-    assert run.progress.epoch == (home.stopped_epoch + 1 if home.stopped_epoch else EPOCHS)
+class Rows(K.CSVLogger):  # type: ignore[misc]
+    """A subclass: the main process alone calls it too."""
 
 
-def test_the_rates_of_a_scheduler_are_those_of_fit_and_those_of_the_optimizer() -> None:
-    _, model, _, run = both(lambda: K.LearningRateScheduler(lambda epoch, rate: rate * 0.8 if epoch % 2 else rate))
-    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(float(model.optimizer.learning_rate))
-    assert "learning rate set" in [one.what for one in run.decisions if one.who == "LearningRateScheduler"]
+class Sends(K.RemoteMonitor):  # type: ignore[misc]
+    """Sends to a server that runs as long as the training."""
+
+    def __init__(self) -> None:
+        super().__init__(send_as_json=True)
+        self.received: list[Any] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.server = receiver()
+        self.root, self.received = self.server.__enter__()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.server.__exit__(None, None, None)
 
 
-def test_a_plateau_reduces_the_rate_in_the_same_epochs() -> None:
-    home, _, native, _ = both(lambda: K.ReduceLROnPlateau(patience=1, factor=0.3, cooldown=1, min_delta=0.05), rate=0.5)
-    assert (native.wait, native.cooldown_counter) == (home.wait, home.cooldown_counter)
-    assert native.best == pytest.approx(home.best, rel=1e-4)
+def files(folder: Path) -> list[str]:
+    return sorted(str(one.relative_to(folder)) for one in folder.rglob("*"))
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    lines = csv.DictReader((folder / "rows.csv").read_text().splitlines())
+    return [{name: float(value) for name, value in one.items()} for one in lines]
+
+
+@dataclass
+class Case:
+    """One class: how to make it, and what shows its effect beside the history and the weights."""
+
+    make: Callable[[Path], Any]
+    shows: Callable[[Any, Path], Any] = lambda callback, folder: None
+    rate: float = 0.55
+    epochs: int = 4
+    by_main: bool = False
+    """Whether only the main process shows the effect."""
+    at_home: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the optimizer of ``fit``, which puts averages in at its end: the weights are not compared."""
+    beside: Callable[[], list[Any]] = list
+    """Native callbacks beside it."""
+
+
+def stopping(rate: float = 0.55, **arguments: Any) -> Case:
+    def shows(callback: Any, folder: Path) -> Any:
+        return callback.stopped_epoch, callback.best_epoch, callback.wait, float(callback.best)
+
+    return Case(lambda folder: K.EarlyStopping(**arguments), shows, rate, epochs=8)
+
+
+def plateau(rate: float, **arguments: Any) -> Case:
+    def shows(callback: Any, folder: Path) -> Any:
+        return callback.wait, callback.cooldown_counter, float(callback.best)
+
+    return Case(lambda folder: K.ReduceLROnPlateau(patience=1, factor=0.3, cooldown=1, **arguments), shows, rate, epochs=8)
+
+
+def checkpoints(folder: Path) -> Any:
+    best = K.ModelCheckpoint(folder / "{epoch:02d}-{val_loss:.2f}.weights.h5", save_best_only=True, save_weights_only=True)
+    often = K.ModelCheckpoint(folder / "batches" / "{epoch}-{batch}-{loss:.2f}.keras", save_freq=3)
+    return K.CallbackList([best, often])
+
+
+def touching(folder: Path) -> Any:
+    def touch(*number: int, logs: Any) -> None:
+        (folder / f"{number}-{sorted(logs)}").touch()
+
+    return K.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: touch(batch, logs=logs),
+        on_epoch_end=lambda epoch, logs: touch(epoch, logs=logs),
+        on_test_end=lambda logs: touch(logs=logs),
+    )
+
+
+CASES = {
+    "Callback": Case(lambda folder: Events(), lambda callback, folder: callback.seen),
+    "CallbackList": Case(lambda folder: K.CallbackList([Events()]), lambda callback, folder: callback.callbacks[0].seen),
+    "LambdaCallback": Case(touching, lambda callback, folder: files(folder)),
+    "EarlyStopping": stopping(patience=1, min_delta=1e-3, restore_best_weights=True),
+    "EarlyStopping, later": stopping(0.75, patience=2, restore_best_weights=True),
+    "EarlyStopping, a baseline": stopping(0.75, patience=1, baseline=0.0, restore_best_weights=True),
+    "EarlyStopping, from an epoch on": stopping(patience=0, start_from_epoch=4, min_delta=0.01),
+    "EarlyStopping, the largest loss": stopping(monitor="loss", patience=1, mode="max"),
+    "ReduceLROnPlateau": plateau(0.55, monitor="loss", min_delta=0.5),
+    "ReduceLROnPlateau, validated": plateau(0.5, min_delta=0.05),
+    "LearningRateScheduler": Case(
+        lambda folder: K.LearningRateScheduler(lambda epoch, rate: rate * 0.8 if epoch % 2 else rate), rate=0.3
+    ),
+    "History": Case(lambda folder: K.History(), lambda callback, folder: (callback.epoch, callback.history)),
+    "CSVLogger": Case(lambda folder: Rows(folder / "rows.csv"), lambda callback, folder: rows(folder), by_main=True),
+    "RemoteMonitor": Case(lambda folder: Sends(), lambda callback, folder: callback.received, by_main=True),
+    "ProgbarLogger": Case(
+        lambda folder: K.ProgbarLogger(),
+        lambda callback, folder: (callback.seen, callback.target, callback.epochs),
+        by_main=True,
+    ),
+    "ModelCheckpoint": Case(
+        checkpoints, lambda callback, folder: (files(folder), float(callback.callbacks[0].best)), by_main=True
+    ),
+    "BackupAndRestore": Case(
+        lambda folder: K.BackupAndRestore(folder / "backup", delete_checkpoint=False),
+        lambda callback, folder: files(folder),
+        by_main=True,
+    ),
+    "SwapEMAWeights": Case(
+        lambda folder: K.SwapEMAWeights(),
+        rate=0.3,
+        at_home={"use_ema": True, "ema_momentum": 0.5},
+        beside=lambda: [Ema(0.5)],
+    ),
+    "TerminateOnNaN": Case(lambda folder: K.CallbackList([K.TerminateOnNaN(), Events()]), rate=1e30),
+}
+REFUSED = {"TensorBoard": r"cadenza.sinks.TensorBoard\(\)", "OrbaxCheckpoint": r"Add Checkpoint\(...\) to callbacks"}
+
+
+def natively(name: str, folder: Path, *, ranks: int = 1) -> Any:
+    """Train on this rank; return the history, the epochs, the weights and what the case shows."""
+    case, history = CASES[name], K.History()
+    folder.mkdir(parents=True, exist_ok=True)
+    callback = case.make(folder)
+    run = fit_natively(
+        [*case.beside(), callback, history, Evaluate(TensorBatches(INPUTS[:8], TARGETS[:8], batch_size=3))],
+        loader=TensorBatches(INPUTS[:8], TARGETS[:8], batch_size=4 // ranks),
+        rate=case.rate,
+        max_epochs=case.epochs,
+        validate=False,
+        driver="auto" if ranks == 1 else "ddp",
+        device="cpu",
+    )
+    shown = None if case.by_main and not run.is_main else case.shows(callback, folder)
+    weights = None if case.at_home else run.model.get_parameter("weight")[0].tolist()
+    return history.history, history.epoch, weights, shown
+
+
+def at_home(name: str, folder: Path) -> Any:
+    case, history = CASES[name], K.History()
+    folder.mkdir(parents=True, exist_ok=True)
+    callback = case.make(folder)
+    model = fit_at_home([callback, history], epochs=case.epochs, rate=case.rate, samples=8, batch_size=4, **case.at_home)
+    weights = None if case.at_home else model.get_weights()[0].ravel().tolist()
+    return history.history, history.epoch, weights, case.shows(callback, folder)
+
+
+def rank(folder: str) -> list[Any]:
+    torch.set_num_threads(1)
+    return [natively(name, Path(folder) / name, ranks=2) for name in CASES]
+
+
+def assert_close(one: Any, other: Any, where: str) -> None:
+    if isinstance(one, dict):
+        assert list(one) == list(other), where
+        one, other = list(one.values()), list(other.values())
+    if isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, (first, second) in enumerate(zip(one, other, strict=True)):
+            assert_close(first, second, f"{where}[{index}]")
+    else:
+        assert one == (pytest.approx(other, rel=1e-3, abs=1e-6, nan_ok=True) if isinstance(one, float) else other), where
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Iterator[list[list[Any]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield launch(partial(rank, folder))
+
+
+def test_no_class_is_missing() -> None:
+    exported = {name for name in dir(K) if name[0].isupper()}
+    assert {*(name.partition(",")[0] for name in CASES), *REFUSED} == exported
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_effect_is_that_of_fit(name: str, tmp_path: Path, on_two: list[list[Any]]) -> None:
+    home = at_home(name, tmp_path / "home")
+    one = natively(name, tmp_path / "one")
+    main, other = (results[[*CASES].index(name)] for results in on_two)
+    assert_close(one, home, "on one process")
+    assert_close(main, home, "on two processes")
+    alike = 3 if CASES[name].by_main else 4
+    assert repr(other[:alike]) == repr(main[:alike])  # bit for bit; NaN differs from itself
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_class_that_cannot_run_names_its_replacement(name: str) -> None:
+    with warnings.catch_warnings(), pytest.raises(AdapterError, match=REFUSED[name]):
+        classes.check(getattr(K, name))
+
+
+# -- what native runs add ----------------------------------------------------------------------------------
+
+
+def test_a_class_that_cannot_run_says_why_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"needs the package tensorboard alone"):
+        fit_natively([K.TensorBoard(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_rates_of_groups_keep_their_ratio_and_a_warmup_is_a_factor() -> None:
@@ -83,6 +247,7 @@ def test_rates_of_groups_keep_their_ratio_and_a_warmup_is_a_factor() -> None:
     trainer.optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}])
     run = trainer.fit()
     assert [group["lr"] for group in run.optimizers[0].param_groups] == [0.01, 0.02]
+    assert "learning rate set" in [one.what for one in run.decisions if one.who == "LearningRateScheduler"]
 
 
 def test_two_that_set_the_rate_of_one_optimizer_are_an_error() -> None:
@@ -90,7 +255,7 @@ def test_two_that_set_the_rate_of_one_optimizer_are_an_error() -> None:
     with pytest.raises(AdapterError, match="ReduceLROnPlateau and LearningRate set the learning rate of the same"):
         fit_natively([schedule, K.ReduceLROnPlateau()])
 
-    class Sets(K.Callback):  # type: ignore[misc]  # Keras has no types
+    class Sets(K.Callback):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.model.optimizer.learning_rate.assign(0.5)
 
@@ -98,71 +263,18 @@ def test_two_that_set_the_rate_of_one_optimizer_are_an_error() -> None:
         fit_natively([schedule, Sets()])
 
 
-def test_checkpoints_appear_under_the_names_of_the_template(tmp_path: Path) -> None:
-    at_home, native = tmp_path / "home", tmp_path / "native"
-
-    def of(folder: Path) -> list[Any]:
-        return [
-            K.ModelCheckpoint(folder / "all" / "{epoch:02d}-{val_loss:.3f}.weights.h5", save_weights_only=True),
-            K.ModelCheckpoint(folder / "best-{epoch}.keras", save_best_only=True),
-            K.ModelCheckpoint(folder / "batches" / "{epoch}-{batch}-{loss:.2f}.keras", save_freq=3),
-        ]
-
-    fit_at_home(of(at_home), rate=0.55, epochs=4)
-    run = fit_natively(of(native), rate=0.55, max_epochs=4)
-    assert [str(one.relative_to(native)) for one in sorted(native.rglob("*"))] == [
-        str(one.relative_to(at_home)) for one in sorted(at_home.rglob("*"))
-    ]
-    content = torch.load(max((native / "all").iterdir()), weights_only=True)
+def test_a_checkpoint_holds_the_weights_and_the_rate(tmp_path: Path) -> None:
+    save = K.ModelCheckpoint(tmp_path / "{epoch:02d}-{val_loss:.3f}.weights.h5", save_weights_only=True)
+    run = fit_natively([save], rate=0.55)
+    content = torch.load(max(tmp_path.iterdir()), weights_only=True)
+    assert set(content) == {"model", "optimizers"}
     assert torch.equal(content["model"]["weight"], run.model.get_parameter("weight"))
     assert content["optimizers"][0]["param_groups"][0]["lr"] == 0.55
 
 
-def test_the_rows_of_a_csv_logger_are_those_of_fit(tmp_path: Path) -> None:
-    fit_at_home([K.CSVLogger(tmp_path / "home.csv")])
-    fit_natively([K.CSVLogger(tmp_path / "native.csv")])
-    rows = [list(csv.DictReader((tmp_path / name).read_text().splitlines())) for name in ("native.csv", "home.csv")]
-    assert len(rows[0]) == 3
-    for native, home in zip(*rows, strict=True):
-        assert list(native) == list(home) == ["epoch", "loss", "val_loss"]
-        assert list(map(float, native.values())) == pytest.approx(list(map(float, home.values())), rel=1e-5)
-
-
-@contextmanager
-def server() -> Iterator[tuple[str, list[Any]]]:
-    received: list[Any] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    served = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=served.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{served.server_port}", received
-    finally:
-        served.shutdown()
-        thread.join()
-        served.server_close()
-
-
-def test_a_remote_monitor_sends_each_epoch() -> None:
-    with server() as (root, received):
-        fit_natively([K.RemoteMonitor(root=root, send_as_json=True)], max_epochs=2)
-    assert [(path, sorted(content), content["epoch"]) for path, content in received] == [
-        ("/publish/epoch/end/", ["epoch", "loss", "val_loss"], epoch) for epoch in (0, 1)
-    ]
-
-
-def diverging(callbacks: list[Any], **arguments: Any) -> Run:
+def diverging(callbacks: list[Any]) -> Run:
     loader = [(INPUTS[:2], TARGETS[:2]), (INPUTS[:2] * float("nan"), TARGETS[:2]), (INPUTS[:2], TARGETS[:2])]
-    return fit_natively(callbacks, loader=loader, validate=False, **arguments)
+    return fit_natively(callbacks, loader=loader, validate=False)
 
 
 def test_a_loss_of_nan_ends_the_run_or_raises(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,35 +295,7 @@ def test_a_progress_bar_shows_epochs_and_replaces_that_of_the_trainer(capsys: py
     assert trainer.callbacks[0].shows_progress
 
 
-def test_a_list_of_callbacks_passes_events_on() -> None:
-    history, stop = K.History(), K.EarlyStopping(patience=0, monitor="loss", mode="max")
-    run = fit_natively([K.CallbackList([stop, history])], validate=False)
-    assert (history.epoch, run.progress.epoch) == ([0, 1], 2)
-
-
-def test_ema_weights_are_swapped_in_for_the_evaluation() -> None:
-    ema = Ema(0.5)
-    seen: list[float] = []
-
-    @on(Callback.on_eval_end)
-    def note(run: Run, evaluation: Any) -> None:
-        seen.append(evaluation.results["eval/loss"])
-
-    run = fit_natively([K.SwapEMAWeights(), ema, note])
-    expected: list[float] = []
-
-    @on(Callback.on_eval_end)
-    def again(run: Run, evaluation: Any) -> None:
-        expected.append(evaluation.results["eval/loss"])
-
-    from cadenza.callbacks import Evaluate
-    from cadenza.loading import TensorBatches
-
-    plain = fit_natively(
-        [Ema(0.5), again, Evaluate(TensorBatches(INPUTS, TARGETS, batch_size=4), weights="ema")], validate=False
-    )
-    assert seen == expected
-    assert torch.equal(run.model.get_parameter("weight"), plain.model.get_parameter("weight"))
+def test_weights_are_swapped_only_with_an_ema() -> None:
     with pytest.raises(AdapterError, match=r"Add Ema\(...\) to callbacks"):
         fit_natively([K.SwapEMAWeights()])
 
@@ -231,9 +315,3 @@ def test_a_backup_continues_an_interrupted_training(tmp_path: Path) -> None:
     assert history.epoch == [2, 3]
     assert torch.equal(run.model.get_parameter("weight"), whole.model.get_parameter("weight"))
     assert not (tmp_path / "backup").exists()
-
-
-def test_a_class_that_cannot_run_says_why_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match=r"needs the package tensorboard alone"):
-        fit_natively([K.TensorBoard(tmp_path)])
-    assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import pytest
@@ -18,14 +18,7 @@ from cadenza.callbacks import Evaluate
 from cadenza.errors import AdapterError
 from cadenza.loading import TensorBatches
 from cadenza.status.outputs import Outputs
-from tests.adapters.keras.parts import INPUTS, TARGETS, fit_natively, keras_package
-
-if TYPE_CHECKING:
-    import keras
-else:
-    keras = keras_package()
-
-K: Any = keras.callbacks
+from tests.adapters.keras.parts import INPUTS, TARGETS, K, fit_natively, keras
 
 
 class TwoLayers(nn.Module):

@@ -1,26 +1,40 @@
-"""Callbacks of Lightning that change the run: averages, frozen parts, pruning, accumulation."""
+"""Callbacks of Lightning that change the run or write files, some in the style of published ones, on one process and on two.
+
+Each has the effect that it has in Lightning's own trainer, and a run with it resumes to the same bits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
 from lightning.pytorch import callbacks as pl_callbacks
+from lightning.pytorch.utilities import rank_zero_only
 
-from cadenza import Trainer
+from cadenza import Callback, Trainer
 from cadenza.callbacks import Checkpoint, LearningRate
-from cadenza.errors import AdapterError
-from tests.adapters.lightning.at_home import CPU, BreaksAt, Net, at_home, loader, natively, same, trainer_of
+from cadenza.drivers import DdpDriver, FsdpDriver
+from cadenza.errors import AdapterError, DistributedError
+from cadenza.run import Run
+from cadenza.testing import launch
+from tests.adapters.lightning.home import CPU, BreaksAt, Net, loader, mean_error, net_at_home, same, trainer_of
 
 SWA = pl_callbacks.StochasticWeightAveraging
-Make = Callable[[], Any]
+Make = Callable[[Path], Any]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The provided params to be frozen"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+]
+
+# -- callbacks as documentations and packages show them ----------------------------------------------------
 
 
 class EpochAverage(pl_callbacks.WeightAveraging):
@@ -39,6 +53,111 @@ class HeadFirst(pl_callbacks.BaseFinetuning):
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.01)
+
+
+class PeriodicFiles(pl_callbacks.ModelCheckpoint):
+    """Saves every n steps, and removes the file before; writes the plain weights of each epoch, on the main process."""
+
+    def __init__(self, dirpath: Path, n: int = 4) -> None:
+        super().__init__(dirpath)
+        self.every = n
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        if pl_module.global_step % self.every == 0:
+            folder = Path(str(self.dirpath))
+            trainer.save_checkpoint(folder / f"latest-{pl_module.global_step}.ckpt")
+            (folder / f"latest-{pl_module.global_step - self.every}.ckpt").unlink(missing_ok=True)
+
+    @rank_zero_only
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        torch.save(pl_module.state_dict(), Path(str(self.dirpath)) / f"weights-{pl_module.current_epoch}.ckpt")
+
+
+class Shadow(pl_callbacks.Callback):
+    """An average of the weights that a validation sees, with its state in checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shadow: dict[str, torch.Tensor] = {}
+        self.backup: dict[str, torch.Tensor] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self.shadow:
+            self.shadow = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, value in pl_module.state_dict().items():
+            self.shadow[name].mul_(0.9).add_(value, alpha=0.1)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.backup = deepcopy(dict(pl_module.state_dict()))
+        pl_module.load_state_dict(self.shadow)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.load_state_dict(self.backup)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.load_state_dict(self.shadow)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["shadow"] = self.shadow
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.shadow = checkpoint["shadow"]
+
+
+class GradualUnfreezing(pl_callbacks.Callback):
+    """Freezes in ``on_fit_start``, and unfreezes one layer after each epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.unfrozen = 0
+
+    def apply(self, pl_module: Any) -> None:
+        layers = [one for one in pl_module.backbone if list(one.parameters())]
+        for number, layer in enumerate(reversed(layers)):
+            layer.requires_grad_(number < self.unfrozen)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.apply(pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.unfrozen += 1
+        self.apply(pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"unfrozen": self.unfrozen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.unfrozen = state_dict["unfrozen"]
+
+
+class CutWeights(pl_callbacks.Callback):
+    """Changes the weights and the rates inside the training."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cut = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.clamp_(-0.8, 0.8)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.cut += 1
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.05 / (1 + trainer.current_epoch)
+
+
+class LargerSteps(pl_callbacks.Callback):
+    """Accumulates from the second epoch on."""
+
+    def __init__(self, folder: Path) -> None: ...
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.accumulate_grad_batches = 1 if trainer.current_epoch == 0 else 5
+
+
+# -- one process -------------------------------------------------------------------------------------------
 
 
 class Seen(pl_callbacks.Callback):
@@ -66,103 +185,97 @@ def halved(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
+def pruning_after_validation(folder: Path) -> Any:
+    by_norm: dict[str, Any] = {"pruning_dim": 0, "pruning_norm": 2, "use_global_unstructured": False}
+    late: dict[str, Any] = {"prune_on_train_epoch_end": False, "make_pruning_permanent": False}
+    return pl_callbacks.ModelPruning("ln_structured", amount=0.3, parameter_names=["weight"], **by_norm, **late)
+
+
+def lottery_ticket(folder: Path) -> Any:
+    return pl_callbacks.ModelPruning("l1_unstructured", amount=lambda epoch: 0.2, use_lottery_ticket_hypothesis=True)
+
+
+def best_and_last(folder: Path) -> Any:
+    return pl_callbacks.ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True, every_n_train_steps=3)
+
+
 CASES: dict[str, tuple[Make, dict[str, Any]]] = {
-    "StochasticWeightAveraging": (lambda: SWA(0.02, swa_epoch_start=0.5, annealing_epochs=2), {}),
-    "StochasticWeightAveraging, linear": (lambda: SWA([0.02], swa_epoch_start=2, annealing_strategy="linear"), {}),
-    "StochasticWeightAveraging, BatchNorm": (lambda: SWA(0.02, swa_epoch_start=2), {"norm": True}),
-    "StochasticWeightAveraging, a schedule": (lambda: SWA(0.02, swa_epoch_start=2), {"schedule": halved}),
-    "WeightAveraging": (pl_callbacks.WeightAveraging, {"norm": True}),
-    "WeightAveraging, by epoch": (EpochAverage, {}),
-    "EMAWeightAveraging": (lambda: pl_callbacks.EMAWeightAveraging(decay=0.8, update_every_n_steps=2), {}),
-    "BaseFinetuning": (HeadFirst, {}),
-    "BackboneFinetuning": (lambda: pl_callbacks.BackboneFinetuning(1, lambda epoch: 1.5), {"norm": True}),
-    "ModelPruning": (lambda: pl_callbacks.ModelPruning("l1_unstructured", amount=0.3), {}),
-    "ModelPruning, after validation": (
-        lambda: pl_callbacks.ModelPruning(
-            "ln_structured",
-            pruning_dim=0,
-            pruning_norm=2,
-            use_global_unstructured=False,
-            amount=0.3,
-            parameter_names=["weight"],
-            prune_on_train_epoch_end=False,
-            make_pruning_permanent=False,
-        ),
-        {},
-    ),
-    "ModelPruning, lottery ticket": (
-        lambda: pl_callbacks.ModelPruning("l1_unstructured", amount=lambda epoch: 0.2, use_lottery_ticket_hypothesis=True),
-        {},
-    ),
-    "GradientAccumulationScheduler": (lambda: pl_callbacks.GradientAccumulationScheduler({0: 5, 2: 1}), {}),
+    "StochasticWeightAveraging": (lambda folder: SWA(0.02, swa_epoch_start=0.5, annealing_epochs=2), {}),
+    "StochasticWeightAveraging, linear": (lambda folder: SWA([0.02], swa_epoch_start=2, annealing_strategy="linear"), {}),
+    "StochasticWeightAveraging, BatchNorm": (lambda folder: SWA(0.02, swa_epoch_start=2), {"norm": True}),
+    "StochasticWeightAveraging, a schedule": (lambda folder: SWA(0.02, swa_epoch_start=2), {"schedule": halved}),
+    "WeightAveraging": (lambda folder: pl_callbacks.WeightAveraging(), {"norm": True}),
+    "WeightAveraging, by epoch": (lambda folder: EpochAverage(), {}),
+    "EMAWeightAveraging": (lambda folder: pl_callbacks.EMAWeightAveraging(decay=0.8, update_every_n_steps=2), {}),
+    "BaseFinetuning": (lambda folder: HeadFirst(), {}),
+    "BackboneFinetuning": (lambda folder: pl_callbacks.BackboneFinetuning(1, lambda epoch: 1.5), {"norm": True}),
+    "ModelPruning": (lambda folder: pl_callbacks.ModelPruning("l1_unstructured", amount=0.3), {}),
+    "ModelPruning, after validation": (pruning_after_validation, {}),
+    "ModelPruning, lottery ticket": (lottery_ticket, {}),
+    "GradientAccumulationScheduler": (lambda folder: pl_callbacks.GradientAccumulationScheduler({0: 5, 2: 1}), {}),
+    "ModelCheckpoint": (best_and_last, {}),
+    "PeriodicFiles": (PeriodicFiles, {}),
+    "Shadow": (Shadow, {}),
+    "GradualUnfreezing": (GradualUnfreezing, {}),
+    "CutWeights": (CutWeights, {}),
+    "LargerSteps": (LargerSteps, {}),
 }
+"""Each callback, made for a folder of files, and the arguments of its model."""
+OF_MODULES = ("StochasticWeightAveraging, a schedule", "StochasticWeightAveraging", "BackboneFinetuning")
+"""Those that `Trainer.from_lightning` trains with as well."""
+AT_AN_EPOCH = (10, 13)
+CUTS = {
+    "LargerSteps": (10,),  # the size of a step is set at the start of an epoch
+    **dict.fromkeys(("BaseFinetuning", "BackboneFinetuning", "GradualUnfreezing", "ModelPruning"), AT_AN_EPOCH),
+}
+"""The batches before which a run breaks; others break inside of the second and of the third epoch."""
+EPOCHS = 3
 
 
-def callbacks_of(name: str) -> tuple[list[Any], dict[str, Any], list[Any]]:
+def names_in(folder: Path) -> list[str]:
+    return sorted(one.name for one in (folder / "files").glob("*"))
+
+
+def trained(name: str, directory: Path, *others: Any, module: bool) -> tuple[Net, list[Any], list[str]]:
+    """Train natively, or continue; return the model, what a validation saw, and the names of the files."""
+    (directory / "files").mkdir(parents=True, exist_ok=True)
     make, given = CASES[name]
-    schedule = given.get("schedule")
-    return [make(), Seen()], given, [LearningRate(schedule, per="epoch")] if schedule else []
+    net, seen = Net(**given), Seen()
+    callbacks = [*others, make(directory / "files"), seen, Checkpoint("11 steps", on_exception=True)]
+    settings: dict[str, Any] = {"directory": directory, "max_epochs": EPOCHS, "seed": 1}
+    if module:
+        trainer = Trainer.from_lightning(net, (loader(), loader(6, 1)), callbacks=callbacks, **settings, **CPU)
+    else:
+        rates = [LearningRate(given["schedule"], per="epoch")] if "schedule" in given else []
+        trainer = trainer_of(net, [*rates, *callbacks], **settings)
+    trainer.fit(resume="auto")
+    return net, rounded(seen.seen), names_in(directory)
 
 
 def rounded(seen: list[Any]) -> list[Any]:
     return [[float(f"{value:.5g}") for value in row] for row in seen]
 
 
-@pytest.mark.filterwarnings("ignore:The provided params to be frozen")
-@pytest.mark.parametrize("name", CASES)
-def test_a_callback_has_its_effect(name: str, tmp_path: Path) -> None:
-    (home, seen_at_home), given, _ = callbacks_of(name)
-    (here, seen), _, rates = callbacks_of(name)
-    expected, module = Net(**given), Net(**given)
-    at_home(expected, [home, seen_at_home], tmp_path, max_epochs=4)
-    natively(module, [*rates, here, seen], max_epochs=4)
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [*((name, False) for name in CASES), *((name, True) for name in OF_MODULES)],
+    ids=lambda value: ("model", "module")[value] if isinstance(value, bool) else value,
+)
+def test_a_callback_has_its_effect_and_resumes_to_the_same_bits(name: str, module: bool, tmp_path: Path) -> None:
+    (tmp_path / "home" / "files").mkdir(parents=True)
+    make, given = CASES[name]
+    expected, seen_at_home = Net(**given), Seen()
+    net_at_home(expected, [make(tmp_path / "home" / "files"), seen_at_home], tmp_path, max_epochs=EPOCHS)
 
-    assert same(module, expected)
-    assert rounded(seen.seen) == rounded(seen_at_home.seen)
-
-
-@pytest.mark.filterwarnings("ignore:The provided params to be frozen")
-@pytest.mark.parametrize("name", ["StochasticWeightAveraging, a schedule", "StochasticWeightAveraging", "BackboneFinetuning"])
-def test_a_callback_has_its_effect_on_a_lightning_module(name: str, tmp_path: Path) -> None:
-    (home, seen_at_home), given, _ = callbacks_of(name)
-    expected = Net(**given)
-    at_home(expected, [home, seen_at_home], tmp_path, max_epochs=4)
-
-    def train(*others: Any) -> tuple[nn.Module, Any]:
-        (here, seen), module = callbacks_of(name)[0], Net(**given)
-        callbacks = [*others, here, seen, Checkpoint("11 steps", on_exception=True)]
-        data, directory = (loader(), loader(6, 1)), tmp_path / ("parts" if others or (tmp_path / "parts").exists() else "run")
-        trainer = Trainer.from_lightning(module, data, callbacks=callbacks, max_epochs=4, seed=1, directory=directory, **CPU)
-        trainer.fit(resume="auto")
-        return module, seen
-
-    module, seen = train()
-    assert same(module, expected)
-    assert rounded(seen.seen) == rounded(seen_at_home.seen)
-    with pytest.raises(RuntimeError, match="broken"):
-        train(BreaksAt(12))
-    continued, seen_again = train()
-    assert same(continued, expected)
-    assert rounded(seen_again.seen) == rounded(seen_at_home.seen)
-
-
-@pytest.mark.filterwarnings("ignore:The provided params to be frozen")
-@pytest.mark.parametrize("name", CASES)
-def test_a_run_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
-    def train(folder: str, *others: Any) -> tuple[nn.Module, Any]:
-        callbacks, given, rates = callbacks_of(name)
-        module, saves = Net(**given), Checkpoint("11 steps", on_exception=True)
-        trainer = trainer_of(module, [*rates, *others, *callbacks, saves], directory=tmp_path / folder, max_epochs=4)
-        trainer.fit(resume="auto")
-        return module, callbacks[1]
-
-    whole, seen = train("whole")
-    for batch in (7, 15, 18):
+    whole, *others = trained(name, tmp_path / "whole", module=module)
+    assert same(whole, expected)
+    assert others == [rounded(seen_at_home.seen), names_in(tmp_path / "home")]
+    for batch in CUTS.get(name, (7, 13)):
         with pytest.raises(RuntimeError, match="broken"):
-            train("parts", BreaksAt(batch))
-    continued, seen_again = train("parts")
+            trained(name, tmp_path / "parts", BreaksAt(batch), module=module)
+    continued, *again = trained(name, tmp_path / "parts", module=module)
     assert same(continued, whole)
-    assert rounded(seen_again.seen) == rounded(seen.seen)
+    assert again == others
 
 
 @pytest.mark.parametrize("name", ["BatchSizeFinder", "LearningRateFinder"])
@@ -192,9 +305,122 @@ def test_a_finetuning_callback_freezes_once(tmp_path: Path) -> None:
             super().freeze_before_training(pl_module)
 
     theirs, ours = Counts(), Counts()
-    at_home(Net(), [theirs], tmp_path, max_epochs=1)
+    net_at_home(Net(), [theirs], tmp_path, max_epochs=1)
     trainer = trainer_of(Net(), [ours], max_epochs=1)
     trainer.fit()
     assert ours.frozen == theirs.frozen == 1
     trainer.fit()
     assert ours.frozen == 2
+
+
+# -- two processes: as on one with the batches of both -----------------------------------------------------
+
+SAME = (
+    *("ModelCheckpoint", "StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "BackboneFinetuning"),
+    *("ModelPruning", "GradientAccumulationScheduler"),
+)
+ON_TWO: dict[str, Make] = {
+    "OnExceptionCheckpoint": pl_callbacks.OnExceptionCheckpoint,
+    **{name: CASES[name][0] for name in SAME},
+}
+RESUMED = ("ModelCheckpoint", "StochasticWeightAveraging", "ModelPruning")
+
+
+def train(folder: Path, make: Make, *others: Any, norm: bool = False, **arguments: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the weights at the end, and the names of the files."""
+    module, saves = Net(norm), Checkpoint("6 steps")
+    callbacks = [make(folder / "files"), *others, saves]
+    trainer_of(module, callbacks, directory=folder / "run", max_epochs=3, **arguments).fit(resume="auto")
+    return dict(module.state_dict()), names_in(folder)
+
+
+class BreaksOn(Callback):
+    """Raises an error on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
+        if run.progress.batch == 3 and run.driver.rank == self.rank:
+            raise RuntimeError("broken")
+
+
+def after_an_error(folder: Path, rank: int) -> None:
+    """Train until one rank raises an error."""
+    arguments: dict[str, Any] = {"loader": loader(16), "driver": DdpDriver("cpu"), "device": None}
+    model = pl_callbacks.ModelCheckpoint(folder / "files", save_on_exception=True, save_last=True, filename="broken")
+    with pytest.raises((RuntimeError, DistributedError), match="broken"):
+        train(folder, pl_callbacks.OnExceptionCheckpoint, model, BreaksOn(rank), **arguments)
+
+
+def sharded(folder: Path, arguments: dict[str, Any]) -> list[str]:
+    """Write a file of a sharded model; callbacks that need whole weights are refused."""
+    for name in ("StochasticWeightAveraging", "EMAWeightAveraging", "ModelPruning"):
+        with pytest.raises(AdapterError, match="needs the whole weights, but with this driver each rank has a shard"):
+            train(folder / "refused", ON_TWO[name], **arguments)
+    return train(folder, lambda files: pl_callbacks.ModelCheckpoint(files, save_top_k=-1), **arguments)[1]
+
+
+class Apart(Net):
+    """Logs other values on each rank."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", mean_error(self, batch) + 10 * self.global_rank)
+
+
+def own_monitors(folder: Path, *others: Any) -> list[str]:
+    """Train a LightningModule, each rank of which monitors its own values; return the names of the files."""
+    best = pl_callbacks.ModelCheckpoint(folder / "files", monitor="val_loss", save_top_k=2)
+    arguments: dict[str, Any] = {"driver": DdpDriver("cpu"), "directory": folder / "run", "progress": False, "seed": 1}
+    callbacks, data = [*others, best, Checkpoint("3 steps")], (loader(16), loader(16, 1))
+    Trainer.from_lightning(Apart(), data, callbacks=callbacks, max_epochs=4, **arguments).fit(resume="auto")
+    return names_in(folder)
+
+
+def on_both(folder: Path) -> dict[str, Any]:
+    """Return the result of each case; some of them break, continue and must end alike."""
+    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"loader": loader(16), "driver": DdpDriver("cpu"), "device": None}
+    for name, make in ON_TWO.items():
+        whole = found[name] = train(folder / name / "whole", make, **arguments)
+        if name not in RESUMED:
+            continue
+        with pytest.raises(RuntimeError, match="broken"):
+            train(folder / name / "parts", make, BreaksAt(8), **arguments)
+        again = train(folder / name / "parts", make, **arguments)
+        assert all(torch.equal(whole[0][key], again[0][key]) for key in again[0]), name
+        assert again[1] == whole[1], name
+    whole_files = own_monitors(folder / "own" / "whole")
+    with pytest.raises(RuntimeError, match="broken"):
+        own_monitors(folder / "own" / "parts", BreaksAt(9))
+    assert own_monitors(folder / "own" / "parts") == whole_files
+    found["sharded"] = sharded(folder / "sharded", {**arguments, "driver": FsdpDriver("cpu")})
+    swa = ON_TWO["StochasticWeightAveraging"]
+    found["BatchNorm"] = train(folder / "norm", swa, norm=True, **arguments)
+    return found
+
+
+def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+    first, second = launch(lambda: on_both(tmp_path / "both"))
+    one: dict[str, Any] = {"loader": loader(16, batch_size=4), "driver": "single"}
+    for name, make in ON_TWO.items():
+        weights, files = first[name]
+        assert all(torch.equal(weights[key], second[name][0][key]) for key in weights), name
+        expected, expected_files = train(tmp_path / "one" / name, make, **one)
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, msg=f"{name}: {key}")
+        assert files == expected_files, name
+    assert first["sharded"] == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt"]
+    file = torch.load(tmp_path / "both" / "sharded" / "files" / first["sharded"][-1], weights_only=True)
+    expected, _ = train(tmp_path / "whole", ON_TWO["OnExceptionCheckpoint"], **one)
+    for key, value in expected.items():
+        torch.testing.assert_close(file["state_dict"][key], value, msg=key)
+    weights, others = first["BatchNorm"][0], second["BatchNorm"][0]
+    assert all(torch.equal(weights[key], others[key]) for key in weights if "running" not in key)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_files_are_written_after_an_error_on_one_rank(rank: int, tmp_path: Path) -> None:
+    """The processes end with the error, so each rank has a launch of its own."""
+    launch(lambda: after_an_error(tmp_path, rank), timeout_s=60)
+    assert names_in(tmp_path) == ["broken.ckpt", "last.ckpt", "on_exception.ckpt"]

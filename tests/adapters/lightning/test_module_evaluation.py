@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +17,13 @@ from cadenza.callbacks import Checkpoint, Ema
 from cadenza.compat.lightning import predict, test, validate
 from cadenza.errors import DataError
 from cadenza.testing import launch
+from tests.adapters.lightning.home import CPU, by_lightning
 
 lightning = pytest.importorskip("lightning", reason="compares with Lightning's own trainer")
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 
-QUIET: dict[str, Any] = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "logger": False,
-    "accelerator": "cpu",
-}
-OURS: dict[str, Any] = {"device": "cpu", "progress": False}
 STAGES = ("validation", "test", "predict")
 POINTS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def loader(*values: float, size: int = 2) -> Any:
@@ -150,20 +133,19 @@ def plain(results: list[Any]) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in one.items()} for one in results]
 
 
-def flat(predictions: list[Any]) -> list[Any]:
+def flat(predictions: Any) -> list[Any]:
     return [one.tolist() if isinstance(one, Tensor) else flat(one) for one in predictions]
 
 
 @pytest.mark.parametrize("several", [True, False])
 def test_stages_call_and_return_what_lightning_does(several: bool) -> None:
-    theirs, home = Module(), lightning.Trainer(max_epochs=1, num_sanity_val_steps=0, callbacks=[Watch()], **QUIET)
-    data = Data(several)
-    home.fit(theirs, data)
+    theirs, data = Module(), Data(several)
+    home = by_lightning(theirs, data, max_epochs=1, callbacks=[Watch()])
     expected = [plain(home.validate(theirs, data, verbose=False)), plain(home.test(theirs, data, verbose=False))]
     expected.append(flat(home.predict(theirs, data)))
 
     ours, own = Module(), Data(several)
-    trainer = Trainer.from_lightning(ours, own, max_epochs=1, callbacks=[Watch()], **OURS)
+    trainer = Trainer.from_lightning(ours, own, max_epochs=1, callbacks=[Watch()], **CPU)
     trainer.fit()
     assert [validate(trainer), test(trainer), flat(predict(trainer))] == expected
     assert ours.events == theirs.events
@@ -173,19 +155,18 @@ def test_stages_call_and_return_what_lightning_does(several: bool) -> None:
 
 def test_validation_inside_an_epoch_comes_after_the_hooks_of_the_batch() -> None:
     theirs, ours = Module(), Module()
-    home = lightning.Trainer(max_epochs=1, num_sanity_val_steps=0, val_check_interval=2, callbacks=[Watch()], **QUIET)
-    home.fit(theirs, loader(*range(10)), loader(1, 2, 3))
     pair = loader(*range(10)), loader(1, 2, 3)
-    Trainer.from_lightning(ours, pair, max_epochs=1, evaluate_every="2 steps", callbacks=[Watch()], **OURS).fit()
+    by_lightning(theirs, *pair, max_epochs=1, val_check_interval=2, callbacks=[Watch()])
+    Trainer.from_lightning(ours, pair, max_epochs=1, evaluate_every="2 steps", callbacks=[Watch()], **CPU).fit()
     assert ours.events == theirs.events
 
 
 def test_a_sanity_check_calls_the_hooks_of_the_module_and_keeps_nothing() -> None:
     theirs, ours = Module(), Module()
-    home = lightning.Trainer(max_epochs=1, num_sanity_val_steps=1, **QUIET)
-    home.fit(theirs, loader(*range(6)), [loader(1, 2, 3), loader(4, 5)])
-    data = {"train": loader(*range(6)), "val": [loader(1, 2, 3), loader(4, 5)]}
-    run = Trainer.from_lightning(ours, data, max_epochs=1, sanity_batches=1, **OURS).fit()
+    train, val = loader(*range(6)), [loader(1, 2, 3), loader(4, 5)]
+    by_lightning(theirs, train, val, max_epochs=1, num_sanity_val_steps=1)
+    data = {"train": train, "val": val}
+    run = Trainer.from_lightning(ours, data, max_epochs=1, sanity_batches=1, **CPU).fit()
     assert ours.events == theirs.events
     assert [step for step, _ in run.history["val_loss/dataloader_idx_1"]] == [3]
 
@@ -194,7 +175,7 @@ def test_averaged_weights_and_checkpoints_can_be_evaluated(tmp_path: Path) -> No
     module = Module()
     callbacks = [Ema(0.5), Checkpoint("1 epoch", keep_last=2)]
     trainer = Trainer.from_lightning(
-        module, (loader(*range(6)), loader(1)), max_epochs=2, callbacks=callbacks, directory=tmp_path, **OURS
+        module, (loader(*range(6)), loader(1)), max_epochs=2, callbacks=callbacks, directory=tmp_path, **CPU
     )
     trainer.fit()
     now = validate(trainer)
@@ -211,18 +192,22 @@ def test_a_stage_without_loader_or_step_says_what_to_write() -> None:
             super().__init__()
             self.layer = nn.Linear(1, 1)
 
-    trainer = Trainer.from_lightning(Module(), loader(1), max_epochs=1, **OURS)
+    trainer = Trainer.from_lightning(Module(), loader(1), max_epochs=1, **CPU)
     with pytest.raises(DataError, match=r"Module has no loader for test.*test_dataloader"):
         test(trainer)
     with pytest.raises(TypeError, match=r"Bare has no validation_step"):
-        validate(Trainer.from_lightning(Bare(), loader(1), max_epochs=1, **OURS))
+        validate(Trainer.from_lightning(Bare(), loader(1), max_epochs=1, **CPU))
     with pytest.raises(DataError, match=r"Module needs a training loader"):
-        Trainer.from_lightning(Module(), max_epochs=1, **OURS)
+        Trainer.from_lightning(Module(), max_epochs=1, **CPU)
     model = nn.Linear(1, 1)
     with pytest.raises(TypeError, match=r"needs a trainer of Trainer\.from_lightning"):
         predict(
             Trainer(model, torch.optim.SGD(model.parameters(), 0.1), [torch.ones(1)], lambda model, batch: batch, max_steps=1)
         )
+
+
+def listed(batch: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda one: one.tolist() if isinstance(one, Tensor) else one, batch)
 
 
 class Combined(Module):
@@ -236,7 +221,7 @@ class Combined(Module):
         return self.data()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.events.append(torch.utils._pytree.tree_map(lambda one: one.tolist() if isinstance(one, Tensor) else one, batch))
+        self.events.append(listed(batch))
         parts = [one for one in torch.utils._pytree.tree_leaves(batch) if isinstance(one, Tensor)]
         loss: Tensor = self.layer(torch.cat(parts)).mean()
         return loss
@@ -265,20 +250,18 @@ COMBINED: dict[str, Callable[[], Any]] = {
 def test_several_loaders_give_the_batches_of_lightning(kind: str, tmp_path: Path) -> None:
     theirs, ours, again = (Combined(COMBINED[kind]) for _ in range(3))
     if kind == "sequential":  # Lightning reads loaders in this mode in evaluations only
-        theirs.events = [batch for _ in range(2) for one in three() for batch in one]
-        theirs.events = [batch.tolist() for batch in theirs.events]
+        theirs.events = [batch.tolist() for _ in range(2) for one in three() for batch in one]
     else:
-        lightning.Trainer(max_epochs=2, **QUIET).fit(theirs)
+        by_lightning(theirs, max_epochs=2)
     keep = Checkpoint("1 step", keep_last=99)
-    Trainer.from_lightning(ours, max_epochs=2, callbacks=[keep], directory=tmp_path, **OURS).fit()
+    Trainer.from_lightning(ours, max_epochs=2, callbacks=[keep], directory=tmp_path, **CPU).fit()
     assert ours.events == theirs.events
-    resumed = Trainer.from_lightning(again, max_epochs=2, **OURS)
+    resumed = Trainer.from_lightning(again, max_epochs=2, **CPU)
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
     if kind == "max_size":
         with pytest.raises(DataError, match=r"replay"):
-            resumed.fit(resume=tmp_path / "checkpoints" / "step-00000001")
-        resumed.fit(resume=tmp_path / "checkpoints" / "step-00000001", replay=True)
-    else:
-        resumed.fit(resume=tmp_path / "checkpoints" / "step-00000001")
+            resumed.fit(resume=checkpoint)
+    resumed.fit(resume=checkpoint, replay=kind == "max_size")
     assert again.events == theirs.events[1:]
     assert torch.equal(again.layer.weight, ours.layer.weight)
 
@@ -291,7 +274,7 @@ class Validated(Combined):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]  # one loader has no index
-        self.events.append(torch.utils._pytree.tree_map(lambda one: one.tolist() if isinstance(one, Tensor) else one, batch))
+        self.events.append(listed(batch))
         self.log("index", batch_idx, batch_size=1)
 
     def on_validation_start(self) -> None:
@@ -309,9 +292,8 @@ def test_combined_validation_loaders_are_one_loader(mode: Any) -> None:
         return CombinedLoader({"a": loader(1, 2, 3, 4, 5), "b": loader(6, 7, size=1)}, mode)
 
     theirs, ours = Validated(lambda: loader(1, 2)), Validated(lambda: loader(1, 2))
-    home = lightning.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET)
-    home.fit(theirs, None, pair())
-    Trainer.from_lightning(ours, {"train": loader(1, 2), "val": pair()}, max_epochs=1, **OURS).fit()
+    home = by_lightning(theirs, None, pair(), max_epochs=1)
+    Trainer.from_lightning(ours, {"train": loader(1, 2), "val": pair()}, max_epochs=1, **CPU).fit()
     ours_read, theirs_read = ([one for one in module.events if isinstance(one, dict)] for module in (ours, theirs))
     assert ours_read == theirs_read
     assert len(ours_read) >= 2
@@ -320,17 +302,17 @@ def test_combined_validation_loaders_are_one_loader(mode: Any) -> None:
 
 def test_a_list_of_batches_is_one_loader() -> None:
     module = Combined(lambda: [torch.ones(2, 1), torch.zeros(2, 1)])
-    Trainer.from_lightning(module, max_epochs=1, **OURS).fit()
+    Trainer.from_lightning(module, max_epochs=1, **CPU).fit()
     assert module.events == [[[1.0], [1.0]], [[0.0], [0.0]]]
 
 
 def test_the_state_of_a_datamodule_is_in_the_checkpoints(tmp_path: Path) -> None:
     first, second = Data(), Data()
-    trainer = Trainer.from_lightning(Module(), first, max_epochs=1, callbacks=[Checkpoint()], directory=tmp_path, **OURS)
+    trainer = Trainer.from_lightning(Module(), first, max_epochs=1, callbacks=[Checkpoint()], directory=tmp_path, **CPU)
     first.position = 7
     trainer.fit()
     assert first.trainer.is_global_zero
-    Trainer.from_lightning(Module(), second, max_epochs=2, directory=tmp_path, **OURS).fit(resume="auto")
+    Trainer.from_lightning(Module(), second, max_epochs=2, directory=tmp_path, **CPU).fit(resume="auto")
     assert second.position == 7
 
 
@@ -349,11 +331,11 @@ class Counts(Module):
 def on_two_ranks() -> Any:
     torch.set_num_threads(1)
     data, module = Data(), Module()
-    trainer = Trainer.from_lightning(module, data, max_epochs=1, **OURS)
+    trainer = Trainer.from_lightning(module, data, max_epochs=1, **CPU)
     trainer.fit()
     results = [validate(trainer), test(trainer), flat(predict(trainer)), flat(predict(trainer, loader(1, 2, 3, 4, 5)))]
     own = data.calls.count("prepare_data"), results, module.layer.weight.tolist(), module.layer.bias.tolist()
-    sharded = Trainer.from_lightning(Counts(), (loader(1, 2, 3, 4), loader(1, 2, 3, 4, 5)), driver="fsdp", max_epochs=1, **OURS)
+    sharded = Trainer.from_lightning(Counts(), (loader(1, 2, 3, 4), loader(1, 2, 3, 4, 5)), driver="fsdp", max_epochs=1, **CPU)
     assert sharded.fit().evaluations["val"].results["samples"] == 5  # the last batch is that of one rank
     return own
 
@@ -366,7 +348,7 @@ def test_two_processes_share_the_batches_and_return_the_same() -> None:
     with torch.no_grad():
         module.layer.weight.copy_(torch.tensor(first[2]))
         module.layer.bias.copy_(torch.tensor(first[3]))
-    alone = Trainer.from_lightning(module, Data(), max_epochs=1, **OURS)
+    alone = Trainer.from_lightning(module, Data(), max_epochs=1, **CPU)
     expected = [validate(alone), test(alone)]
     for ours, theirs in zip(first[1][:2], expected, strict=True):
         assert [pytest.approx(one) for one in theirs] == ours

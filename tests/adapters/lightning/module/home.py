@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Run, Trainer
+from tests.adapters.lightning.home import CPU, by_lightning
 
-lightning: Any = pytest.importorskip("lightning", reason="lightning is not installed")
+lightning: Any = import_module("lightning")
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
+
+Options = dict[str, Any] | None
 
 
 def rows(count: int = 40, width: int = 4, seed: int = 0) -> TensorDataset:
@@ -38,9 +33,7 @@ def at_home(make: Callable[[], Any], loader: Any, **arguments: Any) -> Any:
     """Train a module with Lightning, and return it."""
     torch.manual_seed(1)
     module = make()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        lightning.Trainer(**{**QUIET, **arguments}).fit(module, loader)
+    by_lightning(module, *(loader if isinstance(loader, tuple) else [loader]), **arguments)
     return module
 
 
@@ -53,8 +46,25 @@ def native_run(make: Callable[[], Any], loader: Any, resume: Any = False, **argu
     """Train a module with Cadenza; return it, and the run."""
     torch.manual_seed(1)
     module = make()
-    trainer = Trainer.from_lightning(module, loader, **{"device": "cpu", "progress": False, **arguments})
+    trainer = Trainer.from_lightning(module, loader, **{**CPU, **arguments})
     return module, trainer.fit(resume=resume)
+
+
+def trained_alike(
+    make: Callable[[], Any],
+    data: Any = None,
+    *,
+    home: dict[str, Any] | None = None,
+    here: dict[str, Any] | None = None,
+    **both: Any,
+) -> tuple[Any, Any, Run]:
+    """Train a module with Lightning and with Cadenza, to the same losses and weights; return the two modules, and the run."""
+    loader = batches() if data is None else data
+    theirs = at_home(make, loader, **both, **(home or {}))
+    ours, run = native_run(make, loader, **both, **(here or {}))
+    assert ours.losses == theirs.losses
+    assert torch.equal(weights(ours), weights(theirs))
+    return theirs, ours, run
 
 
 def weights(module: nn.Module) -> torch.Tensor:

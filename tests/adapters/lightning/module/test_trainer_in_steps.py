@@ -1,8 +1,10 @@
-"""What the code of a step reads of ``self.trainer``: the values of Lightning, at each place where it is read."""
+"""What the code of a step reads of ``self.trainer``: the values of Lightning, also in capsules and after rollbacks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,15 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from cadenza import Trainer
-from cadenza.callbacks import Checkpoint, LearningRate, Limit
+from cadenza.callbacks import Capsule, Checkpoint, EarlyStopping, LearningRate, Limit, Recover, StopOnNonFinite
 from cadenza.errors import CallbackError, DataError
 from cadenza.sinks import Sink
+from cadenza.timetravel import replay_capsule, what_if
+from tests.adapters.lightning.home import CPU, by_lightning
 from tests.adapters.lightning.module.home import (
-    QUIET,
     Regression,
     at_home,
     batches,
@@ -27,8 +30,11 @@ from tests.adapters.lightning.module.home import (
     native_run,
     rows,
     sgd,
+    trained_alike,
     weights,
 )
+
+# -- steps -------------------------------------------------------------------------------------------------
 
 
 class Looks(Regression):
@@ -98,12 +104,10 @@ def _decaying(self: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [Looks, ByHand])
 def test_the_position_in_the_epoch_is_that_of_lightning(kind: type[Any]) -> None:
-    make = configured(_decaying, kind)
-    theirs, ours = at_home(make, batches(), max_epochs=2), native(make, batches(), max_epochs=2)
+    theirs, ours, _ = trained_alike(configured(_decaying, kind), max_epochs=2)
     assert ours.seen == theirs.seen
     assert [one[0] for one in ours.seen if one[1]].count("training_step") == 2
     assert ours.rates == theirs.rates
-    assert torch.equal(weights(ours), weights(theirs))
 
 
 class Stream(IterableDataset[Any]):
@@ -120,7 +124,7 @@ def test_the_last_batch_of_a_loader_without_a_length_is_not_known() -> None:
 
 def test_two_schedules_of_one_optimizer_are_refused() -> None:
     halved = LearningRate(lambda optimizer: ExponentialLR(optimizer, 0.5), per="epoch")
-    arguments: dict[str, Any] = {"max_epochs": 1, "device": "cpu", "progress": False, "callbacks": [halved]}
+    arguments: dict[str, Any] = {"max_epochs": 1, "callbacks": [halved], **CPU}
     trainer = Trainer.from_lightning(configured(_decaying)(), batches(), **arguments)
     for start in (trainer.plan, trainer.fit):
         with pytest.raises(CallbackError, match=r"LearningRate.*ExponentialLR.*same optimizer\. Keep one"):
@@ -137,7 +141,7 @@ class Logging(Regression):
 
 def test_a_module_that_logs_is_evaluated_before_any_fit() -> None:
     torch.manual_seed(1)
-    trainer = Trainer.from_lightning(Logging(), batches(), max_epochs=1, device="cpu", progress=False)
+    trainer = Trainer.from_lightning(Logging(), batches(), max_epochs=1, **CPU)
     before = trainer.evaluate(batches(8))
     run = trainer.fit()
     assert trainer.evaluate(batches(8)) != before
@@ -150,11 +154,10 @@ def test_a_limit_is_known_when_schedules_are_made() -> None:
         return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, total), "interval": "step"}]
 
     make = configured(one_cycle, Looks)
-    theirs = at_home(make, batches(), max_epochs=2, limit_train_batches=4)
-    ours = native(make, batches(), max_epochs=2, callbacks=[Limit(train=4)])
+    limits: dict[str, Any] = {"home": {"limit_train_batches": 4}, "here": {"callbacks": [Limit(train=4)]}}
+    theirs, ours, _ = trained_alike(make, max_epochs=2, **limits)
     assert ours.rates == theirs.rates
     assert ours.seen == theirs.seen
-    assert torch.equal(weights(ours), weights(theirs))
 
 
 class Drawing(Regression):
@@ -191,12 +194,8 @@ def test_the_experiment_of_the_logger_takes_the_methods_of_a_summary_writer() ->
     _, run = native_run(Drawing, batches(8), max_epochs=1, callbacks=[kept])
     assert run.history.names == ["train/mean", "parts/a", "parts/b", "size"]
     assert run.history["parts/b"] == [(1, 0), (2, 1)]
-    assert {name: type(one).__name__ for name, one in kept.media.items()} == {
-        "note": "Text",
-        "weights": "Histogram",
-        "one": "Image",
-        "row": "Image",
-    }
+    kinds = [(name, type(one).__name__) for name, one in kept.media.items()]
+    assert kinds == [("note", "Text"), ("weights", "Histogram"), ("one", "Image"), ("row", "Image")]
     assert kept.media["one"].pixels.shape == (3, 8, 6)
     assert kept.media["row"].pixels.shape == (1, 4, 15)
 
@@ -236,7 +235,7 @@ def test_the_trainer_is_known_before_the_run(capsys: pytest.CaptureFixture[str],
 
     data = Data()
     theirs, ours = Asks(), Asks()
-    lightning.Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path).fit(theirs, datamodule=data)
+    by_lightning(theirs, data, max_epochs=1, default_root_dir=tmp_path)
     Trainer.from_lightning(ours, data, max_epochs=1, device="cpu:0", directory=tmp_path, progress=False).fit()
     assert ours.seen[3] == torch.device("cpu:0")  # before the module is there
     ours.seen[3] = torch.device("cpu")
@@ -280,8 +279,79 @@ class LeavesOut(Regression):
 
 
 def test_a_module_may_leave_weights_out_of_its_checkpoints(tmp_path: Path) -> None:
-    whole = native(
-        LeavesOut, batches(20), max_epochs=2, directory=tmp_path, callbacks=[Checkpoint("3 steps", keep_last=9)], seed=1
-    )
+    save: dict[str, Any] = {"directory": tmp_path, "callbacks": [Checkpoint("3 steps", keep_last=9)]}
+    whole = native(LeavesOut, batches(20), max_epochs=2, seed=1, **save)
     again, _ = native_run(LeavesOut, batches(20), tmp_path / "checkpoints" / "step-00000003", max_epochs=2, seed=1)
     assert again.losses == whole.losses[3:]
+
+
+# -- capsules, rollbacks and recorded evaluations ----------------------------------------------------------
+
+torchmetrics: Any = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+
+BAD = 13
+
+
+class Noted(Logging):
+    """Logs a metric too, and notes the counters of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+        self.steps: list[tuple[int, int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.error(self.net(batch[0]), batch[1])
+        self.log("train_error", self.error, on_epoch=True, on_step=False)
+        self.steps.append((self.trainer.global_step, self.trainer.current_epoch, batch_idx))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def trainer_in(directory: Path | None, *callbacks: Any, bad: bool = False) -> Trainer:
+    torch.manual_seed(1)
+    inputs, targets = rows(40).tensors
+    targets = targets.clone()
+    if bad:
+        targets[BAD] = math.nan
+    loaders = DataLoader(TensorDataset(inputs, targets), 4), DataLoader(rows(8), 4)
+    arguments: dict[str, Any] = {"directory": directory, "callbacks": callbacks, **CPU}
+    return Trainer.from_lightning(Noted(), loaders, max_epochs=3, **arguments)
+
+
+def test_a_capsule_is_repeated_in_another_process_with_the_counters_of_its_step(tmp_path: Path) -> None:
+    trainer_in(tmp_path, Capsule(most=1), bad=True).fit()
+    trainer = trainer_in(None)
+    again = replay_capsule(trainer, tmp_path)
+    assert (again.step, again.same, again.located.rows) == (BAD // 4 + 1, True, [BAD % 4])
+    module: Any = trainer.model
+    assert {*module.steps} == {(BAD // 4, 0, BAD // 4)}
+
+
+@pytest.mark.parametrize(
+    ("make", "what"), [(Recover, "batch left out"), (partial(StopOnNonFinite, "skip"), "batch skipped")], ids=["back", "on"]
+)
+def test_the_values_of_a_batch_that_is_left_out_are_not_logged(tmp_path: Path, make: Any, what: str) -> None:
+    run = trainer_in(tmp_path / "run", make(), Capsule(), Checkpoint("1 epoch"), bad=True).fit()
+    other = trainer_in(tmp_path / "other", make(), Checkpoint("1 epoch"), bad=True).fit()
+    assert [one for one in run.decisions if one.what == what]
+    for name in ("train_loss_step", "train_loss_epoch", "train_error"):
+        assert all(math.isfinite(value) for _, value in run.history[name]), name
+        assert run.history[name] == other.history[name]  # the second pass of the capsule counts nothing
+    assert len(run.history["train_loss_step"]) == 30 - 3  # once in each epoch
+    assert run.outcome is not None
+    assert "not finite" not in run.outcome.reason
+
+
+def test_what_if_knows_the_names_of_a_module(tmp_path: Path) -> None:
+    stop = EarlyStopping("val_loss", "min", patience=1, min_delta=10.0)
+    trainer_in(tmp_path / "long").fit()
+    stopped = trainer_in(tmp_path / "stopped", stop).fit()
+    answer = what_if(tmp_path / "long", [EarlyStopping("val_loss", "min", patience=1, min_delta=10.0)])
+    assert answer.stopped is not None
+    assert (answer.step, answer.stopped.why) == (stopped.progress.step, stopped.outcome.reason)  # type: ignore[union-attr]

@@ -1,35 +1,40 @@
-"""`Trainer.from_lightning`: the training of a LightningModule is that of Lightning, to the bit."""
+"""`Trainer.from_lightning`: the training of a LightningModule is that of Lightning, to the bit; and what is refused."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from cadenza import Trainer
+from cadenza.adapters.lightning.module.advice import ADVICE
 from cadenza.callbacks import Checkpoint, ClipGradients, Ema
-from cadenza.errors import CallbackError
+from cadenza.errors import AdapterError, CallbackError, DataError, LossError, MonitorError
+from tests.adapters.lightning.home import CPU
 from tests.adapters.lightning.module.home import (
     Regression,
     at_home,
     batches,
     configured,
+    lightning,
     native,
     native_run,
     sgd,
+    trained_alike,
     weights,
 )
 
-# -- the same losses and weights -----------------------------------------------------------------------
-
+# -- training ----------------------------------------------------------------------------------------------
 
 FORMS: dict[str, Callable[[Any], Any]] = {
     "an optimizer": sgd,
@@ -72,44 +77,27 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class Logging(Regression):
+    def on_train_epoch_end(self) -> None:
+        self.log("seen", 1.0)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_optimizers_of_every_form_train_as_in_lightning(form: str) -> None:
-    class Logging(Regression):
-        def on_train_epoch_end(self) -> None:
-            self.log("seen", 1.0)
-
     make = configured(FORMS[form], Logging if "plateau" in form else Regression)
-    theirs, ours = at_home(make, batches(), max_epochs=3), native(make, batches(), max_epochs=3)
-    assert ours.losses == theirs.losses
+    theirs, ours, _ = trained_alike(make, max_epochs=3)
     assert ours.rates == theirs.rates
-    assert torch.equal(weights(ours), weights(theirs))
 
 
 @pytest.mark.parametrize("form", ["a plateau that may be missing", "a dict with a scheduler"])
 def test_a_plan_shows_plateau_schedules_where_there_is_one(tmp_path: Path, form: str) -> None:
     make = configured(FORMS[form])
-    options: dict[str, Any] = {"device": "cpu", "progress": False, "max_epochs": 1, "directory": tmp_path}
+    options: dict[str, Any] = {**CPU, "max_epochs": 1, "directory": tmp_path}
     trainer = Trainer.from_lightning(make(), batches(), **options)
     fresh = Trainer.from_lightning(make(), batches(), **options).plan()
     trainer.fit()  # its plan is made before the optimizers
     assert ("plateau schedules" in str(fresh)) is ("plateau" in form)
     assert ("plateau schedules" in json.loads((tmp_path / "run.json").read_text())["plan"]) is ("plateau" in form)
-
-
-@pytest.mark.parametrize("accumulate", [2, 5])
-def test_accumulation_is_that_of_lightning(accumulate: int) -> None:
-    make = configured(FORMS["a dict with a config"])
-    theirs = at_home(make, batches(), max_epochs=3, accumulate_grad_batches=accumulate)
-    ours = native(make, batches(), max_epochs=3, accumulate=accumulate)
-    assert ours.losses == theirs.losses
-    assert torch.equal(weights(ours), weights(theirs))
-
-
-def test_clipping_is_that_of_lightning() -> None:
-    theirs = at_home(Regression, batches(), max_epochs=2, gradient_clip_val=0.1)
-    ours = native(Regression, batches(), max_epochs=2, callbacks=[ClipGradients(max_norm=0.1)])
-    assert ours.losses == theirs.losses
-    assert torch.equal(weights(ours), weights(theirs))
 
 
 class ClipsLate(Regression):
@@ -122,23 +110,42 @@ class ClipsLate(Regression):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
 
-def test_a_module_that_decides_about_clipping_gets_the_bound() -> None:
-    for bound, clip in (
-        ({"gradient_clip_val": 0.01}, ClipGradients(max_norm=0.01)),
-        ({"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}, ClipGradients(max_value=0.001)),
-    ):
-        theirs = at_home(ClipsLate, batches(), max_epochs=2, **bound)
-        ours = native(ClipsLate, batches(), max_epochs=2, callbacks=[clip])
-        assert ours.losses == theirs.losses
+class OwnClipping(Regression):
+    """Overrides the backward pass and the clipping."""
+
+    def backward(self, loss: Any, *values: Any, **named: Any) -> None:
+        (2 * loss).backward(*values, **named)
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        assert gradient_clip_val is None
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+
+
+BY_VALUE = {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}
+SETTINGS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    # a module, and arguments of Lightning's trainer and of the native one
+    "two batches a step": (configured(FORMS["a dict with a config"]), {"accumulate_grad_batches": 2}, {"accumulate": 2}),
+    "five batches a step": (configured(FORMS["a dict with a config"]), {"accumulate_grad_batches": 5}, {"accumulate": 5}),
+    "clipping": (Regression, {"gradient_clip_val": 0.1}, {"callbacks": [ClipGradients(max_norm=0.1)]}),
+    "clipping by the module": (ClipsLate, {"gradient_clip_val": 0.01}, {"callbacks": [ClipGradients(max_norm=0.01)]}),
+    "by value": (ClipsLate, BY_VALUE, {"callbacks": [ClipGradients(max_value=0.001)]}),
+    "overrides": (OwnClipping, {}, {}),
+    "overrides, five batches a step": (OwnClipping, {"accumulate_grad_batches": 5}, {"accumulate": 5}),
+    "bf16": (Regression, {"precision": "bf16-mixed"}, {"precision": "bf16"}),
+    "LBFGS": (configured(lambda self: LBFGS(self.parameters(), 0.1, max_iter=4)), {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_steps_and_clipping_and_precision_are_those_of_lightning(name: str) -> None:
+    make, home, here = SETTINGS[name]
+    _, ours, _ = trained_alike(make, max_epochs=3, home=home, here=here)
+    assert len(ours.losses) == 30 or (len(ours.losses) > 30 and name == "LBFGS")  # with a closure, which computes it again
+
+
+def test_a_module_that_decides_about_clipping_allows_no_other_work_of_the_callback() -> None:
     with pytest.raises(CallbackError, match=r"ClipsLate\.configure_gradient_clipping decides about clipping"):
         native(ClipsLate, batches(), max_epochs=2, callbacks=[ClipGradients(max_norm=1.0, log="train/norm")])
-
-
-def test_bf16_is_that_of_lightning() -> None:
-    theirs = at_home(Regression, batches(), max_epochs=1, precision="bf16-mixed")
-    ours = native(Regression, batches(), max_epochs=1, precision="bf16")
-    assert ours.losses == theirs.losses
-    assert torch.equal(weights(ours), weights(theirs))
 
 
 # -- the hooks -----------------------------------------------------------------------------------------
@@ -212,12 +219,8 @@ def test_a_batch_for_which_training_step_returns_none_is_skipped() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
 
-    make = configured(FORMS["a dict with a config"], Skipping)
-    theirs = at_home(make, batches(), max_epochs=2)
-    ours, run = native_run(make, batches(), max_epochs=2)
-    assert ours.losses == theirs.losses
+    theirs, ours, run = trained_alike(configured(FORMS["a dict with a config"], Skipping), max_epochs=2)
     assert ours.trainer.global_step == theirs.trainer.global_step == 20
-    assert torch.equal(weights(ours), weights(theirs))
     assert run.why("batch skipped").endswith("training_step returned None")
 
 
@@ -233,12 +236,10 @@ def test_on_train_batch_start_can_end_the_epoch(accumulate: int) -> None:
             self.ended += 1
 
     make = configured(FORMS["two schedules"], Leaving)
-    theirs = at_home(make, batches(), max_epochs=2, accumulate_grad_batches=accumulate)
-    ours, run = native_run(make, batches(), max_epochs=2, accumulate=accumulate)
-    assert ours.losses == theirs.losses
+    steps = {"home": {"accumulate_grad_batches": accumulate}, "here": {"accumulate": accumulate}}
+    theirs, ours, run = trained_alike(make, max_epochs=2, **steps)  # of a step with 3 batches, the fourth is dropped
     assert len(ours.losses) == 8 == ours.ended == theirs.ended
     assert ours.rates == theirs.rates
-    assert torch.equal(weights(ours), weights(theirs))  # of a step with 3 batches, the fourth is dropped
     assert run.progress.epoch == 2
 
 
@@ -252,35 +253,44 @@ def test_an_override_of_optimizer_step_sets_the_rate_and_leaves_out_updates() ->
             else:
                 optimizer.step(closure=optimizer_closure)
 
-    theirs, ours = at_home(Warm, batches(), max_epochs=2), native(Warm, batches(), max_epochs=2)
-    assert ours.losses == theirs.losses
-    assert torch.equal(weights(ours), weights(theirs))
+    trained_alike(Warm, max_epochs=2)
 
 
-def test_an_optimizer_with_a_closure_computes_the_loss_again() -> None:
-    def make() -> Any:
-        return configured(lambda self: torch.optim.LBFGS(self.parameters(), 0.1, max_iter=4))()
+class Norms(lightning.Callback):  # type: ignore[misc]
+    """Notes the norm of a gradient in hooks after the update; Lightning keeps gradients until the next batch."""
 
-    theirs, ours = at_home(make, batches(), max_epochs=2), native(make, batches(), max_epochs=2)
-    assert len(ours.losses) > 2 * 10
-    assert ours.losses == theirs.losses
-    assert torch.equal(weights(ours), weights(theirs))
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def note(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.norms.append(float(module.net[0].weight.grad.norm()))
+
+    on_train_batch_end = on_train_epoch_end = note
 
 
-def test_overrides_of_backward_and_of_clipping_are_called() -> None:
-    class Own(Regression):
-        def backward(self, loss: Any, *values: Any, **named: Any) -> None:
-            (2 * loss).backward(*values, **named)
+class KeepsNorms(Regression):
+    """Notes them too."""
 
-        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-            assert gradient_clip_val is None
-            self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
 
-    for accumulate in (1, 5):
-        theirs = at_home(Own, batches(), max_epochs=2, accumulate_grad_batches=accumulate)
-        ours = native(Own, batches(), max_epochs=2, accumulate=accumulate)
-        assert ours.losses == theirs.losses
-        assert torch.equal(weights(ours), weights(theirs))
+    def note(self, *_: Any) -> None:
+        layer: Any = self.net[0]
+        self.norms.append(float(layer.weight.grad.norm()))
+
+    on_train_batch_end = on_train_epoch_end = note
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_callbacks_and_modules_read_the_gradients_of_the_last_update(accumulate: int) -> None:
+    home, here = Norms(), Norms()
+    arguments = {"callbacks": [home], "accumulate_grad_batches": accumulate}, {"callbacks": [here], "accumulate": accumulate}
+    theirs, ours, _ = trained_alike(KeepsNorms, max_epochs=2, home=arguments[0], here=arguments[1])
+    assert here.norms == home.norms
+    assert ours.norms == theirs.norms
+    assert len(here.norms) == 22
+    assert ours.net[0].weight.grad is None
 
 
 def test_a_module_can_build_its_layers_in_configure_model_and_its_data_in_setup() -> None:
@@ -299,8 +309,7 @@ def test_a_module_can_build_its_layers_in_configure_model_and_its_data_in_setup(
         def train_dataloader(self) -> Any:
             return self.data
 
-    theirs, ours = at_home(Late, None, max_epochs=1), native(Late, None, max_epochs=1)
-    assert ours.losses == theirs.losses
+    assert native(Late, None, max_epochs=1).losses == at_home(Late, None, max_epochs=1).losses
 
 
 def test_each_fit_sets_the_module_up_and_configures_its_optimizers_for_its_length() -> None:
@@ -320,9 +329,7 @@ def test_each_fit_sets_the_module_up_and_configures_its_optimizers_for_its_lengt
             return super().configure_optimizers()
 
     module = Counting()
-    trainer = Trainer.from_lightning(
-        module, batches(), max_epochs=3, accumulate={0: 1, "5 steps": 5}, device="cpu", progress=False
-    )
+    trainer = Trainer.from_lightning(module, batches(), max_epochs=3, accumulate={0: 1, "5 steps": 5}, **CPU)
     for _ in range(2):
         assert trainer.fit().progress.step == 10
     assert module.calls == [("setup", "fit"), 10, ("teardown", "fit")] * 2
@@ -339,9 +346,7 @@ def test_callbacks_of_the_module_join_the_list_and_replace_others_of_their_class
             return [own]
 
     clip = ClipGradients(max_norm=1.0)
-    trainer = Trainer.from_lightning(
-        WithCallbacks(), batches(), max_steps=1, device="cpu", progress=False, callbacks=[Ema(decay=0.9), clip]
-    )
+    trainer = Trainer.from_lightning(WithCallbacks(), batches(), max_steps=1, callbacks=[Ema(decay=0.9), clip], **CPU)
     assert [one for one in trainer.callbacks if isinstance(one, Ema | ClipGradients)] == [clip, own]
 
 
@@ -385,12 +390,174 @@ class Resumed(Regression):
 
 def test_a_run_that_continues_in_mid_epoch_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole = native(Resumed, batches(), max_epochs=4, seed=1)
-    native(Resumed, batches(), max_steps=13, seed=1, directory=tmp_path, callbacks=[Checkpoint(every="13 steps")])
-    again, run = native_run(
-        Resumed, batches(), resume="auto", max_epochs=4, seed=1, directory=tmp_path, callbacks=[Checkpoint(every="13 steps")]
-    )
+    save: dict[str, Any] = {"seed": 1, "directory": tmp_path, "callbacks": [Checkpoint(every="13 steps")]}
+    native(Resumed, batches(), max_steps=13, **save)
+    again, run = native_run(Resumed, batches(), resume="auto", max_epochs=4, **save)
     assert run.progress.step == 40
     assert torch.equal(weights(again), weights(whole))
     assert again.losses == whole.losses[13:]
     assert again.rates == whole.rates[13:]
     assert again.seen == whole.seen == 160
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "from-lightning.md").read_text(encoding="utf-8")
+TAKEN = ("self", "callbacks", "max_epochs", "max_steps", "precision")
+"""The arguments that both trainers have."""
+
+
+@pytest.mark.parametrize("name", [one for one in signature(lightning.Trainer.__init__).parameters if one not in TAKEN])
+def test_each_argument_of_the_trainer_of_lightning_is_answered(name: str) -> None:
+    with pytest.raises(TypeError, match=f"no argument '{name}'") as raised:
+        Trainer.from_lightning(Regression(), batches(), max_epochs=1, **{name: 1})
+    assert str(raised.value).endswith(ADVICE[name])
+    assert f"| `{name}" in GUIDE or f", `{name}" in GUIDE
+
+
+def test_all_wrong_arguments_are_named_before_the_data_is_prepared() -> None:
+    def too_early(self: Any) -> None:
+        raise AssertionError
+
+    prepared = type("Prepared", (Regression,), {"prepare_data": too_early})
+    with pytest.raises(TypeError, match=r"accelerator: Use device=.*\n  limit_val_batches: Add Limit"):
+        Trainer.from_lightning(prepared(), batches(), max_epochs=1, accelerator="gpu", limit_val_batches=2)
+    with pytest.raises(ValueError, match=r"got 'bf16-mixed'\. Use precision=\"bf16\""):
+        Trainer.from_lightning(prepared(), batches(), max_epochs=1, precision="bf16-mixed")
+    with pytest.raises(ValueError, match="compile"):
+        Trainer.from_lightning(prepared(), batches(), max_epochs=1, compile=True)
+    with pytest.raises(TypeError, match=r"takes a LightningModule.*got Linear"):
+        Trainer.from_lightning(nn.Linear(1, 1), batches(), max_epochs=1)
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "loader", "compute_loss", "step_fn"])
+def test_native_arguments_that_the_module_replaces_are_not_dropped(name: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"no argument '{name}'. {ADVICE[name]}")):
+        Trainer.from_lightning(Regression(), batches(), max_epochs=1, **{name: object()})
+
+
+def test_a_class_instead_of_an_instance_is_named() -> None:
+    with pytest.raises(TypeError, match=r"got the class Regression\. Give an instance: Regression\(\.\.\.\)"):
+        Trainer.from_lightning(Regression, batches(), max_epochs=1)
+    with pytest.raises(TypeError, match=r"got the class LightningDataModule\. Give an instance"):
+        Trainer.from_lightning(Regression(), lightning.LightningDataModule, max_epochs=1)
+    with pytest.raises(TypeError, match=r"made by torch\.compile\. Give the Regression itself"):
+        Trainer.from_lightning(torch.compile(Regression(), backend="eager"), batches(), max_epochs=1)
+
+
+def test_loaders_in_a_form_of_their_own_are_not_trained_on() -> None:
+    a = batches()
+    for data, message in [
+        ((a, a, a), "a tuple of loaders is \\(train, val\\); got 3 elements"),
+        ({"train": a, "valid": a}, "got \\['train', 'valid'\\]: 'valid' is no stage"),
+        ({"val": a}, "got \\['val'\\]: 'train' is missing"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            Trainer.from_lightning(Regression(), data, max_epochs=1)
+
+
+def test_what_nothing_calls_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
+        old = type("Old", (Regression,), {name: lambda self, outputs: None})
+        with pytest.raises(AdapterError, match=f"Old has {name}, which Lightning 2 removed.*Write on_"):
+            Trainer.from_lightning(old(), batches(), max_epochs=1)
+    validated = type("Validated", (Regression,), {"validation_step": lambda self, batch, batch_idx: None})
+    native(validated, batches(), max_epochs=1)
+    assert "Validated has a validation_step, but there is no validation loader: nothing is validated" in caplog.text
+    native(Regression, (batches(), batches()), max_epochs=1)
+    assert "there is a validation loader, but Regression has no validation_step: nothing is validated" in caplog.text
+
+
+def test_several_optimizers_need_manual_optimization() -> None:
+    make = configured(lambda self: [sgd(self), SGD(self.net[0].parameters(), 0.1)])
+    for fit in (at_home, native):
+        with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
+            fit(make, batches(), max_epochs=1)
+
+
+def test_what_a_native_loop_cannot_give_is_named() -> None:
+    class Iterating(Regression):
+        def training_step(self, dataloader_iter: Any) -> Any: ...  # type: ignore[override]
+
+    with pytest.raises(AdapterError, match="takes dataloader_iter"):
+        native(Iterating, batches(), max_epochs=1)
+
+    class Curious(Regression):
+        def configure_optimizers(self) -> Any:
+            return SGD(self.parameters(), self.trainer.tuner.rate)
+
+    with pytest.raises(AdapterError, match=r"reads trainer\.tuner before the run"):
+        native(Curious, batches(), max_epochs=1)
+
+    class Textual(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"predictions": batch}
+
+    with pytest.raises(LossError, match=r"a dict with the key 'loss'.*got a mapping with \['predictions'\]"):
+        native(Textual, batches(), max_epochs=1)
+
+
+def test_a_fit_needs_a_step_and_optimizers_and_a_list_of_callbacks() -> None:
+    class Empty(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(1, 1)
+
+    class Steps(Empty):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]).sum()
+
+    for kind, name in ((Empty, "training_step"), (Steps, "configure_optimizers")):
+        with pytest.raises(AdapterError, match=f"{kind.__name__} has no {name}, which a fit needs"):
+            Trainer.from_lightning(kind(), batches(), max_epochs=1, progress=False).fit()
+    with pytest.raises(CallbackError, match=r"got Timer\(\.\.\.\)\. Write callbacks=\[\.\.\.\]"):
+        Trainer.from_lightning(Regression(), batches(), max_epochs=1, callbacks=lightning.pytorch.callbacks.Timer())
+
+
+def test_wrong_optimizers_are_named() -> None:
+    stray = SGD(nn.Linear(1, 1).parameters(), 0.1)
+    for make, message in [
+        (lambda self: "sgd", "must return one of"),
+        (lambda self: {"optimizer": sgd(self), "lr_scheduler": {"interval": "step"}}, 'must have the key "scheduler"'),
+        (
+            lambda self: {"optimizer": (one := sgd(self)), "lr_scheduler": {"scheduler": StepLR(one, 1), "interval": "day"}},
+            'must be "step" or "epoch"; got \'day\'',
+        ),
+        (lambda self: {"optimizer": (one := sgd(self)), "lr_scheduler": ReduceLROnPlateau(one)}, "must include a monitor"),
+        (lambda self: ([sgd(self)], [StepLR(stray, 1)]), "belongs to an optimizer that configure_optimizers does not return"),
+        (lambda self: ([sgd(self)], [object()]), "expected a scheduler with state_dict"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            native(configured(make), batches(), max_epochs=1)
+    missing = configured(lambda self: {"optimizer": (one := sgd(self)), "lr_scheduler": ReduceLROnPlateau(one), "monitor": "x"})
+    with pytest.raises(MonitorError, match="conditioned on metric x which is not available"):
+        native(missing, batches(), max_epochs=1)
+
+
+def test_a_module_without_data_is_an_error() -> None:
+    with pytest.raises(Exception, match=r"training loader|`train_dataloader` must be implemented"):
+        native(Regression, None, max_epochs=1)
+
+
+def test_an_attribute_that_is_not_mapped_names_the_module() -> None:
+    class Curious(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.trainer.fit_loop.tuner
+
+    with pytest.raises(AdapterError, match=r"Curious reads trainer\.fit_loop\.tuner, which a native run does not provide"):
+        native(Curious, batches(), max_epochs=1)
+    curious = type("Curious", (Regression,), {"on_train_start": lambda self: self.trainer.tuner})
+    with pytest.raises(AdapterError, match=r"Curious reads trainer\.tuner.*FindLearningRate"):
+        native(curious, batches(), max_epochs=1)
+
+
+def test_habits_of_lightning_are_answered() -> None:
+    trainer = Trainer.from_lightning(Regression(), batches(), max_epochs=1)
+    with pytest.raises(AttributeError, match=r"validate and test of cadenza\.compat\.lightning"):
+        trainer.validate()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"read run\.progress and run\.history"):
+        trainer.callback_metrics  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(TypeError, match=r"Trainer lacks model, optimizer, loader\. .*Trainer\.from_lightning\(module, data"):
+        Trainer(max_epochs=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"at most 2 positional arguments; got 3\. .*\(train, val\)"):
+        Trainer.from_lightning(Regression(), batches(), batches(), max_epochs=1)

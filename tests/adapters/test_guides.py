@@ -1,17 +1,70 @@
-"""The table of events of other systems names each moment of the table once."""
+"""The pages about other systems name all that these have: classes, events and attributes, so that nothing is left out."""
 
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cadenza import Callback, Run
 from cadenza.hooks.moments import moments_of
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "other-systems.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "other-systems.md").read_text(encoding="utf-8")
 
+
+def not_named(names: set[str], guide: str) -> set[str]:
+    """Return the names that a guide does not have in code style."""
+    assert names
+    text = (DOCS / "guides" / guide).read_text(encoding="utf-8")
+    return {name for name in names if f"`{name}`" not in text}
+
+
+def test_the_guide_of_lightning_names_every_callback_class() -> None:
+    pytest.importorskip("lightning", reason="the classes are those of Lightning")
+    modules = [import_module(f"lightning.pytorch.{name}") for name in ("callbacks", "serve", "cli")]
+    kinds: list[Any] = [modules[0].Callback]
+    found = set[str]()
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        found |= {kind.__name__} if kind.__module__.startswith("lightning.pytorch.") and kind.__name__[0] != "_" else set()
+    assert {"BaseFinetuning", "Timer", "ServableModuleValidator", "SaveConfigCallback"} < found
+    assert not_named(found, "from-lightning.md") == set()
+
+
+def test_the_guide_of_transformers_names_every_callback_class() -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="the classes are those of transformers")
+    packages = (transformers, transformers.integrations)
+    exported = {name for package in packages for name in dir(package) if name.endswith("Callback")}
+    assert len(exported) > 15
+    assert not_named(exported, "from-huggingface.md") == set()
+
+
+def public(thing: type) -> set[str]:
+    return {name for name in dir(thing) if not name.startswith("_")} - {"title", "absent"}
+
+
+def test_the_guide_of_keras_names_all_classes_events_and_attributes() -> None:
+    keras: Any = pytest.importorskip("keras", reason="the classes are those of Keras")
+    from cadenza.adapters.keras.classes import MAIN_ONLY, REFUSED, TRACKERS, WRITES_WEIGHTS
+    from cadenza.adapters.keras.events import EVENTS
+    from cadenza.adapters.keras.model_view import ModelView
+    from cadenza.adapters.keras.optimizer_view import OptimizersView
+
+    guide = (DOCS / "guides" / "from-keras.md").read_text(encoding="utf-8")
+    exported = {name for name in dir(keras.callbacks) if name[0].isupper()}
+    assert not_named(exported | set(EVENTS), "from-keras.md") == set()
+    assert not {name for name in public(ModelView) | public(OptimizersView) if not re.search(rf"\b{name}\b", guide)}
+    assert not {name for name in TRACKERS if name not in guide}
+    assert {title for title in MAIN_ONLY if title.startswith("keras.")} <= {f"keras.{name}" for name in exported}
+    assert exported >= {*REFUSED, *WRITES_WEIGHTS}
+    assert guide.count("```python") >= 10
+
+
+# -- the table of events of systems without adapters -------------------------------------------------------
 
 EVENTS = {
     "Composer": """INIT BEFORE_LOAD AFTER_LOAD FIT_START ITERATION_START EPOCH_START BEFORE_DATALOADER AFTER_DATALOADER
@@ -37,7 +90,7 @@ EVENTS = {
 
 
 def rows() -> list[list[str]]:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `on_")]
+    lines = [line for line in PAGE.splitlines() if line.startswith("| `on_")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -58,11 +111,10 @@ def test_each_row_has_five_systems_and_no_event_has_two_places() -> None:
 
 @pytest.mark.parametrize("system", EVENTS)
 def test_the_page_has_every_event(system: str) -> None:
-    page = PAGE.read_text()
-    assert not [one for one in EVENTS[system].split() if f"`{one}`" not in page]
+    assert not [one for one in EVENTS[system].split() if f"`{one}`" not in PAGE]
 
 
 def test_the_verbs_in_the_text_are_those_of_a_run() -> None:
-    verbs = set(re.findall(r"`run\.(\w+)", PAGE.read_text()))
+    verbs = set(re.findall(r"`run\.(\w+)", PAGE))
     assert {"stop", "end_epoch", "skip_batch", "replace_model"} <= verbs
     assert all(hasattr(Run, verb) for verb in verbs)
