@@ -10,10 +10,33 @@ import pytest
 import torch
 
 from cadenza import Callback, History, Record, Run, Trainer, on
-from cadenza.callbacks import Checkpoint
+from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.status.plain import first_difference
 from cadenza.status.progress import Counters
 from cadenza.testing import prove_resume, tiny_run, tiny_trainer
+
+
+def test_history_has_each_series_the_latest_values_and_the_names() -> None:
+    history = tiny_run(callbacks=[LogTraining(every="2 steps", throughput=False)], epochs=1).history
+    assert history.names == ["train/loss", "train/lr"]
+    assert history["train/lr"] == [(2, 0.1), (4, 0.1)]
+    assert history.latest["train/lr"] == 0.1
+    assert "train/loss" in history
+    assert "eval/loss" not in history
+    with pytest.raises(KeyError, match=r"nothing was logged as 'train/los'\. Did you mean 'train/loss'\?"):
+        history["train/los"]
+
+
+def test_history_becomes_a_frame_with_a_row_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny_run(callbacks=[count, LogTraining(every="2 steps", throughput=False, lr=False)], steps=4)
+    frame = run.history.to_frame()
+    assert frame.index.name == "step"
+    assert list(frame.index) == list(frame["steps"]) == [1, 2, 3, 4]
+    assert list(frame.columns) == ["steps", "train/loss"]
+    assert frame["train/loss"].notna().tolist() == [False, True, False, True]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"History\.to_frame\(\) needs the package 'pandas'.*pip install 'cadenza\[data\]'"):
+        History().to_frame()
 
 
 def filled(count: int, limit: int, names: tuple[str, ...] = ("x",)) -> History:
@@ -33,11 +56,8 @@ def test_beyond_the_limit_an_even_view_is_kept_with_the_first_and_the_newest(lim
         assert history["x"] == [(step, step / 2) for step in steps]
         assert limit / 2 <= len(steps) < limit or count < limit
         assert history.latest == {"x": count / 2}
-
-
-def test_up_to_the_limit_nothing_is_dropped() -> None:
-    assert len(filled(99, 100)["x"]) == 99
-    assert filled(99, 100).thinned == {}
+        if count < limit:
+            assert (len(steps), history.thinned) == (count, {})
 
 
 def test_a_name_that_is_seldom_logged_keeps_all_of_its_values() -> None:
@@ -57,13 +77,15 @@ def test_all_names_of_a_record_are_thinned_and_the_first_is_told_of_once() -> No
     assert sentence.startswith("'a' has 10 values: run.history keeps one in 2 of them from here on")
 
 
-def test_what_it_holds_and_what_it_saves_stay_bounded() -> None:
+def test_what_it_holds_and_what_it_saves_stay_bounded_by_a_limit_of_use() -> None:
     history = filled(100_000, 1000)
     assert sys.getsizeof(history["x"]) < 20_000
     steps, values, *_ = history.state_dict()["x"]
     assert steps.dtype is torch.int64
     assert values.dtype is torch.float64
     assert len(steps) == len(values) < 1000
+    with pytest.raises(ValueError, match="limit must be at least 4 values of a name; got 1"):
+        History(1)
 
 
 def test_it_goes_on_after_a_checkpoint_as_if_there_had_been_none() -> None:
@@ -73,11 +95,6 @@ def test_it_goes_on_after_a_checkpoint_as_if_there_had_been_none() -> None:
         for step in range(cut + 1, 61):
             history.add(Record(Counters(step=step), 0.0, {"x": step / 2}))
         assert first_difference(history.state_dict(), filled(60, 10).state_dict()) is None
-
-
-def test_a_limit_of_no_use_is_an_error() -> None:
-    with pytest.raises(ValueError, match="limit must be at least 4 values of a name; got 1"):
-        History(1)
 
 
 @on(Callback.on_setup)

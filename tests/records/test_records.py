@@ -11,8 +11,7 @@ import numpy
 import pytest
 import torch
 
-from cadenza import Audio, Callback, Figure, Histogram, History, Image, Record, Run, Text, on
-from cadenza.callbacks import LogTraining
+from cadenza import Audio, Callback, Figure, Histogram, Image, Record, Run, Text, on
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.testing import tiny_run
 
@@ -32,26 +31,17 @@ def records_of(*callbacks: Callback, **arguments: Any) -> list[Record]:
     return records
 
 
-def test_all_that_is_logged_in_a_step_is_one_record() -> None:
-    early = logging(("a", 1), moment=Callback.on_batch_start)
+def test_all_that_is_logged_in_a_step_is_one_record_and_a_later_value_of_a_name_replaces_the_earlier() -> None:
+    early = logging(("a", 0), ("a", 1), moment=Callback.on_batch_start)
     records = records_of(early, logging(("b", 2.5)), batches=2)
     assert [(record.step, dict(record.values)) for record in records] == [(1, {"a": 1, "b": 2.5}), (2, {"a": 1, "b": 2.5})]
 
 
-def test_a_later_value_of_a_name_replaces_the_earlier_one_of_the_step() -> None:
-    assert records_of(logging(("a", 1), ("a", 2)), steps=1)[0].values == {"a": 2}
-
-
 def test_sinks_get_a_record_before_the_next_step_starts() -> None:
     order: list[str] = []
-    tiny_run(
-        callbacks=[
-            logging(("a", 1)),
-            on(Callback.on_log)(lambda run, record: order.append(f"log {record.step}")),
-            on(Callback.on_step_start)(lambda run: order.append(f"start {run.progress.step + 1}")),
-        ],
-        steps=2,
-    )
+    told = on(Callback.on_log)(lambda run, record: order.append(f"log {record.step}"))
+    begun = on(Callback.on_step_start)(lambda run: order.append(f"start {run.progress.step + 1}"))
+    tiny_run(callbacks=[logging(("a", 1)), told, begun], steps=2)
     assert order == ["start 1", "log 1", "start 2", "log 2"]
 
 
@@ -107,9 +97,8 @@ def test_a_tensor_with_a_shape_is_an_error_that_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("name", ["epoch", "step", "batch", "samples", "time"])
 def test_a_number_cannot_take_the_name_of_a_counter(name: str) -> None:
-    buffer = MetricBuffer()
     with pytest.raises(ValueError, match=f"Log the value as 'train/{name}'"):
-        buffer.add(name, 0.5)
+        MetricBuffer().add(name, 0.5)
 
 
 @pytest.mark.parametrize("name", [None, 3, ("a", "b")])
@@ -155,33 +144,3 @@ def test_numbers_that_are_not_finite_are_valid_json() -> None:
     line = json.loads(records_of(logging(*values), steps=1)[0].to_json(), parse_constant=pytest.fail)
     assert [line[name] for name, _ in values] == ["NaN", "Infinity", "-Infinity", 1.0]
     assert (line["epoch"], line["step"], line["batch"], line["samples"]) == (0, 1, 1, 2)
-
-
-def test_history_has_each_series_the_latest_values_and_the_names() -> None:
-    history = tiny_run(callbacks=[LogTraining(every="2 steps", throughput=False)], epochs=1).history
-    assert history.names == ["train/loss", "train/lr"]
-    assert history["train/lr"] == [(2, 0.1), (4, 0.1)]
-    assert history.latest["train/lr"] == 0.1
-    assert "train/loss" in history
-    assert "eval/loss" not in history
-
-
-def test_history_becomes_a_frame_with_a_row_for_each_step() -> None:
-    run = tiny_run(callbacks=[logging(("a", 1)), LogTraining(every="2 steps", throughput=False, lr=False)], steps=4)
-    frame = run.history.to_frame()
-    assert frame.index.name == "step"
-    assert list(frame.index) == [1, 2, 3, 4]
-    assert list(frame.columns) == ["a", "train/loss"]
-    assert frame["train/loss"].notna().tolist() == [False, True, False, True]
-
-
-def test_a_frame_without_pandas_is_an_error_that_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"History\.to_frame\(\) needs the package 'pandas'.*pip install 'cadenza\[data\]'"):
-        History().to_frame()
-
-
-def test_a_name_that_was_never_logged_is_an_error_that_shows_the_nearest() -> None:
-    history = tiny_run(callbacks=[LogTraining(every="1 step")]).history
-    with pytest.raises(KeyError, match=r"nothing was logged as 'train/los'\. Did you mean 'train/loss'\?"):
-        history["train/los"]

@@ -1,4 +1,4 @@
-"""The recipe for Optuna: a trial that was killed is retried, continues its run, and reports each step once."""
+"""The recipes for sweeps: what was interrupted or died continues, and repeats nothing that is finished."""
 
 from __future__ import annotations
 
@@ -10,8 +10,46 @@ from pathlib import Path
 import optuna
 import pytest
 
-from cadenza import Callback, Run
+from cadenza import Callback, Trainer
+from cadenza.run import Run
 from tests.recipes.pages import blocks, run
+
+
+def test_a_sweep_that_was_interrupted_repeats_no_fold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    definitions = blocks("cross-validation")[0].partition("best = sweep()")[0]
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = run(definitions)["sweep"]()
+    monkeypatch.chdir(tmp_path / "cut")
+    names = run(definitions)
+    fit, begun = names["fit"], list[int]()
+
+    def fit_three(fold: int, seed: int, directory: str) -> Run:
+        if len(begun) == 3:
+            fit(fold, seed, directory, max_epochs=2)  # the fourth is under way
+            raise KeyboardInterrupt
+        begun.append(fold)
+        return fit(fold, seed, directory)  # type: ignore[no-any-return]
+
+    names["fit"] = fit_three
+    with pytest.raises(KeyboardInterrupt):
+        names["sweep"]()
+    steps: dict[str, int] = {}
+    original = Trainer.fit
+
+    def counting(trainer: Trainer, resume: str) -> Run:
+        one = original(trainer, resume=resume)
+        steps[Path(str(trainer.directory)).name] = one.progress.step - one.progress.origin.step
+        return one
+
+    monkeypatch.setattr(Trainer, "fit", counting)
+    again = run(definitions)
+    assert again["sweep"]() == whole
+    trained = {name: count for name, count in steps.items() if count}
+    assert len(steps) == 10
+    assert {count for name, count in steps.items() if name in trained and name != "fold-3-seed-0"} == {52}
+    assert trained["fold-3-seed-0"] == 26  # two of four epochs
 
 
 class DieOnce(Callback):
@@ -31,7 +69,7 @@ def search(*, killed: bool = False) -> optuna.Study:
     assert "grace_period=1" in resumable
     if killed:
         resumable = resumable.replace("pruning, Checkpoint", "pruning, DieOnce(), Checkpoint")
-    namespace = run("from tests.recipes.test_optuna import DieOnce", first.partition("study =")[0], resumable)
+    namespace = run("from tests.recipes.test_sweeps import DieOnce", first.partition("study =")[0], resumable)
     return namespace["study"]  # type: ignore[no-any-return]
 
 
