@@ -56,6 +56,16 @@ def continued(directory: Path, *sinks: Any) -> list[Run]:
     return [trainer.fit(resume="auto") for trainer in trainers]
 
 
+def test_a_continued_run_goes_on_under_its_id(tmp_path: Path) -> None:
+    first, _ = continued(tmp_path, SWANLAB.make(), TRACKIO.make())
+    files = sorted(SWANLAB.files(tmp_path), key=lambda file: file.all("scalar")[0].step)
+    assert [file.all("start")[0].id for file in files] == [first.info.id, first.info.id]
+    assert [[one.step for one in file.all("scalar")] for file in files] == [[1, 2], [3, 4, 5]]
+    [(count,)] = TRACKIO.select("SELECT COUNT(DISTINCT run_id) FROM metrics WHERE run_name = ?", TRACKIO.name(first.info))
+    assert count == 1
+    assert TRACKIO.values(first.info)["a"] == [(step, 1) for step in range(1, 6)]
+
+
 # -- wandb ---------------------------------------------------------------------------------------------
 
 
@@ -121,13 +131,6 @@ def test_swanlab_has_the_arguments_of_the_run_and_its_names(tmp_path: Path) -> N
     assert (list(start.tags), start.group) == (["a", "b"], "g")
 
 
-def test_a_continued_run_of_swanlab_goes_on_under_its_id(tmp_path: Path) -> None:
-    first, _ = continued(tmp_path, SWANLAB.make())
-    files = sorted(SWANLAB.files(tmp_path), key=lambda file: file.all("scalar")[0].step)
-    assert [file.all("start")[0].id for file in files] == [first.info.id, first.info.id]
-    assert [[one.step for one in file.all("scalar")] for file in files] == [[1, 2], [3, 4, 5]]
-
-
 def test_the_mode_of_the_environment_counts_and_a_keyboard_interrupt_is_pythons_own_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,13 +184,6 @@ def test_trackio_does_not_touch_a_run_of_your_own(tmp_path: Path) -> None:
         trackio.context_vars.current_run.set(None)
     assert TRACKIO.rows("own") == [(0, {"mine": 1})]
     assert TRACKIO.rows("theirs") == [(1, {"theirs": 1})]
-
-
-def test_a_continued_run_of_trackio_is_one_run(tmp_path: Path) -> None:
-    first, _ = continued(tmp_path, TRACKIO.make())
-    [(count,)] = TRACKIO.select("SELECT COUNT(DISTINCT run_id) FROM metrics WHERE run_name = ?", TRACKIO.name(first.info))
-    assert count == 1
-    assert TRACKIO.values(first.info)["a"] == [(step, 1) for step in range(1, 6)]
 
 
 def test_rows_that_trackio_loses_are_reported(tmp_path: Path) -> None:

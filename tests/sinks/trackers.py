@@ -100,4 +100,5 @@ def in_own_process(
         pass
     assert terminal.exit_code == 0, terminal.written
     [line] = [line for line in terminal.written.splitlines() if line.startswith('["')]
-    return Ended(*json.loads(line), written=terminal.written)
+    outcome, faults, asked, changed = json.loads(line)
+    return Ended(outcome, faults, asked, changed, terminal.written)
