@@ -48,7 +48,7 @@ def test_a_service_of_wandb_that_is_killed_disables_it_and_the_run_goes_on(tmp_p
     end = "os._exit(0)"  # wandb would tell at exit that its service is gone
     sink = f"Wandb('tests', mode='offline', settings={QUIET})"
     variables = {"WANDB_ERROR_REPORTING": "false"}
-    ended = in_own_process(sink, tmp_path, offline=False, act=kill, steps=300, end=end, **variables)
+    ended = in_own_process(sink, tmp_path, variables, offline=False, act=kill, steps=300, end=end)
     [fault] = ended.faults
     assert "Connection" in fault or "Broken" in fault
     assert ended.outcome == "finished"

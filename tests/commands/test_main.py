@@ -96,19 +96,18 @@ def test_the_scripts_are_those_of_the_present_commands(shell: str, cadenza: Comm
     assert cadenza("completion", shell).out == generated(shell), "python docs/completions.py makes them anew"
 
 
-@pytest.fixture(scope="module", params=SHELLS)
-def shell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pexpect.spawn]:
+@pytest.fixture(params=SHELLS)
+def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[pexpect.spawn]:
     """An interactive shell that has read the script, in a folder with a run."""
     if shutil.which(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
-    folder = tmp_path_factory.mktemp("shell")
-    (folder / "experiments" / "first").mkdir(parents=True)
-    (folder / "my run" / "best of all").mkdir(parents=True)
-    (folder / "my train.py").touch()
-    environment = {**os.environ, "PATH": put_on_path(folder), "TERM": "dumb", "HOME": str(folder)}
+    (tmp_path / "experiments" / "first").mkdir(parents=True)
+    (tmp_path / "my run" / "best of all").mkdir(parents=True)
+    (tmp_path / "my train.py").touch()
+    environment = {**os.environ, "PATH": put_on_path(tmp_path), "TERM": "dumb", "HOME": str(tmp_path)}
     alone = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"]}[request.param]
     process = pexpect.spawn(
-        request.param, alone, env=environment, cwd=str(folder), encoding="utf-8", dimensions=(40, 200), timeout=300
+        request.param, alone, env=environment, cwd=str(tmp_path), encoding="utf-8", dimensions=(40, 200), timeout=300
     )
     if request.param == "zsh":
         process.sendline("autoload -U compinit && compinit -u")
@@ -118,29 +117,29 @@ def shell(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     process.close(force=True)
 
 
-@pytest.mark.parametrize(
-    ("typed", "expected"),
-    [
-        ("cadenza comp\t", "completion"),  # compare and completion are listed
-        ("cadenza wat", "watch"),
-        ("cadenza watch --on", "--once"),
-        ("cadenza checkpoint ver", "verify"),
-        ("cadenza replay --to tensor", "tensorboard"),
-        ("cadenza watch exper", "experiments/"),
-        ("cadenza compare experiments/first exp", "experiments/"),
-        ("cadenza watch my", "cadenza watch my\\ run/"),
-        ("cadenza watch my\\ r", "un/"),
-        ("cadenza watch my\\ run/be", "st\\ of\\ all/"),
-        ("cadenza watch 'my r", "un"),
-        ("cadenza plan my\\ t", "rain.py"),
-        ("cadenza report my\\ run/best\\ of\\ all my\\ ru", "n/"),
-        ("cadenza report --output my\\ t", "rain.py"),
-    ],
-)
-def test_tab_completes_commands_options_and_paths_with_spaces_too(shell: pexpect.spawn, typed: str, expected: str) -> None:
-    shell.send(f"{typed}\t")
-    shell.expect_exact(expected)
-    shell.send("\x15")  # erase the line
+COMPLETED = [
+    ("cadenza comp\t", "completion"),  # compare and completion are listed
+    ("cadenza wat", "watch"),
+    ("cadenza watch --on", "--once"),
+    ("cadenza checkpoint ver", "verify"),
+    ("cadenza replay --to tensor", "tensorboard"),
+    ("cadenza watch exper", "experiments/"),
+    ("cadenza compare experiments/first exp", "experiments/"),
+    ("cadenza watch my", "cadenza watch my\\ run/"),
+    ("cadenza watch my\\ r", "un/"),
+    ("cadenza watch my\\ run/be", "st\\ of\\ all/"),
+    ("cadenza watch 'my r", "un"),
+    ("cadenza plan my\\ t", "rain.py"),
+    ("cadenza report my\\ run/best\\ of\\ all my\\ ru", "n/"),
+    ("cadenza report --output my\\ t", "rain.py"),
+]
+
+
+def test_tab_completes_commands_options_and_paths_with_spaces_too(shell: pexpect.spawn) -> None:
+    for typed, expected in COMPLETED:
+        shell.send(f"{typed}\t")
+        shell.expect_exact(expected)
+        shell.send("\x15")  # erase the line
 
 
 # -- docs/command-line.md ------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from cadenza.records import read_records
 from cadenza.sinks import Comet, Csv, Dvclive, JsonLines, Mlflow, Swanlab, TensorBoard, Trackio, Wandb
-from cadenza.sinks.sink import Sink
 from cadenza.status.run_info import RunInfo
 from tests.sinks.wandb_file import WandbFile
 
@@ -37,7 +36,7 @@ class Reader:
     """What arrives for negative infinity."""
     counts: Any = (-1, 1, 3)
     """What arrives for the histogram of the samples: ends and number."""
-    remarks = (
+    remarks: tuple[str, ...] = (
         "'w' of step 1 has no values to show, and is left out",
         "'tone' of step 1 has no values to show, and is left out",
     )
@@ -46,7 +45,7 @@ class Reader:
     def __str__(self) -> str:
         return type(self).__name__
 
-    def make(self, **arguments: Any) -> Sink:
+    def make(self, **arguments: Any) -> Any:
         raise NotImplementedError
 
     def values(self, info: RunInfo) -> Values:
@@ -66,7 +65,7 @@ class Reader:
 
 
 class OfJsonLines(Reader):
-    def make(self, **arguments: Any) -> Sink:
+    def make(self, **arguments: Any) -> Any:
         return JsonLines("own.jsonl")
 
     def values(self, info: RunInfo) -> Values:
@@ -78,7 +77,7 @@ class OfJsonLines(Reader):
 
 
 class OfCsv(Reader):
-    def make(self, **arguments: Any) -> Sink:
+    def make(self, **arguments: Any) -> Any:
         return Csv("own.csv")
 
     def values(self, info: RunInfo) -> Values:
@@ -88,7 +87,7 @@ class OfCsv(Reader):
 
 
 class OfTensorBoard(Reader):
-    def make(self, **arguments: Any) -> Sink:
+    def make(self, **arguments: Any) -> Any:
         return TensorBoard(**arguments)
 
     def events(self, info: RunInfo) -> Any:
@@ -116,7 +115,7 @@ class OfTensorBoard(Reader):
 
 
 class OfWandb(Reader):
-    def make(self, **arguments: Any) -> Sink:
+    def make(self, **arguments: Any) -> Any:
         return Wandb("tests", mode="offline", settings=QUIET, **arguments)
 
     def files(self, directory: Path) -> list[WandbFile]:
@@ -152,7 +151,7 @@ class OfSwanlab(Reader):
         else Reader.remarks[1],
     )
 
-    def make(self, **arguments: Any) -> Sink:
+    def make(self, **arguments: Any) -> Any:
         return Swanlab("tests", mode="offline", **arguments)
 
     def files(self, directory: Path) -> list[SwanlabFile]:
@@ -204,7 +203,7 @@ class SwanlabFile:
 class OfComet(Reader):
     counts = 3  # the ends are not in the file
 
-    def make(self, **arguments: Any) -> Sink:
+    def make(self, **arguments: Any) -> Any:
         return Comet("tests", mode="offline", **arguments)
 
     def archives(self, directory: Path) -> list[CometArchive]:
@@ -257,7 +256,7 @@ class CometArchive:
 class OfTrackio(Reader):
     """All runs are in one database, under the name of their directory and the begin of their id."""
 
-    def make(self, **arguments: Any) -> Sink:
+    def make(self, **arguments: Any) -> Any:
         return Trackio("tests", **arguments)
 
     @property
@@ -300,7 +299,7 @@ class OfMlflow(Reader):
     uri = ""
     """Set by the fixture of a module."""
 
-    def make(self, **arguments: Any) -> Sink:
+    def make(self, **arguments: Any) -> Any:
         return Mlflow(self.uri, experiment="tests", **arguments)
 
     @cached_property
@@ -339,7 +338,7 @@ class OfDvclive(Reader):
         for name, kind in (("w", "Histogram"), ("tone", "Audio"))
     )
 
-    def make(self, **arguments: Any) -> Sink:
+    def make(self, **arguments: Any) -> Any:
         return Dvclive(**arguments)
 
     def values(self, info: RunInfo) -> Values:

@@ -472,7 +472,7 @@ def test_wrong_arguments_are_errors_when_written(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(sys.modules, package, None)
         message = rf"ProgressBar\('{package}'\) needs the package '{package}'.*pip install 'cadenza\[progress\]'"
         with pytest.raises(MissingExtraError, match=message):
-            ProgressBar(package)  # type: ignore[arg-type]
+            ProgressBar(package)
 
 
 @pytest.mark.parametrize("kind", ["auto", "tqdm"])

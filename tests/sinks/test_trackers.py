@@ -418,7 +418,7 @@ def test_without_an_account_or_a_server_a_tracker_asks_nothing_in_a_terminal_and
     sink: str, key: dict[str, str], error: str, refusing: str, tmp_path: Path
 ) -> None:
     variables = {"WANDB_ERROR_REPORTING": "false", "SWANLAB_API_HOST": refusing, "SWANLAB_SAVE_DIR": str(tmp_path), **key}
-    ended = in_own_process(sink, tmp_path, offline=False, **variables)
+    ended = in_own_process(sink, tmp_path, variables, offline=False)
     [fault] = ended.faults
     assert error in fault
     assert ended.outcome == "finished"

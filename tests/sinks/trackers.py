@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,22 +77,29 @@ class Ended:
 
 
 def in_own_process(
-    sink: str, folder: Path, *, offline: bool = True, act: str = "pass", steps: int = 3, end: str = "", **variables: str
+    sink: str,
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    *,
+    offline: bool = True,
+    act: str = "pass",
+    steps: int = 3,
+    end: str = "",
 ) -> Ended:
     """Run in a terminal, with warnings as errors; `folder` gets ``home``, ``work`` and ``run``.
 
     Args:
         sink: The code that makes the sink.
         folder: An empty folder.
+        variables: Environment variables.
         offline: Whether connections are refused and noted; then media are logged, too.
         act: Code at the end of step 2.
         steps: The length of the run.
         end: Code after the run.
-        variables: Environment variables.
     """
     for name in ("home", "work"):
         (folder / name).mkdir(exist_ok=True)
-    given = {"HOME": folder / "home", "NETRC": folder / "netrc", "MPLCONFIGDIR": folder / "mpl", **variables}
+    given = {"HOME": folder / "home", "NETRC": folder / "netrc", "MPLCONFIGDIR": folder / "mpl", **(variables or {})}
     values = {"HIDDEN": HIDDEN, "VARIABLES": {name: str(value) for name, value in given.items()}}
     values |= {"WORK": str(folder / "work"), "ROOT": str(ROOT), "DIRECTORY": str(folder / "run")}
     names = "\n".join(f"{name} = {value!r}" for name, value in {**values, "OFFLINE": offline, "STEPS": steps}.items())
