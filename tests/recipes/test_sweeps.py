@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
 import optuna
@@ -12,6 +11,7 @@ import pytest
 
 from cadenza import Callback, Trainer
 from cadenza.run import Run
+from tests.forked import start
 from tests.recipes.pages import blocks, run
 
 
@@ -73,14 +73,16 @@ def search(*, killed: bool = False) -> optuna.Study:
     return namespace["study"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def search_and_die(folder: Path) -> None:
+    os.chdir(folder)
+    search(killed=True)
+
+
 def test_a_killed_trial_is_retried_and_continues_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     monkeypatch.chdir(tmp_path)
-    process = get_context("fork").Process(target=search, kwargs={"killed": True})
-    process.start()
-    process.join(300)
-    assert process.exitcode == 9
+    process = start(search_and_die, tmp_path, output=tmp_path / "written")
+    assert process.ended() == 9, process.said()
     time.sleep(2.1)  # the heartbeat is now too old
     study = search()
     assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
