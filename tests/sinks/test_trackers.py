@@ -137,12 +137,13 @@ def test_the_mode_of_the_environment_counts_and_a_keyboard_interrupt_is_pythons_
     import signal
 
     monkeypatch.setenv("SWANLAB_MODE", "offline")
-    seen: list[Any] = []
+    seen, hook = list[Any](), sys.excepthook
     look = on(Callback.on_step_end)(lambda run: seen.append(signal.getsignal(signal.SIGINT)))
     run = tiny_run(callbacks=[logging({"a": 1}), Swanlab(directory="own"), look], steps=1, directory=tmp_path)
     [file] = (tmp_path / "own").glob("run-*/run-*.swanlab")
     assert (run.faults, file.stat().st_size > 0) == ([], True)
     assert seen == [signal.getsignal(signal.SIGINT)]
+    assert sys.excepthook is hook
 
 
 # -- comet ---------------------------------------------------------------------------------------------
