@@ -11,7 +11,6 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import closing
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -302,7 +301,7 @@ class OfMlflow(Reader):
     def make(self, **arguments: Any) -> Any:
         return Mlflow(self.uri, experiment="tests", **arguments)
 
-    @cached_property
+    @property
     def client(self) -> Any:
         from mlflow import MlflowClient
 
