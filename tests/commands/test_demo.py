@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,10 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cadenza.commands.main import main
-from cadenza.version import __version__
-
-COMMAND = "import sys; from cadenza.commands.main import main; sys.exit(main())"
+from tests.commands.parts import Command
 
 
 @dataclass(frozen=True)
@@ -45,22 +40,15 @@ def test_the_demo_ends_well_and_its_test_accuracy_is_at_least_97_percent(demo: D
     assert float(accuracy[1]) >= 0.97
 
 
-def test_the_plan_comes_first_then_the_training_then_the_result_then_what_to_do_next(demo: Demo) -> None:
+def test_it_shows_plan_training_and_result_and_names_a_command_and_files_that_are_there(demo: Demo) -> None:
     parts = ["The plan", "on_fit_start", "The training", "epoch  1  step", "The result", "accuracy", "What to look at next"]
     places = [demo.shown.index(part) for part in parts]
     assert places == sorted(places)
-
-
-def test_it_names_a_command_and_files_that_are_there(demo: Demo) -> None:
     assert f"--logdir '{demo.directory}'" in demo.shown
     assert f"'{demo.directory}'/metrics.jsonl" in demo.shown
     assert "docs/start.md" in demo.shown
     assert (Path(__file__).parents[2] / "docs" / "start.md").exists()
-
-
-def test_what_is_no_terminal_gets_no_control_characters(demo: Demo) -> None:
-    assert "\x1b" not in demo.shown
-    assert "\r" not in demo.shown
+    assert not set(demo.shown) & {"\x1b", "\r"}  # it is no terminal
 
 
 def test_the_run_directory_tells_what_happened(demo: Demo) -> None:
@@ -74,10 +62,9 @@ def test_the_run_directory_tells_what_happened(demo: Demo) -> None:
     assert list((demo.directory / "tensorboard").iterdir())
 
 
-def test_a_directory_that_holds_a_run_is_refused(demo: Demo, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_holds_a_run_is_refused(demo: Demo, cadenza: Command) -> None:
     before = (demo.directory / "metrics.jsonl").read_text()
-    assert main(["demo", "--directory", str(demo.directory)]) == 1
-    shown = capsys.readouterr()
+    shown = cadenza("demo", "--directory", demo.directory, code=1)
     assert "already holds a run" in shown.err
     assert shown.out == "", "the error comes before the plan"
     assert (demo.directory / "metrics.jsonl").read_text() == before
@@ -88,53 +75,23 @@ def test_a_directory_that_holds_a_run_is_refused(demo: Demo, capsys: pytest.Capt
     [("rich", "rich"), ("tensorboard", "tensorboard"), ("torchmetrics", "torchmetrics"), ("sklearn", "scikit-learn")],
 )
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
-    module: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, package: str, cadenza: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # what makes Python say that it is not there
-    assert main(["demo"]) == 1
-    said = capsys.readouterr()
-    assert f"needs the package '{package}'" in said.err
-    assert "pip install 'cadenza[demo]'" in said.err
-    assert not said.out
+    shown = cadenza("demo", code=1)
+    assert f"needs the package '{package}'" in shown.err
+    assert "pip install 'cadenza[demo]'" in shown.err
+    assert not shown.out
 
 
-def test_ctrl_c_ends_it_without_a_traceback_and_the_run_directory_says_so(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    with subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "demo", "--directory", str(directory)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    ) as process:
-        assert process.stdout is not None
-        next(line for line in process.stdout if line.startswith("epoch"))
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert "\nCtrl-C: the run is saved and ends when the step under way is complete." in said
-    assert json.loads((directory / "run.json").read_text())["outcome"] == {"kind": "interrupted", "reason": "signal SIGINT"}
-    assert list((directory / "checkpoints").iterdir())
-
-
-def test_an_error_comes_before_any_output_and_the_number_of_threads_is_put_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_comes_before_any_output_and_the_number_of_threads_is_put_back(tmp_path: Path, cadenza: Command) -> None:
     (tmp_path / "file").write_text("")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert main(["demo", "--directory", str(tmp_path / "file" / "run")]) == 1
+        shown = cadenza("demo", "--directory", tmp_path / "file" / "run", code=1)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    shown = capsys.readouterr()
     assert "cannot be written: Not a directory" in shown.err
     assert shown.out == ""
-
-
-def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["--version"])
-    assert exit_info.value.code == 0
-    assert capsys.readouterr().out == f"cadenza {__version__}\n"

@@ -1,22 +1,30 @@
-"""The command ``cadenza`` as a whole: help, errors, exit codes, and how little it imports."""
+"""The command ``cadenza`` as a whole: help, errors, exit codes, completion in shells, and the examples of its page."""
 
 from __future__ import annotations
 
-import json
+import os
+import re
+import runpy
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pexpect
 import pytest
 
-from cadenza.callbacks import Checkpoint
+from cadenza.commands.completion import SHELLS
 from cadenza.commands.main import COMMANDS, main
-from cadenza.testing import tiny_run
+from cadenza.version import __version__
+from tests.commands.parts import Command
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    out = capsys.readouterr().out
+def test_without_a_command_the_help_is_printed(cadenza: Command) -> None:
+    out = cadenza().out
     assert all(f"    {name}" in out for name in COMMANDS)
     assert "exit codes: 0 success; 1 an error" in out
 
@@ -31,8 +39,19 @@ def test_each_command_has_help_that_says_what_it_does(command: str, capsys: pyte
     assert command in ("demo", "checkpoint") or f"\n  cadenza {command}" in out or f"(cadenza {command}" in out  # an example
 
 
-@pytest.mark.parametrize("arguments", [["rusn"], ["compare", "one"], ["runs", "--srot", "x"], ["watch"]])
-def test_wrong_arguments_are_one_line_on_stderr_with_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["rusn"], "Did you mean 'runs'?"),
+        (["compare", "one"], ""),
+        (["runs", "--srot", "x"], ""),
+        (["watch"], ""),
+        (["completion", "fish"], "cadenza: argument shell: invalid choice: 'fish' (choose from "),
+    ],
+)
+def test_wrong_arguments_are_one_line_on_stderr_with_code_2(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -40,7 +59,15 @@ def test_wrong_arguments_are_one_line_on_stderr_with_code_2(arguments: list[str]
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("cadenza: ")
     assert err.endswith("--help\n")
-    assert ("Did you mean 'runs'?" in err) == (arguments == ["rusn"])
+    assert told in err
+    assert ("Did you mean" in err) == ("Did you mean" in told)
+
+
+def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"cadenza {__version__}\n"
 
 
 def test_the_help_imports_neither_torch_nor_the_commands() -> None:
@@ -51,27 +78,100 @@ def test_the_help_imports_neither_torch_nor_the_commands() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_checkpoints_are_listed_verified_and_shown_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_run(directory=tmp_path, callbacks=[Checkpoint("2 steps", keep_last=None)], seed=1)
+def put_on_path(folder: Path) -> str:
+    """Write the command to a folder; return the PATH with it."""
+    command = folder / "bin" / "cadenza"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cadenza "$@"\n')
+    command.chmod(0o755)
+    return f"{command.parent}:{os.environ['PATH']}"
 
-    def found(command: str, code: int = 0) -> object:
-        assert main(["checkpoint", command, str(tmp_path), "--json"]) == code
-        return json.loads(capsys.readouterr().out)
 
-    listed = found("list")
-    assert isinstance(listed, list)
-    assert [(one["name"], one["step"], one["state"]) for one in listed] == [
-        ("step-00000002", 2, "ok"),
-        ("step-00000004", 4, "ok"),
-        ("step-00000005", 5, "ok"),
-    ]
-    shown = found("show")
-    assert isinstance(shown, dict)
-    assert shown["model"] == {
-        "weight": {"shape": [1, 1], "dtype": "torch.float32"},
-        "bias": {"shape": [1], "dtype": "torch.float32"},
-    }
-    (tmp_path / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"damaged")
-    verified = found("verify", code=1)
-    assert isinstance(verified, list)
-    assert [one["ok"] for one in verified] == [True, False, True]
+# -- completion ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_scripts_are_those_of_the_present_commands(shell: str, cadenza: Command) -> None:
+    generated = runpy.run_path(str(ROOT / "docs" / "completions.py"))["generated"]
+    assert cadenza("completion", shell).out == generated(shell), "python docs/completions.py makes them anew"
+
+
+@pytest.fixture(params=SHELLS)
+def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[pexpect.spawn]:
+    """An interactive shell that has read the script, in a folder with a run."""
+    if shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    (tmp_path / "experiments" / "first").mkdir(parents=True)
+    (tmp_path / "my run" / "best of all").mkdir(parents=True)
+    (tmp_path / "my train.py").touch()
+    environment = {**os.environ, "PATH": put_on_path(tmp_path), "TERM": "dumb", "HOME": str(tmp_path)}
+    alone = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"]}[request.param]
+    process = pexpect.spawn(
+        request.param, alone, env=environment, cwd=str(tmp_path), encoding="utf-8", dimensions=(40, 200), timeout=300
+    )
+    if request.param == "zsh":
+        process.sendline("autoload -U compinit && compinit -u")
+    process.sendline(f'eval "$(cadenza completion {request.param})"; echo ready$((40 + 2))')
+    process.expect_exact("ready42")
+    yield process
+    process.close(force=True)
+
+
+COMPLETED = [
+    ("cadenza comp\t", "completion"),  # compare and completion are listed
+    ("cadenza wat", "watch"),
+    ("cadenza watch --on", "--once"),
+    ("cadenza checkpoint ver", "verify"),
+    ("cadenza replay --to tensor", "tensorboard"),
+    ("cadenza watch exper", "experiments/"),
+    ("cadenza compare experiments/first exp", "experiments/"),
+    ("cadenza watch my", "cadenza watch my\\ run/"),
+    ("cadenza watch my\\ r", "un/"),
+    ("cadenza watch my\\ run/be", "st\\ of\\ all/"),
+    ("cadenza watch 'my r", "un"),
+    ("cadenza plan my\\ t", "rain.py"),
+    ("cadenza report my\\ run/best\\ of\\ all my\\ ru", "n/"),
+    ("cadenza report --output my\\ t", "rain.py"),
+]
+
+
+def test_tab_completes_commands_options_and_paths_with_spaces_too(shell: pexpect.spawn) -> None:
+    for typed, expected in COMPLETED:
+        shell.send(f"{typed}\t")
+        shell.expect_exact(expected)
+        shell.send("\x15")  # erase the line
+
+
+# -- docs/command-line.md ------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+EXAMPLES = [
+    (command, output)
+    for block in re.findall(r"^```console\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
+]
+OF_RUNS = [one for one in EXAMPLES if not one[0].startswith("cadenza compat")]  # those are in test_compat.py
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the examples are for a POSIX shell")
+def test_the_examples_of_the_page_print_what_it_shows(
+    tmp_path: Path, cadenza: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folder of a person who has followed the page: its script has trained two runs."""
+    monkeypatch.chdir(tmp_path)
+    [block] = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    exec(block, {})
+    environment = {**os.environ, "PATH": put_on_path(tmp_path), "PYTHONIOENCODING": "utf-8"}
+    for command, output in OF_RUNS:
+        if "|" in command:
+            done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, encoding="utf-8", check=True)
+            shown = done.stdout, done.stderr
+        else:
+            shown = cadenza(*shlex.split(command)[1:])
+        assert (shown[0] if output else "", shown[1]) == (output, ""), command
+        assert output or shown[0].startswith("fit: 4 epochs, 5 batches an epoch, 20 steps"), command
+
+
+def test_the_page_has_examples_and_names_each_command() -> None:
+    assert len(EXAMPLES) == 11
+    assert [name for name in COMMANDS if f"`{name}`" not in PAGE] == []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cadenza import Trainer
 from cadenza.commands.main import main
+from tests.commands.parts import Command
 
 SCRIPT = """
 import sys
@@ -48,17 +50,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    return err
+Told = Callable[..., str]
 
 
-def test_the_plan_of_a_script_is_printed_and_nothing_is_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def error_of(cadenza: Command) -> Told:
+    """A function that returns the error of a plan, which prints nothing else."""
+
+    def told(*arguments: str) -> str:
+        out, err = cadenza("plan", *arguments, code=1)
+        assert out == ""
+        return str(err)
+
+    return told
+
+
+def test_the_plan_of_a_script_is_printed_and_nothing_is_trained(folder: Path, cadenza: Command) -> None:
     before = sys.argv, [*sys.path]
-    assert main(["plan", "scripts/train.py:trainer"]) == 0
-    out, err = capsys.readouterr()
+    out, err = cadenza("plan", "scripts/train.py:trainer")
     assert out.startswith("fit: 2 epochs, 5 batches an epoch, 10 steps, on cpu, in fp32, seed 1, into ")
     assert "on_step_end" in out
     assert "! LogTraining (every 1000 steps) never fires" in out
@@ -67,23 +76,23 @@ def test_the_plan_of_a_script_is_printed_and_nothing_is_trained(folder: Path, ca
     assert (sys.argv, sys.path) == before
 
 
-def test_arguments_after_two_hyphens_are_the_script_s(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "scripts/train.py:trainer", "--", "--lr", "0.1", "--json"]) == 0
-    assert "seed 4" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["scripts/train.py:trainer", "--", "--lr", "0.1", "--json"], "seed 4"),  # the number of the script's arguments
+        (["scripts/train.py:build"], "7 steps"),  # a function may return the trainer
+        (["scripts/train.py"], "10 steps"),  # one trainer needs no name
+        (["package.inner:trainer"], "3 steps"),  # a module of the current folder
+    ],
+)
+def test_a_trainer_is_found(folder: Path, arguments: list[str], shown: str, cadenza: Command) -> None:
+    (folder / "package").mkdir()
+    (folder / "package" / "inner.py").write_text("from cadenza.testing import tiny_trainer\ntrainer = tiny_trainer(steps=3)\n")
+    assert shown in cadenza("plan", *arguments).out
 
 
-def test_a_function_may_return_the_trainer_and_one_trainer_needs_no_name(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "scripts/train.py:build"]) == 0
-    assert "7 steps" in capsys.readouterr().out
-    assert main(["plan", "scripts/train.py"]) == 0
-    assert "10 steps" in capsys.readouterr().out
-
-
-def test_json_holds_the_plan_as_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "scripts/train.py:trainer", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+def test_json_holds_the_plan_as_data(folder: Path, cadenza: Command) -> None:
+    plan = json.loads(cadenza("plan", "scripts/train.py:trainer", "--json").out)
     assert (plan["max_epochs"], plan["steps"], plan["device"], plan["seed"]) == (2, 10, "cpu", 1)
     assert plan["directory"] == str(folder / "runs" / "first")
     assert plan["moments"]["on_step_end"] == [{"callback": "LogTraining", "schedule": "every 1000 steps", "note": None}]
@@ -92,81 +101,75 @@ def test_json_holds_the_plan_as_data(folder: Path, capsys: pytest.CaptureFixture
     assert never["listener"] == "LogTraining (every 1000 steps)"
 
 
-def test_a_module_is_found_from_the_current_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "package").mkdir()
-    (folder / "package" / "inner.py").write_text("from cadenza.testing import tiny_trainer\ntrainer = tiny_trainer(steps=3)\n")
-    assert main(["plan", "package.inner:trainer"]) == 0
-    assert "3 steps" in capsys.readouterr().out
-    assert "there is no module 'package.outer'" in error_of(capsys, "package.outer:trainer")
-    assert "'.inner' is no script or module. Expected script.py:NAME or " in error_of(capsys, ".inner:trainer")
-
-
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("scripts/train.py:trainr", "has no 'trainr'. Did you mean 'trainer'? There is: trainer\n"),
+        ("scripts/train.py:DIRECTORY", "must be a Trainer, or a function without arguments"),
+        ("scripts/train.py:needs", "missing a required argument: 'lr'"),
+        ("scripts/train.py:wrong", "must return a Trainer; it returned int"),
+        ("scripts/trian.py:a", "there is no script 'scripts/trian.py'. Did you mean 'scripts/train.py'?"),
+        ("two.py", "has 2 Trainers at its top level. Name one, as in two.py:a. There are: a, b"),
+        (
+            "one.py",
+            "has no Trainers at its top level. Make one at its top level, or name a function that returns one. "
+            "Its functions and classes: build.",
+        ),
+        ("package.outer:trainer", "there is no module 'package.outer'"),
+        (".inner:trainer", "'.inner' is no script or module. Expected script.py:NAME or "),
+    ],
+)
 def test_a_wrong_name_comes_with_the_nearest_and_the_trainers_that_are_there(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, target: str, told: str, error_of: Told
 ) -> None:
-    assert "has no 'trainr'. Did you mean 'trainer'? There is: trainer\n" in error_of(capsys, "scripts/train.py:trainr")
-    assert "must be a Trainer, or a function without arguments" in error_of(capsys, "scripts/train.py:DIRECTORY")
-    assert "missing a required argument: 'lr'" in error_of(capsys, "scripts/train.py:needs")
-    assert "must return a Trainer; it returned int" in error_of(capsys, "scripts/train.py:wrong")
-    assert "there is no script 'scripts/trian.py'. Did you mean 'scripts/train.py'?" in error_of(capsys, "scripts/trian.py:a")
-
-
-def test_of_several_trainers_one_must_be_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "package").mkdir()
     (folder / "two.py").write_text("from cadenza.testing import tiny_trainer\na, b = tiny_trainer(), tiny_trainer()\n")
-    assert "has 2 Trainers at its top level. Name one, as in two.py:a. There are: a, b" in error_of(capsys, "two.py")
     (folder / "one.py").write_text("def build(): ...\n")
-    told = error_of(capsys, "one.py")
-    assert "has no Trainers at its top level. Make one at its top level, or name a function that returns one." in told
-    assert "Its functions and classes: build." in told
+    assert told in error_of(target)
 
 
 @pytest.mark.parametrize("call", ["trainer.fit()", "try:\n    trainer.fit()\nexcept Exception:\n    pass"])
-def test_a_script_that_trains_when_it_is_imported_is_refused(
-    folder: Path, call: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_trains_when_it_is_imported_is_refused(folder: Path, call: str, error_of: Told) -> None:
     before = Trainer.fit
     (folder / "trains.py").write_text(
         f"from cadenza.testing import tiny_trainer\ntrainer = tiny_trainer(directory='runs/x')\n{call}\n"
     )
-    told = error_of(capsys, "trains.py:trainer")
+    told = error_of("trains.py:trainer")
     assert told.startswith("cadenza: 'trains.py' trains when it is imported: it calls fit(). Put the call below")
     assert Trainer.fit is before
     assert not (folder / "runs").exists()
 
 
-def test_an_error_of_the_script_has_its_own_traceback_and_none_of_ours(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_script_has_its_own_traceback_and_none_of_ours(folder: Path, error_of: Told) -> None:
     (folder / "breaks.py").write_text("def rate():\n    return 1 / 0\n\nlr = rate()\n")
-    told = error_of(capsys, "breaks.py:trainer")
+    told = error_of("breaks.py:trainer")
     assert 'breaks.py", line 4, in <module>' in told
     assert "ZeroDivisionError: division by zero\ncadenza: 'breaks.py' failed; its error is above\n" in told
     assert "commands/plan.py" not in told
-    assert "KeyError: 'lr'" in error_of(capsys, "scripts/train.py:breaks")
+    assert "KeyError: 'lr'" in error_of("scripts/train.py:breaks")
 
 
-def test_a_script_that_cannot_be_read_by_python_shows_the_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_cannot_be_read_by_python_shows_the_line(folder: Path, error_of: Told) -> None:
     (folder / "breaks.py").write_text("lr = = 3\n")
-    told = error_of(capsys, "breaks.py:trainer")
+    told = error_of("breaks.py:trainer")
     assert "lr = = 3" in told
     assert "SyntaxError" in told
     assert "commands/plan.py" not in told
 
 
 def test_a_script_of_a_package_is_named_as_a_module(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, error_of: Told, cadenza: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "package").mkdir()
     (folder / "package" / "parts.py").write_text("from cadenza.testing import tiny_trainer\n")
     (folder / "package" / "inner.py").write_text("from .parts import tiny_trainer\ntrainer = tiny_trainer(steps=3)\n")
     end = "Relative imports need the name of the module{}: cadenza plan package.inner:NAME\n"
     for init in (False, True):  # without __init__.py, it is a package of the current folder
-        assert error_of(capsys, "package/inner.py:trainer").endswith(end.format(""))
+        assert error_of("package/inner.py:trainer").endswith(end.format(""))
         (folder / "package" / "__init__.py").touch(exist_ok=init)
-    assert main(["plan", "package.inner:trainer"]) == 0
-    assert "3 steps" in capsys.readouterr().out
+    assert "3 steps" in cadenza("plan", "package.inner:trainer").out
     monkeypatch.chdir(folder / "package")
-    assert error_of(capsys, "inner.py:trainer").endswith(end.format(f", in the folder {str(folder)!r}"))
+    assert error_of("inner.py:trainer").endswith(end.format(f", in the folder {str(folder)!r}"))
 
 
 def test_a_program_that_the_script_starts_prints_to_stderr(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -180,10 +183,10 @@ def test_a_program_that_the_script_starts_prints_to_stderr(folder: Path, capfd: 
     assert err == "2.5\n"
 
 
-def test_a_script_that_needs_arguments_says_how_to_pass_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_needs_arguments_says_how_to_pass_them(folder: Path, error_of: Told) -> None:
     (folder / "ends.py").write_text(
         "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', required=True)\nparser.parse_args()\n"
     )
-    told = error_of(capsys, "ends.py:trainer")
+    told = error_of("ends.py:trainer")
     assert "the following arguments are required: --lr" in told
     assert "ended with sys.exit(2) when it was imported. Pass its arguments after --" in told

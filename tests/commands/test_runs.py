@@ -1,43 +1,34 @@
-"""``cadenza runs``: the runs below a folder, in every state they can be in."""
+"""``cadenza runs``: the runs below a folder, in every state they can be in; ``cadenza compare``: runs side by side."""
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import EarlyStopping, Evaluate, LogTraining
+from cadenza.callbacks import FindBatchSize
 from cadenza.commands.main import main
 from cadenza.testing import tiny_loader, tiny_run
-from tests.commands.going_on import going_on, killed
-
-
-def trained(directory: Path, lr: float, seed: int = 1, mode: Literal["min", "max"] = "min") -> Path:
-    callbacks = [LogTraining("1 step"), Evaluate(tiny_loader()), EarlyStopping("eval/loss", mode=mode, patience=1)]
-    tiny_run(
-        epochs=3,
-        seed=seed,
-        directory=directory,
-        callbacks=callbacks,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
-    )
-    return directory
+from tests.commands.parts import Command, died, going_on, let_go, rows_of, trained
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four runs: two that were left to finish, one that failed, one that was killed."""
+    """Four runs: two that were left to finish, one that failed, one whose process died."""
     folder = tmp_path_factory.mktemp("sweep")
     trained(folder / "a" / "slow", lr=0.01)
-    trained(folder / "a" / "fast", lr=0.1)
-    killed(folder / "killed")
+    trained(folder / "a" / "fast", lr=0.1, seed=2)
+    died(folder / "killed")
 
     @on(Callback.on_step_end, at=2)
     def break_down(run: Run) -> None:
@@ -45,85 +36,72 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with pytest.raises(RuntimeError):
         tiny_run(callbacks=[break_down], directory=folder / "broken down")
-    (folder / "a" / "slow" / "inner").mkdir()
-    (folder / "a" / "slow" / "inner" / "run.json").write_text("{}")  # inside of a run: not a run of the table
-    (folder / ".trash" / "old").mkdir(parents=True)
-    (folder / ".trash" / "old" / "run.json").write_text("{}")
+    for no_run in (folder / "a" / "slow" / "inner", folder / ".trash" / "old"):  # inside of a run, and hidden
+        no_run.mkdir(parents=True)
+        (no_run / "run.json").write_text("{}")
     return folder
 
 
-def names(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert main(["runs", *arguments, "--json"]) == 0
-    return [Path(one["path"]).name for one in json.loads(capsys.readouterr().out)]
+@pytest.fixture(scope="module")
+def two(sweep: Path) -> list[str]:
+    return [str(sweep / "a" / "slow"), str(sweep / "a" / "fast")]
 
 
-def test_each_run_is_a_row_with_its_state_and_best_value(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", str(sweep)]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
+def found(cadenza: Command, *arguments: object) -> dict[str, Any]:
+    """Return what ``cadenza runs --json`` has of each run, in its order."""
+    return {Path(one["path"]).name: one for one in json.loads(cadenza("runs", *arguments, "--json").out)}
+
+
+# -- runs ----------------------------------------------------------------------------------------------
+
+
+def test_each_run_is_a_row_with_its_state_and_best_value(sweep: Path, cadenza: Command) -> None:
+    head, *lines = cadenza("runs", sweep).out.splitlines()
     assert head.split()[:4] == ["run", "state", "eval/loss", "optimizer.lr"]
-    states = {line.partition("  ")[0]: line.split("  ")[1:] for line in lines}
-    assert states.keys() == {"a/slow", "a/fast", "killed", "broken down"}
-    shown = {name: next(cell for cell in cells if cell).strip() for name, cells in states.items()}
+    cells = {line.partition("  ")[0]: [cell.strip() for cell in line.split("  ")[1:] if cell] for line in lines}
+    shown = {name: row[0] for name, row in cells.items()}
     assert shown == {"a/slow": "finished", "a/fast": "finished", "killed": "killed", "broken down": "failed"}
-
-
-def test_the_best_value_follows_the_mode_of_the_callback_that_watched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained(tmp_path / "low", lr=0.1)
-    trained(tmp_path / "high", lr=0.1, mode="max")
-    main(["runs", str(tmp_path), "--json"])
-    best = {Path(one["path"]).name: one["best"]["eval/loss"] for one in json.loads(capsys.readouterr().out)}
-    logged = {
-        name: [row["eval/loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-               if "eval/loss" in (row := json.loads(line))]
-        for name in best
-    }  # fmt: skip
-    assert best == {"low": min(logged["low"]), "high": max(logged["high"])}
-
-
-def test_json_has_all_that_is_known(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", str(sweep), "--json"]) == 0
-    found = {Path(one["path"]).name: one for one in json.loads(capsys.readouterr().out)}
-    fast = found["fast"]
-    assert (fast["step"], fast["epoch"], fast["arguments"]["optimizer.lr"], fast["arguments"]["seed"]) == (15, 3, 0.1, 1)
-    assert fast["id"] == json.loads((sweep / "a" / "fast" / "run.json").read_text())["id"]
-    assert found["broken down"]["ending"] == "failed: RuntimeError('no data')"
-    assert found["killed"]["ending"].startswith(
-        "killed: no process holds the directory and run.json has no outcome; last record"
-    )
-
-
-def test_a_run_in_progress_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    process = going_on(tmp_path / "now", 3)
-    assert names(capsys, str(tmp_path), "--state", "running") == ["now"]
-    (tmp_path / "now" / "go").touch()
-    process.join(300)
-    assert names(capsys, str(tmp_path), "--state", "running") == []
-    assert names(capsys, str(tmp_path), "--state", "finished") == ["now"]
-
-
-def test_the_best_comes_first_and_runs_without_the_value_last(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert names(capsys, str(sweep), "--sort", "eval/loss", "--state", "finished") == ["fast", "slow"]
-    assert names(capsys, str(sweep), "--sort", "eval/loss")[-1] == "broken down"
-    assert names(capsys, str(sweep), "--sort", "optimizer.lr", "--state", "finished") == ["slow", "fast"]
-    assert names(capsys, str(sweep), "--sort", "steps", "--reverse")[0] in ("slow", "fast")
-
-
-def test_a_column_that_does_not_exist_is_named_with_the_nearest(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", str(sweep), "--sort", "eval/los"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("cadenza: --sort 'eval/los' is no column of the table. Did you mean 'eval/loss'? There are: run, ")
-
-
-def test_another_metric_is_shown_with_its_last_value(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", str(sweep / "a"), "--metric", "train/loss"]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
+    head, *lines = cadenza("runs", sweep / "a", "--metric", "train/loss").out.splitlines()
     assert "train/loss" in head
     assert all(" last " in line for line in lines)
 
 
-def test_a_broken_run_is_named_and_does_not_stop_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_that_is_known(sweep: Path, cadenza: Command) -> None:
+    runs = found(cadenza, sweep)
+    fast = runs["fast"]
+    assert (fast["step"], fast["epoch"], fast["arguments"]["optimizer.lr"], fast["arguments"]["seed"]) == (15, 3, 0.1, 2)
+    assert fast["id"] == json.loads((sweep / "a" / "fast" / "run.json").read_text())["id"]
+    assert runs["broken down"]["ending"] == "failed: RuntimeError('no data')"
+    assert runs["killed"]["ending"].startswith(
+        "killed: no process holds the directory and run.json has no outcome; last record"
+    )
+
+
+def test_the_best_value_follows_the_mode_of_the_callback_that_watched(tmp_path: Path, cadenza: Command) -> None:
+    trained(tmp_path / "low", lr=0.1)
+    trained(tmp_path / "high", lr=0.1, mode="max")
+    best = {name: one["best"]["eval/loss"] for name, one in found(cadenza, tmp_path).items()}
+    assert best == {"low": min(rows_of(tmp_path / "low", "eval/loss")), "high": max(rows_of(tmp_path / "high", "eval/loss"))}
+
+
+def test_a_run_in_progress_is_running(tmp_path: Path, cadenza: Command) -> None:
+    process = going_on(tmp_path / "now", 3)
+    assert [*found(cadenza, tmp_path, "--state", "running")] == ["now"]
+    let_go(tmp_path / "now", process)
+    assert [*found(cadenza, tmp_path, "--state", "running")] == []
+    assert [*found(cadenza, tmp_path, "--state", "finished")] == ["now"]
+
+
+def test_the_best_comes_first_and_runs_without_the_value_last(sweep: Path, cadenza: Command) -> None:
+    assert [*found(cadenza, sweep, "--sort", "eval/loss", "--state", "finished")] == ["fast", "slow"]
+    assert [*found(cadenza, sweep, "--sort", "eval/loss")][-1] == "broken down"
+    assert [*found(cadenza, sweep, "--sort", "optimizer.lr", "--state", "finished")] == ["slow", "fast"]
+    assert next(iter(found(cadenza, sweep, "--sort", "steps", "--reverse"))) in ("slow", "fast")
+    told = cadenza("runs", sweep, "--sort", "eval/los", code=1).err
+    assert told.startswith("cadenza: --sort 'eval/los' is no column of the table. Did you mean 'eval/loss'? There are: run, ")
+
+
+def test_a_broken_run_is_named_and_does_not_stop_a_command(tmp_path: Path, cadenza: Command) -> None:
     trained(tmp_path / "good", lr=0.1)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "run.json").write_text('{"id": ')
@@ -131,58 +109,38 @@ def test_a_broken_run_is_named_and_does_not_stop_the_table(tmp_path: Path, capsy
     odd = {"id": 1, "arguments": 3, "outcome": [3], "monitors": 5, "started": {}, "progress": {"epoch": "x", "step": None}}
     (tmp_path / "odd" / "run.json").write_text(json.dumps(odd | {"branch": [1], "checkpoints": 3}))
     (tmp_path / "odd" / "metrics.jsonl").write_text('{"epoch": 0, "step": [], "time": 1}\n3\n{"epoch": ')
-    assert main(["runs", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
+    out, err = cadenza("runs", tmp_path)
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [["good", "finished"], ["bad", "unknown"], ["odd", "killed"]]
     assert "optimizer.lr" not in out  # the one run with arguments differs from none
     assert f"cadenza: {tmp_path / 'bad'}: run.json cannot be read" in err
-    assert main(["compare", str(tmp_path / "good"), str(tmp_path / "bad"), str(tmp_path / "odd")]) == 0
-    assert main(["why", str(tmp_path / "odd")]) == 0
-    assert main(["report", str(tmp_path / "odd"), "--output", str(tmp_path / "page.html")]) == 0
-    assert main(["replay", str(tmp_path / "odd"), "--to", "csv"]) == 0
-    capsys.readouterr()
-    assert main(["watch", str(tmp_path / "odd"), "--once"]) == 1
-    assert capsys.readouterr().out.startswith("odd: killed, epoch 0, step 0\n")
-    assert main(["checkpoint", "list", str(tmp_path / "odd")]) == 1
-    assert "there are no checkpoints in " in capsys.readouterr().err
+    cadenza("compare", tmp_path / "good", tmp_path / "bad", tmp_path / "odd")
+    cadenza("why", tmp_path / "odd")
+    cadenza("report", tmp_path / "odd", "--output", tmp_path / "page.html")
+    cadenza("replay", tmp_path / "odd", "--to", "csv")
+    assert cadenza("watch", tmp_path / "odd", "--once", code=1).out.startswith("odd: killed, epoch 0, step 0\n")
+    assert "there are no checkpoints in " in cadenza("checkpoint", "list", tmp_path / "odd", code=1).err
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full")
-def test_output_that_cannot_be_written_is_one_line_of_error(tmp_path: Path) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "cadenza", "runs", str(tmp_path)], stdout=full, stderr=-1, text=True, check=False
-        )
-    assert (done.returncode, done.stderr) == (1, "cadenza: OSError: [Errno 28] No space left on device\n")
-
-
-def test_a_folder_without_runs_says_so_and_one_that_is_not_there_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["runs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
-    assert main(["runs", str(tmp_path / "no")]) == 1
-    assert capsys.readouterr().err.endswith("is not a folder. Give a folder that holds run directories.\n")
+def test_a_folder_without_runs_says_so_and_one_that_is_not_there_is_an_error(tmp_path: Path, cadenza: Command) -> None:
+    assert cadenza("runs", tmp_path).out == f"no runs in {tmp_path}\n"
+    told = cadenza("runs", tmp_path / "no", code=1).err
+    assert told.endswith("is not a folder. Give a folder that holds run directories.\n")
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
 def test_no_line_is_wider_than_the_terminal(
-    sweep: Path, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    sweep: Path, columns: int, cadenza: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["runs", str(sweep)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cadenza("runs", sweep).out.splitlines()
     assert max(map(len, lines)) <= columns
     assert all(name in "\n".join(lines) for name in ("a/slow", "a/fast", "killed"))
     assert ("not shown" in lines[-1]) == (columns < 200)
 
 
 def test_a_thousand_runs_take_seconds(tmp_path: Path) -> None:
-    info: dict[str, Any] = {
-        "id": "0",
-        "started": "2026-01-01T00:00:00+0000",
-        "outcome": {"kind": "finished", "reason": "the limit"},
-    }
+    outcome = {"kind": "finished", "reason": "the limit"}
+    info: dict[str, Any] = {"id": "0", "started": "2026-01-01T00:00:00+0000", "outcome": outcome}
     info |= {"monitors": [{"monitor": "eval/acc", "mode": "max", "callback": "EarlyStopping"}]}
     line = '{{"epoch": 0, "step": {0}, "batch": {0}, "samples": {0}, "time": 1.5, "train/loss": 0.5, "train/lr": 0.1{1}}}\n'
     rows = "".join(line.format(step, f', "eval/acc": {step / 1000}' if step % 50 == 0 else "") for step in range(1, 501))
@@ -192,26 +150,36 @@ def test_a_thousand_runs_take_seconds(tmp_path: Path) -> None:
         (tmp_path / str(number) / "metrics.jsonl").write_text(rows)
     before = getrusage(RUSAGE_CHILDREN).ru_utime
     done = subprocess.run([sys.executable, "-m", "cadenza", "runs", str(tmp_path), "--json"], capture_output=True, check=True)
-    found = json.loads(done.stdout)
+    runs = json.loads(done.stdout)
     assert getrusage(RUSAGE_CHILDREN).ru_utime - before < 15  # about 1.5 s; the time of other processes does not count
-    assert len(found) == 1000
-    assert {one["best"]["eval/acc"] for one in found} == {0.5}
+    assert len(runs) == 1000
+    assert {one["best"]["eval/acc"] for one in runs} == {0.5}
+
+
+# -- the output of commands ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device /dev/full")
+def test_output_that_cannot_be_written_is_one_line_of_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cadenza", "runs", str(tmp_path)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "cadenza: OSError: [Errno 28] No space left on device\n")
 
 
 def test_a_reader_that_closes_the_pipe_sees_no_traceback(sweep: Path) -> None:
     code = "import sys, time; from cadenza.commands.main import main; sys.stdin.readline(); sys.exit(main(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "runs", str(sweep)], stdin=-1, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdin
-    assert process.stdout
-    assert process.stderr
-    process.stdout.close()
-    process.stdin.write("\n")
-    process.stdin.close()
-    assert process.stderr.read() == ""
-    assert process.wait(300) == 141
-    process.stderr.close()
+    command = [sys.executable, "-c", code, "runs", str(sweep)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.stderr.read() == ""
+        assert process.wait(300) == 141
 
 
 def test_the_commands_that_read_directories_import_no_torch(sweep: Path) -> None:
@@ -220,3 +188,93 @@ def test_the_commands_that_read_directories_import_no_torch(sweep: Path) -> None
     code = f"import sys; from cadenza.commands.main import main\nfor one in {commands!r}: main(one)\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# -- compare -------------------------------------------------------------------------------------------
+
+
+def section(text: str, title: str) -> dict[str, list[str]]:
+    """Return a part of the output: the cells of each row by its first cell."""
+    [part] = [part for part in text.split("\n\n") if part.startswith(title)]
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in part.splitlines()]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_only_the_arguments_that_differ_are_shown(two: list[str], cadenza: Command) -> None:
+    assert section(cadenza("compare", *two).out, "arguments") == {
+        "arguments": ["slow", "fast"],
+        "optimizer.lr": ["0.01", "0.1"],
+        "seed": ["1", "2"],
+    }
+    told = section(cadenza("compare", *two, "--all").out, "arguments")
+    assert told["optimizer"] == ["SGD", "SGD"]
+    assert told["max_epochs"] == ["3", "3"]
+
+
+def test_batch_sizes_are_arguments_also_one_that_a_callback_found(tmp_path: Path, cadenza: Command) -> None:
+    data: Any = [*zip(torch.rand(64, 1), torch.rand(64, 1), strict=True)]
+    given: list[Mapping[str, Any]] = []
+    read = on(Callback.on_fit_start)(lambda run: given.append(run.info.arguments["loader"]))  # as a tracker does
+
+    def loader(size: int) -> DataLoader[Any]:
+        return DataLoader(data, size, shuffle=True)
+
+    for name, data_loader, callbacks in (
+        ("small", loader(4), []),
+        ("found", loader(4), [FindBatchSize(loader, start=8, max_size=16)]),
+        ("all", tiny_loader(), []),
+    ):
+        tiny_run(loader=data_loader, directory=tmp_path / name, callbacks=[read, *callbacks])
+    assert [one.get("batch_size") for one in given] == [4, 16, None]
+    told = section(cadenza("compare", *(tmp_path / name for name in ("small", "found", "all"))).out, "arguments")
+    assert told["loader.batch_size"] == ["4", "16", "-"]
+    assert told["loader"] == ["DataLoader", "DataLoader", "list"]
+    assert told["loader.sampler.kind"] == ["random", "random", "-"]
+
+
+def test_values_come_with_their_step_and_difference(two: list[str], cadenza: Command) -> None:
+    out = cadenza("compare", *two, "--metric", "eval/loss").out
+    slow, fast = (min(rows_of(Path(one), "eval/loss")) for one in two)
+    best = section(out, "values")["eval/loss, best"]
+    assert best == [f"{slow:.5g} (step 15)", f"{fast:.5g} (step 15)", f"{fast - slow:.5g}"]
+    assert "train/loss" not in out
+    assert "  slow  █▄▁" in out
+    assert section(out, "decisions")["evaluated"] == ["3", "3"]
+
+
+def test_a_terminal_without_these_characters_gets_ascii(two: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["compare", *two]) == 0
+    assert "  slow  @=_" in stream.buffer.getvalue().decode("ascii")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_runs_side_by_side_fit_the_terminal(
+    two: list[str], columns: int, cadenza: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for runs in (two, two * 4):
+        lines = cadenza("compare", *runs).out.splitlines()
+        assert max(map(len, lines)) <= columns
+        assert any("finished" in line for line in lines)
+
+
+def test_what_differs_in_the_environment_is_named(two: list[str], tmp_path: Path, cadenza: Command) -> None:
+    info = json.loads(Path(two[0], "run.json").read_text())
+    info["versions"]["torch"] = "2.7.0"
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    told = section(cadenza("compare", two[0], tmp_path).out, "environment")
+    assert told.keys() == {"environment", "torch"}
+    assert told["torch"][1] == "2.7.0"
+
+
+def test_json_holds_the_curves_and_the_differences(two: list[str], cadenza: Command) -> None:
+    told = json.loads(cadenza("compare", *two, "--json").out)
+    losses = rows_of(Path(two[1]), "eval/loss")
+    assert told["differ"]["arguments"] == ["optimizer.lr", "seed"]
+    slow, fast = told["runs"]
+    assert (slow["arguments"], fast["arguments"]) == ({"optimizer.lr": 0.01, "seed": 1}, {"optimizer.lr": 0.1, "seed": 2})
+    assert [value for _, value in fast["curves"]["eval/loss"]] == losses
+    assert fast["best"]["eval/loss"] == {"value": min(losses), "step": 15, "mode": "min"}
+    assert fast["decisions"]["evaluated"] == 3

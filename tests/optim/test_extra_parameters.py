@@ -69,25 +69,21 @@ def test_an_optimizer_of_the_parameters_of_the_loss_alone_trains_them_as_by_hand
 
 @pytest.mark.parametrize("one_optimizer", [False, True])
 def test_what_is_outside_of_the_model_continues_to_the_same_bits(tmp_path: Path, one_optimizer: bool) -> None:
-    def made(steps: int) -> tuple[Trainer, Centered]:
-        one, loss = center_trainer(tmp_path, steps=steps, callbacks=[Checkpoint("2 steps")])
+    def fit(steps: int, directory: Path | None = tmp_path) -> tuple[Trainer, Centered]:
+        saving = [Checkpoint("2 steps")] if directory else []
+        one, loss = center_trainer(directory, steps=steps, callbacks=saving)
         if one_optimizer:
             one.optimizer = torch.optim.Adam([*one.model.parameters(), loss.center], 0.05)
+        one.fit(resume="auto" if directory else False)
         return one, loss
 
-    made(4)[0].fit()
-    continued, loss = made(7)
-    continued.fit(resume="auto")
-    whole, expected = center_trainer(steps=7)
-    if one_optimizer:
-        whole.optimizer = torch.optim.Adam([*whole.model.parameters(), expected.center], 0.05)
-    whole.fit()
-    assert torch.equal(loss.center, expected.center)
-    assert torch.equal(loss.running, expected.running)
-    assert torch.equal(continued.model.weight, whole.model.weight)  # type: ignore[arg-type]
-    over, loss = made(7)
-    over.fit(resume="auto")  # nothing to do: everything is as it ended
-    assert torch.equal(loss.center, expected.center)
+    fit(4)
+    whole, expected = fit(7, directory=None)
+    for _ in range(2):  # the second time there is nothing to do: everything is as it ended
+        continued, loss = fit(7)
+        assert torch.equal(loss.center, expected.center)
+        assert torch.equal(loss.running, expected.running)
+        assert torch.equal(continued.model.weight, whole.model.weight)  # type: ignore[arg-type]
 
 
 def test_a_run_with_other_parameters_outside_of_the_model_does_not_continue(tmp_path: Path) -> None:
@@ -109,29 +105,22 @@ def test_the_loss_is_moved_with_the_model() -> None:
     assert run.device.type == loss.center.device.type == loss.running.device.type == "meta"  # a device without numbers
 
 
-def test_a_parameter_on_another_device_than_the_run_is_an_error_that_says_so() -> None:
+def test_parameters_on_another_device_or_of_no_part_of_the_model_are_refused() -> None:
     model, center = tiny_model(), nn.Parameter(torch.zeros(2, device="meta"))
-    with pytest.raises(
-        ValueError, match=r"parameter of shape \(2,\) that is outside of the model and on meta; expected it on cpu"
-    ):
+    message = r"parameter of shape \(2,\) that is outside of the model and on meta; expected it on cpu"
+    with pytest.raises(ValueError, match=message):
         tiny_run(model=model, optimizer=adam_and_sgd(model, center))
-
-
-def test_parameters_of_the_loss_that_no_optimizer_holds_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    tiny_run(compute_loss=supervised(Centered()))
-    assert "the loss has 1 parameter that no optimizer holds, so they are not trained: center" in caplog.text
-
-
-def test_parameters_that_the_loss_does_not_use_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model()
-    tiny_run(model=model, optimizer=adam_and_sgd(model, *tiny_model().parameters()), steps=3)
-    assert caplog.text.count("holds 2 parameters outside of the model, such as one of shape (1, 1), that have no gradient") == 1
-
-
-def test_optimizers_that_hold_nothing_of_the_model_are_refused() -> None:
     others = [torch.optim.SGD(tiny_model().parameters(), 0.1), torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)]
     with pytest.raises(ValueError, match="the optimizers hold none of the model's parameters"):
         tiny_trainer(optimizer=others)
+
+
+def test_parameters_that_no_optimizer_holds_or_that_the_loss_does_not_use_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    tiny_run(compute_loss=supervised(Centered()))
+    assert "the loss has 1 parameter that no optimizer holds, so they are not trained: center" in caplog.text
+    model = tiny_model()
+    tiny_run(model=model, optimizer=adam_and_sgd(model, *tiny_model().parameters()), steps=3)
+    assert caplog.text.count("holds 2 parameters outside of the model, such as one of shape (1, 1), that have no gradient") == 1
 
 
 def test_clipping_and_accumulation_reach_parameters_outside_of_the_model() -> None:

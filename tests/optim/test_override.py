@@ -3,47 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as schedulers
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from cadenza import Callback, Run
-from cadenza.callbacks import Checkpoint, LearningRate, Limit
+from cadenza.callbacks import LearningRate, Limit
 from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading import TensorBatches
 from cadenza.testing import launch, tiny_trainer
-
-
-def trainer(directory: Path, steps: int, *callbacks: Callback, **arguments: Any) -> Any:
-    arguments.setdefault("seed", 1)
-    return tiny_trainer(callbacks=[*callbacks, Checkpoint(f"{steps} steps")], directory=directory, steps=steps, **arguments)
-
-
-def fit(directory: Path, steps: int, *callbacks: Callback, override: Any = (), **arguments: Any) -> Run:
-    """Train to a step, at which a checkpoint is written; continue what is there."""
-    run: Run = trainer(directory, steps, *callbacks, **arguments).fit(resume="auto", override=override)
-    return run
+from tests.optim.parts import DATA, adamw, cosine, falling, fit, groups, loader, rate_of, sgd, trainer
 
 
 def overridden(run: Run) -> dict[str, tuple[Any, Any]]:
     """Return the decisions of `override`: the saved and the new value of each setting."""
     return {one.data["setting"]: (one.data["saved"], one.data["now"]) for one in run.decisions if one.who == "override"}
-
-
-def adamw(**options: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    return lambda parameters: AdamW(parameters, **{"lr": 0.1, **options})
-
-
-def groups(run: Run) -> list[dict[str, Any]]:
-    return [group for optimizer in run.optimizers for group in optimizer.param_groups]
 
 
 # -- optimizers ---------------------------------------------------------------------------------------
@@ -65,37 +45,34 @@ def test_values_are_in_effect_and_each_is_a_decision_with_the_old_and_the_new_va
     assert facts["arguments"]["optimizer"][0]["lr"] == 0.01
 
 
-def test_values_may_come_from_a_configuration_file(tmp_path: Path) -> None:
+def test_values_may_come_from_a_configuration_file_and_the_same_again_change_nothing(tmp_path: Path) -> None:
     config = pytest.importorskip("omegaconf", reason="OmegaConf is not installed").OmegaConf
     fit(tmp_path, 2, optimizer=adamw())
     (group,) = groups(fit(tmp_path, 4, optimizer=adamw(), override=config.create({"lr": 0.01, "betas": [0.5, 0.9]})))
     assert (group["lr"], group["betas"]) == (0.01, (0.5, 0.9))
-
-
-def test_the_same_values_again_change_nothing(tmp_path: Path) -> None:
-    fit(tmp_path, 2, optimizer=adamw())
-    fit(tmp_path, 4, optimizer=adamw(), override={"lr": 0.01})
     again = fit(tmp_path, 6, optimizer=adamw(), override={"lr": 0.01})
     assert overridden(again) == {}
-    assert groups(again)[0]["lr"] == 0.01
+    assert rate_of(again) == 0.01
 
 
-def test_a_run_with_new_values_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    for name, stops in {"whole": [9], "killed": [5, 7, 9]}.items():
-        fit(tmp_path / name, 3, falling(), optimizer=adamw())
+@pytest.mark.parametrize(
+    ("given", "override"),
+    [
+        (lambda: {"optimizer": adamw()}, {"lr": 0.02, "weight_decay": 0.3}),
+        (lambda: {"loader": shuffled()}, {"batch_size": 8, "accumulate": 2}),
+    ],
+    ids=["rates", "batches"],
+)
+def test_a_run_with_new_values_resumes_to_the_same_bits(
+    given: Callable[[], dict[str, Any]], override: dict[str, Any], tmp_path: Path
+) -> None:
+    for name, stops in {"whole": [10], "killed": [4, 5, 8, 10]}.items():
+        fit(tmp_path / name, 2, falling(), **given())
         for steps in stops:
-            run = fit(tmp_path / name, steps, falling(), optimizer=adamw(), override={"lr": 0.02, "weight_decay": 0.3})
-    first, second = (path.read_bytes() for path in ends(tmp_path))
-    assert first == second
-    assert run.progress.step == 9
-
-
-def ends(tmp_path: Path) -> list[Path]:
-    """Return the weights of the last checkpoint of each run."""
-    return [
-        max((tmp_path / name / "checkpoints").iterdir()) / "model.safetensors"
-        for name in sorted(p.name for p in tmp_path.iterdir())
-    ]
+            run = fit(tmp_path / name, steps, falling(), **given(), override=override)
+    first, second = (max((tmp_path / name / "checkpoints").iterdir()) / "model.safetensors" for name in ("whole", "killed"))
+    assert first.read_bytes() == second.read_bytes()
+    assert run.progress.step == 10
 
 
 def test_a_start_without_a_checkpoint_uses_the_values_too(tmp_path: Path) -> None:
@@ -167,18 +144,6 @@ def test_wrong_values_are_errors_before_anything_is_trained(
 # -- schedules ----------------------------------------------------------------------------------------
 
 
-def falling(gamma: float = 0.5) -> LearningRate:
-    return LearningRate(lambda optimizer: schedulers.ExponentialLR(optimizer, gamma))
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, 0.8)
-
-
-def rate_of(run: Run) -> float:
-    return float(run.optimizers[0].param_groups[0]["lr"])
-
-
 @pytest.mark.parametrize(
     ("override", "expected"),
     [({"lr": 0.4}, 0.4 * 0.5**3), ({"gamma": 0.1}, 0.8 * 0.1**3), ({"lr": 0.4, "gamma": 0.1}, 0.4 * 0.1**3)],
@@ -186,47 +151,44 @@ def rate_of(run: Run) -> float:
 def test_a_schedule_is_made_again_with_the_values_and_continues_at_its_position(
     override: dict[str, float], expected: float, tmp_path: Path
 ) -> None:
-    fit(tmp_path, 2, falling(), optimizer=sgd)
-    run = fit(tmp_path, 3, falling(), optimizer=sgd, override=override)
+    fit(tmp_path, 2, falling(), optimizer=sgd())
+    run = fit(tmp_path, 3, falling(), optimizer=sgd(), override=override)
     assert rate_of(run) == pytest.approx(expected)
     assert {*overridden(run)} == {"lr", "gamma of LearningRate"} & {
         name if name == "lr" else f"{name} of LearningRate" for name in override
     }
 
 
-def test_milestones_are_values_too(tmp_path: Path) -> None:
-    def steps(*milestones: int) -> LearningRate:
-        return LearningRate(lambda optimizer: schedulers.MultiStepLR(optimizer, [*milestones]))
-
-    fit(tmp_path, 2, steps(4), optimizer=sgd)
-    run = fit(tmp_path, 4, steps(4), optimizer=sgd, override={"milestones": [1, 3]})
-    assert rate_of(run) == pytest.approx(0.008)
-
-
 def test_a_function_replaces_the_whole_schedule(tmp_path: Path) -> None:
-    fit(tmp_path, 4, falling(), optimizer=sgd)
-    run = fit(tmp_path, 6, falling(), optimizer=sgd, override={"scheduler": lambda o: schedulers.CosineAnnealingLR(o, 8)})
-    cosine = LearningRate(lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 8))
-    assert rate_of(run) == pytest.approx(rate_of(fit(tmp_path / "whole", 6, cosine, optimizer=sgd)))
+    fit(tmp_path, 4, falling(), optimizer=sgd())
+    run = fit(tmp_path, 6, falling(), optimizer=sgd(), override={"scheduler": lambda o: schedulers.CosineAnnealingLR(o, 8)})
+    assert rate_of(run) == pytest.approx(rate_of(fit(tmp_path / "whole", 6, cosine(), optimizer=sgd())))
 
 
 def test_a_schedule_that_does_not_keep_its_arguments_is_given_whole(tmp_path: Path) -> None:
     def cycle() -> LearningRate:
         return LearningRate(lambda optimizer: schedulers.OneCycleLR(optimizer, 0.5, total_steps=9))
 
-    fit(tmp_path, 2, cycle(), optimizer=sgd)
+    fit(tmp_path, 2, cycle(), optimizer=sgd())
     with pytest.raises(
         ValueError, match=r"OneCycleLR does not keep its argument 'pct_start'|OneCycleLR does not keep .*override="
     ):
-        fit(tmp_path, 4, cycle(), optimizer=sgd, override={"max_lr": 0.1})
+        fit(tmp_path, 4, cycle(), optimizer=sgd(), override={"max_lr": 0.1})
 
 
-def test_a_name_that_optimizer_and_plateau_share_is_that_of_the_optimizer(tmp_path: Path) -> None:
+def test_milestones_are_values_and_a_name_that_optimizer_and_plateau_share_is_that_of_the_optimizer(tmp_path: Path) -> None:
+    def steps(*milestones: int) -> LearningRate:
+        return LearningRate(lambda optimizer: schedulers.MultiStepLR(optimizer, [*milestones]))
+
+    fit(tmp_path / "steps", 2, steps(4), optimizer=sgd())
+    run = fit(tmp_path / "steps", 4, steps(4), optimizer=sgd(), override={"milestones": [1, 3]})
+    assert rate_of(run) == pytest.approx(0.008)
+
     def plateau() -> LearningRate:
         return LearningRate(lambda optimizer: schedulers.ReduceLROnPlateau(optimizer), monitor=lambda evaluation: 1.0)
 
-    fit(tmp_path, 2, plateau(), optimizer=adamw())
-    run = fit(tmp_path, 3, plateau(), optimizer=adamw(), override={"eps": 1e-5})
+    fit(tmp_path / "plateau", 2, plateau(), optimizer=adamw())
+    run = fit(tmp_path / "plateau", 3, plateau(), optimizer=adamw(), override={"eps": 1e-5})
     assert groups(run)[0]["eps"] == 1e-5
 
 
@@ -250,11 +212,9 @@ def test_a_step_fn_takes_no_accumulation(tmp_path: Path) -> None:
 
 # -- the batch size -----------------------------------------------------------------------------------
 
-DATA = TensorDataset(torch.arange(24.0).unsqueeze(1), torch.ones(24, 1))
 
-
-def loader(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
-    return DataLoader(DATA, batch_size, shuffle=True, **options)
+def shuffled(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+    return loader(batch_size, shuffle=True, **options)
 
 
 class Seen(Callback):
@@ -273,20 +233,20 @@ def flat(*seen: Seen) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["DataLoader", "workers", "TensorBatches", "Limit"])
 def test_a_run_continues_at_the_same_sample_with_another_batch_size(kind: str, tmp_path: Path) -> None:
-    def made() -> Any:
+    def given() -> Any:
         if kind == "TensorBatches":
             return TensorBatches(*DATA.tensors, batch_size=4, shuffle=True)
-        return loader(num_workers=int(kind == "workers"))
+        return shuffled(num_workers=int(kind == "workers"))
 
     if kind == "Limit":
-        fit(tmp_path, 2, Limit(train=5), loader=made())
+        fit(tmp_path, 2, Limit(train=5), loader=given())
         with pytest.raises(DataError, match="no position by sample"):
-            fit(tmp_path, 4, Limit(train=5), loader=made(), override={"batch_size": 8})
+            fit(tmp_path, 4, Limit(train=5), loader=given(), override={"batch_size": 8})
         return
     whole, first, rest = Seen(), Seen(), Seen()
-    tiny_trainer(callbacks=[whole], loader=made(), seed=1, epochs=2).fit()
-    fit(tmp_path, 2, first, loader=made())
-    run = trainer(tmp_path, 6, rest, loader=made()).fit(resume="auto", override={"batch_size": 8})
+    tiny_trainer(callbacks=[whole], loader=given(), seed=1, epochs=2).fit()
+    fit(tmp_path, 2, first, loader=given())
+    run = trainer(tmp_path, 6, rest, loader=given()).fit(resume="auto", override={"batch_size": 8})
     assert flat(first, rest) == flat(whole)[: len(flat(first, rest))]
     assert [len(batch) for batch in rest.batches] == [8, 8, 8, 8]
     assert (run.progress.epoch, run.progress.batch_in_epoch, run.progress.samples) == (1, 2, 40)
@@ -294,70 +254,51 @@ def test_a_run_continues_at_the_same_sample_with_another_batch_size(kind: str, t
 
 
 def test_a_position_that_no_new_batch_has_is_refused_with_those_that_work(tmp_path: Path) -> None:
-    fit(tmp_path, 1, loader=loader())
+    fit(tmp_path, 1, loader=shuffled())
     with pytest.raises(
         DataError, match=r"4 samples of each rank.*batches of 8.*any multiple of 2 batches.*Nothing was restored"
     ):
-        fit(tmp_path, 4, loader=loader(), override={"batch_size": 8})
-    fit(tmp_path, 6, loader=loader())
-    assert fit(tmp_path, 7, loader=loader(), override={"batch_size": 10}).progress.samples == 34
+        fit(tmp_path, 4, loader=shuffled(), override={"batch_size": 8})
+    fit(tmp_path, 6, loader=shuffled())
+    assert fit(tmp_path, 7, loader=shuffled(), override={"batch_size": 10}).progress.samples == 34
 
 
-def test_another_batch_size_that_is_not_declared_is_refused(tmp_path: Path) -> None:
-    fit(tmp_path, 2, loader=loader())
-    with pytest.raises(CheckpointMismatchError, match=r"batch_size: saved 4, now 8.*override=\('batch_size',\)"):
-        fit(tmp_path, 4, loader=loader(8))
-    run = fit(tmp_path, 4, loader=loader(8), override=("batch_size",))
-    assert (run.progress.samples, overridden(run)) == (24, {"batch_size": (4, 8)})
-
-
-def test_a_run_with_a_new_batch_size_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    for name, stops in {"whole": [10], "killed": [4, 5, 8, 10]}.items():
-        fit(tmp_path / name, 2, loader=loader())
-        for steps in stops:
-            fit(tmp_path / name, steps, loader=loader(), override={"batch_size": 8, "accumulate": 2})
-    first, second = (path.read_bytes() for path in ends(tmp_path))
-    assert first == second
-
-
-def test_the_loader_of_the_trainer_keeps_its_batch_size(tmp_path: Path) -> None:
-    given = loader()
+def test_another_batch_size_that_is_not_declared_is_refused_and_the_loader_keeps_its_own(tmp_path: Path) -> None:
+    given = shuffled()
     fit(tmp_path, 2, loader=given)
-    fit(tmp_path, 4, loader=given, override={"batch_size": 8})
+    with pytest.raises(CheckpointMismatchError, match=r"batch_size: saved 4, now 8.*override=\('batch_size',\)"):
+        fit(tmp_path, 4, loader=shuffled(8))
+    run = fit(tmp_path, 4, loader=shuffled(8), override=("batch_size",))
+    assert (run.progress.samples, overridden(run)) == (24, {"batch_size": (4, 8)})
+    fit(tmp_path, 6, loader=given, override={"batch_size": 8})
     assert (given.batch_size, len(given)) == (4, 6)
 
 
-def on_two_ranks(directory: Path, steps: int) -> Callable[[], list[Any]]:
-    """Return a function for each rank: half of an epoch of 24 samples in batches of 2, then the rest in batches of 4."""
-
-    def train() -> list[Any]:
-        seen = [Seen(), Seen()]
-        options = {"driver": "ddp", "device": "cpu"}
-        fit(directory, steps, seen[0], loader=loader(2), **options)
-        given = {"batch_size": 4, "lr": 0.01, "accumulate": 2}
-        run = fit(directory, 4, seen[1], loader=loader(2), **options, override=given)
-        return [[one.batches for one in seen], run.progress.samples, overridden(run), rate_of(run)]
-
-    return train
-
-
-def test_on_two_ranks_a_change_that_does_not_fit_is_refused_on_both(tmp_path: Path) -> None:
-    with pytest.raises(BaseExceptionGroup) as errors:
-        launch(on_two_ranks(tmp_path, 1), 2)
-    assert all("no whole number of batches of 4" in str(error) for error in errors.value.exceptions)
-    assert len(errors.value.exceptions) == 2
-
-
-def test_on_two_ranks_each_sample_of_the_epoch_is_seen_once(tmp_path: Path) -> None:
-    ranks = launch(on_two_ranks(tmp_path, 2), 2)
-    assert ranks[0][1:] == ranks[1][1:]
-    assert ranks[0][2] == {"lr": (0.1, 0.01), "batch_size": (2, 4), "accumulate": (1, 2)}
-    epoch = [sample for one in ranks for batch in [*one[0][0], *one[0][1][:2]] for sample in batch]
-    assert sorted(epoch) == [*range(24)]
-
-
 def test_names_that_take_no_value_say_where_to_give_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=re.escape("override gives 'shuffle' a value, but this setting is an argument of the loader")
-    ):
-        fit(tmp_path, 2, loader=loader(), override={"shuffle": False})
+    message = "override gives 'shuffle' a value, but this setting is an argument of the loader"
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, 2, loader=shuffled(), override={"shuffle": False})
+
+
+def test_on_two_ranks_each_sample_of_the_epoch_is_seen_once_and_a_change_that_does_not_fit_is_refused_on_both(
+    tmp_path: Path,
+) -> None:
+    """Half of an epoch of 24 samples in batches of 2, then the rest in batches of 4."""
+    options: dict[str, Any] = {"driver": "ddp", "device": "cpu"}
+    override = {"batch_size": 4, "lr": 0.01, "accumulate": 2}
+
+    def train() -> tuple[str, list[int], Any]:
+        fit(tmp_path / "odd", 1, loader=shuffled(2), **options)
+        with pytest.raises(DataError) as refused:
+            fit(tmp_path / "odd", 4, loader=shuffled(2), **options, override=override)
+        first, rest = Seen(), Seen()
+        fit(tmp_path / "even", 2, first, loader=shuffled(2), **options)
+        run = fit(tmp_path / "even", 4, rest, loader=shuffled(2), **options, override=override)
+        samples = [sample for batch in [*first.batches, *rest.batches[:2]] for sample in batch]
+        return str(refused.value), samples, [run.progress.samples, overridden(run), rate_of(run)]
+
+    ranks = launch(train, 2)
+    assert all("no whole number of batches of 4" in error for error, _, _ in ranks)
+    assert sorted(sample for _, samples, _ in ranks for sample in samples) == [*range(24)]
+    assert ranks[0][2] == ranks[1][2]
+    assert ranks[0][2][1] == {"lr": (0.1, 0.01), "batch_size": (2, 4), "accumulate": (1, 2)}

@@ -1,9 +1,10 @@
-"""Settings that differ from those of the checkpoint: each is told, some are refused, and `override` takes the present ones."""
+"""Settings that differ from those of the checkpoint: each is told or refused, and `override` takes the present ones."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +13,87 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedulers
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import RandomSampler, WeightedRandomSampler
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import Checkpoint, LearningRate, Limit
+from cadenza.callbacks import ClipGradients, EarlyStopping, Ema, Evaluate, LearningRate, Limit, SequenceLength, Warmup
 from cadenza.checkpoint.snapshot import Snapshot
 from cadenza.errors import CheckpointMismatchError
 from cadenza.loading import TensorBatches
 from cadenza.loading.settings import loader_settings
 from cadenza.testing import tiny_trainer
+from tests.optim.parts import DATA, adamw, cosine, falling, fit, groups, loader, made, rate_of, sgd
 
-
-def fit(directory: Path, steps: int, *callbacks: Callback, resume: bool = True, **arguments: Any) -> Run:
-    """Train to a step, at which a checkpoint is written; continue what is there."""
-    override = arguments.pop("override", ())
-    arguments.setdefault("seed", 1)
-    trainer = tiny_trainer(callbacks=[*callbacks, Checkpoint(f"{steps} steps")], directory=directory, steps=steps, **arguments)
-    return trainer.fit(resume="auto" if resume else False, override=override)
+Arguments = dict[str, Any]
 
 
 def told(run: Run) -> list[str]:
     return [decision.why for decision in run.decisions if decision.what == "setting differs"]
 
 
-def adamw(**options: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    return lambda parameters: AdamW(parameters, **{"lr": 0.1, **options})
+# -- one of each kind ---------------------------------------------------------------------------------
+
+
+def callbacks(*given: Callback) -> Arguments:
+    return {"callbacks": given}
+
+
+def stopping(patience: int) -> Arguments:
+    return callbacks(Evaluate(loader(12)), EarlyStopping("eval/loss", "min", patience=patience))
+
+
+CHANGED: dict[str, tuple[Arguments, Arguments, str]] = {
+    "lr": ({}, {"optimizer": made(RMSprop, lr=0.2)}, "lr: saved 0.1, now 0.2"),
+    "weight_decay": ({}, {"optimizer": made(RMSprop, weight_decay=0.1)}, "weight_decay: saved 0, now 0.1"),
+    "alpha": ({}, {"optimizer": made(RMSprop, alpha=0.5)}, "alpha: saved 0.99, now 0.5"),
+    "gamma": (callbacks(falling(0.5)), callbacks(falling(0.9)), "gamma of LearningRate: saved 0.5, now 0.9"),
+    "max_norm": (
+        callbacks(ClipGradients(max_norm=1.0)),
+        callbacks(ClipGradients(max_norm=0.5)),
+        "max_norm of ClipGradients: saved 1.0, now 0.5",
+    ),
+    "decay": (callbacks(Ema(0.9)), callbacks(Ema(0.99)), "decay of Ema: saved 0.9, now 0.99"),
+    "warm-up": (callbacks(Warmup("2 steps")), callbacks(Warmup("4 steps")), "length of Warmup: saved 2 steps, now 4 steps"),
+    "patience": (stopping(3), stopping(5), "patience of EarlyStopping: saved 3, now 5"),
+    "lengths": (
+        callbacks(SequenceLength(1)),
+        callbacks(SequenceLength({0: 1, "5 steps": 2})),
+        "lengths of SequenceLength: saved 1, now ",
+    ),
+    "max_epochs": ({"epochs": 1}, {"epochs": 3}, "max_epochs: saved 1, now 3"),
+}
+REFUSED: dict[str, tuple[Arguments, Arguments, str]] = {
+    "accumulate": ({"accumulate": 1}, {"accumulate": {0: 1, "5 steps": 2}}, "accumulate: saved 1, now {'0': 1, '5 steps': 2}"),
+    "precision": ({}, {"precision": "bf16"}, "precision: saved fp32, now bf16"),
+    "seed": ({"seed": 1}, {"seed": 2}, "seed: saved 1, now 2"),
+}
+
+
+def trained(directory: Path, given: Arguments, steps: int) -> Run:
+    options = {"epochs": 4, "optimizer": made(RMSprop), "loader": loader(), **given}
+    return fit(directory, steps, *options.pop("callbacks", ()), **options)
+
+
+@pytest.mark.parametrize(("before", "after", "said"), CHANGED.values(), ids=CHANGED.keys())
+def test_a_changed_hyperparameter_is_told_with_both_values_and_one_that_is_not_is_not(
+    before: Arguments, after: Arguments, said: str, tmp_path: Path
+) -> None:
+    trained(tmp_path, before, 3)
+    assert told(trained(tmp_path, before, 4)) == []
+    run = trained(tmp_path, after, 5)
+    found = [one for one in run.decisions if one.what in ("setting differs", "limit changed")]
+    assert [one for one in found if re.search(re.escape(said), one.why)]
+    assert all({"setting", "saved", "now", "used"} <= {*one.data} for one in found)
+
+
+@pytest.mark.parametrize(("before", "after", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_hyperparameter_that_must_not_change_is_refused_with_both_values(
+    before: Arguments, after: Arguments, said: str, tmp_path: Path
+) -> None:
+    trained(tmp_path, before, 3)
+    assert told(trained(tmp_path, before, 4)) == []
+    with pytest.raises(CheckpointMismatchError, match=re.escape(said)):
+        trained(tmp_path, after, 5)
 
 
 # -- optimizers ---------------------------------------------------------------------------------------
@@ -53,7 +110,7 @@ def test_other_arguments_of_an_optimizer_are_told_and_the_saved_ones_go_on(
     (warning,) = [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
     assert all(line in warning for line in lines)
     assert "override=('lr', 'betas')" in warning
-    group = run.optimizers[0].param_groups[0]
+    [group] = groups(run)
     assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.999))
 
 
@@ -63,20 +120,16 @@ def test_other_arguments_of_an_optimizer_are_told_and_the_saved_ones_go_on(
 def test_an_option_that_needs_a_state_that_the_checkpoint_does_not_have_cannot_be_taken(
     tmp_path: Path, kind: Callable[..., Optimizer], option: str, value: float
 ) -> None:
-
-    def made(**options: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-        return lambda parameters: kind(parameters, lr=0.01, **options)
-
-    fit(tmp_path, 2, optimizer=made())
+    fit(tmp_path, 2, optimizer=made(kind))
     with pytest.raises(CheckpointMismatchError, match=f"{option} needs the state .* remove '{option}' from override"):
-        fit(tmp_path, 4, optimizer=made(**{option: value}), override=[option])
-    assert fit(tmp_path, 4, optimizer=made(**{option: value})).progress.step == 4
+        fit(tmp_path, 4, optimizer=made(kind, **{option: value}), override=[option])
+    assert fit(tmp_path, 4, optimizer=made(kind, **{option: value})).progress.step == 4
 
 
 def test_sgd_makes_its_momentum_when_it_needs_it(tmp_path: Path) -> None:
-    fit(tmp_path, 2, optimizer=lambda parameters: SGD(parameters, lr=0.01))
-    run = fit(tmp_path, 4, optimizer=lambda parameters: SGD(parameters, lr=0.01, momentum=0.9), override=["momentum"])
-    assert run.optimizers[0].param_groups[0]["momentum"] == 0.9
+    fit(tmp_path, 2, optimizer=made(SGD))
+    [group] = groups(fit(tmp_path, 4, optimizer=made(SGD, momentum=0.9), override=["momentum"]))
+    assert group["momentum"] == 0.9
 
 
 def test_the_next_checkpoint_holds_the_arguments_that_count(tmp_path: Path) -> None:
@@ -94,7 +147,7 @@ def test_override_takes_the_present_values_and_no_other(tmp_path: Path, caplog: 
     given = adamw(lr=0.01, weight_decay=0.5, betas=(0.5, 0.9))
     with caplog.at_level(logging.WARNING, "cadenza"):
         run = fit(tmp_path, 4, optimizer=given, override=("lr", "betas"))
-    group = run.optimizers[0].param_groups[0]
+    [group] = groups(run)
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.01, (0.5, 0.9), 0.01)
     assert "weight_decay: saved 0.01, now 0.5" in caplog.text
     assert "lr: saved" not in caplog.text
@@ -114,8 +167,7 @@ def test_groups_and_optimizers_are_told_apart(tmp_path: Path) -> None:
         "lr of optimizer 0 of group 1: saved 0.2, now 0.5",
         "lr of optimizer 1: saved 0.20000000298023224, now 0.5",
     ]
-    rates = [float(group["lr"]) for optimizer in run.optimizers for group in optimizer.param_groups]
-    assert rates == [0.1, 0.5, 0.5]
+    assert [float(group["lr"]) for group in groups(run)] == [0.1, 0.5, 0.5]
 
 
 def test_an_optimizer_that_was_trained_with_before_has_the_arguments_it_was_made_with(tmp_path: Path) -> None:
@@ -124,22 +176,10 @@ def test_an_optimizer_that_was_trained_with_before_has_the_arguments_it_was_made
     fit(tmp_path, 2, falling(0.5), model=model, optimizer=optimizer)
     run = fit(tmp_path, 4, falling(0.5), model=model, optimizer=optimizer)
     assert told(run) == []
-    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**4)
+    assert rate_of(run) == pytest.approx(0.1 * 0.5**4)
 
 
 # -- schedules ----------------------------------------------------------------------------------------
-
-
-def falling(gamma: float) -> LearningRate:
-    return LearningRate(lambda optimizer: schedulers.ExponentialLR(optimizer, gamma))
-
-
-def sgd(rate: float) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    return lambda parameters: SGD(parameters, rate)
-
-
-def rate_of(run: Run) -> float:
-    return float(run.optimizers[0].param_groups[0]["lr"])
 
 
 def test_other_arguments_of_a_schedule_are_told(tmp_path: Path) -> None:
@@ -155,61 +195,50 @@ def test_a_schedule_goes_on_as_if_it_had_had_the_present_values_from_the_start(
 ) -> None:
     gamma = 0.1 if "gamma" in override else 0.5
     fit(tmp_path, 2, falling(0.5), optimizer=sgd(0.2))
-    run = fit(tmp_path, 3, falling(gamma), optimizer=sgd(0.8), override=override)
+    run = fit(tmp_path, 3, falling(gamma), optimizer=sgd(), override=override)
     assert rate_of(run) == pytest.approx(expected)
-    assert rate_of(fit(tmp_path, 4, falling(gamma), optimizer=sgd(0.8))) == pytest.approx(expected * gamma)
+    assert rate_of(fit(tmp_path, 4, falling(gamma), optimizer=sgd())) == pytest.approx(expected * gamma)
 
 
 def test_a_schedule_of_another_class_is_refused_unless_it_is_made_anew(tmp_path: Path) -> None:
-    def cosine() -> LearningRate:
-        return LearningRate(lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 8))
-
-    fit(tmp_path, 4, falling(0.5), optimizer=sgd(0.8))
-    with pytest.raises(CheckpointMismatchError, match=r"now CosineAnnealingLR.*override=\(\"scheduler\",\)"):
-        fit(tmp_path, 6, cosine(), optimizer=sgd(0.8))
-    run = fit(tmp_path, 6, cosine(), optimizer=sgd(0.8), override=("scheduler",))
-    assert rate_of(run) == pytest.approx(rate_of(fit(tmp_path / "whole", 6, cosine(), optimizer=sgd(0.8))))
+    fit(tmp_path, 4, falling(0.5), optimizer=sgd())
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"scheduler of LearningRate: saved ExponentialLR, now CosineAnnealingLR.*override=\(\"scheduler\",\)",
+    ):
+        fit(tmp_path, 6, cosine(), optimizer=sgd())
+    run = fit(tmp_path, 6, cosine(), optimizer=sgd(), override=("scheduler",))
+    assert rate_of(run) == pytest.approx(rate_of(fit(tmp_path / "whole", 6, cosine(), optimizer=sgd())))
 
 
 def test_a_scheduler_that_cannot_be_made_anew_is_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
-    def given() -> dict[str, Any]:
+    def trained(steps: int, **options: Any) -> Run:
         model = nn.Linear(1, 1)
         optimizer = SGD(model.parameters(), 0.3)
-        return {"model": model, "optimizer": optimizer}
+        rate = LearningRate(schedulers.ExponentialLR(optimizer, 0.5))
+        return fit(tmp_path, steps, rate, model=model, optimizer=optimizer, **options)
 
-    def schedule(parts: dict[str, Any]) -> LearningRate:
-        return LearningRate(schedulers.ExponentialLR(parts["optimizer"], 0.5))
-
-    parts = given()
-    fit(tmp_path, 2, schedule(parts), **parts)
-    parts = given()
+    trained(2)
     with pytest.raises(ValueError, match="LearningRate needs a function"):
-        fit(tmp_path, 3, schedule(parts), **parts, override=("lr",))
-    parts = given()
-    assert fit(tmp_path, 3, schedule(parts), **parts).progress.origin.step == 2
+        trained(3, override=("lr",))
+    assert trained(3).progress.origin.step == 2
 
 
 # -- loaders ------------------------------------------------------------------------------------------
 
-DATA = TensorDataset(torch.arange(20.0).unsqueeze(1) / 20, torch.ones(20, 1))
-
-
-def loader(samples: int = 20, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*DATA[:samples]), batch_size, **options)
-
 
 OTHER_LOADERS = {
-    "batch_size": (lambda: loader(13, 4), lambda: loader(13, 3, drop_last=True), "batch_size: saved 4, now 3"),
-    "samples": (lambda: loader(20), lambda: loader(19), "samples: saved 20, now 19"),
-    "shuffle": (lambda: loader(shuffle=True), lambda: loader(), "shuffle: saved True, now False"),
+    "batch_size": (lambda: loader(4, 13), lambda: loader(3, 13, drop_last=True), "batch_size: saved 4, now 3"),
+    "samples": (loader, lambda: loader(samples=23), "samples: saved 24, now 23"),
+    "shuffle": (lambda: loader(shuffle=True), loader, "shuffle: saved True, now False"),
     "sampler": (
         lambda: loader(shuffle=True),
-        lambda: loader(sampler=WeightedRandomSampler([1.0] * 20, 20)),
+        lambda: loader(sampler=WeightedRandomSampler([1.0] * 24, 24)),
         "sampler: saved nothing, now WeightedRandomSampler",
     ),
     "replacement": (
         lambda: loader(shuffle=True),
-        lambda: loader(sampler=RandomSampler(range(20), replacement=True)),
+        lambda: loader(sampler=RandomSampler(range(24), replacement=True)),
         "replacement: saved nothing, now True",
     ),
     "generator": (
@@ -252,9 +281,9 @@ def test_workers_and_where_the_data_lie_may_change_inside_an_epoch(tmp_path: Pat
 
 
 def test_another_number_of_batches_is_refused_with_what_makes_it(tmp_path: Path) -> None:
-    fit(tmp_path, 5, loader=loader(batch_size=4))
-    with pytest.raises(CheckpointMismatchError, match="batches an epoch: saved 5, now 10; batch_size: saved 4, now 2"):
-        fit(tmp_path, 10, loader=loader(batch_size=2))
+    fit(tmp_path, 6, loader=loader(4))
+    with pytest.raises(CheckpointMismatchError, match="batches an epoch: saved 6, now 12; batch_size: saved 4, now 2"):
+        fit(tmp_path, 12, loader=loader(2))
 
 
 def test_a_limit_is_a_fact_and_an_empty_list_has_none(tmp_path: Path) -> None:
@@ -268,20 +297,21 @@ def test_a_limit_is_a_fact_and_an_empty_list_has_none(tmp_path: Path) -> None:
 # -- what cannot be overridden ------------------------------------------------------------------------
 
 
-def test_a_name_that_is_no_setting_is_an_error_with_the_nearest_also_at_the_first_start(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"override names 'weight_decya'.*Did you mean 'weight_decay'"):
-        fit(tmp_path, 2, override=("weight_decya",))
-
-
-@pytest.mark.parametrize("wrong", ["lr", 3, [1]])
-def test_override_must_be_a_list_of_names(wrong: Any, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="list of names"):
-        tiny_trainer(directory=tmp_path).fit(resume="auto", override=wrong)
-
-
-def test_override_without_a_resume_is_an_error() -> None:
-    with pytest.raises(ValueError, match="expected resume="):
-        tiny_trainer().fit(override=["lr"])
+@pytest.mark.parametrize(
+    ("override", "resume", "kind", "message"),
+    [
+        (("weight_decya",), "auto", ValueError, r"override names 'weight_decya'.*Did you mean 'weight_decay'"),
+        ("lr", "auto", TypeError, "list of names"),
+        (3, "auto", TypeError, "list of names"),
+        ([1], "auto", TypeError, "list of names"),
+        (["lr"], False, ValueError, "expected resume="),
+    ],
+)
+def test_what_is_no_list_of_settings_is_an_error_also_at_the_first_start(
+    override: Any, resume: Any, kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message):
+        tiny_trainer(directory=tmp_path).fit(resume=resume, override=override)
 
 
 def test_a_checkpoint_of_an_older_version_continues(tmp_path: Path) -> None:
@@ -290,4 +320,4 @@ def test_a_checkpoint_of_an_older_version_continues(tmp_path: Path) -> None:
         del snapshot.state["given"]
 
     fit(tmp_path, 2, as_before)
-    assert told(fit(tmp_path, 4, optimizer=sgd(0.7), loader=loader())) == []
+    assert told(fit(tmp_path, 4, optimizer=sgd(0.7), loader=loader(4, 20))) == []

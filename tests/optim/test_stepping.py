@@ -80,21 +80,12 @@ def test_a_profiler_sees_its_record() -> None:
     assert "Optimizer.step#SGD.step" in {event.key for event in older.key_averages()}
 
 
-def test_hooks_of_the_optimizer_are_called() -> None:
+@pytest.mark.parametrize("of_all", [False, True])
+def test_hooks_of_an_optimizer_and_of_all_are_called(of_all: bool) -> None:
     optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
-    before = optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    stepping.step(optimizer)
-    before.remove()
-    after = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    stepping.step(optimizer)
-    after.remove()
-    stepping.step(optimizer)
-    assert calls == ["before", "after"]
-
-
-def test_hooks_of_all_optimizers_are_called() -> None:
-    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
-    for name, register in (("before", register_optimizer_step_pre_hook), ("after", register_optimizer_step_post_hook)):
+    own = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+    everyone = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    for name, register in zip(("before", "after"), everyone if of_all else own, strict=True):
         handle = register(lambda *_, name=name: calls.append(name))
         stepping.step(optimizer)
         handle.remove()
@@ -159,34 +150,31 @@ def test_hooks_and_profilers_see_an_optimizer_with_a_scheduler() -> None:
     assert calls == ["after"]
 
 
-def test_a_wrapper_around_that_of_a_scheduler_is_called() -> None:
-    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
-    scheduler = StepLR(optimizer, 1)
-    inside: Any = optimizer.step
-
-    @functools.wraps(inside)  # with its mark and its __wrapped__, as tools do
-    def counted(*arguments: Any) -> Any:
-        calls.append("tool")
-        return inside(*arguments)
-
-    vars(optimizer)["step"] = counted
-    stepping.step(optimizer)
-    scheduler.step()
-    assert calls == ["tool"]
-
-
-def test_what_a_scheduler_has_wrapped_before_the_class_was_patched_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
-    inside: Any = torch.optim.SGD.step
+def counted(inside: Any, calls: list[str]) -> Any:
+    """Wrap a step as tools do, with its mark and its ``__wrapped__``."""
 
     @functools.wraps(inside)
-    def counted(*arguments: Any) -> Any:
+    def step(*arguments: Any) -> Any:
         calls.append("tool")
         return inside(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.SGD, "step", counted)
+    return step
+
+
+@pytest.mark.parametrize("where", ["class", "class before a scheduler", "scheduler", "instance", "instance without a mark"])
+def test_a_step_that_a_tool_has_replaced_or_wrapped_is_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
+    if where == "scheduler":
         StepLR(optimizer, 1)
+    if where in ("scheduler", "instance"):
+        vars(optimizer)["step"] = counted(optimizer.step, calls)
+    elif where == "instance without a mark":
+        vars(optimizer)["step"] = lambda *_: calls.append("tool")
+    else:
+        monkeypatch.setattr(torch.optim.SGD, "step", counted(torch.optim.SGD.step, calls))
+    if where == "class before a scheduler":
+        StepLR(optimizer, 1)
+        monkeypatch.undo()
     stepping.step(optimizer)
     assert calls == ["tool"]
 
@@ -223,27 +211,6 @@ def test_what_is_no_optimizer_of_torch_is_called_by_its_step() -> None:
     before = weights[0].clone()
     stepping.step(Wrapper(torch.optim.SGD(weights, lr=0.1)))
     assert not torch.equal(weights[0], before)
-
-
-def test_a_step_of_the_instance_is_called() -> None:
-    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
-    optimizer.step = lambda *_: calls.append("own")  # type: ignore[method-assign]  # as tools do
-    stepping.step(optimizer)
-    assert calls == ["own"]
-
-
-def test_a_wrapper_that_a_tool_has_put_around_that_of_torch_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, calls = torch.optim.SGD(parameters(), lr=0.1), list[str]()
-    inside: Any = torch.optim.SGD.step
-
-    @functools.wraps(inside)
-    def counted(*arguments: Any) -> Any:
-        calls.append("tool")
-        return inside(*arguments)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", counted)
-    stepping.step(optimizer)
-    assert calls == ["tool"]
 
 
 @pytest.mark.parametrize("missing", ["__code__", "__wrapped__"])

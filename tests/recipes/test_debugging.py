@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.ports import free_port
 from tests.recipes.dap import Client
 from tests.recipes.pages import FOLDER
-
-pty = pytest.importorskip("pty")
+from tests.sinks.terminal import Terminal
 
 SCRIPT = """
 import os
@@ -60,8 +61,8 @@ def printed(text: str) -> str:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the script prints without a debugger."""
-    path, _ = script(tmp_path_factory.mktemp("plain"))
-    return printed(subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True).stdout)
+    folder = tmp_path_factory.mktemp("plain")
+    return printed(forked.run(script(folder)[0], folder=folder))
 
 
 def read_at_breakpoint(port: int, path: Path, line: int) -> None:
@@ -86,46 +87,41 @@ def test_the_launch_configurations_are_json_for_debugpy() -> None:
 
 
 def test_a_breakpoint_in_a_hook_shows_the_run_and_changes_nothing(tmp_path: Path, plain: str) -> None:
-    path, line = script(tmp_path)
     port = free_port()
-    command = [sys.executable, "-m", "debugpy", "--listen", str(port), "--wait-for-client", str(path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    wait = WAITING.replace("5678", str(port)).replace('os.environ.get("RANK") == "0"', "True")
+    path, line = script(tmp_path, wait=wait)
+    process = forked.start(runpy.run_path, str(path), None, "__main__", output=tmp_path / "out")
     read_at_breakpoint(port, path, line)
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0
-    assert printed(out) == plain
+    assert process.ended() == 0, process.said()
+    assert printed(process.said()) == plain
 
 
-def test_one_rank_of_two_waits_at_its_breakpoint_and_the_job_continues(tmp_path: Path) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["debugpy", "torchrun"])
+def test_a_command_waits_at_its_breakpoint_and_the_job_continues(launcher: str, tmp_path: Path, plain: str) -> None:
+    """A script that debugpy starts, and one rank of two."""
     port = free_port()
-    path, line = script(tmp_path, wait=WAITING.replace("5678", str(port)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
+    several = launcher == "torchrun"
+    path, line = script(tmp_path, wait=WAITING.replace("5678", str(port)) if several else "")
+    options = {
+        "debugpy": ["debugpy", "--listen", str(port), "--wait-for-client"],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    }
+    command = [sys.executable, "-m", *options[launcher], str(path)]
     quiet = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=quiet)
     read_at_breakpoint(port, path, line)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
+    assert several or printed(out) == plain
     assert printed(out)
 
 
 def test_pdb_in_a_hook_reads_the_run_and_continues(tmp_path: Path, plain: str) -> None:
     path, _ = script(tmp_path, debug="breakpoint()")
-    ours, its = pty.openpty()
-    process = subprocess.Popen([sys.executable, str(path)], stdin=its, stdout=its, stderr=its, close_fds=True)
-    os.close(its)
-    shown = b""
-    os.write(ours, b"p 1000 + run.progress.step\np run.progress\nc\n")  # read at the prompt
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        shown += part
-    os.close(ours)
-    assert process.wait(300) == 0
-    text = shown.decode()
-    assert "1003" in text
-    assert "epoch 0, step 3" in text
-    assert printed(text) == plain
+    with Terminal(path.read_text()) as terminal:
+        terminal.press("p 1000 + run.progress.step\np run.progress\nc\n")  # read at the prompt
+    assert terminal.exit_code == 0, terminal.written
+    assert "1003" in terminal.written
+    assert "epoch 0, step 3" in terminal.written
+    assert printed(terminal.written) == plain

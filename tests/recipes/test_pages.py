@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from cadenza.records.reading import read_records
+from cadenza.testing import launch
 from tests.recipes.pages import FOLDER, blocks, executed, weights
 
 
@@ -68,6 +70,40 @@ def test_the_exported_program_takes_any_batch_size_and_has_no_dropout() -> None:
     assert graph.input[0].type.tensor_type.shape.dim[0].dim_param
     assert not [node for node in graph.node if node.op_type == "Dropout"]
     assert isinstance(names["loaded"], nn.Module)
+
+
+PAGES = [
+    "gradient-checkpointing",
+    "huggingface",
+    "lora",
+    "metric-collection",
+    "text-generation",
+    "timm-schedulers",
+    "torchao",
+    "transformers-schedulers",
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("page", PAGES)
+def test_both_ranks_end_with_the_same_weights_and_results(page: str) -> None:
+
+    def trained() -> tuple[int, dict[str, Any], dict[str, Any]]:
+        torch.set_num_threads(1)
+        names = executed(page, 1)
+        run = names["run"]
+        assert run.faults == []
+        return (
+            run.driver.world_size,
+            weights(names["trainer"]),
+            dict(run.evaluations["eval"].results if run.evaluations else {}),
+        )
+
+    (ranks, own, results), (_, other, its_results) = launch(trained)
+    assert ranks == 2
+    assert results == its_results
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name], other[name]) for name in own)
 
 
 OTHER_NAMES = {"sklearn": "scikit-learn", "hydra": "hydra-core", "omegaconf": "hydra-core", "streaming": "mosaicml-streaming"}

@@ -23,6 +23,7 @@ def fail(run):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 def test_a_trial_that_fails_once_continues_from_its_checkpoint(tmp_path: Path) -> None:
     page = (FOLDER / "ray-tune.md").read_text(encoding="utf-8")

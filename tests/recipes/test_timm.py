@@ -102,14 +102,6 @@ def test_a_schedule_that_is_stretched_continues_with_the_rates_of_the_longer_run
     assert longer.history["train/lr"][6:] == trainer(LearningRate(by_step)).fit().history["train/lr"][6:]
 
 
-def test_a_schedule_and_a_callback_that_count_in_different_units_are_an_error_that_says_what_to_give() -> None:
-    message = (
-        r"TanhLRScheduler counts epochs, but LearningRate steps it after each step\. Give LearningRate\(\.\.\., per='epoch'\)"
-    )
-    with pytest.raises(ValueError, match=message):
-        trainer(LearningRate(by_epoch)).fit()
-
-
 def test_an_instance_is_accepted_as_a_scheduler_of_torch_is() -> None:
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -119,12 +111,14 @@ def test_an_instance_is_accepted_as_a_scheduler_of_torch_is() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated:FutureWarning")
-def test_a_plateau_schedule_of_timm_names_that_of_torch() -> None:
+def test_other_units_a_plateau_and_a_schedule_in_the_list_of_callbacks_are_errors_that_say_what_to_write() -> None:
+    units = (
+        r"TanhLRScheduler counts epochs, but LearningRate steps it after each step\. Give LearningRate\(\.\.\., per='epoch'\)"
+    )
+    with pytest.raises(ValueError, match=units):
+        trainer(LearningRate(by_epoch)).fit()
     with pytest.raises(ValueError, match=r"Use LearningRate.*ReduceLROnPlateau"):
         trainer(LearningRate(lambda optimizer: PlateauLRScheduler(optimizer), per="epoch")).fit()
-
-
-def test_a_schedule_in_the_list_of_callbacks_is_an_error_that_says_what_to_write() -> None:
     schedule = StepLRScheduler(torch.optim.SGD(tiny_model().parameters(), lr=0.1), decay_t=1)
     with pytest.raises(TypeError, match=r"StepLRScheduler\. Write LearningRate"):
         tiny_trainer(callbacks=[schedule])  # type: ignore[list-item]

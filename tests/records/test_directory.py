@@ -72,7 +72,7 @@ def test_run_json_names_the_commit_of_the_working_directory(tmp_path: Path, monk
     assert commit_told("changed") == f"{commit}+"
 
 
-def test_while_the_run_goes_on_everything_can_be_read_with_lines_written_at_once(tmp_path: Path) -> None:
+def test_while_the_run_goes_on_everything_can_be_read_with_a_line_for_each_record_at_once(tmp_path: Path) -> None:
     states: list[tuple[Any, int]] = []
 
     @on(Callback.on_step_start)
@@ -80,35 +80,28 @@ def test_while_the_run_goes_on_everything_can_be_read_with_lines_written_at_once
         metrics = tmp_path / "metrics.jsonl"
         states.append((facts_in(tmp_path)["outcome"], len(lines_of(metrics)) if metrics.exists() else 0))
 
-    tiny_run(directory=tmp_path, callbacks=[JsonLines(), LogTraining(every="1 step"), look], steps=3)
+    log = LogTraining(every="1 step", throughput=False)
+    run = tiny_run(directory=tmp_path, callbacks=[JsonLines(), log, look], steps=3)
     assert states == [(None, 0), (None, 1), (None, 2)]
-
-
-def test_metrics_hold_a_line_for_each_record(tmp_path: Path) -> None:
-    run = tiny_run(directory=tmp_path, callbacks=[LogTraining(every="1 step", throughput=False)], steps=3)
     lines = lines_of(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["train/loss"]) for line in lines] == run.history["train/loss"]
 
 
-@pytest.mark.parametrize(("error", "kind"), [(RuntimeError("broken"), "failed"), (KeyboardInterrupt(), "failed")])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 @pytest.mark.parametrize("moment", [Callback.on_setup, Callback.on_fit_start, Callback.on_step_end, Callback.on_fit_end])
-def test_a_run_that_failed_says_so_wherever_it_failed(tmp_path: Path, error: BaseException, kind: str, moment: Any) -> None:
+def test_a_run_that_failed_says_so_wherever_it_failed(tmp_path: Path, error: BaseException, moment: Any) -> None:
     def fail(run: Run) -> None:
         raise type(error)(*error.args)
 
     with pytest.raises(type(error)):
         tiny_run(directory=tmp_path, callbacks=[on(moment)(fail)])
-    assert facts_in(tmp_path)["outcome"] == {"kind": kind, "reason": repr(error)}
+    assert facts_in(tmp_path)["outcome"] == {"kind": "failed", "reason": repr(error)}
     assert facts_in(tmp_path)["ended"]
 
 
-def test_a_run_that_was_stopped_says_so(tmp_path: Path) -> None:
-    tiny_run(directory=tmp_path, callbacks=[on(Callback.on_step_end)(lambda run: run.stop("enough"))])
-    assert facts_in(tmp_path)["outcome"] == {"kind": "stopped", "reason": "enough"}
-
-
-def test_decisions_are_written_with_who_why_and_when(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_says_so_and_its_decisions_are_written_with_who_why_and_when(tmp_path: Path) -> None:
     run = tiny_run(directory=tmp_path, callbacks=[on(Callback.on_step_end)(lambda run: run.stop("enough"))])
+    assert facts_in(tmp_path)["outcome"] == {"kind": "stopped", "reason": "enough"}
     assert lines_of(tmp_path / "decisions.jsonl") == [decision.to_dict() for decision in run.decisions]
     stopped = lines_of(tmp_path / "decisions.jsonl")[0]
     assert (stopped["what"], stopped["who"], stopped["why"], stopped["step"]) == ("stopped", "<lambda>", "enough", 1)
@@ -136,18 +129,15 @@ def test_a_directory_that_holds_a_finished_run_is_refused_and_left_alone(tmp_pat
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_directory_in_which_a_run_goes_on_is_refused_too(tmp_path: Path) -> None:
+def test_a_directory_in_which_a_run_goes_on_is_refused_too_and_one_that_holds_other_things_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+
     @on(Callback.on_step_end, at=1)
     def second(run: Run) -> None:
         with pytest.raises(DirectoryError, match="already holds a run started at"):
             tiny_run(directory=tmp_path)
 
     assert tiny_run(directory=tmp_path, callbacks=[second]).outcome is not None
-
-
-def test_a_directory_that_holds_other_things_is_fine(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    tiny_run(directory=tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -156,26 +146,22 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_anything_happens(
     (tmp_path / "file").write_text("in the way")
     happened: list[int] = []
     note = on(Callback.on_setup)(lambda run: happened.append(1))
-    with pytest.raises(DirectoryError, match=r"cannot be written: .*Give a directory= in which files can be made, or none"):
+    message = r"cannot be written: .*Give a directory= in which files can be made, or none"
+    with pytest.raises(DirectoryError, match=message) as refused:
         tiny_run(directory=tmp_path / inner, callbacks=[note])
     assert happened == []
-
-
-def test_an_error_of_the_disk_is_an_oserror_too() -> None:
-    assert issubclass(DirectoryError, OSError)
+    assert isinstance(refused.value, OSError)
 
 
 def test_a_run_that_is_over_stays_over_until_a_checkpoint_is_restored(tmp_path: Path) -> None:
     tiny_run(directory=tmp_path, steps=2)
-    ended = json.loads((tmp_path / "run.json").read_text())
+    ended = facts_in(tmp_path)
     killed = RunDirectory(tmp_path, resume=True)
     killed.begin({})
-    told = json.loads((tmp_path / "run.json").read_text())
-    assert {name: told[name] for name in ("outcome", "ended", "progress")} == {
-        name: ended[name] for name in ("outcome", "ended", "progress")
-    }
+    told = facts_in(tmp_path)
+    assert all(told[name] == ended[name] for name in ("outcome", "ended", "progress"))
     killed.goes_on()
-    told = json.loads((tmp_path / "run.json").read_text())
+    told = facts_in(tmp_path)
     assert (told["outcome"], told["ended"], "progress" in told) == (None, None, False)
     killed.release()
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,40 +13,13 @@ from typing import Any
 import pytest
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza.callbacks import LogTraining
 from cadenza.records.logs import GATHER_S, LONGEST_S, GatheredLog
-from cadenza.testing import tiny_run, tiny_trainer
+from cadenza.testing import tiny_run
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def train(directory: Path, kill_at: int = -1) -> None:
-    """Log every step, and save every 20 steps."""
-
-    @on(Callback.on_step_end)
-    def step(run: Run) -> None:
-        if run.progress.step == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    callbacks = [LogTraining("1 step", throughput=False), Checkpoint("20 steps"), step]
-    tiny_trainer(callbacks=callbacks, steps=60, seed=1, directory=directory).fit(resume="auto")
-
-
-def test_a_kill_loses_no_record_of_a_checkpoint_and_the_resumed_run_has_every_record_once(tmp_path: Path) -> None:
-    train(tmp_path / "whole")
-    killed = multiprocessing.get_context("spawn").Process(target=train, args=(tmp_path / "killed", 55))
-    killed.start()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL
-    steps = [row["step"] for row in rows(tmp_path / "killed")]
-    assert steps == [*range(1, len(steps) + 1)]
-    assert len(steps) >= 40, "a checkpoint writes the records before it"
-    train(tmp_path / "killed")
-    whole, again = ([{**row, "time": 0} for row in rows(tmp_path / name)] for name in ("whole", "killed"))
-    assert again == whole
-    assert len(again) == 60
 
 
 def test_no_line_waits_longer_than_the_bound_if_the_thread_does_not_run(
@@ -127,29 +97,20 @@ def test_an_error_loses_no_record(tmp_path: Path, error: type[BaseException]) ->
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-ABANDONED = """
-import sys
-from pathlib import Path
-from cadenza.records.logs import GatheredLog
-log = GatheredLog(Path(sys.argv[1]))
-for number in range(100):
-    log.add(f"{number}")
-"""
-
-
 def test_a_process_that_exits_without_an_end_loses_no_line(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", ABANDONED, str(tmp_path / "log")], check=True)
+    lines = "from pathlib import Path\nfrom cadenza.records.logs import GatheredLog\nlog = GatheredLog(Path('log'))\n"
+    code = f"{lines}for number in range(100):\n    log.add(f'{{number}}')"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert len((tmp_path / "log").read_text().splitlines()) == 100
 
 
 def test_the_thread_has_ended_when_the_run_has(tmp_path: Path) -> None:
-    running: list[bool] = []
+    def threads() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name == "cadenza-records"]
 
-    @on(Callback.on_step_end)
-    def look(run: Run) -> None:
-        running.append(any(one.name == "cadenza-records" for one in threading.enumerate()))
-
+    running: list[list[str]] = []
+    look = on(Callback.on_step_end)(lambda run: running.append(threads()))
     for number in range(20):
         tiny_run(directory=tmp_path / str(number), steps=5, callbacks=[LogTraining("1 step"), look])
-        assert not [one for one in threading.enumerate() if one.name == "cadenza-records"]
+        assert threads() == []
     assert any(running)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import signal
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,12 +11,11 @@ import pytest
 import torch
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.records import metric_buffer
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Text
 from cadenza.status.progress import Counters
-from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import launch, tiny_run
 from tests.distributed.parts import own_rank, trainer
 
 WAYS: dict[str, Callable[[Any], float]] = {"mean": numpy.mean, "sum": numpy.sum, "max": numpy.max, "min": numpy.min}
@@ -64,12 +60,9 @@ def test_the_values_of_a_step_become_one_number(way: str, kind: str) -> None:
     assert buffered(way, VALUES[kind]) == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
-def test_the_last_value_is_the_last() -> None:
-    assert buffered("last", [3.0, 1.0, 2.0]) == 2.0
-
-
 @pytest.mark.usefixtures("where")
-def test_a_mean_may_be_weighted() -> None:
+def test_the_last_value_is_the_last_and_a_mean_may_be_weighted() -> None:
+    assert buffered("last", [3.0, 1.0, 2.0]) == 2.0
     values, weights = [0.5, 2.0, -1.0], [10, 30, 2.5]
     assert buffered("mean", values, weights) == pytest.approx(float(numpy.average(values, weights=weights)))
     assert buffered("mean", [0.5, math.nan], [4, 0]) == 0.5
@@ -205,32 +198,3 @@ def test_wrong_arguments_are_errors(arguments: dict[str, Any], error: type[Excep
     log = on(Callback.on_step_end)(lambda run: run.log(**{"name": "x", **arguments}))
     with pytest.raises(error, match=message):
         tiny_run(callbacks=[log])
-
-
-def test_a_run_that_is_interrupted_in_an_evaluation_keeps_what_the_step_has_logged(tmp_path: Path) -> None:
-    """The rest of the step is repeated after the resume."""
-
-    class Before(Callback):
-        def on_step_end(self, run: Run) -> None:
-            run.log("mean", run.progress.step, reduce="mean", weight=3)
-            run.log("sum", 1, reduce="sum")
-
-    class After(Before):
-        pass
-
-    def fit(*, interrupted: bool) -> Run:
-        @on(Callback.on_eval_batch_end, when=lambda run: interrupted and run.progress.step == 2)
-        def interrupt(run: Run, *_: Any) -> None:
-            signal.raise_signal(signal.SIGTERM)
-
-        evaluate = Evaluate(tiny_loader(2), every="1 step")
-        callbacks = [Before(), evaluate, After(), interrupt, Checkpoint("1 step")]
-        return tiny_trainer(callbacks=callbacks, directory=tmp_path, seed=1).fit(resume="auto")
-
-    with pytest.raises(SystemExit):
-        fit(interrupted=True)
-    run = fit(interrupted=False)
-    assert run.history["mean"] == [(step, step) for step in range(1, 6)]
-    assert run.history["sum"] == [(step, 2) for step in range(1, 6)]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["sum"] for line in lines if "sum" in line] == [2] * 5

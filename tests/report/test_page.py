@@ -7,22 +7,43 @@ import json
 import math
 import random
 import re
+import shutil
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from cadenza import Callback, Run
-from cadenza.callbacks import LogTraining, Profile
+from cadenza import Callback, Run, on
+from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, LogTraining, Profile
+from cadenza.hooks.moments import BaseCallback
 from cadenza.records.record import Record
 from cadenza.report import page, small, story_at
+from cadenza.report.best import Best, best_of
 from cadenza.report.page import LIMIT
 from cadenza.report.story import Series, Story
 from cadenza.sinks import Console, Csv, ProgressBar
+from cadenza.status.decisions import decide
 from cadenza.status.progress import Counters
 from cadenza.testing import tiny_run
 
-from .pages import finished_run, logging, report
+from .pages import Parsed, finished_run, judge_by, logging, report
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with all that the report tells of; tests that change its files change a copy."""
+    return finished_run(tmp_path_factory.mktemp("runs") / "first", (3.0, 1.0, 2.0), Broken())
+
+
+@pytest.fixture
+def changed(first: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(first, tmp_path / "first", symlinks=True)
+
+
+def rewrite(file: Path, **facts: object) -> None:
+    """Change facts in a file of JSON."""
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **facts}), encoding="utf-8")
 
 
 class Broken(Callback):
@@ -32,27 +53,36 @@ class Broken(Callback):
         raise ConnectionError("the tracker is down")
 
 
-def test_the_page_tells_all_that_the_run_wrote(tmp_path: Path) -> None:
-    seen = report(finished_run(tmp_path / "first", (3.0, 1.0, 2.0), Broken()))
+def test_the_page_tells_all_that_the_run_wrote(first: Path) -> None:
+    seen = report(first)
     assert "finished: the limit is reached" in seen.words
     names = [one["name"] for one in seen.data["charts"]]
     assert names == ["train/loss", "train/lr", "train/samples_per_s", "train/steps_per_s", "eval/loss"]
     assert seen.all("span", class_="name") == names
     assert seen.all("h3") == ["train", "eval"]
-    kept = sorted(path.name for path in (tmp_path / "first" / "checkpoints").glob("step-*"))
+    kept = sorted(path.name for path in (first / "checkpoints").glob("step-*"))
     assert [text for text in seen.all("code") if text.startswith("step-")] == kept
     assert "on_step_end raised ConnectionError('the tracker is down')" in seen.all("p", class_="fault")[0]
-    facts = json.loads((tmp_path / "first" / "run.json").read_text(encoding="utf-8"))
+    facts = json.loads((first / "run.json").read_text(encoding="utf-8"))
     assert all(value in seen.words for value in (facts["id"], facts["versions"]["torch"], facts["arguments"]["model"]))
+    assert seen.all("td", class_="best") == ["1 ★"]
+    assert "★ eval/loss: 1 at step 10 (lower is better, watched by Checkpoint)." in seen.words
+    assert "Add Profile() to its callbacks" in seen.words
 
 
-def test_every_chart_has_a_title_and_says_in_words_what_it_shows(tmp_path: Path) -> None:
-    seen = report(finished_run(tmp_path / "first"))
+def test_every_chart_has_a_title_and_says_in_words_what_it_shows_and_nothing_is_fetched_from_anywhere(first: Path) -> None:
+    seen = report(first)
     charts = [has for tag, has, _ in seen.elements if tag == "svg"]
     named = {has["id"]: "".join(words) for tag, has, words in seen.elements if tag in ("title", "desc") and "id" in has}
     told = [[named[one] for one in (has["aria-labelledby"] or "").split()] for has in charts]
     assert told[-1] == ["eval/loss", "Values over the steps 5 to 15, from 1 to 3."]
     assert len(told) == 5
+    links = [has[key] for _, has, _ in seen.elements for key in ("src", "href", "action", "srcset") if has.get(key)]
+    assert links
+    assert all((link or "").startswith("#") for link in links)
+    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org/)", seen.text)
+    (policy,) = [has["content"] or "" for tag, has, _ in seen.elements if tag == "meta" and "http-equiv" in has]
+    assert policy.startswith("default-src 'none'; ")
 
 
 def test_every_place_counts_completed_epochs_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,12 +103,6 @@ def test_every_place_counts_completed_epochs_and_steps(tmp_path: Path, capsys: p
         assert card == {"epochs": counted[0], "steps": str(steps)}
 
 
-def test_the_best_is_marked_where_a_callback_watched_the_metric(tmp_path: Path) -> None:
-    seen = report(finished_run(tmp_path / "first", (3.0, 1.0, 2.0)))
-    assert seen.all("td", class_="best") == ["1 ★"]
-    assert "★ eval/loss: 1 at step 10 (lower is better, watched by Checkpoint)." in seen.words
-
-
 def test_several_runs_share_the_charts_and_stand_side_by_side(tmp_path: Path) -> None:
     one, other = finished_run(tmp_path / "a" / "run", (3.0, 2.0)), finished_run(tmp_path / "b" / "run", (3.0, 1.0))
     seen = report(one, other)
@@ -90,72 +114,59 @@ def test_several_runs_share_the_charts_and_stand_side_by_side(tmp_path: Path) ->
     assert seen.all("tr")[0:3] == ["runeval/loss, best", "a/run2", "b/run1 ★"]
 
 
-def test_a_run_that_goes_on_or_was_killed_is_read_as_far_as_it_came(tmp_path: Path) -> None:
-    directory = finished_run(tmp_path / "first")
-    facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    (directory / "run.json").write_text(json.dumps({**facts, "outcome": None, "ended": None}), encoding="utf-8")
+def test_a_run_that_goes_on_or_was_killed_is_read_as_far_as_it_came(first: Path, changed: Path) -> None:
+    rewrite(changed / "run.json", outcome=None, ended=None)
     for name in ("metrics.jsonl", "decisions.jsonl"):
-        with (directory / name).open("ab") as file:
-            file.truncate((directory / name).stat().st_size - 20)
-    seen = report(directory)
+        with (changed / name).open("ab") as file:
+            file.truncate((changed / name).stat().st_size - 20)
+    seen = report(changed)
     assert "in progress or killed: run.json holds no outcome; last record 20" in seen.words
-    assert not seen.all("p", class_="fault")
+    assert seen.all("p", class_="fault") == report(first).all("p", class_="fault")
     assert [len(one["lines"][0]["x"]) for one in seen.data["charts"]] == [15, 15, 15, 15, 2]
 
 
-def test_a_broken_line_is_counted_and_the_rest_is_there(tmp_path: Path) -> None:
-    directory = finished_run(tmp_path / "first")
-    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    (directory / "metrics.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]) + "\n", encoding="utf-8")
-    (directory / "profile.json").write_text("{", encoding="utf-8")
-    seen = report(directory)
+def test_broken_lines_files_and_checkpoints_are_named_and_the_rest_is_there(changed: Path) -> None:
+    lines = (changed / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    (changed / "metrics.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]) + "\n", encoding="utf-8")
+    (changed / "profile.json").write_text("{", encoding="utf-8")
+    (changed / "checkpoints" / "step-00000015" / "manifest.json").write_text("{", encoding="utf-8")
+    seen = report(changed)
     assert "1 line of metrics.jsonl cannot be read, the first is line 2" in seen.all("p", class_="fault")
     assert any(text.startswith("profile.json cannot be read") for text in seen.all("p", class_="fault"))
+    assert any("manifest.json cannot be read" in text for text in seen.all("span", class_="fault"))
     assert len(seen.data["charts"][0]["lines"][0]["x"]) == 15
 
 
-def test_records_alone_are_enough(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(Record(Counters(step=3), 1e9, {"loss": 0.5}).to_json() + "\n", encoding="utf-8")
-    assert report(tmp_path).data["charts"][0]["lines"][0] == {"run": 0, "x": [3], "y": [0.5]}
+def test_records_alone_are_enough_and_a_run_that_wrote_nothing_yet_has_a_page(tmp_path: Path) -> None:
+    for name in ("records", "nothing"):
+        (tmp_path / name).mkdir()
+    record = Record(Counters(step=3), 1e9, {"loss": 0.5})
+    (tmp_path / "records" / "metrics.jsonl").write_text(record.to_json() + "\n", encoding="utf-8")
+    assert report(tmp_path / "records").data["charts"][0]["lines"][0] == {"run": 0, "x": [3], "y": [0.5]}
+    (tmp_path / "nothing" / "run.json").write_text("{}", encoding="utf-8")
+    assert "This run has no records." in report(tmp_path / "nothing").words
 
 
-def test_a_run_that_wrote_nothing_yet_has_a_page(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}", encoding="utf-8")
-    assert "This run has no records." in report(tmp_path).words
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    directory = finished_run(tmp_path / "first")
-    (directory / "checkpoints" / "step-00000015" / "manifest.json").write_text("{", encoding="utf-8")
-    assert any("manifest.json cannot be read" in text for text in report(directory).all("span", class_="fault"))
-
-
-def test_times_stand_by_phase_and_callback_the_longest_first(tmp_path: Path) -> None:
-    directory = finished_run(tmp_path / "first")
-    assert "Add Profile() to its callbacks" in report(directory).words
+def test_times_stand_by_phase_and_callback_the_longest_first(changed: Path) -> None:
     phases = [{"name": "fetch", "calls": 15, "seconds": 0.5}, {"name": "forward", "calls": 15, "seconds": 1.5}]
     callbacks = [{"callback": "LogTraining", "moment": "on_step_end", "calls": 15, "seconds": 0.2}]
     profile = {"wall_s": 2.0, "steps": 15, "phases": phases, "callbacks": callbacks}
-    (directory / "profile.json").write_text(json.dumps(profile), encoding="utf-8")
-    rows = report(directory).all("tr")
+    (changed / "profile.json").write_text(json.dumps(profile), encoding="utf-8")
+    rows = report(changed).all("tr")
     assert rows.index("forward151.5 s75.0 %100 ms") < rows.index("fetch15500 ms25.0 %33.3 ms")
     assert "LogTrainingon_step_end15200 ms10.0 %13.3 ms" in rows
 
 
 def test_what_profile_measured_is_shown(tmp_path: Path) -> None:
-    directory = finished_run(tmp_path / "first", (2.0, 1.0), Profile())
-    rows = report(directory).all("tr")
+    rows = report(finished_run(tmp_path / "first", (2.0, 1.0), Profile())).all("tr")
     assert any(re.match(r"forward10\d", row) for row in rows)
     assert any(row.startswith("Checkpointon_") for row in rows)
 
 
-def test_the_plan_is_there_if_it_was_kept(tmp_path: Path) -> None:
-    directory = finished_run(tmp_path / "first")
-    facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    (directory / "run.json").write_text(json.dumps({**facts, "plan": "on_setup  <Mine>"}), encoding="utf-8")
-    assert report(directory).all("pre") == ["on_setup  <Mine>"]
-    (directory / "run.json").write_text(json.dumps({**facts, "plan": None}), encoding="utf-8")
-    assert report(directory).all("pre") == []
+def test_the_plan_is_there_if_it_was_kept(changed: Path) -> None:
+    for plan, shown in (("on_setup  <Mine>", ["on_setup  <Mine>"]), (None, [])):
+        rewrite(changed / "run.json", plan=plan)
+        assert report(changed).all("pre") == shown
 
 
 NASTY = "</script><script>alert('&amp;')</script><img src=x onerror=alert(1)>\""
@@ -178,16 +189,6 @@ def test_names_and_reasons_are_text_whatever_they_hold(tmp_path: Path) -> None:
     assert html.escape(f"{NASTY[:9]}") in seen.text
 
 
-def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
-    seen = report(finished_run(tmp_path / "first"))
-    links = [has[key] for _, has, _ in seen.elements for key in ("src", "href", "action", "srcset") if has.get(key)]
-    assert links
-    assert all((link or "").startswith("#") for link in links)
-    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org/)", seen.text)
-    (policy,) = [has["content"] or "" for tag, has, _ in seen.elements if tag == "meta" and "http-equiv" in has]
-    assert policy.startswith("default-src 'none'; ")
-
-
 def many(directory: Path, records: int, names: int) -> Path:
     """Write a run by hand that nobody wants to wait for; every 1000th value is not finite."""
     directory.mkdir()
@@ -198,16 +199,16 @@ def many(directory: Path, records: int, names: int) -> Path:
     return directory
 
 
-def test_200000_records_stay_small_and_the_page_says_that_they_were_thinned(tmp_path: Path) -> None:
-    seen = report(many(tmp_path / "long", 200_000, 1))
+def test_50000_records_stay_small_and_the_page_says_that_they_were_thinned(tmp_path: Path) -> None:
+    seen = report(many(tmp_path / "long", 50_000, 1))
     assert len(seen.text.encode()) < LIMIT
     (count,) = seen.all("p", class_="count")
     assert re.fullmatch(
-        r"200,000 points, thinned to [\d,]+, 200 not finite, strong line: mean of 9,991 values around each step", count
+        r"50,000 points, thinned to [\d,]+, 50 not finite, strong line: mean of 2,497 values around each step", count
     )
     line = seen.data["charts"][0]["lines"][0]
     assert line["x"][0] == 1
-    assert sum(line["x"]) == 200_000
+    assert sum(line["x"]) == 50_000
     assert None in line["y"]
 
 
@@ -250,3 +251,112 @@ def test_a_directory_read_while_the_run_holds_it_does_not_loosen_its_lock(tmp_pa
                 assert f":{inode} " in locks.read_text(encoding="utf-8")
 
     tiny_run(directory=tmp_path, callbacks=[Looking()])
+
+
+def test_the_small_page_of_a_notebook_shows_the_outcome_and_a_curve_for_each_value_and_needs_no_script(tmp_path: Path) -> None:
+    run = tiny_run(epochs=200, directory=tmp_path / "first", callbacks=[LogTraining("1 step")])
+    seen = Parsed(f"<body>{small(run)}</body>")
+    assert seen.words.startswith("first · finished: the limit is reached · 200 epochs, 1,000 steps, 2,000 samples")
+    assert seen.all("th", scope="row") == run.history.names
+    assert len(seen.all("svg")) == 4
+    assert len(seen.text) < 12_000
+    assert not {"script", "style", "link"} & {tag for tag, _, _ in seen.elements}
+    assert run._repr_html_() == small(run)
+
+
+def test_the_small_page_of_a_run_under_way_shows_a_fault_and_odd_values_are_shown_too() -> None:
+    shown: list[str] = []
+
+    class Fragile(Callback):
+        on_fault = "disable"
+
+        def on_step_start(self, run: Run) -> None:
+            raise ConnectionError("<down>")
+
+    show = [on(moment)(lambda run: shown.append(small(run))) for moment in (Callback.on_fit_start, Callback.on_epoch_end)]
+    tiny_run(callbacks=[Fragile(), logging([1.0, math.nan, math.inf, 2.0, 3.0]), *show])
+    assert "in progress · 0 epochs, 0 steps" in shown[0]
+    assert "ConnectionError(&#x27;&lt;down&gt;&#x27;)" in shown[1]
+    assert "train/odd" in shown[1]
+
+
+# -- the best value of a metric that a callback watched ---------------------------------------------------
+
+
+def judged_run(directory: Path, losses: Sequence[float], *callbacks: BaseCallback) -> Path:
+    tiny_run(epochs=len(losses), directory=directory, callbacks=[judge_by(losses), *callbacks])
+    return directory
+
+
+def test_a_checkpoint_that_keeps_the_best_gives_the_direction(tmp_path: Path) -> None:
+    kept = Checkpoint("100 epochs", keep_best=("eval/loss", "max"))
+    directory = judged_run(tmp_path / "run", [1.0, 3.0, 2.0], kept)
+    assert best_of(story_at(directory), "eval/loss") == Best(10, 3.0, "Checkpoint", "max")
+
+
+def test_the_best_is_found_when_its_checkpoint_was_written_for_another_reason(tmp_path: Path) -> None:
+    evaluations: list[BaseCallback] = [Checkpoint("2 epochs", keep_best=("eval/loss", "min")), judge_by([4.0, 3.0, 2.0, 1.0])]
+    tiny_run(epochs=4, directory=tmp_path / "run", callbacks=evaluations)
+    story = story_at(tmp_path / "run")
+    assert [kept.manifest["reason"] for kept in story.checkpoints][-1] == "every 2 epochs; eval/loss is 1, the best so far"
+    assert best_of(story, "eval/loss") == Best(20, 1.0, "Checkpoint", "min")
+
+
+def test_early_stopping_gives_the_direction_whether_it_stopped_the_run_or_not(tmp_path: Path) -> None:
+    for patience in (2, 9):
+        stopping = EarlyStopping("eval/loss", mode="min", patience=patience)
+        directory = judged_run(tmp_path / str(patience), [3.0, 1.0, 2.0, 2.0, 2.0], stopping)
+        assert best_of(story_at(directory), "eval/loss") == Best(10, 1.0, "EarlyStopping", "min")
+
+
+def test_a_first_value_that_stayed_the_best_is_marked(tmp_path: Path) -> None:
+    directory = judged_run(tmp_path / "run", [1.0, 2.0, 3.0], BestWeights("eval/loss", "min"))
+    assert best_of(story_at(directory), "eval/loss") == Best(5, 1.0, "BestWeights", "min")
+    assert report(directory).all("td", class_="best") == ["1 ★"]
+
+
+def test_a_monitor_that_only_decisions_name_counts_and_two_that_disagree_do_not(tmp_path: Path) -> None:
+    def watch(mode: str) -> BaseCallback:
+        data = {"best": [{"monitor": "eval/loss", "mode": mode}, {"monitor": "eval/other", "mode": "max"}, "no mapping"]}
+        return on(Callback.on_fit_end)(lambda run: decide(run, "judged", "as an adapter does", who=f"by {mode}", data=data))
+
+    one, two = (
+        judged_run(tmp_path / "1", [2.0, 1.0], watch("max")),
+        judged_run(tmp_path / "2", [2.0], watch("max"), watch("min")),
+    )
+    assert best_of(story_at(one), "eval/loss") == Best(5, 2.0, "by max", "max")
+    assert best_of(story_at(two), "eval/loss") is best_of(story_at(one), "eval/other") is None
+
+
+def test_a_run_of_version_0_1_loads_and_the_report_says_less_of_it(tmp_path: Path) -> None:
+    directory = judged_run(tmp_path / "run", [2.0, 3.0], BestWeights("eval/loss", "min"))
+    rows = [json.loads(line) for line in (directory / "decisions.jsonl").read_text().splitlines()]
+    texts = [json.dumps({name: value for name, value in row.items() if name != "data"}) for row in rows]
+    (directory / "decisions.jsonl").write_text("\n".join([*texts, texts[0][:-1] + ', "data": 5}', ""]))
+    info = json.loads((directory / "run.json").read_text())
+    del info["monitors"]
+    (directory / "run.json").write_text(json.dumps(info))
+    story = story_at(directory)
+    assert [decision.what for decision in story.decisions] == [row["what"] for row in rows]
+    assert best_of(story, "eval/loss") is None
+    assert story.problems == [f"1 line of decisions.jsonl cannot be read, the first is line {len(rows) + 1}"]
+    assert "a version before 0.2 wrote them" in report(directory).words
+
+
+def test_a_metric_without_a_monitor_has_both_ends_marked_and_no_best(tmp_path: Path) -> None:
+    seen = report(judged_run(tmp_path / "run", [2.0, 3.0, 1.0]))
+    assert seen.all("td", class_="best") == []
+    assert (seen.all("td", class_="max"), seen.all("td", class_="min")) == (["3 ▴"], ["1 ▾"])
+    assert "Where no callback watched a metric, ▴ is its highest value and ▾ its lowest." in seen.words
+
+
+def test_what_is_not_finite_is_neither_the_best_nor_an_end(tmp_path: Path) -> None:
+    seen = report(judged_run(tmp_path / "run", [2.0, float("nan"), 1.0, float("-inf")]))
+    assert (seen.all("td", class_="max"), seen.all("td", class_="min")) == (["2 ▴"], ["1 ▾"])
+    assert {"nan", "-inf"} <= set(seen.all("td"))
+
+
+def test_evaluations_of_one_run_stand_beside_one_another(tmp_path: Path) -> None:
+    other = judge_by([5.0], name="test", every="2 epochs")
+    seen = report(judged_run(tmp_path / "run", [2.0, 3.0], other))
+    assert seen.all("tr")[:3] == ["epochstepeval/losstest/loss", "152 ▾-", "2103 ▴5"]

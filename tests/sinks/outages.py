@@ -1,8 +1,7 @@
-"""Sinks that fail for a while, a server that goes away, and readers of what arrived."""
+"""Sinks that fail for a while, and a server that goes away."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,33 +14,24 @@ from cadenza.records.writer import writer_of
 from cadenza.sinks import Csv, Dvclive, Mlflow, TensorBoard
 from cadenza.sinks.sink import Sink
 from cadenza.status.run_info import RunInfo
+from tests.sinks.readers import MLFLOW
 from tests.waiting import until
 
 STEPS, DOWN, UP = 400, 50, 350
 EXPECTED = [(step, float(step)) for step in range(1, STEPS + 1)]
 
 
-class Clock:
-    """Seconds that a test counts: one for each step."""
+class Ticking(Callback):
+    """Log the step, and let the writer count a second in each one for new attempts."""
 
     now = 0.0
 
-    def __call__(self) -> float:
-        return self.now
+    def on_setup(self, run: Run) -> None:
+        writer_of(run).clock = lambda: self.now
 
-
-def ticking(clock: Clock) -> Callback:
-    """Count a second in each step, and use this clock for new attempts."""
-
-    class Ticking(Callback):
-        def on_setup(self, run: Run) -> None:
-            writer_of(run).clock = clock
-
-        def on_step_end(self, run: Run) -> None:
-            clock.now += 1
-            run.log("number", run.progress.step)
-
-    return Ticking()
+    def on_step_end(self, run: Run) -> None:
+        self.now += 1
+        run.log("number", run.progress.step)
 
 
 class Failing:
@@ -63,59 +53,42 @@ class Failing:
         super().write(records)  # type: ignore[misc]
 
 
-def outage(sink: Any, start: int = DOWN, end: int = UP) -> Callback:
-    """Break a sink when it has all records before a step, and mend it at another."""
-
-    class Outage(Callback):
-        def on_step_end(self, run: Run) -> None:
-            if run.progress.step == start:
-                until(lambda: sink._channel._taken == start - 1)
-                sink.broken = True
-            if run.progress.step == start + 1:
-                until(lambda: sink._channel is None or sink._channel.down)
-            if run.progress.step == end:
-                sink.broken = False
-
-    return Outage()
+class FailingCsv(Failing, Csv):
+    def __init__(self) -> None:
+        super().__init__("own.csv")
 
 
-class FailingCsv(Failing, Csv): ...
+class FailingMlflow(Failing, Mlflow):
+    def __init__(self) -> None:
+        super().__init__(MLFLOW.uri, experiment="tests")
 
 
 class FailingTensorBoard(Failing, TensorBoard): ...
 
 
-class FailingMlflow(Failing, Mlflow): ...
-
-
 class FailingDvclive(Failing, Dvclive): ...
 
 
-def rows_of_csv(run: Run) -> list[tuple[int, float]]:
-    with (run.info.base / "metrics.csv").open() as file:
-        return [(int(row["step"]), float(row["number"])) for row in csv.DictReader(file)]
+class Outage(Callback):
+    """Break a sink when it has all records before a step, and mend it at another."""
 
+    def __init__(self, sink: Any, start: int = DOWN, end: int = UP) -> None:
+        self.sink, self.start, self.end = sink, start, end
 
-def rows_of_tensorboard(run: Run) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    def on_step_end(self, run: Run) -> None:
+        if run.progress.step == self.start:
+            until(lambda: self.sink._channel._taken == self.start - 1)
+            self.cut()
+        if run.progress.step == self.start + 1:
+            until(lambda: self.sink._channel is None or self.sink._channel.down)
+        if run.progress.step == self.end:
+            self.mend()
 
-    events = EventAccumulator(str(run.info.base / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return [(event.step, event.value) for event in events.Scalars("number")]
+    def cut(self) -> None:
+        self.sink.broken = True
 
-
-def rows_of_mlflow(run: Run) -> list[tuple[int, float]]:
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{run.info.directory}/mlflow.db")
-    experiment = client.get_experiment_by_name("cadenza")
-    assert experiment is not None
-    [theirs] = client.search_runs([experiment.experiment_id])
-    return [(point.step, point.value) for point in client.get_metric_history(theirs.info.run_id, "number")]
-
-
-def rows_of_dvclive(run: Run) -> list[tuple[int, float]]:
-    with (run.info.base / "dvclive" / "plots" / "metrics" / "number.tsv").open() as file:
-        return [(int(row["step"]), float(row["number"])) for row in csv.DictReader(file, delimiter="\t")]
+    def mend(self) -> None:
+        self.sink.broken = False
 
 
 class Server:
@@ -178,14 +151,9 @@ class Posting(Sink):
             pass
 
 
-def stopping(server: Server, sink: Sink, start: int = DOWN, end: int = UP) -> Callback:
-    class Stopping(Callback):
-        def on_step_end(self, run: Run) -> None:
-            if run.progress.step == start:
-                server.stop()
-            if run.progress.step == start + 1:
-                until(lambda: sink._channel.down)  # type: ignore[union-attr]
-            if run.progress.step == end:
-                server.start()
+class ServerOutage(Outage):
+    """Stop a server at a step, and start it at another."""
 
-    return Stopping()
+    def __init__(self, server: Server, sink: Sink, end: int = UP) -> None:
+        super().__init__(sink, end=end)
+        self.cut, self.mend = server.stop, server.start  # type: ignore[method-assign]

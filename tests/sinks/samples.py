@@ -38,9 +38,9 @@ def logging(values: Mapping[str, Loggable]) -> Subscription:
     return log_values
 
 
-def metrics_of(directory: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's own file."""
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+def metrics_of(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Return the records of a file of lines, as that of a run itself."""
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
 def check_whole(content: bytes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,17 +31,12 @@ def without_times(lines: Lines) -> list[str]:
     return [line.rpartition("  ")[0] if line.endswith(" s") else line for line in lines.readouterr().out.splitlines()]
 
 
-def test_a_line_holds_epoch_step_values_and_time(capsys: Lines) -> None:
-    tiny_run(callbacks=[log_step, Console()], steps=1)
-    line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith("epoch 0  step 1  whole 1  small 0.0001235  tenth 0.1  ")
-    assert line.endswith(" s")
-
-
-def test_lines_of_one_kind_stand_under_each_other(capsys: Lines) -> None:
+def test_a_line_holds_epoch_step_values_and_time_and_lines_of_one_kind_stand_under_each_other(capsys: Lines) -> None:
     tiny_run(callbacks=[log_step, Console()], epochs=2, batches=5)
-    lines = without_times(capsys)
-    assert lines[8:10] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("epoch 0  step  1  whole 1  small 0.0001235  tenth 0.1  ")
+    assert lines[0].endswith(" s")
+    assert [line.rpartition("  ")[0] for line in lines[8:10]] == [
         "epoch 1  step  9  whole 9  small 0.0001235  tenth 0.1",
         "epoch 1  step 10  whole 10  small 0.0001235  tenth 0.1",
     ]
@@ -62,40 +56,27 @@ def test_media_are_named(capsys: Lines) -> None:
     assert without_times(capsys)[0] == "epoch 0  step 1  a 1  histogram weights  text note"
 
 
-def test_the_last_line_says_how_the_run_ended(capsys: Lines, tmp_path: Path) -> None:
-    @on(Callback.on_step_end, at=2)
-    def stop(run: Run) -> None:
-        run.stop("enough")
+def test_the_last_line_says_how_the_run_ended_after_what_was_logged_at_the_end(capsys: Lines, tmp_path: Path) -> None:
+    stop = on(Callback.on_step_end, at=2)(lambda run: run.stop("enough"))
+    late = on(Callback.on_fit_end)(lambda run: run.log("late", 1))
 
-    tiny_run(callbacks=[Console()], epochs=2, batches=3)
-    tiny_run(callbacks=[stop, Console()], directory=tmp_path / "run")
-    finished, stopped = capsys.readouterr().out.splitlines()
-    assert finished.startswith("finished after 2 epochs, 6 steps, ")
-    assert finished.endswith(" s: the limit is reached")
-    assert stopped.startswith("stopped after 0 epochs, 2 steps, ")
-    assert stopped.endswith(" s: enough")
-    assert (tmp_path / "run" / "console.log").read_text().splitlines() == [stopped]
-
-
-def test_a_run_that_fails_has_a_last_line_too(capsys: Lines) -> None:
     @on(Callback.on_step_end, at=2)
     def fail(run: Run) -> None:
         raise KeyError("on purpose")
 
+    tiny_run(callbacks=[Console(), late], epochs=2, batches=3)
+    logged, finished = capsys.readouterr().out.splitlines()
+    assert "late 1" in logged
+    assert finished.startswith("finished after 2 epochs, 6 steps, ")
+    assert finished.endswith(" s: the limit is reached")
+    tiny_run(callbacks=[stop, Console()], directory=tmp_path / "run")
+    [stopped] = capsys.readouterr().out.splitlines()
+    assert stopped.startswith("stopped after 0 epochs, 2 steps, ")
+    assert stopped.endswith(" s: enough")
+    assert (tmp_path / "run" / "console.log").read_text().splitlines() == [stopped]
     with pytest.raises(KeyError):
         tiny_run(callbacks=[fail, Console()])
     assert ": KeyError('on purpose')" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_what_is_logged_at_the_end_comes_before_the_last_line(capsys: Lines) -> None:
-    @on(Callback.on_fit_end)
-    def log(run: Run) -> None:
-        run.log("late", 1)
-
-    tiny_run(callbacks=[Console(), log], steps=1)
-    late, last = capsys.readouterr().out.splitlines()
-    assert "late 1" in late
-    assert last.startswith("finished")
 
 
 def test_every_thins_out_each_kind_of_record_by_itself(capsys: Lines) -> None:
@@ -119,17 +100,11 @@ def test_one_console_serves_several_runs(capsys: Lines) -> None:
     assert len(first) == 2
 
 
-def test_a_cadence_that_cannot_be_parsed_is_an_error_at_construction() -> None:
+def test_a_cadence_that_cannot_be_parsed_or_that_this_run_cannot_count_is_an_error() -> None:
     with pytest.raises(ScheduleError, match=r"unknown unit 'stps'\. Did you mean 'steps'"):
         Console(every="5 stps")
-
-
-def test_a_cadence_that_this_run_cannot_count_is_an_error() -> None:
-    def endless() -> Iterator[object]:
-        yield from tiny_loader()
-
     with pytest.raises(ScheduleError, match="needs a loader that knows its length"):
-        tiny_run(callbacks=[Console(every="0.5 epoch")], loader=endless(), steps=2)
+        tiny_run(callbacks=[Console(every="0.5 epoch")], loader=iter(tiny_loader()), steps=2)
 
 
 def test_a_terminal_that_is_gone_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,21 +125,16 @@ def test_it_keeps_the_contract_of_callbacks() -> None:
 
 def test_epochs_have_a_line_at_their_start_and_one_at_their_end(capsys: Lines) -> None:
     tiny_run(callbacks=[Evaluate(tiny_loader()), Console(epochs=True)], epochs=3, steps=5, batches=3)
-    lines = [
-        line.rpartition(", ")[0] if " after " in line else line.split("  eval")[0]
-        for line in capsys.readouterr().out.splitlines()
-    ]
-    assert lines[:-1] == [
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.rpartition(", ")[0] if " after " in line else line.split("  eval")[0] for line in lines]
+    assert shown[:-1] == [
         "epoch 1 of 3 begins",
         "epoch 1 is over after 3 steps",
         "epoch 1  step 3",
         "epoch 2 of 3 begins",
         "epoch 2 is left after 2 steps",
     ]
-
-
-def test_without_a_limit_of_epochs_the_line_names_none(capsys: Lines) -> None:
-    tiny_run(callbacks=[Console(epochs=True)], steps=1, batches=3)
+    tiny_run(callbacks=[Console(epochs=True)], steps=1, batches=3)  # without a limit of epochs
     begins, left, _ = capsys.readouterr().out.splitlines()
     assert begins == "epoch 1 begins"
     assert left.startswith("epoch 1 is left after 1 step, ")

@@ -17,6 +17,7 @@ import torch
 
 from cadenza import Callback, Figure, Image, Record, Run, on
 from cadenza.errors import DirectoryError
+from cadenza.hooks.subscription import Subscription
 from cadenza.records import writer
 from cadenza.records.writer import Writer
 from cadenza.sinks.sink import Sink
@@ -69,6 +70,11 @@ class Blocked(Kept):
         assert self.go.wait(200)
         super().write(records)
 
+    def letting_go(self) -> Subscription:
+        """Return a callback that lets it go at the end of the run, for which it has time."""
+        self.patience_s = 200
+        return on(Callback.on_fit_end)(lambda run: self.go.set())
+
 
 @pytest.fixture
 def blocked() -> Iterator[Blocked]:
@@ -87,6 +93,11 @@ def test_it_is_opened_gets_every_record_in_order_and_is_closed_with_the_outcome(
     assert sink.steps == [*range(1, 301)]
     assert (sink.calls[0], sink.calls[-1], sink.calls.count("close")) == ("open", "close", 1)
     assert sink.outcomes == [run.outcome]
+    tiny_run(callbacks=[sink])
+    assert sink.calls[-2:] == ["open", "close"], "without a record there is only the end"
+    tiny_run(callbacks=[log_step, sink], steps=3)
+    assert sink.steps[300:] == [1, 2, 3], "one instance serves one run after another"
+    assert sink.calls.count("close") == 3
 
 
 def test_all_sinks_use_one_writer_thread_that_ends_with_the_run() -> None:
@@ -97,12 +108,6 @@ def test_all_sinks_use_one_writer_thread_that_ends_with_the_run() -> None:
     assert thread.daemon
     thread.join(200)
     assert not thread.is_alive()
-
-
-def test_without_a_record_there_is_only_the_end() -> None:
-    sink = Kept()
-    tiny_run(callbacks=[sink])
-    assert sink.calls == ["open", "close"]
 
 
 def test_it_knows_the_run_that_it_serves(tmp_path: Path) -> None:
@@ -121,24 +126,10 @@ def test_it_knows_the_run_that_it_serves(tmp_path: Path) -> None:
     assert len(sink.facts.id) == len(run.info.id)  # a tracker needs one to continue after an outage
 
 
-def test_one_instance_serves_one_run_after_another() -> None:
-    sink = Kept()
-    for steps in (2, 3):
-        tiny_run(callbacks=[log_step, sink], steps=steps)
-    assert sink.steps == [1, 2, 1, 2, 3]
-    assert sink.calls.count("close") == 2
-
-
 def test_the_steps_do_not_wait_for_a_slow_one(blocked: Blocked) -> None:
     seen: list[int] = []
-    blocked.patience_s = 200
-
-    @on(Callback.on_fit_end)
-    def let_go(run: Run) -> None:
-        seen.extend(blocked.steps)
-        blocked.go.set()
-
-    tiny_run(callbacks=[log_step, blocked, let_go], steps=50)
+    look = on(Callback.on_fit_end)(lambda run: seen.extend(blocked.steps))
+    tiny_run(callbacks=[log_step, blocked, look, blocked.letting_go()], steps=50)
     assert seen == []
     assert blocked.steps == [*range(1, 51)]
 
@@ -147,9 +138,7 @@ def test_without_a_directory_the_queue_is_bounded_and_records_left_out_are_repor
     blocked: Blocked, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "CAPACITY", 10)
-    blocked.patience_s = 200
-    let_go = on(Callback.on_fit_end)(lambda run: blocked.go.set())
-    run = tiny_run(callbacks=[log_step, blocked, let_go], steps=30)
+    run = tiny_run(callbacks=[log_step, blocked, blocked.letting_go()], steps=30)
     assert blocked.steps == [*range(1, 11)]
     assert [record.getMessage() for record in caplog.records] == [
         "Blocked: the sink is too slow and its queue is full: records are left out, the first at step 11",
@@ -162,9 +151,7 @@ def test_with_a_directory_records_that_the_queue_cannot_hold_are_read_back_from_
     blocked: Blocked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "CAPACITY", 10)
-    blocked.patience_s = 200
-    let_go = on(Callback.on_fit_end)(lambda run: blocked.go.set())
-    run = tiny_run(callbacks=[log_step, blocked, let_go], steps=30, directory=tmp_path)
+    run = tiny_run(callbacks=[log_step, blocked, blocked.letting_go()], steps=30, directory=tmp_path)
     assert blocked.steps == [*range(1, 31)]
     assert run.decisions == []
 
@@ -263,26 +250,28 @@ def test_an_error_in_the_thread_disables_it_with_one_report_and_the_run_goes_on(
     assert [json.loads(line)["what"] for line in (tmp_path / "decisions.jsonl").read_text().splitlines()] == ["disabled"]
 
 
-def test_an_error_at_the_very_end_is_reported_too() -> None:
-    broken = Broken(OSError("disk full"), at="close")
-    run = tiny_run(callbacks=[log_step, broken])
-    assert [(fault.moment, fault.error) for fault in run.faults] == [("at_end", broken.error)]
+@pytest.mark.parametrize(
+    ("error", "at", "moments", "told"),
+    [
+        (OSError("server down"), "open", {"on_fit_start"}, "server down"),
+        (SystemExit(1), "write", {"on_log", "at_end"}, "it asked for an end by SystemExit(1)"),
+        (OSError("disk full"), "close", {"at_end"}, "disk full"),
+    ],
+    ids=["start", "exit", "end"],
+)
+def test_an_error_at_the_start_at_the_end_or_an_exit_only_disables_the_sink(
+    error: BaseException, at: str, moments: set[str], told: str
+) -> None:
+    run = tiny_run(callbacks=[log_step, Broken(error, at)])
+    [fault] = run.faults
+    assert fault.moment in moments
+    assert str(fault.error) == told
     assert (run.outcome and run.outcome.kind) == "finished"
-
-
-def test_a_package_that_exits_the_process_only_disables_its_sink() -> None:
-    run = tiny_run(callbacks=[log_step, Broken(SystemExit(1))])
-    assert [str(fault.error) for fault in run.faults] == ["it asked for an end by SystemExit(1)"]
 
 
 def test_a_wrong_argument_is_an_error_before_the_run_starts() -> None:
     with pytest.raises(DirectoryError, match="no such folder"):
         tiny_run(callbacks=[log_step, Broken(DirectoryError("no such folder"), at="open")])
-
-
-def test_any_other_error_at_the_start_only_disables_the_sink() -> None:
-    run = tiny_run(callbacks=[log_step, Broken(OSError("server down"), at="open")])
-    assert [(fault.moment, str(fault.error)) for fault in run.faults] == [("on_fit_start", "server down")]
 
 
 def test_the_error_of_a_run_stays_the_first_one() -> None:
@@ -333,8 +322,7 @@ def test_a_figure_comes_as_it_was_when_it_was_logged(blocked: Blocked) -> None:
         figure.set_facecolor("red" if run.progress.step == 1 else "blue")
         run.log("plot", Figure(figure))
 
-    let_go = on(Callback.on_fit_end)(lambda run: blocked.go.set())
-    tiny_run(callbacks=[draw, Seeing(), let_go], steps=2)
+    tiny_run(callbacks=[draw, Seeing(), blocked.letting_go()], steps=2)
     assert [tuple(one.pixels.shape) for one in came] == [(3, 10, 20)] * 2
     assert [one.pixels[:, 0, 0].tolist() for one in came] == [[255, 0, 0], [0, 0, 255]]
 

@@ -1,17 +1,30 @@
-"""A run with a tracker in a process of its own, without a network and with an empty home: what does it leave behind?"""
+"""A run with a tracker in a process of its own, with an empty home: how does it end, and what does it leave behind?"""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-ROOT = str(Path(__file__).parents[2])
+from tests.sinks.terminal import Terminal
+
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import argparse, builtins, json, multiprocessing, os, signal, socket, sys, threading
+import psutil, torch
+
+for name in [name for name in os.environ if name.startswith(HIDDEN)]:
+    del os.environ[name]
+os.environ.update(VARIABLES)
+os.chdir(WORK)
+sys.path.insert(0, ROOT)
+
+from cadenza import Callback, on
+from cadenza.callbacks import LogTraining
+from cadenza.sinks import *
+from cadenza.testing import tiny_run
+from tests.sinks.samples import MEDIA, logging
 
 asked, connect = [], socket.socket.connect
 def refuse(*arguments, **named):
@@ -19,7 +32,6 @@ def refuse(*arguments, **named):
         return connect(*arguments, **named)
     asked.append(repr(arguments))
     raise OSError("no network")
-socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 
 def state():
     parser = argparse.ArgumentParser
@@ -33,37 +45,68 @@ def state():
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }
 
-import torch
-from cadenza.sinks import *
-from cadenza.callbacks import LogTraining
-from cadenza.testing import tiny_run
-from tests.sinks.samples import MEDIA, logging
+@on(Callback.on_step_end, at=2)
+def act(run):
+    ACT
 
-tiny_run()
+if OFFLINE:
+    socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+    MORE = [logging(MEDIA)]
+else:
+    MORE = []
+tiny_run(progress=False)
 before = state()
-run = tiny_run(callbacks=[LogTraining("1 step"), logging(MEDIA), SINK], steps=3, directory=DIRECTORY)
+run = tiny_run(callbacks=[LogTraining("1 step"), *MORE, act, SINK], steps=STEPS, directory=DIRECTORY)
 after = state()
 changed = {name: f"{before[name]} is now {after[name]}"[-2000:] for name in before if before[name] != after[name]}
-print("\\n" + json.dumps([run.outcome.kind, [repr(fault.error) for fault in run.faults], asked, changed]))
+print("\\n" + json.dumps([run.outcome.kind, [repr(fault.error) for fault in run.faults], asked, changed]), flush=True)
+END
 """
+HIDDEN = ("COMET", "DVC", "WANDB", "SWANLAB", "MLFLOW", "TRACKIO", "PYTEST", "CI", "DO_NOT_TRACK")
 
 
-def in_own_process(sink: str, folder: Path, **environment: str) -> Any:
-    """Return the outcome, the faults, the attempts to connect and what changed in the process. `folder`: ``home``, ``work``."""
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended in its process, and all that the process wrote."""
+
+    outcome: str
+    faults: list[str]
+    asked: list[str]
+    changed: dict[str, str]
+    written: str
+
+
+def in_own_process(
+    sink: str,
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    *,
+    offline: bool = True,
+    act: str = "pass",
+    steps: int = 3,
+    end: str = "",
+) -> Ended:
+    """Run in a terminal, with warnings as errors; `folder` gets ``home``, ``work`` and ``run``.
+
+    Args:
+        sink: The code that makes the sink.
+        folder: An empty folder.
+        variables: Environment variables.
+        offline: Whether connections are refused and noted; then media are logged, too.
+        act: Code at the end of step 2.
+        steps: The length of the run.
+        end: Code after the run.
+    """
     for name in ("home", "work"):
         (folder / name).mkdir(exist_ok=True)
-    hidden = ("COMET", "DVC", "WANDB", "SWANLAB", "MLFLOW", "TRACKIO", "PYTEST", "CI", "DO_NOT_TRACK")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    paths = os.pathsep.join([ROOT, *sys.path])
-    variables |= {"HOME": str(folder / "home"), "MPLCONFIGDIR": str(folder / "mpl"), "PYTHONPATH": paths, **environment}
-    script = SCRIPT.replace("SINK", sink).replace("DIRECTORY", repr(str(folder / "run")))
-    command = [sys.executable, "-W", "error", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=folder / "work", env=variables)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def check_left_as_it_was(sink: str, folder: Path, **environment: str) -> None:
-    """Check that a run with a tracker connects nowhere, writes nothing to the home, and leaves the process as it was."""
-    assert in_own_process(sink, folder, **environment) == ["finished", [], [], {}]
-    assert sorted(path.relative_to(folder) for path in (folder / "home").rglob("*")) == []
+    given = {"HOME": folder / "home", "NETRC": folder / "netrc", "MPLCONFIGDIR": folder / "mpl", **(variables or {})}
+    values = {"HIDDEN": HIDDEN, "VARIABLES": {name: str(value) for name, value in given.items()}}
+    values |= {"WORK": str(folder / "work"), "ROOT": str(ROOT), "DIRECTORY": str(folder / "run")}
+    names = "\n".join(f"{name} = {value!r}" for name, value in {**values, "OFFLINE": offline, "STEPS": steps}.items())
+    script = SCRIPT.replace("SINK", sink).replace("    ACT", f"    {act}").replace("END", end)
+    with Terminal(f"{names}\n{script}", width=1000) as terminal:
+        pass
+    assert terminal.exit_code == 0, terminal.written
+    [line] = [line for line in terminal.written.splitlines() if line.startswith('["')]
+    outcome, faults, asked, changed = json.loads(line)
+    return Ended(outcome, faults, asked, changed, terminal.written)
