@@ -43,7 +43,7 @@ from tests.distributed.parts import Batch, judged, loader, network, rank, square
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., None])
 
-# In test_left_evaluations.py, in files of their own in tests/callbacks and, with LoRA, in tests/recipes/test_on_two_ranks.py;
+# In test_left_evaluations.py, in files of their own in tests/callbacks and, with LoRA, in tests/recipes/test_pages.py;
 # ReplayCheck in test_replay_check.py:
 ELSEWHERE = ("SlurmRequeue", "OptunaPruning", "Alert", "SequenceLength", "OmitFrozen", "Fingerprint", "ReplayCheck")
 shown: set[type] = {getattr(callbacks, name) for name in (*ELSEWHERE, "Capsule", "Recover")}
