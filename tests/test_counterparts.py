@@ -14,6 +14,7 @@ import cadenza.callbacks
 import cadenza.sinks
 from cadenza import Callback
 from cadenza.testing import tiny_loader, tiny_run
+from tests.compat.nemo.graphs import OFFLINE
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 sys.path.insert(0, str(DOCS))
@@ -37,7 +38,9 @@ class Network(nn.Module):
 
 
 @pytest.fixture
-def names() -> dict[str, Any]:
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
     library = {name: getattr(module, name) for module in (cadenza.callbacks, cadenza.sinks) for name in module.__all__}
     return {**library, "torch": torch, "loader": tiny_loader(2), "loss_module": nn.CrossEntropyLoss()}
 

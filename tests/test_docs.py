@@ -1,19 +1,46 @@
-"""The pages: their generated parts are up to date, and their links lead somewhere. Their examples run as tests themselves."""
+"""The pages: what they claim, name, show and link to is what the project has. Their examples run as tests themselves."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import fcntl
+import importlib.util
 import inspect
+import io
+import json
+import os
+import pickle
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
+import tomllib
+from collections.abc import Callable as Function
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from cadenza import Trainer, callbacks, sinks
+from cadenza import Callback, Run, Trainer, callbacks, sinks, supervised
+from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, StopOnNonFinite
+from cadenza.loading import TensorBatches
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROSE = " ".join(README.split())
+INSTALL = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PICTURES = ROOT / "docs" / "pictures"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ABOUT_RUNS = {
     f"{name}.md"
     for name in (
@@ -21,27 +48,31 @@ ABOUT_RUNS = {
         "writing-a-callback",
     )
 }  # fmt: skip
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def test_what_is_generated_from_the_code_is_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+# -- all pages ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name in ABOUT_RUNS or page.parent.name == "guides"], ids=lambda page: page.stem
-)
-def test_each_page_about_runs_says_what_every_rank_must_call(page: Path) -> None:
-    assert re.search(r"[Ee]very\s+rank\s+must|every\s+method\s+of\s+a\s+driver", page.read_text(encoding="utf-8"))
+def test_what_is_generated_from_the_code_is_up_to_date(tmp_path: Path) -> None:
+    forked.run(ROOT / "docs" / "generate.py", "--check", folder=tmp_path)
 
 
-def test_of_each_callback_the_reference_says_what_it_does_on_several_ranks() -> None:
+def test_the_pages_say_what_every_rank_must_call_and_what_each_callback_does_on_several_ranks() -> None:
+    pages = [page for page in PAGES if page.name in ABOUT_RUNS or page.parent.name == "guides"]
+    assert {page.name for page in pages} > ABOUT_RUNS
+    words = re.compile(r"[Ee]very\s+rank\s+must|every\s+method\s+of\s+a\s+driver")
+    assert [page.name for page in pages if not words.search(page.read_text(encoding="utf-8"))] == []
+
     page = (ROOT / "docs" / "callbacks.md").read_text(encoding="utf-8")
     sections = {section.partition("\n")[0]: section for section in page.split("\n### ")[1:]}
     assert sections.keys() == {*callbacks.__all__, *sinks.__all__}
     assert [name for name, section in sections.items() if "\nOn several ranks: " not in section] == []
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page: its headings in lower case, without punctuation, with hyphens for spaces."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", prose, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -70,7 +101,298 @@ def test_each_argument_that_coming_from_names_exists() -> None:
         assert word in inspect.signature(Trainer).parameters
 
 
-def headings(page: Path) -> set[str]:
-    """Return the anchors of a page: its headings in lower case, without punctuation, with hyphens for spaces."""
-    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", prose, re.MULTILINE)}
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/install.md"])
+def test_every_named_command_exists(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z][\w-]*)\b", text)) <= targets
+    for extras in re.findall(r"\[([\w,]+)\]'", text):
+        assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+
+
+# -- README and installation --------------------------------------------------------------------------
+
+
+CHECKED_BY = {
+    "A misspelled hook is an error": "hooks/test_moments.py::test_a_misspelled_hook_is_an_error_when_the_class_is_written",
+    "mypy and pyright report the same mistake": "contracts/test_typing.py::test_mypy_refuses_every_wrong_line_and_no_other",
+    "`trainer.plan()` prints which callback runs": (
+        "engine/test_plan.py::test_it_names_the_listeners_in_order_with_cadence_and_limit"
+    ),
+    "names callbacks that can never run": "hooks/test_faults.py::test_a_listener_that_can_never_fire_is_named_before_and_after",
+    "measures what each phase": "callbacks/test_profile.py::test_time_goes_to_the_phase_in_which_it_passes",
+    "and each callback cost": "callbacks/test_profile.py::test_each_callback_at_each_moment_has_its_own_time",
+    "the final weights are bit-identical": "checkpoint/test_resume.py::test_exact_at_every_single_step",
+    "loader workers, dropout, gradient accumulation and bf16": "checkpoint/test_resume.py::test_exact_with_workers",
+    "Kill the process at any instant": (
+        "checkpoint/test_kill.py::test_trainings_that_are_killed_at_random_instants_end_in_the_same_bits"
+    ),
+    "An error in a callback says which callback raised it": (
+        "hooks/test_faults.py::test_an_error_gains_exactly_one_line_that_says_who_where_and_when"
+    ),
+    "If an experiment tracker fails": ("hooks/test_faults.py::test_a_fault_that_disables_is_reported_once_and_the_run_goes_on"),
+    "They need no wrapper": ("compat/accelerated/test_in_native_trainers.py::test_built_in_callbacks_watch_native_evaluations"),
+    "run with other import lines": "compat/nemo/test_listings.py::test_the_scripts_are_the_document_s_listings",
+    "The numbers were recorded in a run": "test_docs.py::test_what_is_generated_from_the_code_is_up_to_date",
+    "trains a small network on handwritten digits": (
+        "commands/test_demo.py::test_the_demo_ends_well_and_its_test_accuracy_is_at_least_97_percent"
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", CHECKED_BY)
+def test_each_claim_about_behaviour_stands_in_the_page_and_has_a_test(claim: str) -> None:
+    assert claim in PROSE
+    file, _, test = CHECKED_BY[claim].partition("::")
+    assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
+
+
+def test_the_dependencies_versions_and_extras_are_those_of_the_metadata() -> None:
+    named = re.search(r"The core depends on ([\w, ]+?) and (\w+)\.", PROSE)
+    assert named is not None
+    packages = {re.split(r"[<>=\[; ]", one)[0] for one in PROJECT["dependencies"]}
+    assert {*named[1].split(", "), named[2]} == packages
+
+    found = re.search(r"needs Python ([\d.]+) or newer and PyTorch ([\d.]+) or newer", PROSE)
+    assert found is not None
+    assert PROJECT["requires-python"] == f">={found[1]}"
+    assert f"torch>={found[2]}" in PROJECT["dependencies"]
+    versions = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if "Python :: 3." in one]
+    assert f"| Python | {', '.join(versions)} |" in INSTALL
+
+    listed = re.search(r"Each extra adds the packages for one purpose: (.*?or `all`)\.", PROSE)
+    assert listed is not None
+    assert set(re.findall(r"`(\w+)`", listed[1])) == PROJECT["optional-dependencies"].keys()
+    table = INSTALL.partition("## What each extra adds")[2].partition("##")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == PROJECT["optional-dependencies"].keys()
+
+
+def test_the_speed_the_kills_and_the_length_of_the_loop_are_the_measured_ones() -> None:
+    rows = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))["rows"]
+    assert f"({rows['Cadenza']['sgd']['ratio']:.2f} times, with SGD)" in PROSE
+    assert "500 kills, no difference" in PROSE
+    assert "reached 500 kills" in (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = re.search(r"one file of fewer than (\d+) lines: \[`([\w/.]+)`\]", PROSE)
+    assert named is not None
+    assert len((ROOT / named[2]).read_text(encoding="utf-8").splitlines()) < int(named[1])
+
+
+def test_the_console_lines_are_those_that_the_script_prints() -> None:
+    script = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    shown = re.search(r"```text\n(epoch.*?)```", README, re.DOTALL)
+    assert script is not None
+    assert shown is not None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(script[1], "README.md", "exec"), {"__name__": "readme"})
+    lines = {_without_numbers(line) for line in printed.getvalue().splitlines()}
+    assert {_without_numbers(line) for line in shown[1].splitlines() if line != "..."} <= lines
+
+
+def _without_numbers(line: str) -> str:
+    return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", line)
+
+
+# -- pictures -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_a_terminal(code: str, columns: int, folder: Path, show: str) -> None:
+    """Run code in a terminal of its own and a folder; print what it shows there."""
+    child, terminal = pty.fork()
+    if not child:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
+        for name in ("COLUMNS", "LINES"):
+            os.environ.pop(name, None)
+        os.chdir(folder)
+        sys.argv, sys.stdout, sys.stderr = ["-c", "run", "0.01", show], open(1, "w"), open(2, "w")  # noqa: SIM115
+        exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    with suppress(OSError):  # Linux raises this when the other end is closed
+        while part := os.read(terminal, 4096):
+            os.write(1, part)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+@pytest.mark.parametrize("show", ["plan", "terminal"])
+def test_a_picture_shows_what_the_program_prints_today(script: Any, show: str, tmp_path: Path) -> None:
+    kept = script.lines_of((PICTURES / f"{show}.svg").read_text(encoding="utf-8"))
+    process = forked.start(in_a_terminal, script.SCRIPT, script.COLUMNS, tmp_path, show, output=tmp_path / "shown")
+    assert process.ended() == 0, process.said()
+    shown = process.said().replace("\r\n", "\n").rstrip()
+    today = script.lines_of(script.drawn(kept[0], shown))
+    assert kept == today, "run: python docs/pictures.py"
+
+
+def test_the_pictures_are_small_and_readme_shows_each_with_a_text() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for picture in sorted(PICTURES.iterdir()):
+        assert picture.stat().st_size < 100_000
+        assert f"](docs/pictures/{picture.name})" in readme
+        assert f"![](docs/pictures/{picture.name})" not in readme
+
+
+# -- what make says -----------------------------------------------------------------------------------
+
+
+def test_make_says_how_long_the_tests_take_before_and_after() -> None:
+    for target, words in (("test", r"about \d+ minutes"), ("test-quick", r"under \d+ seconds")):
+        recipe = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        said, done = re.search(rf"echo .*{words}", recipe), recipe.find(f'echo "make {target} took ')
+        tests = re.search(r"tests/suite\.py|-m pytest", recipe)
+        assert said is not None
+        assert tests is not None
+        assert said.start() < recipe.index("ruff check") < tests.start() < done
+
+
+def test_a_failure_is_shown_when_it_happens(tmp_path: Path) -> None:
+    (tmp_path / "test_two.py").write_text("def test_a():\n    assert 1 == 2\n\ndef test_b():\n    print('x')\n")
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-v", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert 0 < done.stdout.find("assert 1 == 2") < done.stdout.index("test_b PASSED"), done.stdout + done.stderr
+
+
+# -- Troubleshooting: each message on the page is one that a run raises ----------------------------------
+
+
+INPUTS, LABELS = torch.ones(8, 2), torch.zeros(8, dtype=torch.int64)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def trainer(loader: Any = None, loss: Any = None, model: nn.Module | None = None, **arguments: Any) -> Trainer:
+    loader = TensorBatches(INPUTS, LABELS, batch_size=4) if loader is None else loader
+    loss = supervised(cross_entropy) if loss is None else loss
+    optimizer = arguments.pop("optimizer", sgd)
+    given = {"max_epochs": 1, "progress": False, **arguments}
+    return Trainer(nn.Linear(2, 3) if model is None else model, optimizer, loader, loss, **given)
+
+
+def misspelled() -> None:
+    class Mine(Callback):
+        def on_setp_end(self, run: Run) -> None: ...
+
+
+def without_run() -> None:
+    class Mine(Callback):
+        def on_step_end(self) -> None: ...  # type: ignore[override]
+
+
+class Samples(Dataset[Any]):
+    def __init__(self) -> None:
+        self.change: Function[[Any], Any] = lambda sample: sample["missing"]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.change({})
+
+
+def held_back(folder: Path, **arguments: Any) -> Trainer:
+    trainer(directory=folder, callbacks=[Checkpoint(every="1 epoch")]).fit()
+    return trainer(directory=folder, max_epochs=2, **arguments)
+
+
+def recurrent() -> Function[[nn.Module, Any], Tensor]:
+    hidden = nn.Linear(2, 3)(INPUTS)
+    return lambda model, batch: (hidden * hidden).sum() + model(batch[0]).sum()
+
+
+def elsewhere(model: nn.Module, batch: Any) -> Tensor:
+    outputs: Tensor = model(batch[0].to("meta"))
+    return outputs.sum()
+
+
+def out_of_memory(model: nn.Module, batch: Any) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+class Sent:
+    """A loader that pickles its data set, as a worker of a DataLoader needs it where processes are not forked."""
+
+    def __iter__(self) -> Any:
+        pickle.dumps(Samples())
+
+
+EXAMPLES: dict[str, Function[[Path], object]] = {
+    "... is no moment of a run ... Did you mean 'on_step_end'?": lambda _: misspelled(),
+    "... has the wrong signature: expected (self, run), got (self)": lambda _: without_run(),
+    "callbacks[0] is the class ...; expected an instance": lambda _: trainer(callbacks=[StopOnNonFinite]),
+    "Trainer has no argument 'gradient_clip_val'": lambda _: trainer(gradient_clip_val=1.0),
+    "a run needs an end": lambda _: trainer(max_epochs=None),
+    "compute_loss must be a function (model, batch) -> loss; got the loss module": (
+        lambda _: trainer(loss=nn.CrossEntropyLoss()).fit()
+    ),
+    "SGD holds none of the model's parameters": lambda _: trainer(optimizer=sgd(nn.Linear(2, 3).parameters())).fit(),
+    "device 'cuda' does not exist; this machine has ['cpu']": lambda _: trainer(device="cuda").fit(),
+    "the training loader is empty": (
+        lambda _: trainer(DataLoader(TensorDataset(INPUTS, LABELS), batch_size=9, drop_last=True)).fit()
+    ),
+    "directory ... already holds a run": lambda folder: held_back(folder).fit(),
+    "does not fit this trainer; nothing was restored": lambda folder: held_back(folder, model=nn.Linear(2, 5)).fit(
+        resume="auto"
+    ),
+    "Checkpoint needs a folder": lambda _: trainer(callbacks=[Checkpoint(every="1 epoch")]).fit(),
+    "'500 stps' is no schedule": lambda _: Checkpoint(every="500 stps"),
+    "... watches 'eval/los', but ... will report only ['eval/loss']": (
+        lambda _: trainer(callbacks=[Evaluate([(INPUTS, LABELS)]), EarlyStopping("eval/los", "min")]).fit()
+    ),
+    "forward() takes 2 positional arguments but 3 were given": (
+        lambda _: Trainer(nn.Linear(2, 3), sgd, [(INPUTS, LABELS)], max_epochs=1, progress=False).fit()
+    ),
+    "supervised(...) expects batches (inputs, targets); got a mapping": lambda _: trainer([{"inputs": INPUTS}]).fit(),
+    "mat1 and mat2 shapes cannot be multiplied": lambda _: trainer([(torch.ones(8, 5), LABELS)]).fit(),
+    "The size of tensor a (4) must match the size of tensor b (8)": (
+        lambda _: trainer([(INPUTS, torch.ones(4))], lambda model, batch: (batch[1] - model(batch[0])[:, 0]).sum()).fit()
+    ),
+    "expected target dtype to be Long or Byte, but got Float": lambda _: trainer([(INPUTS, LABELS.float())]).fit(),
+    "Target 4 is out of bounds": lambda _: trainer([(INPUTS, LABELS + 4)]).fit(),
+    "the loss must be a tensor of shape () that has a gradient": lambda _: trainer(
+        loss=lambda model, batch: model(batch[0])
+    ).fit(),
+    "is not on the expected device": lambda _: trainer(loss=elsewhere).fit(),
+    "Can't pickle local object": lambda _: trainer(Sent()).fit(),
+    "backward through the graph a second time": lambda _: trainer(loss=recurrent()).fit(),
+    "out of memory": lambda _: trainer(loss=out_of_memory).fit(),
+    "the training loader gave no batch in epoch 2": lambda _: trainer(iter([(INPUTS, LABELS)]), max_epochs=2).fit(),
+}
+
+
+ELSEWHERE = {"Caught KeyError in DataLoader worker process"}  # in tests/engine/test_error_context.py, with a worker
+
+
+def messages() -> list[str]:
+    """Return the messages in the tables of errors: a row with alternatives has its first one here."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    tables = page[page.index("## Errors before") : page.index("## During the training")]
+    return [found for found in re.findall(r"^\| `(.+?)`.* \|$", tables, re.MULTILINE) if not found.endswith("Error")]
+
+
+def test_each_message_of_the_page_has_an_example() -> None:
+    assert sorted(messages()) == sorted({*EXAMPLES, *ELSEWHERE})
+
+
+@pytest.mark.parametrize("message", EXAMPLES)
+def test_a_message_of_the_page_is_one_that_is_raised(message: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # each of these is another
+        EXAMPLES[message](tmp_path)
+    said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert "pickle" not in message or "likely cure: the workers of a loader get copies" in said
+    assert "size of tensor" not in message or "predictions and targets need one shape" in said
+    parts = [re.escape(part.strip()) for part in message.split("...")]
+    assert re.search(".*".join(parts), said, re.DOTALL), said

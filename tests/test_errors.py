@@ -14,23 +14,6 @@ from cadenza.hooks.moments import moments_of
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 
 
-def trace(text: str) -> list[str]:
-    return text.split()
-
-
-def seen_when(
-    *callbacks: Callback, error: type[BaseException] | None = None, **arguments: Any
-) -> tuple[list[str], BaseException | None]:
-    """Return the moments of a run that holds `callbacks` after a recorder, and the error with which it ended."""
-    recorder = Recorder()
-    if error is None:
-        tiny_run(callbacks=[recorder, *callbacks], **arguments)
-        return recorder.names, None
-    with pytest.raises(error) as caught:
-        tiny_run(callbacks=[recorder, *callbacks], **arguments)
-    return recorder.names, caught.value
-
-
 def failing_at(moment: Callable[..., None], error: BaseException) -> Callback:
     def fail(*_: Any) -> None:
         raise error
@@ -86,29 +69,38 @@ def test_every_start_has_its_end_wherever_a_callback_fails(moment: Callable[...,
         assert [name for name in recorder.names if name != "on_log"][-2:] == ["on_exception", "on_fit_end"]
 
 
+def broken_loss(model: nn.Module, batch: Any) -> Tensor:
+    raise FloatingPointError("broken")
+
+
+class Broken:
+    """A loader that fails after its first batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from tiny_loader(1)
+        raise OSError("disk gone")
+
+
 def test_after_an_error_inner_ends_come_first_then_on_exception_then_on_fit_end() -> None:
-    names, _ = seen_when(failing_at(Callback.on_after_backward, RuntimeError("broken")), error=RuntimeError)
-    assert names[-6:] == trace("on_after_backward on_batch_end on_step_end on_epoch_end on_exception on_fit_end")
-
-
-def test_an_error_of_the_loader_ends_the_fetch_and_the_epoch() -> None:
-    class Broken:
-        def __iter__(self) -> Iterator[Any]:
-            yield from tiny_loader(1)
-            raise OSError("disk gone")
-
-    names, error = seen_when(loader=Broken(), error=OSError)
-    assert names[-5:] == trace("on_fetch_start on_fetch_end on_epoch_end on_exception on_fit_end")
-    assert str(error) == "disk gone"
+    arguments: dict[str, Any]
+    for arguments, error, last in (
+        (
+            {"callbacks": [failing_at(Callback.on_after_backward, RuntimeError("broken"))]},
+            RuntimeError("broken"),
+            "on_after_backward on_batch_end on_step_end on_epoch_end on_exception on_fit_end",
+        ),
+        ({"loader": Broken()}, OSError("disk gone"), "on_fetch_start on_fetch_end on_epoch_end on_exception on_fit_end"),
+    ):
+        recorder = Recorder()
+        with pytest.raises(type(error), match=str(error)):
+            tiny_run(**{**arguments, "callbacks": [recorder, *arguments.get("callbacks", ())]})
+        assert recorder.names[-len(last.split()) :] == last.split()
 
 
 def test_an_error_of_the_loss_function_leaves_the_counters_at_completed_work() -> None:
-    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
-        raise FloatingPointError("broken")
-
     recorder = Recorder(Callback.on_batch_end, Callback.on_step_end, Callback.on_epoch_end)
     with pytest.raises(FloatingPointError):
-        tiny_run(callbacks=[recorder], compute_loss=compute_loss)
+        tiny_run(callbacks=[recorder], compute_loss=broken_loss)
     assert [(seen.at.batch, seen.at.step, seen.at.epoch) for seen in recorder.seen] == [(0, 0, 0)] * 3
 
 
@@ -136,21 +128,15 @@ def test_the_first_error_is_never_replaced_and_later_ones_are_attached() -> None
         "then Fragile.on_exception failed as well: OSError('the third')",
         "then Fragile.on_fit_end failed as well: KeyboardInterrupt()",
     ]
-    assert recorder.names[-5:] == trace("on_batch_end on_step_end on_epoch_end on_exception on_fit_end")
+    assert recorder.names[-5:] == ["on_batch_end", "on_step_end", "on_epoch_end", "on_exception", "on_fit_end"]
 
 
-def test_an_end_reaches_everybody_though_one_of_them_fails() -> None:
+def test_an_end_reaches_all_though_two_of_them_fail_and_the_second_error_is_attached_to_the_first() -> None:
     recorder = Recorder(Callback.on_step_end)
-    with pytest.raises(RuntimeError):
-        tiny_run(callbacks=[failing_at(Callback.on_step_end, RuntimeError("broken")), recorder])
-    assert recorder.names == ["on_step_end"]
-
-
-def test_two_errors_in_one_end_are_one_error_with_the_other_attached() -> None:
-    first, second = ValueError("first"), KeyError("second")
-    callbacks = [failing_at(Callback.on_step_end, first), failing_at(Callback.on_step_end, second)]
+    callbacks = [failing_at(Callback.on_step_end, error) for error in (ValueError("first"), KeyError("second"))]
     with pytest.raises(ValueError, match="first") as caught:
-        tiny_run(callbacks=callbacks)
+        tiny_run(callbacks=[*callbacks, recorder])
+    assert recorder.names == ["on_step_end"]
     assert "then Failing#2.on_step_end failed as well: KeyError('second')" in caught.value.__notes__
 
 

@@ -46,7 +46,7 @@ def write_idx(file: Path, values: torch.Tensor) -> None:
 
 def test_fashion_mnist_learns_from_idx_files(tmp_path: Path) -> None:
     # Each class is a bright bar in a row of its own.
-    for part, count in (("train", 1280), ("t10k", 100)):
+    for part, count in (("train", 384), ("t10k", 100)):
         labels = (torch.arange(count) % 10).to(torch.uint8)
         images = torch.randint(0, 40, (count, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
         images[torch.arange(count), 2 * labels.long() + 2] = 250
@@ -62,7 +62,7 @@ def test_fashion_mnist_learns_from_idx_files(tmp_path: Path) -> None:
 def test_sst2_learns_from_tsv_files(tmp_path: Path) -> None:
     kind, unkind = "a fine and touching film", 'a "dull , dull film'  # a lone quote is part of the text
     rows = [
-        f"{label}\t{' '.join([text] * (1 + index % 3))}" for index in range(320) for label, text in ((1, kind), (0, unkind))
+        f"{label}\t{' '.join([text] * (1 + index % 3))}" for index in range(100) for label, text in ((1, kind), (0, unkind))
     ]
     (tmp_path / "train.tsv").write_text("\n".join(["label\tsentence", *rows]) + "\n")
     (tmp_path / "dev.tsv").write_text("\n".join(["label\tcontent", *rows[:40]]) + "\n")
@@ -73,7 +73,7 @@ def test_sst2_learns_from_tsv_files(tmp_path: Path) -> None:
 
 def test_shakespeare_learns_from_a_text_and_writes(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question\n" * 4000)
+    text.write_text("to be or not to be, that is the question\n" * 1500)
     shown = run_example("shakespeare", "--data", text, "--epochs", "1", "--directory", tmp_path / "run", scratch=tmp_path)
     assert number_after("validation loss", shown) < 2.0  # knowing only how often each letter comes gives 2.6
     assert outcome_in(tmp_path / "run") == "finished"
@@ -93,7 +93,12 @@ def test_gan_digits_updates_both_networks_and_logs_its_pictures(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "folder"), [("fashion_mnist", "fashion-mnist"), ("sst2", "sst2"), ("shakespeare", "tinyshakespeare")]
+    ("name", "folder"),
+    [
+        pytest.param("fashion_mnist", "fashion-mnist", marks=pytest.mark.long),  # the formats of both are tested above
+        pytest.param("sst2", "sst2", marks=pytest.mark.long),
+        ("shakespeare", "tinyshakespeare"),
+    ],
 )
 def test_the_real_data_are_found_and_read(name: str, folder: str, tmp_path: Path) -> None:
     if not (DATA / folder).exists():

@@ -26,7 +26,7 @@ from cadenza.report.page import page
 from cadenza.report.story import story_at
 from cadenza.sinks import Csv
 from cadenza.status.run_info import RunInfo
-from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import tiny_loader, tiny_trainer
 
 FACTS = {"step": 5, "epoch": 0, "reason": "a test", "exact": True}
 
@@ -42,7 +42,9 @@ def written(place: Path | str, run: str = "own") -> tuple[Store, Saved]:
 
 # -- what a run logs -----------------------------------------------------------------------------------
 
+
 GOOD = '{"epoch": 0, "step": 1, "batch": 1, "samples": 2, "time": 1.5, "a": 0.5}'
+
 BAD_LINES = {
     "a step beyond 64 bits": GOOD.replace('"step": 1', '"step": 9223372036854775808'),
     "a negative step": GOOD.replace('"step": 1', '"step": -1'),
@@ -82,16 +84,8 @@ def test_extreme_and_unordered_records_are_shown(tmp_path: Path) -> None:
 
 
 def test_decisions_and_facts_that_cannot_be_are_passed_over(tmp_path: Path) -> None:
-    decision = {
-        "what": "saved",
-        "who": "x",
-        "why": "y",
-        "epoch": 0,
-        "step": 2**70,
-        "batch": 0,
-        "batch_in_epoch": 0,
-        "samples": 0,
-    }
+    counters = {"epoch": 0, "step": 2**70, "batch": 0, "batch_in_epoch": 0, "samples": 0}
+    decision = {"what": "saved", "who": "x", "why": "y", **counters}
     (tmp_path / "decisions.jsonl").write_text(json.dumps(decision) + "\n")
     (tmp_path / "run.json").write_text("[" * 100_000)
     broken: list[int] = []
@@ -101,11 +95,16 @@ def test_decisions_and_facts_that_cannot_be_are_passed_over(tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["metrics.jsonl", "decisions.jsonl", "profile.json"])
-def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    os.mkfifo(tmp_path / name)
-    assert any(problem.startswith(f"{name} cannot be read") for problem in story_at(tmp_path).problems)
+    for name in ("metrics.jsonl", "decisions.jsonl", "profile.json"):
+        os.mkfifo(tmp_path / name)
+        assert any(problem.startswith(f"{name} cannot be read") for problem in story_at(tmp_path).problems)
+    (tmp_path / "run.json").unlink()
+    os.mkfifo(tmp_path / "run.json")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="there are no weights"):
+        load_weights(tmp_path, nn.Linear(1, 1))
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------
@@ -120,6 +119,12 @@ def forge(place: Path, saved: Saved, change: Callable[[dict[str, Any]], object])
     path.write_bytes(canonical(manifest))
 
 
+def sharded(manifest: dict[str, Any], **files: Any) -> None:
+    """Make a manifest one of the format with shards, and add files to it."""
+    manifest["format"] = 2
+    manifest["files"] |= files
+
+
 ELSEWHERE = ["../../../secret", "/etc/passwd", "..", "inner/file", "a\\b", "", "\0"]
 
 
@@ -128,11 +133,8 @@ def test_a_manifest_cannot_name_a_file_elsewhere(tmp_path: Path, name: str) -> N
     store, saved = written(tmp_path / "place")
     (tmp_path / "secret").write_text("secret")
 
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["format"] = 2
-        manifest["files"] |= {"shards.json": {"size": 0, "crc32": ""}, name: {"size": 0, "crc32": ""}}
-
-    forge(store.files.root, saved, change)  # type: ignore[attr-defined]  # local
+    none = {"size": 0, "crc32": ""}
+    forge(tmp_path / "place", saved, lambda manifest: sharded(manifest, **{"shards.json": none, name: none}))
     with pytest.raises(CheckpointFormatError, match="which is not a file of a checkpoint"):
         store.verify(saved)
     assert store.latest()[0] is None
@@ -157,38 +159,16 @@ def test_a_manifest_of_impossible_facts_is_refused(tmp_path: Path, change: Calla
     assert store.latest()[0] is None
 
 
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def link(path: Path) -> None:
-    target = path.parents[2] / "outside"
-    path.rename(target)
-    path.symlink_to(target)
-
-
 def listen(path: Path) -> None:
-    path.unlink()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
 
 
 OTHER_KINDS: dict[str, Callable[[Path], object]] = {
-    "pipe": pipe,
-    "link": link,
-    "endless device": device,
-    "folder": folder,
+    "pipe": os.mkfifo,
+    "link": lambda path: path.symlink_to(Path("moved").absolute()),
+    "endless device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
     "socket": listen,
 }
 
@@ -201,7 +181,9 @@ def test_what_is_no_regular_file_is_damage(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     store, saved = written("place")
-    replace(Path("place", saved.name, name))
+    path = Path("place", saved.name, name)
+    path.rename("moved")
+    replace(path)
     with pytest.raises(CheckpointDamagedError, match=f"{name} cannot be read: "):
         store.verify(saved)
     assert store.latest()[0] is None
@@ -234,12 +216,7 @@ def test_an_index_cannot_ask_for_any_amount_of_memory(tmp_path: Path, entry: dic
     index = json.dumps({"model": {"w": {"dtype": "float32", **entry}}, "state": {}}).encode()
     store.files.write(f"{saved.name}/shards.json", index)
     found = store.files.checksum(f"{saved.name}/shards.json")
-
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["format"] = 2
-        manifest["files"]["shards.json"] = found
-
-    forge(tmp_path, saved, change)
+    forge(tmp_path, saved, lambda manifest: sharded(manifest, **{"shards.json": found}))
     with pytest.raises(CheckpointFormatError, match=message):
         store.read(saved)
 
@@ -261,14 +238,17 @@ def test_of_a_checkpoint_that_is_a_link_the_link_is_removed_and_never_its_target
     assert store.verify(Saved(6, 1, "step-00000006"))["step"] == 6
 
 
+def killed_in_a_save(store: Store, step: int) -> None:
+    """Write the folder of a save that is killed before its manifest."""
+    with Unflushed() as later:
+        write_common(store.files, store._new_folder(content(step)), content(step), later)
+
+
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_folder_of_a_killed_save_behind_fsspec_is_removed_by_its_own_run_alone(tmp_path: Path, scheme: str) -> None:
     place = f"{scheme}://{tmp_path}/place"
     for run in ("own", "other"):
-        store = Store(place, run)
-        with Unflushed() as later:
-            write_common(store.files, store._new_folder(content()), content(), later)
-        # and then the process was killed, before the manifest
+        killed_in_a_save(Store(place, run), 5)
     store = Store(place, "own")
     assert [saved.name for saved in store.saved()] == ["step-00000005", "step-00000005-2"]
     store.files.make("step-00000009")
@@ -287,9 +267,7 @@ def test_a_run_that_is_continued_sweeps_what_it_left_behind_fsspec(tmp_path: Pat
 
     trainer(2).fit()
     run = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
-    store = Store(f"file://{tmp_path}/saved", run)
-    with Unflushed() as later:
-        write_common(store.files, store._new_folder(content(3)), content(3), later)
+    killed_in_a_save(Store(f"file://{tmp_path}/saved", run), 3)
     trainer(4).fit(resume="auto")
     assert sorted(path.name for path in (tmp_path / "saved").glob("[ls]*")) == ["last", "step-00000002", "step-00000004"]
 
@@ -297,7 +275,7 @@ def test_a_run_that_is_continued_sweeps_what_it_left_behind_fsspec(tmp_path: Pat
 # -- tables --------------------------------------------------------------------------------------------
 
 
-def test_names_and_texts_in_a_table_are_no_formulas(tmp_path: Path) -> None:
+def test_names_and_texts_in_tables_and_saved_predictions_are_no_formulas(tmp_path: Path) -> None:
     sink = Csv()
     sink.open(RunInfo("id", tmp_path))
     sink.write([Record(Counters(step=1), 1.0, {"=HYPERLINK(1)": -0.5, "a": 1.0})])
@@ -307,8 +285,6 @@ def test_names_and_texts_in_a_table_are_no_formulas(tmp_path: Path) -> None:
     assert head == "epoch,step,batch,samples,time,'=HYPERLINK(1),a,'@b,-1"
     assert [row.split(",", 4)[4] for row in rows] == ["1.0,-0.5,1.0,,", "2.0,3.0,,2.0,1.0"]
 
-
-def test_saved_predictions_are_no_formulas(tmp_path: Path) -> None:
     texts = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\t=1", "-0.5", "fine"]
     save = SavePredictions(
         tmp_path / "p.csv", evaluation="eval", columns={"=text": lambda batch, outputs: [texts.pop(0) for _ in batch[0]]}
@@ -321,13 +297,7 @@ def test_saved_predictions_are_no_formulas(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_names_are_formulas_is_continued(tmp_path: Path) -> None:
-    tiny_run(callbacks=[LogTraining("1 step"), Csv(), Checkpoint("1 step")], directory=tmp_path, steps=2)
-    tiny_trainer(callbacks=[LogTraining("1 step"), Csv(), Checkpoint("1 step")], directory=tmp_path, steps=3).fit(resume="auto")
+    for steps in (2, 3):
+        callbacks = [LogTraining("1 step"), Csv(), Checkpoint("1 step")]
+        tiny_trainer(callbacks=callbacks, directory=tmp_path, steps=steps).fit(resume="auto")
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 4
-
-
-def test_weights_are_looked_for_without_waiting_for_a_fifo_in_the_place_of_run_json(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "run.json")
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match="there are no weights"):
-        load_weights(tmp_path, nn.Linear(1, 1))

@@ -12,16 +12,20 @@ from cadenza.engine.session import session_of
 from cadenza.testing import tiny_run
 
 
-def test_hooks_see_the_batch_and_the_parts() -> None:
+def test_hooks_see_the_batch_and_the_parts_and_the_loss_waits_for_nobody() -> None:
     seen: list[Any] = []
 
     @on(Callback.on_batch_end, at=1)
     def look(run: Run, batch: Any, outputs: Any) -> None:
         seen.append((run.batch is batch, run.outputs is outputs, run.device, run.is_main, run.info.directory, run.outcome))
 
-    run = tiny_run(callbacks=[look], seed=4)
-    assert seen == [(True, True, torch.device("cpu"), True, None, None)]
+    before = on(Callback.on_fit_start)(lambda run: seen.append(run.loss))
+    run = tiny_run(callbacks=[look, before], seed=4)
+    assert seen == [None, (True, True, torch.device("cpu"), True, None, None)]
     assert (run.info.arguments["seed"], run.info.accumulate, len(run.optimizers)) == (4, 1, 1)
+    assert run.loss is not None
+    assert run.loss.shape == ()
+    assert not run.loss.requires_grad
 
 
 def test_what_was_opened_is_closed_after_the_last_record_the_last_one_first() -> None:
@@ -44,31 +48,33 @@ def test_what_was_opened_is_closed_after_the_last_record_the_last_one_first() ->
     assert order == ["log a", "log b", "close b", "close a"]
 
 
-def test_what_was_opened_is_closed_after_an_error_too_and_that_error_comes_out() -> None:
-    closed: list[int] = []
+class Opening(Callback):
+    """Closes twice, of which the second fails; and fails itself if it is asked to."""
 
-    class Opening(Callback):
-        def on_fit_start(self, run: Run) -> None:
-            run.at_end(lambda: closed.append(1))
-            run.at_end(lambda: 1 / 0)
+    def __init__(self, *, fails: bool) -> None:
+        self.fails, self.closed = fails, 0
 
-        def on_step_end(self, run: Run) -> None:
+    def on_fit_start(self, run: Run) -> None:
+        run.at_end(self.close)
+        run.at_end(lambda: 1 / 0)
+
+    def on_step_end(self, run: Run) -> None:
+        if self.fails:
             raise RuntimeError("the first")
 
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_what_was_opened_is_closed_after_an_error_too_and_an_error_in_closing_has_its_owner() -> None:
+    fails, closes = Opening(fails=True), Opening(fails=False)
     with pytest.raises(RuntimeError, match="the first") as caught:
-        tiny_run(callbacks=[Opening()])
-    assert closed == [1]
+        tiny_run(callbacks=[fails])
     assert any("Opening.at_end failed as well: ZeroDivisionError" in note for note in caught.value.__notes__)
-
-
-def test_an_error_in_closing_alone_is_raised_with_its_owner() -> None:
-    class Opening(Callback):
-        def on_fit_start(self, run: Run) -> None:
-            run.at_end(lambda: 1 / 0)
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        tiny_run(callbacks=[Opening()])
-    assert caught.value.__notes__[0].startswith("raised in Opening.at_end")
+    with pytest.raises(ZeroDivisionError) as alone:
+        tiny_run(callbacks=[closes])
+    assert alone.value.__notes__[0].startswith("raised in Opening.at_end")
+    assert (fails.closed, closes.closed) == (1, 1)
 
 
 def test_what_a_hook_asks_to_have_done_later_has_its_author_and_its_on_fault() -> None:
@@ -109,15 +115,6 @@ def test_a_save_that_fails_is_no_fault_of_the_callback_that_requested_it() -> No
 def test_at_end_outside_of_a_hook_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="must be called inside a hook, such as on_fit_start"):
         tiny_run(steps=1).at_end(print)
-
-
-def test_the_loss_waits_for_nobody_and_is_none_before_the_first_step() -> None:
-    losses: list[Any] = []
-    run = tiny_run(callbacks=[on(Callback.on_fit_start)(lambda run: losses.append(run.loss))], steps=1)
-    assert losses == [None]
-    assert run.loss is not None
-    assert run.loss.shape == ()
-    assert not run.loss.requires_grad
 
 
 def test_what_a_user_prints_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:

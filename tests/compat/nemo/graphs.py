@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch import Tensor, nn
 
 from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM, NonTrainableNM, TrainableNM
-from cadenza.compat.nemo.core import NmTensor
+from cadenza.compat.nemo.core import NeuralModuleFactory, NmTensor
+from cadenza.compat.nemo.core.actions import State
+from cadenza.compat.nemo.core.callbacks import NeMoCallback
+from cadenza.compat.nemo10.core import NeuralModuleFactory as OldFactory
+from cadenza.compat.neural.action import EVENT_OF, ActionCallback
 from cadenza.testing import tiny_loader
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.0}
+OFFLINE = {
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "WANDB_ERROR_REPORTING": "false",
+    "WANDB_X_DISABLE_STATS": "true",
+    "WANDB_X_DISABLE_META": "true",
+}
+
+OF_TRAIN = {"batches_per_step", "lr_policy", "reset", "stop_on_nan_loss", "synced_batchnorm"}
+"""The arguments of ``nf.train`` that `train` passes on; all others are ``optimization_params``."""
 
 
 @dataclass
@@ -72,6 +88,68 @@ def line(batches: int = 5, *, loader: Any = None, net: TrainableNM | None = None
     return Line(data, net, x, y, prediction, loss)
 
 
+def train(graph: Line | list[NmTensor], *callbacks: Any, factory: Any = None, optimizer: Any = "sgd", **given: Any) -> Any:
+    """Train the loss of a graph, or these losses, with a factory of 0.11 if none is given; return the run."""
+    tensors = [graph.loss] if isinstance(graph, Line) else graph
+    arguments = {name: given.pop(name) for name in OF_TRAIN & given.keys()}
+    params = {**(SGD if optimizer == "sgd" else {"lr": 0.1}), **given}
+    return (factory or NeuralModuleFactory()).train(tensors, optimizer, params, list(callbacks), **arguments)
+
+
+def train_0_10(graph: Line | list[NmTensor], *callbacks: Any, factory: Any = None, **given: Any) -> Any:
+    """Do the same with a factory of 0.10."""
+    return train(graph, *callbacks, factory=factory or OldFactory(), **given)
+
+
+EVENTS = (
+    "on_action_start",
+    "on_epoch_start",
+    "on_step_start",
+    "on_batch_start",
+    "on_batch_end",
+    "on_step_end",
+    "on_epoch_end",
+    "on_action_end",
+)
+
+
+class Trace(NeMoCallback):
+    """Records each event of 0.11 with its step and epoch."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, int]] = []
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        counted = Counter(event for event, _, _ in self.seen)
+        order = ("on_batch_start", "on_batch_end", "on_step_start", "on_step_end", "on_epoch_start", "on_epoch_end")
+        return tuple(counted[event] for event in (*order, "on_action_start", "on_action_end"))
+
+    def note(self, event: str, state: State) -> None:
+        self.seen.append((event, state["step"], state["epoch"]))
+
+
+class OldTrace(ActionCallback):
+    """Records each event of 0.10 with its step, its epoch, the number of registered tensors, and the rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int, int]] = []
+        self.registered: dict[str, list[int]] = {}
+        self.rates: list[float] = []
+
+    def note(self, event: str) -> None:
+        self.seen.append((event, self.step, self.epoch_num))
+        self.registered.setdefault(event, []).append(len(self.registered_tensors))
+        self.rates.append(self.learning_rate)
+
+
+for _event in EVENTS:
+    setattr(Trace, _event, partialmethod(Trace.note, _event))
+for _event in EVENT_OF:
+    setattr(OldTrace, _event, partialmethod(OldTrace.note, _event))
+
+
 def worst_of(graph: Line) -> tuple[NmTensor, list[int]]:
     """Return a tensor that the training does not need, and a list that gets an entry for each computation."""
     computed: list[int] = []
@@ -111,8 +189,7 @@ def names_in(folder: str | Path) -> list[str]:
 
 def steps_of(folder: str | Path, kind: str = "STEP") -> list[int]:
     """Return the numbers in the names of trainer files."""
-    found: Sequence[Path] = list(Path(folder).glob(f"trainer-{kind}-*.pt"))
-    return sorted(int(file.stem.rpartition("-")[2]) for file in found)
+    return sorted(int(file.stem.rpartition("-")[2]) for file in Path(folder).glob(f"trainer-{kind}-*.pt"))
 
 
 def genuine(folder: Path, mark: str, step: int, epoch: int, epoch_key: str = "epoch", weight: float = 3.0) -> None:
@@ -123,3 +200,9 @@ def genuine(folder: Path, mark: str, step: int, epoch: int, epoch_key: str = "ep
     trainer = {"step": step, epoch_key: epoch, "optimizer_state": states}
     for name, content in (("LineNM", net), ("trainer", trainer)):
         torch.save(content, folder / f"{name}-{mark}.pt", _use_new_zipfile_serialization=False)
+
+
+def logged(caplog: pytest.LogCaptureFixture, level: int | None = None) -> list[str]:
+    """Return the messages of the logger of NeMo, or those of a level."""
+    records = [record for record in caplog.records if record.name == "nemo"]
+    return [record.getMessage() for record in records if level in (None, record.levelno)]

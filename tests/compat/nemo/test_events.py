@@ -1,84 +1,85 @@
-"""NeMo 0.11, its eight events: equivalence cases 1-5, 10, 15, 16 and 19 of the specification's part F2."""
+"""The eight events of NeMo 0.11 and the six of 0.10: cases 1-5, 10, 15 and 19 of part F2, 1-3 and 19 of F1."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo.core.callbacks import NeMoCallback
+from cadenza.compat.nemo10.backends.pytorch.nm import LossNM
 from cadenza.compat.neural.action import ActionCallback
-from tests.compat.nemo.graphs import SGD, line, spoiled
+from cadenza.testing import tiny_loader
+from tests.compat.nemo.graphs import EVENTS, SGD, OldTrace, Trace, line, spoiled, train, train_0_10
 
-Event = tuple[str, int, int]
-
-EVENTS = (
-    "on_action_start",
-    "on_epoch_start",
-    "on_step_start",
-    "on_batch_start",
-    "on_batch_end",
-    "on_step_end",
-    "on_epoch_end",
-    "on_action_end",
-)
+VERSIONS = pytest.mark.parametrize(("train", "trace_of"), [(train, Trace), (train_0_10, OldTrace)], ids=["0.11", "0.10"])
 
 
-class Trace(NeMoCallback):
-    """Records each event with its step and epoch."""
-
-    def __init__(self) -> None:
-        self.seen: list[Event] = []
-
-    def on_action_start(self, state: State) -> None:
-        self._keep("on_action_start", state)
-
-    def on_epoch_start(self, state: State) -> None:
-        self._keep("on_epoch_start", state)
-
-    def on_step_start(self, state: State) -> None:
-        self._keep("on_step_start", state)
-
-    def on_batch_start(self, state: State) -> None:
-        self._keep("on_batch_start", state)
-
-    def on_batch_end(self, state: State) -> None:
-        self._keep("on_batch_end", state)
-
-    def on_step_end(self, state: State) -> None:
-        self._keep("on_step_end", state)
-
-    def on_epoch_end(self, state: State) -> None:
-        self._keep("on_epoch_end", state)
-
-    def on_action_end(self, state: State) -> None:
-        self._keep("on_action_end", state)
-
-    def _keep(self, event: str, state: State) -> None:
-        self.seen.append((event, state["step"], state["epoch"]))
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        counted = Counter(event for event, _, _ in self.seen)
-        order = ("on_batch_start", "on_batch_end", "on_step_start", "on_step_end", "on_epoch_start", "on_epoch_end")
-        return tuple(counted[event] for event in (*order, "on_action_start", "on_action_end"))
-
-
-def train(*callbacks: Any, batches: int = 2, loader: Any = None, **arguments: Any) -> Any:
-    length: dict[str, Any] = {name: arguments.pop(name) for name in ("max_steps", "num_epochs") if name in arguments}
-    graph = line(batches, loader=loader)
-    return NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, **length}, list(callbacks), **arguments)
-
-
-def traced(**arguments: Any) -> Trace:
+def traced(batches: int = 2, *, loader: Any = None, **arguments: Any) -> Trace:
     trace = Trace()
-    train(trace, **arguments)
+    train(line(batches, loader=loader), trace, **arguments)
     return trace
+
+
+def traced_0_10(batches: int, **arguments: Any) -> OldTrace:
+    trace = OldTrace()
+    train_0_10(line(batches), trace, **arguments)
+    return trace
+
+
+# -- both versions ------------------------------------------------------------------------------------
+
+
+@VERSIONS
+def test_19_a_batch_with_a_nan_loss_is_skipped_with_a_warning_or_stops_a_single_process_too(
+    train: Any, trace_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph, trace = line(loader=spoiled(5, 1)), trace_of()
+    train(graph, trace, num_epochs=1)
+    assert trace.seen[-1] == ("on_action_end", 5, 1)
+    assert all(bool(weight.isfinite().all()) for weight in graph.weights)
+    assert "Loss is NaN or inf: it is nan at step 1; the batch is skipped" in caplog.text
+    stopped = trace_of()
+    with pytest.raises(ValueError, match="Loss is NaN or inf: it is nan at step 1, and stop_on_nan_loss=True"):
+        train(line(loader=spoiled(5, 1)), stopped, num_epochs=1, stop_on_nan_loss=True)  # 0.10.1 continues with NaN weights
+    last = {Trace: "on_batch_start", OldTrace: "on_iteration_start"}[trace_of]
+    assert stopped.seen[-1] == (last, 1, 0)
+
+    good, spoilt = line(5), line(loader=spoiled(5, 4))
+    train(good, max_steps=4)
+    train(spoilt, max_steps=5)
+    assert good.weights == spoilt.weights
+
+
+@VERSIONS
+def test_one_instance_works_in_several_trainings(train: Any, trace_of: Any) -> None:
+    trace = trace_of()
+    for batches in (1, 2):
+        train(line(batches), trace, num_epochs=1)
+    assert [event for event in trace.seen if event[0] == "on_action_end"] == [("on_action_end", 1, 1), ("on_action_end", 2, 1)]
+
+
+class Fail(ActionCallback):
+    def on_iteration_start(self) -> None:
+        raise ArithmeticError("on purpose")
+
+
+@VERSIONS
+def test_nothing_is_called_after_an_error(train: Any, trace_of: Any) -> None:
+    trace = trace_of()
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        train(line(2), trace, Fail(), max_steps=3)
+    start = {Trace: "on_step_start", OldTrace: "on_iteration_start"}[trace_of]
+    assert trace.seen == [("on_action_start", 0, 0), ("on_epoch_start", 0, 0), (start, 0, 0)]
+
+
+# -- 0.11 ---------------------------------------------------------------------------------------------
 
 
 def test_01_three_steps_with_two_per_epoch_have_these_18_events() -> None:
@@ -96,17 +97,21 @@ def test_01_three_steps_with_two_per_epoch_have_these_18_events() -> None:
     ]
 
 
-def test_02_a_short_last_window_is_applied_so_two_epochs_of_5_batches_in_pairs_have_6_steps() -> None:
-    # NeMo drops the fifth batch and has 4 step ends.
-    assert traced(batches=5, num_epochs=2, batches_per_step=2).counts == (10, 10, 6, 6, 2, 2, 1, 1)
-
-
-def test_03_four_steps_of_two_batches_take_four_epochs_of_two() -> None:
-    assert traced(max_steps=4, batches_per_step=2).counts == (8, 8, 4, 4, 4, 4, 1, 1)
-
-
-def test_04_24_samples_in_batches_of_12_and_four_steps_are_two_epochs() -> None:
-    assert traced(max_steps=4).counts == (4, 4, 4, 4, 2, 2, 1, 1)
+@pytest.mark.parametrize(
+    ("arguments", "counts"),
+    [
+        # NeMo drops the fifth batch and has 4 step ends.
+        pytest.param({"batches": 5, "num_epochs": 2, "batches_per_step": 2}, (10, 10, 6, 6, 2, 2, 1, 1), id="02, short window"),
+        pytest.param({"max_steps": 4, "batches_per_step": 2}, (8, 8, 4, 4, 4, 4, 1, 1), id="03, four steps of two batches"),
+        # NeMo drops the ends of a NaN loss and starts its step twice: it has 4 batch ends and 4 step ends.
+        pytest.param({"loader": spoiled(5, 1), "num_epochs": 1}, (5, 5, 5, 5, 1, 1, 1, 1), id="19, a NaN loss"),
+        pytest.param({"max_steps": 4}, (4, 4, 4, 4, 2, 2, 1, 1), id="04, four steps are two epochs"),
+    ],
+)
+def test_each_start_and_end_is_called_as_often_as_batches_steps_and_epochs(
+    arguments: dict[str, Any], counts: tuple[int, ...]
+) -> None:
+    assert traced(**arguments).counts == counts
 
 
 def test_05_the_state_has_these_keys_and_an_added_key_lasts_for_one_event() -> None:
@@ -127,23 +132,21 @@ def test_05_the_state_has_these_keys_and_an_added_key_lasts_for_one_event() -> N
     def third(state: State) -> None:
         seen.append(("mine" in state, state["step"]))
 
-    train(first, second, third, max_steps=1)
+    train(line(2), first, second, third, max_steps=1)
     keys = ["epoch", "global_rank", "local_rank", "optimizers", "step", "tensors"]
     assert seen == [keys, (None, None, 1), (0, 100), (False, 1)]
 
 
-def test_05_each_end_of_a_batch_has_its_own_state() -> None:
+def test_05_each_end_of_a_batch_and_of_a_step_has_its_own_state() -> None:
     states: list[State] = []
-    train(nemo.on_batch_end(states.append), loader=spoiled(4, 0), batches_per_step=4, num_epochs=1)
+    train(line(loader=spoiled(4, 0)), nemo.on_batch_end(states.append), batches_per_step=4, num_epochs=1)
     assert len({id(state) for state in states}) == len(states) == 4
     assert len({id(state["tensors"]) for state in states}) == 1
 
-
-def test_05_each_end_of_a_step_has_its_own_state() -> None:
-    states: list[State] = []
-    train(nemo.on_step_end(states.append), batches=20, batches_per_step=2, num_epochs=2)
-    assert [state["step"] for state in states] == list(range(20))
-    assert len({id(state) for state in states}) == 20
+    ends: list[State] = []
+    train(line(20), nemo.on_step_end(ends.append), batches_per_step=2, num_epochs=2)
+    assert [state["step"] for state in ends] == list(range(20))
+    assert len({id(state) for state in ends}) == 20
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -153,17 +156,17 @@ def test_10_a_decorator_returns_a_callback_of_its_event_that_is_not_callable(eve
     made = decorate(lambda state: seen_events.append((state["step"], state["epoch"])))
     assert isinstance(made, NeMoCallback)
     assert not callable(made)
-    train(made, trace, max_steps=3)
+    train(line(2), made, trace, max_steps=3)
     assert seen_events == [(step, epoch) for name, step, epoch in trace.seen if name == event]
+
+
+def undecorated(state: State) -> None:
+    raise AssertionError("never called")
 
 
 def test_10_decorators_cannot_be_stacked() -> None:
     with pytest.raises(TypeError, match="Do not stack decorators"):
         nemo.on_step_end(nemo.on_step_start(print))  # type: ignore[arg-type]  # the mistake under test
-
-
-def undecorated(state: State) -> None:
-    raise AssertionError("never called")
 
 
 @pytest.mark.parametrize(
@@ -181,79 +184,80 @@ def test_15_anything_but_a_list_of_callbacks_is_an_error(callbacks: Any, error: 
         NeuralModuleFactory().train([line().loss], optimization_params={**SGD, "max_steps": 1}, callbacks=callbacks)
 
 
-@pytest.mark.parametrize("callbacks", [None, []])
-def test_15_without_callbacks_it_trains(callbacks: Any) -> None:
-    run = NeuralModuleFactory().train([line().loss], optimization_params={**SGD, "max_steps": 3}, callbacks=callbacks)
-    assert run.progress.step == 3
-
-
-def test_15_a_tuple_works_like_a_list() -> None:
-    trace = Trace()  # NeMo accepts it and never calls its callbacks
-    NeuralModuleFactory().train([line().loss], optimization_params={**SGD, "max_steps": 1}, callbacks=(trace,))
+def test_15_without_callbacks_it_trains_and_a_tuple_works_like_a_list() -> None:
+    trace = Trace()  # NeMo accepts a tuple and never calls its callbacks
+    callbacks: Any
+    for callbacks in (None, [], (trace,)):
+        run = NeuralModuleFactory().train([line().loss], optimization_params={**SGD, "max_steps": 1}, callbacks=callbacks)
+        assert run.progress.step == 1
     assert trace.counts == (1, 1, 1, 1, 1, 1, 1, 1)
 
 
-class Old(ActionCallback):
-    """Appends its name at each of its events."""
-
-    def __init__(self, name: str, said: list[str]) -> None:
-        super().__init__()
-        self.name, self.said = name, said
-
-    def on_iteration_start(self) -> None:
-        self.said.append(f"{self.name} start")
-
-    def on_iteration_end(self) -> None:
-        self.said.append(f"{self.name} end {sorted(name.partition('~')[0] for name in self.registered_tensors)}")
+# -- 0.10 ---------------------------------------------------------------------------------------------
 
 
-def test_16_old_and_new_callbacks_are_called_in_the_order_of_the_list() -> None:
-    said: list[str] = []
-
-    class New(NeMoCallback):
-        def on_step_start(self, state: State) -> None:
-            said.append("new start")
-
-        def on_batch_end(self, state: State) -> None:
-            said.append("new batch")
-
-        def on_step_end(self, state: State) -> None:
-            said.append("new end")
-
-    train(Old("a", said), New(), Old("b", said), max_steps=1)
-    tensors = "['loss', 'loss', 'x', 'y', 'y_pred']"  # the tensor of the loss, and the optimised sum
-    assert said == ["a start", "new start", "b start", "new batch", f"a end {tensors}", "new end", f"b end {tensors}"]
+def test_01_five_batches_in_pairs_are_three_iterations_the_last_of_which_is_short() -> None:
+    # NeMo drops the fifth batch: its iteration ends are 0 and 1, and action_end has step 2.
+    assert traced_0_10(5, batches_per_step=2, num_epochs=1).seen == [
+        ("on_action_start", 0, 0),
+        ("on_epoch_start", 0, 0),
+        *((f"on_iteration_{which}", step, 0) for step in (0, 1, 2) for which in ("start", "end")),
+        ("on_epoch_end", 3, 0),
+        ("on_action_end", 3, 1),
+    ]
 
 
-def test_19_a_batch_with_a_nan_loss_is_skipped_and_every_start_has_its_end() -> None:
-    trace = traced(loader=spoiled(5, 1), num_epochs=1)
-    # NeMo drops its ends and starts step 1 twice: it has 4 batch ends and 4 step ends.
-    assert trace.counts == (5, 5, 5, 5, 1, 1, 1, 1)
-    assert [step for event, step, _ in trace.seen if event == "on_step_start"] == [0, 1, 2, 3, 4]
-    assert trace.seen[-1] == ("on_action_end", 5, 1)
+def test_02_registered_tensors_are_those_of_the_last_batch_and_ranks_optimizers_and_the_logger_are_known() -> None:
+    graph, seen, known = line(2), list[Any](), list[Any]()
+
+    class Look(ActionCallback):
+        def on_action_start(self) -> None:
+            known.append((self.local_rank, self.global_rank, len(self.action.optimizers), self.logger.name))
+
+        def on_iteration_end(self) -> None:
+            seen.append(self.registered_tensors[graph.y.unique_name])
+            known.append(sorted(name.partition("~")[0] for name in self.registered_tensors))
+
+        def on_action_end(self) -> None:
+            seen.append(self.registered_tensors[graph.y.unique_name])
+
+    train_0_10(graph, Look(), max_steps=1, batches_per_step=2)
+    assert all(torch.equal(one, tiny_loader(2)[1][1]) for one in seen)
+    assert len(seen) == 2
+    names = ["loss", "loss", "x", "y", "y_pred"]  # the tensor of the loss, and the optimised sum
+    assert known == [(None, None, 1, "nemo"), names]
+    with pytest.raises(RuntimeError, match="Look is in no training; its attributes can be read only in its events"):
+        _ = Look().step
 
 
-def test_19_the_weights_are_those_of_a_training_without_the_batch() -> None:
-    good, spoilt = line(5), line(loader=spoiled(5, 4))
-    for graph, steps in ((good, 4), (spoilt, 5)):
-        NeuralModuleFactory().train([graph.loss], optimization_params={**SGD, "max_steps": steps})
-    assert good.weights == spoilt.weights
+def test_03_three_steps_with_two_per_epoch_are_two_epochs_with_the_rate_and_from_the_first_end_on_the_tensors() -> None:
+    trace = traced_0_10(2, max_steps=3)
+    assert [event for event in trace.seen if event[0].startswith("on_epoch")] == [
+        ("on_epoch_start", 0, 0),
+        ("on_epoch_end", 2, 0),
+        ("on_epoch_start", 2, 1),
+        ("on_epoch_end", 3, 1),
+    ]
+    assert trace.seen[-1] == ("on_action_end", 3, 2)
+    assert set(trace.rates) == {0.1}
+    counts = trace.registered
+    assert counts["on_action_start"] == [0]
+    assert counts["on_epoch_start"][0] == counts["on_iteration_start"][0] == 0
+    assert set(counts["on_iteration_end"] + counts["on_epoch_end"] + counts["on_action_end"]) == {5}
 
 
-def test_19_after_stop_on_nan_loss_no_event_is_called() -> None:
-    trace = Trace()
-    with pytest.raises(ValueError, match="Loss is NaN or inf: it is nan at step 1, and stop_on_nan_loss=True"):
-        train(trace, loader=spoiled(5, 1), num_epochs=1, stop_on_nan_loss=True)
-    assert trace.seen[-2:] == [("on_step_start", 1, 0), ("on_batch_start", 1, 0)]
-
-
-def test_after_an_error_in_a_callback_no_end_event_is_called() -> None:
-    trace = Trace()
-
-    @nemo.on_batch_end
-    def fail(state: State) -> None:
-        raise ArithmeticError("on purpose")
-
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        train(trace, fail, max_steps=3)
-    assert trace.counts == (1, 1, 1, 0, 1, 0, 1, 0)
+def test_the_rate_is_that_of_the_optimizer_of_the_step() -> None:
+    first, second, trace = line(2), line(2), OldTrace()
+    loss = LossNM.of(nn.functional.mse_loss, ["predictions", "target"])(predictions=second.net(x=first.x), target=first.y)
+    factory = NeuralModuleFactory()
+    pairs = [
+        (factory.create_optimizer("sgd", first.net, {**SGD, "lr": 0.1}), [first.loss]),
+        (factory.create_optimizer("sgd", second.net, {**SGD, "lr": 0.2}), [loss]),
+    ]
+    factory.train(pairs, optimization_params={"max_steps": 4}, callbacks=[trace])
+    rates = [rate for (event, *_), rate in zip(trace.seen, trace.rates, strict=True) if event == "on_iteration_end"]
+    assert rates == [0.1, 0.2, 0.1, 0.2]
+    params = {"lr": 0.8, "max_steps": 2}
+    factory.reset_trainer()
+    factory.train(pairs, optimization_params=params, lr_policy=lambda lr, step, epoch: lr / (step + 1))
+    assert [optimizer.param_groups[0]["lr"] for optimizer, _ in pairs] == [0.8, 0.4]

@@ -17,7 +17,7 @@ from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo10.core import ActionCallback, CheckpointCallback, EvaluatorCallback, SimpleLossLoggerCallback
 from cadenza.testing import check_callback, launch, tiny_loader, tiny_model, tiny_run, tiny_trainer
-from tests.compat.nemo.graphs import SGD, line, names_in, written
+from tests.compat.nemo.graphs import line, names_in, train, written
 
 Said = list[str]
 
@@ -73,7 +73,7 @@ def test_callbacks_of_each_event_run_in_the_order_of_the_list(where: str, order:
     if where == "native":
         tiny_run(callbacks=callbacks, steps=2)
     else:
-        NeuralModuleFactory().train([line().loss], "sgd", {**SGD, "max_steps": 2}, callbacks)
+        train(line(), *callbacks, max_steps=2)
     name = {Native: "native", Old: "0.10", New: "0.11"}
     expected = [f"{name[kind]} start" for kind in order]
     for step in (0, 1):
@@ -118,26 +118,20 @@ def test_loggers_of_both_versions_accept_names_in_a_native_run(capsys: pytest.Ca
 
 @pytest.mark.parametrize("version", ["0.10", "0.11"])
 def test_a_native_run_resumed_from_nemo_s_checkpoints_is_bit_identical(version: str, tmp_path: Path) -> None:
-    def keep() -> Any:
-        kind: Any = CheckpointCallback if version == "0.10" else nemo.CheckpointCallback
-        return kind(str(tmp_path), step_freq=2)
-
+    kind: Any = CheckpointCallback if version == "0.10" else nemo.CheckpointCallback
     whole = tiny_run(steps=9)
-    tiny_run(callbacks=[keep()], steps=5)
+    tiny_run(callbacks=[kind(str(tmp_path), step_freq=2)], steps=5)
     assert names_in(tmp_path) == sorted(f"{name}-STEP-{n}.pt" for name in ("Linear", "trainer") for n in (2, 4, 5))
-    continued = tiny_run(callbacks=[keep()], steps=9)
+    continued = tiny_run(callbacks=[kind(str(tmp_path), step_freq=2)], steps=9)
     assert continued.progress.now() == whole.progress.now()
     assert all(map(torch.equal, whole.model.parameters(), continued.model.parameters()))
 
 
 def test_native_checkpoints_restore_callbacks_of_nf_train(tmp_path: Path) -> None:
-    def fit(steps: int, said: Said) -> Run:
+    for steps in (4, 5):
+        said: Said = []
         callbacks = [New(said), Old(said), Checkpoint(every="2 steps")]
-        return tiny_trainer(callbacks=callbacks, steps=steps, directory=tmp_path).fit(resume="auto")
-
-    fit(4, [])
-    said: Said = []
-    fit(5, said)
+        tiny_trainer(callbacks=callbacks, steps=steps, directory=tmp_path).fit(resume="auto")
     assert said == ["0.11 start", "0.10 start", "0.11 step 4", "0.10 step 4", "0.11 end", "0.10 end"]
 
 
@@ -151,9 +145,8 @@ def test_a_native_evaluation_and_early_stopping_work_in_nf_train() -> None:
     stop = EarlyStopping("eval/loss", mode="min", patience=1)
     worse = on(Callback.on_epoch_start)(lambda run: graph.net.layer.weight.data.add_(3))  # type: ignore[union-attr,operator]
     ended = nemo.on_action_end(lambda state: seen.append(state["epoch"]))
-    run = NeuralModuleFactory().train([graph.loss], "sgd", {"lr": 1e-6, "num_epochs": 9}, [worse, judging, stop, ended])
+    run = train(graph, worse, judging, stop, ended, lr=1e-6, num_epochs=9)
     assert seen == [2]
-    assert run.outcome is not None
     assert run.outcome.kind == "stopped"
 
 
@@ -165,8 +158,7 @@ def test_a_native_callback_can_monitor_results_of_an_evaluatorcallback() -> None
 
     evaluator = EvaluatorCallback([graph.loss], gather, lambda kept: {"loss": sum(kept["losses"])}, eval_step=2)
     stop = EarlyStopping("EvaluatorCallback/loss", mode="min", threshold=1e9)
-    run = NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "max_steps": 9}, [evaluator, stop])
-    assert run.outcome is not None
+    run = train(graph, evaluator, stop, max_steps=9)
     assert run.outcome.kind == "stopped"
     assert run.history["EvaluatorCallback/loss"][0][0] == 1
     assert run.evaluations["EvaluatorCallback"].results.keys() == {"EvaluatorCallback/loss"}

@@ -1,111 +1,23 @@
-"""``nf.train``: the losses of the native trainer; several optimizers, policies, a second training (case 20 of part F2)."""
+"""``nf.train``: its arguments, several optimizers and a second training (case 20 of part F2), policies and updates."""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import ClipGradients
-from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM, TrainableNM
-from cadenza.compat.nemo.backends.pytorch.tutorials import MSELoss, RealFunctionDataLayer, TaylorNet
-from cadenza.compat.nemo.core import Backend, DeviceType, NeuralModuleFactory, Optimization
+from cadenza.compat.nemo.backends.pytorch.nm import LossNM
+from cadenza.compat.nemo.backends.pytorch.optimizers import AdamW, Novograd, master_params
+from cadenza.compat.nemo.core import DeviceType, NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo.utils import lr_policies
 from cadenza.compat.neural.modules import loader_of
-from cadenza.compat.neural.training import DrawNumbers
 from cadenza.errors import CallbackError, LossError
-from tests.compat.nemo.graphs import SGD, Line, LineNM, line, spoiled
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(), nn.Linear(32, 10))
-
-
-def digits() -> DataLoader[Any]:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images[:800], dtype=torch.float32) / 16, torch.tensor(labels[:800]))
-    return DataLoader(data, batch_size=64, shuffle=True)
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_the_losses_are_bit_identical_to_the_native_trainer(accumulate: int) -> None:
-    seen: list[Tensor] = []
-    graph_model, native_model = network(), network()
-
-    image, label = DataLayerNM.of(digits(), ["image", "label"])()
-    scores = TrainableNM.of(graph_model, ["image"], ["scores"])(image=image)
-    loss = LossNM.of(nn.functional.cross_entropy, ["scores", "label"])(scores=scores, label=label)
-    NeuralModuleFactory(random_seed=5, placement=DeviceType.CPU).train(
-        [loss],
-        "adam",
-        {"lr": 0.01, "num_epochs": 3, "grad_norm_clip": 0.5},
-        [nemo.on_step_end(lambda state: seen.append(state["tensors"].get_tensor("loss").detach()))],
-        batches_per_step=accumulate,
-    )
-
-    native: list[Tensor] = []
-
-    @on(Callback.on_step_end)
-    def keep(run: Run) -> None:
-        native.append(run.outputs["loss"].detach())
-
-    def objective(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    torch.manual_seed(5)
-    Trainer(
-        native_model,
-        torch.optim.Adam(native_model.parameters(), lr=0.01),  # a function would fuse it, which rounds differently
-        digits(),
-        objective,
-        max_epochs=3,
-        accumulate=accumulate,
-        device="cpu",
-        progress=False,
-        callbacks=[ClipGradients(max_norm=0.5), keep, DrawNumbers(per_epoch=True)],
-    ).fit()
-    assert len(seen) == 3 * -(-13 // accumulate)
-    assert all(map(torch.equal, seen, native))
-    assert seen[-1] < 2.0 < seen[0]
-    assert all(map(torch.equal, graph_model.parameters(), native_model.parameters()))
-
-
-def test_the_hello_world_learns() -> None:
-    factory = NeuralModuleFactory(random_seed=1, placement=DeviceType.CPU, backend=Backend.PyTorch)
-    x, y = RealFunctionDataLayer(n=400, batch_size=50, x_lo=-1, x_hi=1)()
-    loss = MSELoss()(predictions=TaylorNet(dim=4)(x=x), target=y)
-    seen: list[float] = []
-    keep = nemo.on_step_end(lambda state: seen.append(state["tensors"].get_tensor("loss").item()))
-    run = factory.train([loss], "sgd", {"lr": 0.1, "num_epochs": 20}, [keep])
-    assert run.outcome is not None
-    assert run.outcome.kind == "finished"
-    assert seen[-1] < 0.02 < seen[0]
-
-
-@pytest.mark.parametrize("version", ["nemo", "nemo10"])
-def test_the_first_script_of_nemo_s_tutorial_runs(version: str, caplog: pytest.LogCaptureFixture) -> None:
-    nemo: Any = importlib.import_module(f"cadenza.compat.{version}")
-    caplog.set_level("INFO", "nemo")
-    nf = nemo.core.NeuralModuleFactory(placement=nemo.core.DeviceType.CPU)
-    x, y = nemo.tutorials.RealFunctionDataLayer(n=400, batch_size=128)()
-    loss = nemo.tutorials.MSELoss()(predictions=nemo.tutorials.TaylorNet(dim=4)(x=x), target=y)
-    callback = nemo.core.SimpleLossLoggerCallback(
-        tensors=[loss], print_func=lambda tensors: nemo.logging.info(f"Train Loss: {tensors[0].item()!s}")
-    )
-    nf.train([loss], callbacks=[callback], optimization_params={"num_epochs": 3, "lr": 0.0003}, optimizer="sgd")
-    assert caplog.text.count("Train Loss: ") == 1  # 12 steps, every 25th is printed
-
+from tests.compat.nemo.graphs import SGD, Line, LineNM, line, spoiled, train
 
 # -- 20: several optimizers, and a second training ----------------------------------------------------
 
@@ -120,54 +32,27 @@ def pairs_of(factory: NeuralModuleFactory, graph: Line) -> tuple[list[Any], Line
     return [(first_optimizer, [graph.loss]), (second_optimizer, [loss])], second
 
 
-def test_20_optimizers_alternate_with_their_losses() -> None:
-    graph, factory, seen = line(4), NeuralModuleFactory(), list[tuple[float, bool, bool]]()
+@pytest.mark.parametrize("order", [[0, 1], [1, 0, 0]], ids=["alternating", "several steps in a row"])
+def test_20_each_step_has_the_loss_and_the_gradients_of_its_optimizer_alone(order: list[int]) -> None:
+    graph, factory, seen = line(1), NeuralModuleFactory(), list[float]()
     pairs, second = pairs_of(factory, graph)
-    weights = [graph.weights, [one.detach().clone() for one in second.parameters()]]
+    look = nemo.on_step_end(lambda state: seen.append(state["tensors"].get_tensor("loss").item()))
+    run = factory.train([pairs[index] for index in order], optimization_params={"max_steps": 6}, callbacks=[look])
+    assert run.optimizers == [optimizer for optimizer, _ in pairs]  # in the order of their creation, as in the files of NeMo
 
-    @nemo.on_step_end
-    def look(state: State) -> None:
-        now = [graph.weights, [one.detach().clone() for one in second.parameters()]]
-        seen.append((state["tensors"].get_tensor("loss").item(), *(old != new for old, new in zip(weights, now, strict=True))))
-        weights[:] = now
-
-    factory.train(pairs, optimization_params={"max_steps": 4}, callbacks=[look])
-    assert [changed for _, *changed in seen] == [[True, False], [False, True]] * 2
-    assert len({loss for loss, *_ in seen}) == 4
-
-
-def test_20_an_optimizer_may_have_several_steps_in_a_row() -> None:
-    graph, factory = line(4), NeuralModuleFactory()
-    (first, second), other = pairs_of(factory, graph)
-    changed = list[bool]()
-    weights = [one.detach().clone() for one in other.parameters()]
-
-    @nemo.on_step_end
-    def look(state: State) -> None:
-        now = [one.detach().clone() for one in other.parameters()]
-        changed.append(not all(map(torch.equal, weights, now)))
-        weights[:] = now
-
-    run = factory.train([second, first, first], optimization_params={"max_steps": 6}, callbacks=[look])
-    assert changed == [True, False, False] * 2
-    assert run.optimizers == [first[0], second[0]]  # in the order of their creation, as in the files of NeMo
-
-
-def test_20_gradients_of_the_other_optimizer_s_loss_are_not_applied() -> None:
-    graph, factory = line(1), NeuralModuleFactory()
-    pairs, second = pairs_of(factory, graph)
-    factory.train(pairs, optimization_params={"max_steps": 3})
-
-    own, other = line(1), LineNM()
-    batch = loader_of(own.data)[0]  # type: ignore[index]  # it is a list
-    for step in range(3):
-        prediction = own.net(batch[0])
-        loss = nn.functional.mse_loss(prediction if step % 2 == 0 else other(prediction), batch[1])
-        module = own.net if step % 2 == 0 else other
+    own, other, losses = line(1), LineNM(), list[float]()
+    x, y = loader_of(own.data)[0]  # type: ignore[index]  # it is a list
+    for step in range(6):
+        of_the_first = order[step % len(order)] == 0
+        prediction = own.net(x)
+        loss = nn.functional.mse_loss(prediction if of_the_first else other(prediction), y)
+        losses.append(loss.item())
+        module = own.net if of_the_first else other
         gradients = torch.autograd.grad(loss, list(module.parameters()))
         with torch.no_grad():
             for weight, gradient in zip(module.parameters(), gradients, strict=True):
                 weight.sub_(0.1 * gradient)
+    assert seen == pytest.approx(losses)
     torch.testing.assert_close(graph.weights, own.weights)
     torch.testing.assert_close(list(second.parameters()), list(other.parameters()))
 
@@ -179,37 +64,20 @@ def test_20_alternating_optimizers_do_not_accumulate() -> None:
         factory.train(pairs, optimization_params={"max_steps": 4}, batches_per_step=2)
 
 
-def test_20_a_second_training_needs_a_reset() -> None:
-    factory, params = NeuralModuleFactory(), {**SGD, "max_steps": 1}
-    factory.train([line().loss], "sgd", params)
-    with pytest.raises(ValueError, match=r"this factory has already trained\. Call reset_trainer"):
-        factory.train([line().loss], "sgd", params)
-    factory.train([line().loss], "sgd", params, reset=True)
-    factory.reset_trainer()
-    factory.train([line().loss], "sgd", params)
-
-
-def test_a_training_that_failed_before_its_start_does_not_count() -> None:
+def test_20_a_second_training_needs_a_reset_and_one_that_failed_before_its_start_does_not_count() -> None:
     factory = NeuralModuleFactory()
     with pytest.raises(ValueError, match=r"there is no optimizer 'sdg'. Did you mean 'sgd'\?"):
-        factory.train([line().loss], "sdg", {**SGD, "max_steps": 1})
-    factory.train([line().loss], "sgd", {**SGD, "max_steps": 1})
+        train(line(), factory=factory, optimizer="sdg", max_steps=1)
+    train(line(), factory=factory, max_steps=2)
+    with pytest.raises(ValueError, match=r"this factory has already trained\. Call reset_trainer"):
+        train(line(), factory=factory, max_steps=1)
+    train(line(), factory=factory, max_steps=2, reset=True)
+    factory.reset_trainer()
+    assert (factory.step, factory.epoch, factory.optimizers, factory.run) == (0, 0, [], None)
+    assert train(line(), factory=factory, max_steps=1).progress.step == 1
 
 
 # -- arguments ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("params", "said"),
-    [
-        ({"lr": 0.1}, "optimization_params needs num_epochs or max_steps"),
-        ({"max_steps": 1}, "optimization_params needs 'lr'"),
-        ({"lr": 0.1, "max_steps": 1, "momentun": 0.9}, r"'sgd' has no argument 'momentun'. Did you mean 'momentum'\?"),
-    ],
-)
-def test_wrong_parameters_are_errors(params: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        NeuralModuleFactory().train([line().loss], "sgd", params)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +97,12 @@ def test_wrong_parameters_are_errors(params: dict[str, Any], said: str) -> None:
         ({"optimization_params": {"lr": 0.1, "num_epochs": "3"}}, "num_epochs must be a number, or None; got '3'"),
         ({"optimization_params": {"lr": "0.1", "num_epochs": 3}}, "'lr' in optimization_params must be a number; got '0.1'"),
         ({"optimization_params": {"lr": 0.1, "num_epochs": 0}}, r"num_epochs must be at least 1; got 0. .* call nf.eval"),
+        ({"optimization_params": {"lr": 0.1}}, "optimization_params needs num_epochs or max_steps"),
+        ({"optimization_params": {"max_steps": 1}}, "optimization_params needs 'lr'"),
+        (
+            {"optimization_params": {"lr": 0.1, "max_steps": 1, "momentun": 0.9}},
+            r"'sgd' has no argument 'momentun'. Did you mean 'momentum'\?",
+        ),
         ({"batches_per_step": "2"}, "batches_per_step must be a whole number of at least 1; got '2'"),
     ],
 )
@@ -238,12 +112,17 @@ def test_wrong_arguments_are_errors_that_name_the_expected_ones(arguments: dict[
         NeuralModuleFactory().train(**{**given, **arguments})
 
 
-def test_a_limit_that_is_not_whole_is_rounded_up() -> None:
-    run = NeuralModuleFactory().train([line(2).loss], "sgd", {**SGD, "num_epochs": 1e1, "max_steps": 2.5})
-    assert run.progress.step == 3
+def test_limits_are_rounded_up_and_end_trainings_that_never_end_in_nemo() -> None:
+    assert train(line(2), num_epochs=1e1, max_steps=2.5).progress.step == 3
+    # An epoch has fewer batches than a step, or all losses are NaN; and only max_steps limits the training.
+    short = train(line(2), max_steps=3, batches_per_step=4)
+    assert (short.progress.step, short.progress.epoch) == (3, 3)
+    graph = line(loader=spoiled(1, 0))
+    assert train(graph, max_steps=3).progress.step == 3
+    assert graph.weights == line().weights
 
 
-def test_what_is_not_a_tensor_or_a_device_type_is_an_error_at_once() -> None:
+def test_what_is_not_a_tensor_a_device_type_or_an_attribute_of_a_callback_is_an_error_at_once() -> None:
     factory = NeuralModuleFactory(placement=DeviceType.CPU)
     with pytest.raises(TypeError, match=r"placement must be a DeviceType such as DeviceType.CPU, or None; got 'cpu'"):
         NeuralModuleFactory(placement="cpu")  # type: ignore[arg-type]  # the error to test
@@ -252,45 +131,38 @@ def test_what_is_not_a_tensor_or_a_device_type_is_an_error_at_once() -> None:
         factory.create_optimizer("sgd", None, SGD)
     with pytest.raises(TypeError, match=r"tensors must be a list of NmTensors, .*; got \['loss'\]"):
         factory.infer(["loss"])
+    with pytest.raises(TypeError, match=r"NeuralModuleFactory has no argument 'logdir'. Did you mean 'log_dir'\?"):
+        NeuralModuleFactory(logdir="work")
     with pytest.raises(TypeError, match="expected a list of NmTensors or their names; got None"):
         nemo.SimpleLossLoggerCallback(None)  # type: ignore[arg-type]  # the error to test
 
-
-def test_an_attribute_of_a_native_callback_with_another_value_is_an_error_with_its_index_in_the_list() -> None:
     timer = nemo.NeMoCallback()
     timer.before = 1.5  # type: ignore[assignment]  # the time of a start, in the user's script
     with pytest.raises(CallbackError, match=r"callbacks\[1\]\.before must be a tuple of classes and phases, .*; got 1\.5"):
-        NeuralModuleFactory().train([line().loss], "sgd", {**SGD, "max_steps": 1}, [nemo.SimpleLogger(), timer])
+        train(line(), nemo.SimpleLogger(), timer, max_steps=1)
 
 
-def test_an_argument_that_the_factory_does_not_have_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"NeuralModuleFactory has no argument 'logdir'. Did you mean 'log_dir'\?"):
-        NeuralModuleFactory(logdir="work")
-
-
-def test_a_loss_is_one_number() -> None:
+def test_a_loss_is_one_number_and_depends_on_trainable_weights() -> None:
     graph = line()
     with pytest.raises(LossError, match=r"'y_pred' of linenm\d+ has shape \(2, 1\)"):
-        NeuralModuleFactory().train([graph.prediction], "sgd", {**SGD, "max_steps": 1})
+        train([graph.prediction], max_steps=1)
     plain = LossNM.of(lambda a, b: 1.0, ["a", "b"])(a=graph.prediction, b=graph.y)
     with pytest.raises(LossError, match=r"'loss' of lossnm\d+ is a float"):
-        NeuralModuleFactory().train([plain], "sgd", {**SGD, "max_steps": 1})
+        train([plain], max_steps=1)
     kept = LossNM.of(lambda a, b: (a - b).abs().mean(0), ["a", "b"])(a=graph.prediction, b=graph.y)
-    run = NeuralModuleFactory().train([graph.loss, kept], "sgd", {**SGD, "max_steps": 1})  # of shape (1,), which NeMo accepts
-    assert run.progress.step == 1
-
-
-def test_a_training_without_trainable_weights_is_an_error() -> None:
-    graph = line()
+    assert train([graph.loss, kept], max_steps=1).progress.step == 1  # of shape (1,), which NeMo accepts
     graph.net.freeze()
     with pytest.raises(ValueError, match="no module has a trainable weight"):
-        NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "max_steps": 1})
+        train(graph, max_steps=1)
 
 
-def test_arguments_without_effect_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    factory = NeuralModuleFactory()
-    factory.train([line().loss], "sgd", {**SGD, "max_steps": 1}, synced_batchnorm=True)
+def test_arguments_and_settings_without_effect_are_warnings_that_name_them(caplog: pytest.LogCaptureFixture) -> None:
+    train(line(), max_steps=1, synced_batchnorm=True)
     assert "these arguments have no effect here: synced_batchnorm" in caplog.text
+
+    params = {"lr": 0.1, "max_steps": 1, "betas": (0.5, 0.9), "luc": True, "larc": False, "amp_min_loss_scale": 1.0}
+    NeuralModuleFactory().train([line().loss], "sgd", params)
+    assert "no effect on sgd: betas, luc, larc, amp_min_loss_scale" in caplog.text
 
 
 def test_sgd_has_momentum_by_default_and_an_optimizer_instance_is_used_unchanged() -> None:
@@ -299,19 +171,6 @@ def test_sgd_has_momentum_by_default_and_an_optimizer_instance_is_used_unchanged
     assert run.optimizers[0].defaults["momentum"] == 0.9
     own = torch.optim.Adagrad(graph.net.parameters())
     assert NeuralModuleFactory().train([graph.loss], own, {"max_steps": 1}).optimizers == [own]
-
-
-def test_mixed_precision_is_the_native_one() -> None:
-    assert NeuralModuleFactory(optimization_level=Optimization.mxprO1).precision == "fp16"
-
-
-def test_trainings_that_never_end_in_nemo_end() -> None:
-    # An epoch has fewer batches than a step, or all losses are NaN; and only max_steps limits the training.
-    short = NeuralModuleFactory().train([line(2).loss], "sgd", {**SGD, "max_steps": 3}, batches_per_step=4)
-    assert (short.progress.step, short.progress.epoch) == (3, 3)
-    graph = line(loader=spoiled(1, 0))
-    assert NeuralModuleFactory().train([graph.loss], "sgd", {**SGD, "max_steps": 3}).progress.step == 3
-    assert graph.weights == line().weights
 
 
 # -- policies -----------------------------------------------------------------------------------------
@@ -327,21 +186,195 @@ def test_a_policy_sets_the_rate_of_each_batch_after_on_batch_start() -> None:
     def rate(state: State) -> None:
         seen.append(round(state["optimizers"][0].param_groups[0]["lr"], 6))
 
-    params = {**SGD, "max_steps": 3}
-    callbacks = [nemo.on_batch_start(rate), nemo.on_batch_end(rate)]
-    NeuralModuleFactory().train([line(4).loss], "sgd", params, callbacks, lr_policy=policy, batches_per_step=2)
+    train(line(4), nemo.on_batch_start(rate), nemo.on_batch_end(rate), max_steps=3, lr_policy=policy, batches_per_step=2)
     assert asked == [(0.1, 0, 0), (0.1, 0, 0), (0.1, 1, 0), (0.1, 1, 0), (0.1, 2, 1), (0.1, 2, 1)]
     assert seen == [0.1, 0.05, 0.05, 0.05, 0.05, 0.033333, 0.033333, 0.033333, 0.033333, 0.025, 0.025, 0.025]
 
 
-def test_a_policy_needs_the_initial_rate() -> None:
+# -- policies by their formulas -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),  # steps 0 to 5 of 4
+    [
+        (lr_policies.WarmupPolicy(warmup_steps=3), [0.25, 0.5, 0.75, 1, 1, 1]),
+        (lr_policies.WarmupPolicy(warmup_steps=3, total_steps=4), [0.25, 0.5, 0.75, 1, 1, 0]),
+        (lr_policies.WarmupHoldPolicy(warmup_steps=1, hold_steps=2, total_steps=4), [0.5, 1, 1, 1, 1, 0]),
+        (lr_policies.WarmupHoldPolicy(warmup_ratio=0.25, total_steps=4, min_lr=0.1), [0.5, 1, 1, 1, 1, 0.1]),
+        (lr_policies.SquareAnnealing(4), [1, 0.5625, 0.25, 0.0625, 1e-5, 0]),
+        (lr_policies.SquareRootAnnealing(4, min_lr=0.1), [1, 0.75**0.5, 0.5**0.5, 0.5, 0.1, 0]),
+        (lr_policies.CosineAnnealing(4, min_lr=0.2), [1, 0.8828427, 0.6, 0.3171573, 0.2, 0]),
+        (lr_policies.CosineAnnealing(4, warmup_steps=2), [1 / 3, 2 / 3, 1, 0.5, 0, 0]),
+        (lr_policies.WarmupAnnealing(4, warmup_ratio=0.25), [0.5, 1, 2 / 3, 1 / 3, 0, 0]),
+        (lr_policies.InverseSquareRootAnnealing(4, warmup_steps=1), [0.5, 1, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5, 0]),
+        (lr_policies.PolynomialDecayAnnealing(4, power=2.0), [1, 0.5625, 0.25, 0.0625, 0, 0]),
+        (lr_policies.PolynomialDecayAnnealing(4, 0.2, warmup_steps=2, cycle=True), [1 / 3, 2 / 3, 1, 0.6, 0.2, 0]),
+        (lr_policies.PolynomialHoldDecayAnnealing(4, 0.2, hold_steps=2, power=2.0), [1, 1, 1, 0.4, 0.2, 0]),
+        (lr_policies.PolynomialHoldDecayAnnealing(4, warmup_steps=2), [1 / 3, 2 / 3, 0, 0, 0, 0]),  # counts from step 0
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_policies_give_nemo_s_rates(policy: Any, expected: list[float]) -> None:
+    assert [policy(1.0, step, 0) for step in range(6)] == pytest.approx(expected)
+
+
+def test_a_user_s_policy_overrides_the_rate_after_the_warm_up() -> None:
+    class Halving(lr_policies.WarmupPolicy):
+        def _get_lr(self, initial_lr: float, step: int, epoch: int) -> float:
+            return float(initial_lr / 2**epoch)
+
+    policy = Halving(warmup_steps=1, total_steps=9)
+    assert [policy(1.0, step, step // 2) for step in range(4)] == [0.5, 1, 0.5, 0.5]
+    assert policy.total_steps == 9
+
+
+def test_policies_by_name_and_wrong_ones() -> None:
+    policy = lr_policies.get_lr_policy("CosineAnnealing", total_steps=4, min_lr=0.2)
+    assert policy(1.0, 2, 0) == pytest.approx(0.6)
+    assert len(lr_policies.get_all_lr_classes()) == 9
+    with pytest.raises(ValueError, match=r"there is no policy 'CosineAnealing'. Did you mean 'CosineAnnealing'\?"):
+        lr_policies.get_lr_policy("CosineAnealing")
+
+    with pytest.raises(ValueError, match="expected warmup_steps or warmup_ratio; got both"):
+        lr_policies.CosineAnnealing(10, warmup_steps=1, warmup_ratio=0.1)
+    with pytest.raises(ValueError, match="hold_ratio needs total_steps; got None"):
+        lr_policies.WarmupHoldPolicy(hold_ratio=0.1)
+    with pytest.raises(ValueError, match=r"the initial learning rate 0\.1 is below min_lr=0\.2"):
+        lr_policies.CosineAnnealing(10, min_lr=0.2)(0.1, 0, 0)
+
     graph, policy = line(), lr_policies.CosineAnnealing(4)
     own = torch.optim.SGD(graph.net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="lr_policy needs 'lr'"):
         NeuralModuleFactory().train([graph.loss], own, {"max_steps": 1}, lr_policy=policy)
 
 
-def test_nothing_is_written_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    NeuralModuleFactory().train([line().loss], "sgd", {**SGD, "max_steps": 1})
-    assert list(tmp_path.iterdir()) == []
+# -- optimizers by their formulas ---------------------------------------------------------------------------------------
+
+START = [0.5, -2.0, 1.5]
+GRADIENTS = [[1.0, -0.5, 0.25], [-0.5, -0.5, 2.0], [0.125, 0.0, -1.0], [0.5, 1.0, 0.5]]
+
+
+def moved(optimizer: torch.optim.Optimizer, weight: Tensor) -> list[float]:
+    for gradient in GRADIENTS:
+        weight.grad = torch.tensor(gradient, dtype=weight.dtype)
+        optimizer.step()
+    return list(weight.tolist())
+
+
+def adam_w(lr: float, beta1: float, beta2: float, eps: float, decay: float, amsgrad: bool) -> list[float]:
+    weights, first, second, largest = list(START), [0.0] * 3, [0.0] * 3, [0.0] * 3
+    for step, gradient in enumerate(GRADIENTS, start=1):
+        rate = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        for i, g in enumerate(gradient):
+            first[i] = beta1 * first[i] + (1 - beta1) * g
+            second[i] = beta2 * second[i] + (1 - beta2) * g * g
+            largest[i] = max(largest[i], second[i])
+            root = math.sqrt(largest[i] if amsgrad else second[i])
+            weights[i] -= rate * (decay * weights[i] + first[i] / (root + eps))
+    return weights
+
+
+def novograd(
+    lr: float, beta1: float, beta2: float, decay: float, luc: float | None = None, averaging: bool = False
+) -> list[float]:
+    weights, first, second = list(START), [0.0] * 3, 0.0
+    for gradient in GRADIENTS:
+        norm = sum(g * g for g in gradient)
+        second = norm if second == 0 else beta2 * second + (1 - beta2) * norm
+        for i, g in enumerate(gradient):
+            first[i] = beta1 * first[i] + (g / (math.sqrt(second) + 1e-8) + decay * weights[i]) * (
+                1 - beta1 if averaging else 1
+            )
+        length = math.sqrt(sum(w * w for w in weights)) / (math.sqrt(sum(m * m for m in first)) + 1e-8)
+        rate = lr if luc is None else min(luc * length, lr)
+        weights = [w - rate * m for w, m in zip(weights, first, strict=True)]
+    return weights
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam_w_has_nemo_s_formula(amsgrad: bool) -> None:
+    weight = torch.tensor(START, dtype=torch.float64, requires_grad=True)
+    optimizer = AdamW([weight], lr=0.1, betas=(0.8, 0.9), eps=0.01, weight_decay=0.2, amsgrad=amsgrad)
+    assert moved(optimizer, weight) == pytest.approx(adam_w(0.1, 0.8, 0.9, 0.01, 0.2, amsgrad), abs=1e-12)
+    assert list(master_params(optimizer)) == [weight]
+
+
+def test_adam_w_continues_from_a_state_of_torch_s_adam_w() -> None:
+    weight = torch.tensor(START, requires_grad=True)
+    earlier = torch.optim.AdamW([weight], lr=0.1)
+    moved(earlier, weight)
+    optimizer = AdamW([weight], lr=0.1)
+    optimizer.load_state_dict(earlier.state_dict())
+    moved(optimizer, weight)
+    assert optimizer.state[weight]["step"] == 2 * len(GRADIENTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, novograd(0.1, 0.95, 0.98, 0.0)),
+        ({"betas": (0.5, 0.25), "weight_decay": 0.1}, novograd(0.1, 0.5, 0.25, 0.1)),
+        ({"grad_averaging": True}, novograd(0.1, 0.95, 0.98, 0.0, averaging=True)),
+        ({"luc": True, "luc_trust": 0.02}, novograd(0.1, 0.95, 0.98, 0.0, luc=0.02)),
+    ],
+    ids=str,
+)
+def test_novograd_has_nemo_s_formula(settings: dict[str, Any], expected: list[float]) -> None:
+    weight = torch.tensor(START, requires_grad=True)
+    assert moved(Novograd([weight], lr=0.1, **settings), weight) == pytest.approx(expected, abs=1e-6)
+
+
+def test_amsgrad_of_novograd_never_lets_the_second_moment_fall() -> None:
+    weight = torch.tensor(START, requires_grad=True)
+    optimizer = Novograd([weight], amsgrad=True)
+    moved(optimizer, weight)
+    state = optimizer.state[weight]
+    assert state["step"] == len(GRADIENTS)
+    assert state["max_exp_avg_sq"] > state["exp_avg_sq"]
+
+
+@pytest.mark.parametrize("kind", [AdamW, Novograd])
+def test_optimizers_refuse_wrong_settings_and_sparse_gradients(kind: Any) -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"betas must be at least 0 and below 1; got \(0.9, 1.0\)"):
+        kind([weight], betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="lr and eps must be at least 0; got lr=-1"):
+        kind([weight], lr=-1)
+    weight.grad = torch.zeros(3).to_sparse()
+    with pytest.raises(RuntimeError, match="needs dense gradients"):
+        kind([weight]).step()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kind", "settings"),
+    [
+        ("SGD", {}, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0}),
+        ("Adam", {"weight_decay": 0.1}, torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.9, 0.999)}),
+        ("adam_w", {}, AdamW, {"weight_decay": 0.0, "eps": 1e-8}),
+        ("novograd", {"luc": True, "luc_eta": 0.5}, Novograd, {"betas": (0.95, 0.25)}),
+        ("fused_adam", {"betas": (0.5, 0.9)}, torch.optim.AdamW, {"weight_decay": 0.0, "betas": (0.5, 0.9)}),
+    ],
+)
+def test_names_stand_for_nemo_s_optimizers_and_defaults(
+    name: str, given: dict[str, Any], kind: type[Any], settings: dict[str, Any]
+) -> None:
+    run = train(line(), optimizer=name, lr=0.1, max_steps=1, **given)
+    (optimizer,) = run.optimizers
+    assert type(optimizer) is kind
+    assert {key: optimizer.param_groups[0][key] for key in settings} == settings
+    if isinstance(optimizer, Novograd):
+        assert (optimizer.luc, optimizer.luc_trust) == (True, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("fused_novograd", {}, r"'fused_novograd' is not available, because it needs NVIDIA Apex. Use 'novograd'"),
+        ("fused_lamb", {}, r"'fused_lamb' is not available.* Pass a LAMB optimizer as an object"),
+        ("lamb", {}, "there is no optimizer 'lamb'"),
+        ("sgd", {"larc": True}, r"larc=True is not available.* Pass an optimizer with LARC as an object"),
+    ],
+)
+def test_optimizers_of_apex_are_refused_with_what_to_use(name: str, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        train(line(), optimizer=name, lr=0.1, max_steps=1, **given)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
+
+from cadenza import Run, Trainer
+from cadenza.compat.transformers import trainer
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -42,6 +46,17 @@ class Texts(Dataset[dict[str, Any]]):
         labels = self.tokens[index].clone()
         labels[3 + index % 9 :] = -100
         return {"input_ids": self.tokens[index], "labels": labels}
+
+
+class Made(Texts):
+    """Samples that a function makes of the tokens and the index."""
+
+    def __init__(self, make: Callable[[Tensor, int], dict[str, Any]], count: int = 20) -> None:
+        super().__init__(count)
+        self.make = make
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.make(self.tokens[index], index)
 
 
 class Reviews(Dataset[dict[str, Any]]):
@@ -99,6 +114,36 @@ def theirs(model: Any, args: Any, data: Any, **options: Any) -> Any:
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     return trainer
+
+
+class Logs(transformers.TrainerCallback):  # type: ignore[misc]  # the package has no types here
+    """Records what ``on_log`` is given, with the step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
+        self.seen.append((state.global_step, dict(logs)))
+
+
+def both(make: Callable[[], Any], args: Any, data: Any, evaluated: Any = None, **options: Any) -> tuple[Trainer, Run, Any]:
+    """Train the same with a native trainer and with theirs; return the native one, its run, and theirs."""
+    other = theirs(make(), args, data, eval_dataset=evaluated, **options)
+    made = trainer(make(), args, data, evaluated, **options)
+    return made, made.fit(), other
+
+
+def values(run: Run, name: str) -> list[float]:
+    return [value for _, value in run.history[name]]
+
+
+def close(run: Run, other: Any, *names: str, tolerance: float = 2e-5) -> bool:
+    """Return whether the values of a run are those that the trainer of transformers logged: "eval/loss" as "eval_loss"."""
+    for name in names:
+        ours, others = values(run, name), logged(other, name.removeprefix("train/").replace("/", "_"))
+        if ours != pytest.approx(others, abs=tolerance, rel=0):
+            return False
+    return True
 
 
 def logged(trainer: Any, name: str) -> Sequence[float]:

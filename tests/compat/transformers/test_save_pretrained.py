@@ -29,13 +29,22 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([one for one in parameters if one.requires_grad], 0.1)
 
 
-def trained(folder: Path, *callbacks: Any, model: Any = None, **options: Any) -> Trainer:
-    """Train for 3 steps with a checkpoint after each, of which the last two are kept."""
-    saves = Checkpoint("1 step", keep_last=2, **options)
-    given = [saves, *callbacks]
-    trainer = Trainer(model or gpt2(), sgd, batches(), max_epochs=1, directory=folder, callbacks=given, progress=False, seed=0)
+def made(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
+    """Return a trainer of 3 steps."""
+    return Trainer(
+        gpt2(), sgd, batches(), directory=folder, callbacks=callbacks, progress=False, **{"max_epochs": 1, **options}
+    )
+
+
+def trained(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
+    """Train with a checkpoint after each step, of which the last two are kept."""
+    trainer = made(folder, Checkpoint("1 step", keep_last=2, **options), *callbacks, seed=0)
     trainer.fit()
     return trainer
+
+
+def pretrained(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_a_checkpoint_has_the_model_and_the_tokenizer_and_is_deleted_with_them(tmp_path: Path) -> None:
@@ -46,12 +55,12 @@ def test_a_checkpoint_has_the_model_and_the_tokenizer_and_is_deleted_with_them(t
         "step-00000002",
         "step-00000003",
     ]
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "last" / "pretrained")
+    model = pretrained(folder / "last" / "pretrained")
     assert torch.equal(weights(model), weights(trainer.model))
     assert model.generation_config.eos_token_id == 2
     words = transformers.AutoTokenizer.from_pretrained(folder / "last" / "pretrained")
     assert words("w4 w5")["input_ids"] == [4, 5]
-    before = transformers.AutoModelForCausalLM.from_pretrained(folder / "step-00000002" / "pretrained")
+    before = pretrained(folder / "step-00000002" / "pretrained")
     assert not torch.equal(weights(before), weights(model))
 
 
@@ -63,7 +72,7 @@ class Reads(transformers.TrainerCallback):  # type: ignore[misc]  # the package 
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        again = pretrained(folder)
         written = json.loads((folder / "trainer_state.json").read_text())
         self.seen.append(
             (written["global_step"], written["best_model_checkpoint"], torch.equal(weights(again), weights(model)))
@@ -78,23 +87,28 @@ class Reads(transformers.TrainerCallback):  # type: ignore[misc]  # the package 
 
 class ReadsBest(transformers.TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        best = transformers.AutoModelForCausalLM.from_pretrained(state.best_model_checkpoint)
+        best = pretrained(state.best_model_checkpoint)
         self.same = torch.equal(weights(best), weights(model))
 
 
+BY_STEPS: dict[str, Any] = {
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "max_steps": 9,
+}
+
+
 def test_the_best_checkpoint_of_their_state_is_read_at_the_end(tmp_path: Path) -> None:
-    by_steps = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
     reads = ReadsBest()
-    args = arguments(tmp_path, max_steps=9, load_best_model_at_end=True, **by_steps)
+    args = arguments(tmp_path, load_best_model_at_end=True, **BY_STEPS)
     trainer(gpt2(), args, Texts(), Texts(4), callbacks=[reads]).fit()
     assert reads.same
 
 
 def test_their_callbacks_find_a_checkpoint_of_transformers(tmp_path: Path) -> None:
-    args = arguments(
-        tmp_path, max_steps=9, save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3, save_total_limit=1,
-        metric_for_best_model="loss",
-    )  # fmt: skip
+    args = arguments(tmp_path, save_total_limit=1, metric_for_best_model="loss", **BY_STEPS)
     (tmp_path / "checkpoint-1").mkdir()  # of another program
     reads = Reads()
     trainer(gpt2(), args, Texts(), Texts(4), callbacks=[reads]).fit()
@@ -128,24 +142,10 @@ def test_a_changed_file_of_the_folder_is_a_damage_of_the_checkpoint(tmp_path: Pa
 def test_averaged_weights_are_written_instead(tmp_path: Path) -> None:
     trainer = trained(tmp_path, Ema(0.5), SavePretrained(weights="ema"))
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "last" / "pretrained")
+    model = pretrained(tmp_path / "checkpoints" / "last" / "pretrained")
     load_weights(tmp_path, averaged := gpt2(), weights="ema")
     assert torch.equal(weights(model), weights(averaged))
     assert not torch.equal(weights(model), weights(trainer.model))
-
-
-def test_of_a_peft_model_the_adapter_alone_is_written(tmp_path: Path) -> None:
-    peft: Any = pytest.importorskip("peft", reason="peft is not installed")
-    lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-    trainer = trained(tmp_path, SavePretrained(), model=peft.get_peft_model(gpt2(), lora))
-
-    folder = tmp_path / "checkpoints" / "last" / "pretrained"
-    assert {one.name for one in folder.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
-    assert not (folder / "model.safetensors").exists()
-    again = peft.PeftModel.from_pretrained(gpt2(), folder)
-    ids = torch.tensor([[4, 5, 6]])
-    trainer.model.eval()
-    assert torch.equal(again.eval()(input_ids=ids).logits, trainer.model(input_ids=ids).logits)
 
 
 def test_checkpoints_behind_a_url_have_the_folder_as_well(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_checkpoints_behind_a_url_have_the_folder_as_well(tmp_path: Path) -> Non
     trainer = trained(tmp_path, SavePretrained(), directory="memory://pretrained-test")
     fsspec.filesystem("memory").get("/pretrained-test/step-00000003/pretrained", str(tmp_path / "got"), recursive=True)
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "got")
+    model = pretrained(tmp_path / "got")
     assert torch.equal(weights(model), weights(trainer.model))
 
 
@@ -182,8 +182,7 @@ def test_a_killed_process_leaves_whole_checkpoints_and_the_next_one_cleans_up(tm
     assert [one.name for one in folder.iterdir() if one.name.startswith("step-")] == ["step-00000001"]
     assert [one for one in folder.iterdir() if one.name.startswith(".tmp-")]
 
-    saves = [Checkpoint("1 step"), SavePretrained()]
-    again = Trainer(gpt2(), sgd, batches(), max_epochs=1, directory=tmp_path, callbacks=saves, progress=False, seed=0)
+    again = made(tmp_path, Checkpoint("1 step"), SavePretrained(), seed=0)
     run = again.fit(resume="auto")
     assert torch.equal(weights(again.model), weights(trained(tmp_path / "whole").model))
     assert [one.when.step for one in run.decisions if one.what == "resumed"] == [1]
@@ -198,10 +197,7 @@ class Full:
 
 
 def test_a_write_that_fails_is_a_decision_and_the_training_goes_on(tmp_path: Path) -> None:
-    saves = [Checkpoint("1 step"), SavePretrained(Full())]
-    trainer = Trainer(gpt2(), sgd, batches(), max_steps=1, directory=tmp_path, callbacks=saves, progress=False)
-    run = trainer.fit()
-
+    run = made(tmp_path, Checkpoint("1 step"), SavePretrained(Full())).fit()
     assert run.outcome is not None
     assert run.outcome.kind == "finished"
     assert "No space left" in run.why("not saved")
@@ -227,11 +223,9 @@ def test_a_callback_adds_files_to_a_folder_of_a_checkpoint_alone(tmp_path: Path)
 def test_what_it_needs_is_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"SavePretrained needs a model with a save_pretrained.* got a Linear"):
         tiny_trainer(callbacks=[SavePretrained()]).fit()
-    options: dict[str, Any] = {"max_steps": 1, "progress": False}
     with pytest.raises(ValueError, match="no callback writes any"):
-        Trainer(gpt2(), sgd, batches(), callbacks=[SavePretrained()], **options).fit()
-    saves = [Checkpoint(directory=tmp_path), SavePretrained(weights="ema")]
+        made(tmp_path / "a", SavePretrained()).fit()
     with pytest.raises(ValueError, match="needs averaged weights, but no callback provides 'ema'"):
-        Trainer(gpt2(), sgd, batches(), callbacks=saves, **options).fit()
+        made(tmp_path / "b", Checkpoint(), SavePretrained(weights="ema")).fit()
     with pytest.raises(ValueError, match="folder must be the name of a folder"):
         SavePretrained(folder="../elsewhere")

@@ -4,93 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, ClipGradients, Evaluate, LogTraining
 from cadenza.compat.transformers import trainer
 from cadenza.compat.transformers.fields import FIELDS, check_fields
-from cadenza.errors import AdapterError
+from cadenza.errors import AdapterError, CallbackError, DataError
 from tests.compat.transformers.parts import (
+    Made,
     Reviews,
     Texts,
     arguments,
     bert,
+    both,
+    close,
     gpt2,
     logged,
     theirs,
     tokenizer,
     transformers,
+    values,
     weights,
 )
-
-
-def values(run: Run, name: str) -> list[float]:
-    return [value for _, value in run.history[name]]
 
 
 def steps(run: Run, name: str) -> list[float]:
     return [step for step, _ in run.history[name]]
 
 
-def close(ours: Sequence[float], others: Sequence[float], tolerance: float = 2e-5) -> bool:
-    return len(ours) == len(others) and max(map(lambda one, other: abs(one - other), ours, others), default=0.0) < tolerance
+# -- the table of fields, and mistakes ----------------------------------------------------------------------------------
 
 
-# -- the table of fields ------------------------------------------------------------------------------------------------
-
-
-def test_the_table_has_every_field_of_the_installed_arguments() -> None:
+def test_the_table_has_every_field_of_the_installed_arguments_and_an_earlier_version_is_an_error() -> None:
     named = [field.name for field in dataclasses.fields(transformers.TrainingArguments)]
     assert [name for name in named if name not in FIELDS] == []
     assert [name for name in FIELDS if name not in named] == []
 
-
-def test_a_field_that_would_change_the_results_is_an_error_that_names_it(tmp_path: Path) -> None:
-    args = arguments(tmp_path, auto_find_batch_size=True, push_to_hub=True, accelerator_config={"split_batches": True})
-    with pytest.raises(AdapterError) as raised:
-        trainer(gpt2(), args, Texts())
-    said = str(raised.value)
-    assert "auto_find_batch_size=True) has no effect. Add FindBatchSize" in said
-    assert "push_to_hub=True" in said
-    assert "accelerator_config=AcceleratorConfig(split_batches=True" in said
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"optim": "adalomo"},
-        {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
-        {"train_sampling_strategy": "batch_rebalance"},
-    ],
-)
-def test_a_value_that_cannot_be_used_is_an_error(given: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match=f"{next(iter(given))}='{next(iter(given.values()))}'.* cannot be used"):
-        trainer(gpt2(), arguments(tmp_path, **given), Texts(), Texts())
-
-
-def told_by(args: Any) -> str:
-    """Return the warnings of `trainer`. Those of packages that transformers imports meanwhile are among them."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        trainer(gpt2(), args, Texts())
-    return "\n".join(str(one.message) for one in told)
-
-
-def test_a_field_that_changes_no_result_is_a_warning(tmp_path: Path) -> None:
-    assert "TrainingArguments(skip_memory_metrics=False) has no effect." in told_by(
-        arguments(tmp_path, skip_memory_metrics=False)
-    )
-    assert "has no effect" not in told_by(arguments(tmp_path))
-
-
-def test_arguments_of_an_earlier_version_are_an_error_that_names_the_fields() -> None:
     @dataclasses.dataclass
     class Earlier:
         output_dir: str = "out"
@@ -102,10 +58,125 @@ def test_arguments_of_an_earlier_version_are_an_error_that_names_the_fields() ->
         check_fields(Earlier())
 
 
-def test_fields_of_a_subclass_are_named(tmp_path: Path) -> None:
-    given = {"output_dir": str(tmp_path), "use_cpu": True, "generation_num_beams": 2}
-    told = told_by(transformers.Seq2SeqTrainingArguments(**given))
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "a name for a model": (
+        {"model": "gpt2"},
+        {},
+        TypeError,
+        r"model must be a torch.nn.Module; got 'gpt2'. Give AutoModelForCausalLM.from_pretrained\('gpt2'\)",
+    ),
+    "a loader for data": (
+        {"train_dataset": DataLoader(Texts(4))},
+        {},
+        TypeError,
+        "train_dataset must be a data set; got a DataL",
+    ),
+    "a loss of a native trainer": ({"compute_loss": max}, {}, TypeError, "no argument 'compute_loss'. Give compute_loss_func"),
+    "a tokenizer": ({"tokenizer": max}, {}, TypeError, "no argument 'tokenizer'. Give it as processing_class="),
+    "no callback": (
+        {"callbacks": ["EarlyStopping"]},
+        {},
+        CallbackError,
+        r"callbacks\[0\] is not a callback: .*'EarlyStopping'",
+    ),
+    "two models": ({"model_init": gpt2}, {}, ValueError, "expected either model or model_init; got both"),
+    "two optimizers": (
+        {"optimizers": (sgd(gpt2()), None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
+        {},
+        TypeError,
+        "got both. Leave one out",
+    ),
+    "no metric for the best": (
+        {},
+        {"save_strategy": "best", "eval_strategy": "epoch"},
+        TypeError,
+        "save_strategy='best'.* needs metric_for_best_model",
+    ),
+    "metrics of all batches": (
+        {"compute_metrics": lambda given: {}},
+        {"eval_strategy": "epoch", "batch_eval_metrics": True},
+        TypeError,
+        r"compute_metrics\(prediction, compute_result\); got compute_metrics\(given\)",
+    ),
+    "a field that would change the results": (
+        {},
+        {"auto_find_batch_size": True, "push_to_hub": True, "accelerator_config": {"split_batches": True}},
+        AdapterError,
+        r"(?s)auto_find_batch_size=True\) has no effect. Add FindBatchSize.*push_to_hub=True"
+        r".*accelerator_config=AcceleratorConfig\(split_batches=True",
+    ),
+    "an optimizer": ({}, {"optim": "adalomo"}, AdapterError, "optim='adalomo'.* cannot be used"),
+    "a schedule": (
+        {},
+        {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
+        AdapterError,
+        "lr_scheduler_type='greedy'.* cannot be used",
+    ),
+    "a sampling": (
+        {},
+        {"train_sampling_strategy": "batch_rebalance"},
+        AdapterError,
+        "train_sampling_strategy='batch_rebalance'.* cannot be used",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_an_error_when_the_trainer_is_made(name: str, tmp_path: Path) -> None:
+    given, fields, kind, message = MISTAKES[name]
+    made = {"model": gpt2(), "train_dataset": Texts(4), "eval_dataset": Texts(4), **given}
+    with pytest.raises(kind, match=message):
+        trainer(args=arguments(tmp_path, **fields), **made)
+
+
+def told_by(args: Any) -> str:
+    """Return the warnings of `trainer`. Those of packages that transformers imports meanwhile are among them."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer(gpt2(), args, Texts())
+    return "\n".join(str(one.message) for one in told)
+
+
+def test_a_field_that_changes_no_result_is_a_warning_and_so_are_those_of_a_subclass(tmp_path: Path) -> None:
+    assert "has no effect" not in told_by(arguments(tmp_path))
+    told = told_by(arguments(tmp_path, skip_memory_metrics=False))
+    assert "TrainingArguments(skip_memory_metrics=False) has no effect." in told
+    given = {"output_dir": str(tmp_path), "use_cpu": True}
+    told = told_by(transformers.Seq2SeqTrainingArguments(generation_num_beams=2, **given))
     assert "generation_num_beams=2) has no effect. Seq2SeqTrainingArguments has this field" in told
+    with pytest.raises(AdapterError, match=r"predict_with_generate=True\) has no effect. Evaluations compute logits"):
+        trainer(gpt2(), transformers.Seq2SeqTrainingArguments(predict_with_generate=True, **given), Texts(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda tokens, index: {"text": "a", "id": index}, DataError, r"no column .* of GPT2LMHeadModel.*got \['text', 'id'\]"),
+        (lambda tokens, index: {"input_ids": tokens[: 3 + index]}, RuntimeError, "equal size"),
+    ],
+)
+def test_data_that_the_model_cannot_take_is_an_error_with_advice(make: Any, kind: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=message) as error:
+        trainer(gpt2(), arguments(tmp_path), Made(make)).fit()
+    notes = "".join(getattr(error.value, "__notes__", []))
+    assert kind is DataError or "a data_collator that pads, such as DataCollatorForLanguageModeling" in notes
+
+
+def test_results_that_are_no_numbers_are_named_and_left_out(tmp_path: Path) -> None:
+    def fit(results: Any) -> Any:
+        args = arguments(tmp_path / type(results).__name__, eval_strategy="steps", eval_steps=1)
+        return trainer(gpt2(), args, Texts(4), Texts(2), compute_metrics=lambda given: results).fit()
+
+    with pytest.warns(UserWarning, match="compute_metrics returned 'table', a list: only numbers are results") as told:
+        run = fit({"eval_half": torch.tensor(0.5), "table": [1, 2]})
+    assert run.history["eval/half"] == [(1, 0.5), (2, 0.5)]
+    assert len([one for one in told if "'table'" in str(one.message)]) == 1
+    with pytest.raises(TypeError, match="expected a mapping of names to numbers from compute_metrics; got None"):
+        fit(None)
 
 
 # -- the same numbers as their trainer -----------------------------------------------------------------------------------
@@ -124,34 +195,38 @@ def test_fields_of_a_subclass_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_losses_rates_and_norms_are_those_of_their_trainer(given: dict[str, Any], tmp_path: Path) -> None:
-    args = arguments(tmp_path, **given)
-    other = theirs(gpt2(), args, Texts())
-    own = trainer(gpt2(), args, Texts())
-    run = own.fit()
-
+    own, run, other = both(gpt2, arguments(tmp_path, **given), Texts())
     noisy = "neftune_noise_alpha" in given  # drawn from another position of the generator
-    assert close(values(run, "train/loss"), logged(other, "loss"), 0.2 if noisy else 2e-5)
-    assert noisy or close(values(run, "train/grad_norm"), logged(other, "grad_norm"), 1e-3)
-    assert close(values(run, "train/lr/0")[:-1], logged(other, "learning_rate")[1:], 1e-9)  # ours is that of the next step
+    assert close(run, other, "train/loss", tolerance=0.2 if noisy else 2e-5)
+    assert noisy or close(run, other, "train/grad_norm", tolerance=1e-3)
+    rates = pytest.approx(logged(other, "learning_rate")[1:], abs=1e-9, rel=0)
+    assert values(run, "train/lr/0")[:-1] == rates  # ours is that of the next step
     if given.get("optim") == "sgd" and not noisy:  # the others divide by the roots of small gradients
         assert torch.allclose(weights(own.model), weights(other.model), atol=5e-6)
 
 
-def test_a_classifier_pads_its_batches_and_reports_the_results_of_compute_metrics(tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", [False, True], ids=["a data set", "of the package datasets"])
+def test_a_classifier_pads_its_batches_and_reports_the_results_of_compute_metrics(package: bool, tmp_path: Path) -> None:
     def accuracy(given: Any) -> dict[str, float]:
         return {"accuracy": (given.predictions.argmax(-1) == given.label_ids).mean(), "seen": len(given.label_ids)}
 
-    args = arguments(tmp_path, optim="sgd", eval_strategy="steps", eval_steps=4, eval_delay=8, num_train_epochs=1)
+    data: Any = Reviews()
+    if package:  # it loses the columns that the model does not take
+        datasets: Any = pytest.importorskip("datasets", reason="datasets is not installed")
+        data = datasets.Dataset.from_list([{**Reviews()[index], "text": f"review {index}"} for index in range(20)])
+    args = arguments(tmp_path, optim="sgd", eval_strategy="steps", eval_steps=4, eval_delay=8)
     options: dict[str, Any] = {"processing_class": tokenizer(), "compute_metrics": accuracy}
-    other = theirs(bert(), args, Reviews(), eval_dataset=Reviews(10), **options)
-    own = trainer(bert(), args, Reviews(), Reviews(10), **options)
-    run = own.fit()
+    _, run, other = both(bert, args, data, Reviews(10), **options)
 
     assert steps(run, "eval/accuracy") == [one["step"] for one in other.state.log_history if "eval_accuracy" in one] == [8, 10]
     assert values(run, "eval/accuracy") == logged(other, "eval_accuracy")
     assert values(run, "eval/seen") == [10, 10]
-    assert close(values(run, "eval/loss"), logged(other, "eval_loss"))
-    assert close(values(run, "train/loss"), logged(other, "loss"))
+    assert close(run, other, "eval/loss", "train/loss")
+    if package:
+        with pytest.raises(
+            Exception, match=r"no column of the data set is an argument of BertForSequenceClassification\.forward"
+        ):
+            trainer(bert(), args, datasets.Dataset.from_dict({"text": ["a"]}), Reviews(10), **options)
 
 
 def test_accumulated_batches_give_the_gradient_of_the_joint_batch(tmp_path: Path) -> None:
@@ -160,7 +235,7 @@ def test_accumulated_batches_give_the_gradient_of_the_joint_batch(tmp_path: Path
     joint, accumulated = one.fit(), several.fit()
 
     assert torch.allclose(weights(one.model), weights(several.model), atol=1e-7)
-    assert close(values(joint, "train/loss"), values(accumulated, "train/loss"), 1e-6)
+    assert values(joint, "train/loss") == pytest.approx(values(accumulated, "train/loss"), abs=1e-6, rel=0)
     assert accumulated.progress.tokens == 20 * 12
 
 
@@ -179,13 +254,56 @@ def test_predictions_of_other_lengths_are_padded_as_theirs(tmp_path: Path) -> No
         "compute_metrics": shapes,
         "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
     }
-    other = theirs(gpt2(), args, Texts(), eval_dataset={"a": Uneven(), "b": Texts(8)}, **options)
-    run = trainer(gpt2(), args, Texts(), {"a": Uneven(), "b": Texts(8)}, **options).fit()
-
+    _, run, other = both(gpt2, args, Texts(4), {"a": Uneven(), "b": Texts(8)}, **options)
     for name in ("width", "padded", "inputs"):
         assert values(run, f"eval_a/{name}") == logged(other, f"eval_a_{name}")
-    assert close(values(run, "eval_a/loss"), logged(other, "eval_a_loss"))
-    assert close(values(run, "eval_b/loss"), logged(other, "eval_b_loss"))
+    assert close(run, other, "eval_a/loss", "eval_b/loss")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"eval_strategy": "epoch", "eval_delay": 2, "num_train_epochs": 4},
+        {"eval_strategy": "epoch", "eval_delay": 1.5, "num_train_epochs": 2.5, "logging_strategy": "epoch"},
+        {"eval_strategy": "steps", "eval_steps": 4, "eval_delay": 9, "max_steps": 15, "logging_steps": 0.3},
+        {"eval_strategy": "epoch", "eval_on_start": True, "num_train_epochs": 1.5},
+    ],
+)
+def test_evaluations_and_records_are_at_the_steps_of_their_trainer(given: dict[str, Any], tmp_path: Path) -> None:
+    _, run, other = both(gpt2, arguments(tmp_path, **given), Texts(), Texts(4))
+    for ours, name in (("eval/loss", "eval_loss"), ("train/loss", "loss")):
+        at = [one["step"] for one in other.state.log_history if name in one]
+        assert at[0] > 0 or "eval_on_start" in given
+        assert steps(run, ours) == [max(1, step) for step in at]  # the one at the start is in the record of the first step
+    assert close(run, other, "eval/loss")
+
+
+def test_a_schedule_by_results_steps_at_evaluations(tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    args = arguments(tmp_path, optim="sgd", learning_rate=5.0, lr_scheduler_kwargs={"patience": 0}, **chosen)
+    _, run, other = both(gpt2, args, Texts(), Texts(4))
+    rates = [group["lr"] for group in run.optimizers[0].param_groups]
+    assert rates[0] == other.optimizer.param_groups[0]["lr"] < 5.0
+
+
+def test_given_optimizers_model_init_and_loss_are_used(tmp_path: Path) -> None:
+    def halved(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        assert outputs.logits is outputs["logits"]  # the outputs are the model's own
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        return total / (2 * num_items_in_batch)
+
+    args = arguments(tmp_path, gradient_accumulation_steps=2)
+    other_model, model = gpt2(), gpt2()
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (other_model, model)]
+    other = theirs(other_model, args, Texts(), optimizers=(optimizers[0], None), compute_loss_func=halved)
+    made = trainer(
+        args=args, train_dataset=Texts(), model_init=lambda: model, optimizers=(optimizers[1], None), compute_loss_func=halved
+    )
+    run = made.fit()
+
+    assert close(run, other, "train/loss")
+    assert torch.allclose(weights(model), weights(other_model), atol=1e-6)
 
 
 # -- what becomes of the arguments ---------------------------------------------------------------------------------------
@@ -213,16 +331,6 @@ def test_strategies_are_schedules(tmp_path: Path) -> None:
     assert torch.equal(weights(transformers.AutoModelForCausalLM.from_pretrained(folder)), weights(made.model))
 
 
-def test_an_epoch_that_is_cut_short_is_evaluated_as_theirs(tmp_path: Path) -> None:
-    args = arguments(tmp_path, num_train_epochs=1.5, eval_strategy="epoch", eval_on_start=True)
-    other = theirs(gpt2(), args, Texts(), eval_dataset=Texts(4))
-    run = trainer(gpt2(), args, Texts(), Texts(4)).fit()
-
-    assert [one["step"] for one in other.state.log_history if "eval_loss" in one] == [0, 10, 15]
-    assert steps(run, "eval/loss") == [1, 10, 15]  # the first one is in the record of the first step
-    assert close(values(run, "eval/loss"), logged(other, "eval_loss"))
-
-
 def test_the_best_weights_are_in_the_model_after_the_run(tmp_path: Path) -> None:
     def rising(given: Any) -> dict[str, float]:
         return {"score": next(scores)}
@@ -236,23 +344,6 @@ def test_the_best_weights_are_in_the_model_after_the_run(tmp_path: Path) -> None
     best = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "best" / "pretrained")
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000020"
     assert torch.equal(weights(best), weights(made.model))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"eval_strategy": "epoch", "eval_delay": 2, "num_train_epochs": 4},
-        {"eval_strategy": "epoch", "eval_delay": 1.5, "num_train_epochs": 2.5, "logging_strategy": "epoch"},
-        {"eval_strategy": "steps", "eval_steps": 4, "eval_delay": 9, "max_steps": 15, "logging_steps": 0.3},
-    ],
-)
-def test_evaluations_and_records_are_at_the_steps_of_their_trainer(given: dict[str, Any], tmp_path: Path) -> None:
-    args = arguments(tmp_path, **given)
-    other = theirs(gpt2(), args, Texts(), eval_dataset=Texts(4))
-    run = trainer(gpt2(), args, Texts(), Texts(4)).fit()
-
-    for ours, name in (("eval/loss", "eval_loss"), ("train/loss", "loss")):
-        assert steps(run, ours) == [one["step"] for one in other.state.log_history if name in one]
 
 
 def test_the_best_of_several_data_sets_is_kept(tmp_path: Path) -> None:
@@ -278,51 +369,6 @@ def test_native_arguments_replace_those_of_the_trainer(tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
-def test_a_schedule_by_results_steps_at_evaluations(tmp_path: Path) -> None:
-    chosen: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau"}
-    args = arguments(tmp_path, optim="sgd", learning_rate=5.0, lr_scheduler_kwargs={"patience": 0}, **chosen)
-    other = theirs(gpt2(), args, Texts(), eval_dataset=Texts(4))
-    run = trainer(gpt2(), args, Texts(), Texts(4)).fit()
-
-    rates = [group["lr"] for group in run.optimizers[0].param_groups]
-    assert rates[0] == other.optimizer.param_groups[0]["lr"] < 5.0
-
-
-def test_given_optimizers_model_init_and_loss_are_used(tmp_path: Path) -> None:
-    def halved(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        assert outputs.logits is outputs["logits"]  # the outputs are the model's own
-        logits = outputs.logits[:, :-1].flatten(0, 1)
-        total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-        return total / (2 * num_items_in_batch)
-
-    args = arguments(tmp_path, gradient_accumulation_steps=2)
-    other_model, model = gpt2(), gpt2()
-    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (other_model, model)]
-    other = theirs(other_model, args, Texts(), optimizers=(optimizers[0], None), compute_loss_func=halved)
-    made = trainer(
-        args=args, train_dataset=Texts(), model_init=lambda: model, optimizers=(optimizers[1], None), compute_loss_func=halved
-    )
-    run = made.fit()
-
-    assert close(values(run, "train/loss"), logged(other, "loss"))
-    assert torch.allclose(weights(model), weights(other_model), atol=1e-6)
-    with pytest.raises(ValueError, match="expected either model or model_init; got both"):
-        trainer(model, args, Texts(), model_init=gpt2)
-
-
-def test_a_data_set_of_the_package_datasets_loses_the_columns_that_the_model_does_not_take(tmp_path: Path) -> None:
-    datasets: Any = pytest.importorskip("datasets", reason="datasets is not installed")
-    rows = [{**Reviews()[index], "text": f"review {index}"} for index in range(20)]
-    args = arguments(tmp_path, optim="sgd")
-    options: dict[str, Any] = {"processing_class": tokenizer()}
-    other = theirs(bert(), args, datasets.Dataset.from_list(rows), **options)
-    run = trainer(bert(), args, datasets.Dataset.from_list(rows), **options).fit()
-    assert close(values(run, "train/loss"), logged(other, "loss"))
-
-    with pytest.raises(Exception, match=r"no column of the data set is an argument of BertForSequenceClassification\.forward"):
-        trainer(bert(), args, datasets.Dataset.from_dict({"text": ["a"]}), **options)
-
-
 def test_lengths_are_grouped_and_a_stream_needs_max_steps(tmp_path: Path) -> None:
     args = arguments(tmp_path / "a", train_sampling_strategy="group_by_length", per_device_train_batch_size=5)
     made = trainer(bert(), args, Reviews(80), processing_class=tokenizer())
@@ -339,7 +385,30 @@ def test_lengths_are_grouped_and_a_stream_needs_max_steps(tmp_path: Path) -> Non
     assert run.progress.step == 12
 
 
-# -- callbacks, resume, adapters -------------------------------------------------------------------------------------------
+class EvaluatesAt(transformers.TrainerCallback):  # type: ignore[misc]
+    """Requests evaluations, whatever the ``eval_strategy`` is."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        control.should_evaluate = state.global_step == 3
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **keywords: Any) -> None:
+        self.seen.append((state.global_step, pytest.approx(metrics["eval_loss"], abs=1e-5)))
+
+
+def test_a_callback_may_request_an_evaluation_that_no_strategy_asks_for(tmp_path: Path) -> None:
+    args, home, here = arguments(tmp_path, eval_on_start=True), EvaluatesAt(), EvaluatesAt()
+    theirs(gpt2(), args, Texts(10), eval_dataset=Texts(4), callbacks=[home])
+    made = trainer(gpt2(), args, Texts(10), Texts(4), callbacks=[here])
+    run = made.fit()
+    assert [step for step, _ in here.seen] == [0, 3]
+    assert here.seen == [(step, loss.expected) for step, loss in home.seen]
+    assert [step for step, _ in run.history["eval/loss"]] == [1, 3]
+
+
+# -- resume and adapters -------------------------------------------------------------------------------------------------
 
 
 def shuffled(folder: Path, **options: Any) -> Trainer:
@@ -385,8 +454,10 @@ def test_a_peft_model_trains_and_its_checkpoints_have_the_adapter(tmp_path: Path
     made = trainer(lora(), args, Texts())
     run = made.fit(resume="auto")
 
-    assert close(values(run, "train/loss"), logged(other, "loss"))
+    assert close(run, other, "train/loss")
     folder = tmp_path / "checkpoints" / "last" / "pretrained"
+    assert {one.name for one in folder.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
+    assert not (folder / "model.safetensors").exists()
     again = peft.PeftModel.from_pretrained(gpt2(), folder)
     assert torch.equal(weights(again), weights(made.model))
     assert all("lora" in name for name in load_file(folder.parent / "model.safetensors"))  # the base is left out

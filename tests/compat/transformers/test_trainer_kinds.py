@@ -12,9 +12,24 @@ from torch import Tensor, nn
 
 from cadenza import Run
 from cadenza.compat.transformers import trainer
-from tests.compat.transformers.parts import Reviews, Texts, arguments, bert, gpt2, logged, theirs, tokenizer, transformers
+from tests.compat.transformers.parts import (
+    Logs,
+    Made,
+    Reviews,
+    Texts,
+    arguments,
+    bert,
+    both,
+    close,
+    gpt2,
+    theirs,
+    tokenizer,
+    transformers,
+    values,
+)
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -50,17 +65,6 @@ class Plain(nn.Module):
 def plain() -> Any:
     torch.manual_seed(0)
     return Plain()
-
-
-class Made(Texts):
-    """Samples that a function makes of the tokens and the index."""
-
-    def __init__(self, make: Callable[[Tensor, int], dict[str, Any]], count: int = 20) -> None:
-        super().__init__(count)
-        self.make = make
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.make(self.tokens[index], index)
 
 
 def question(tokens: Tensor, index: int) -> dict[str, Any]:
@@ -103,16 +107,9 @@ def test_results_are_those_of_their_trainer(
     args = arguments(tmp_path, optim="sgd", eval_strategy="epoch", **given)
     pads = transformers.DataCollatorForSeq2Seq(tokenizer(), label_pad_token_id=-100) if make is translator else None
     options: dict[str, Any] = {"data_collator": pads, "compute_metrics": described}
-    other = theirs(make(), args, Made(sample), eval_dataset=Made(sample, 8), **options)
-    run = trainer(make(), args, Made(sample), Made(sample, 8), **options).fit()
-
+    _, run, other = both(make, args, Made(sample, 12), Made(sample, 8), **options)
     tolerance = 2e-2 if "bf16" in given else 2e-5
-    for ours, name in (
-        ("train/loss", "loss"),
-        *((f"eval/{one}", f"eval_{one}") for one in ("loss", "arrays", "widths", "sum")),
-    ):
-        found, expected = [value for _, value in run.history[ours]], logged(other, name)
-        assert found == pytest.approx(expected, abs=tolerance), ours
+    assert close(run, other, "train/loss", *(f"eval/{one}" for one in ("loss", "arrays", "widths", "sum")), tolerance=tolerance)
 
 
 def test_samples_are_masked_by_a_collator_with_random_numbers(tmp_path: Path) -> None:
@@ -125,7 +122,7 @@ def test_samples_are_masked_by_a_collator_with_random_numbers(tmp_path: Path) ->
         torch.manual_seed(0)
         model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, **SMALL, **QUIET))
         args = arguments(tmp_path / str(workers), dataloader_num_workers=workers)
-        return [value for _, value in trainer(model, args, data, data_collator=masked).fit().history["train/loss"]]
+        return values(trainer(model, args, data, data_collator=masked).fit(), "train/loss")
 
     assert losses(0) == losses(1)
 
@@ -183,19 +180,12 @@ def test_their_callbacks_see_the_arguments_and_the_events_of_their_trainer(tmp_p
 
 
 def test_their_callbacks_see_one_log_at_the_end_of_an_epoch_that_is_cut_short(tmp_path: Path) -> None:
-    class Logs(transformers.TrainerCallback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.seen: list[tuple[int, set[str]]] = []
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
-            self.seen.append((state.global_step, {*logs}))
-
     args = arguments(tmp_path, optim="sgd", max_steps=13, logging_strategy="epoch", max_grad_norm=0.0)
     there, seen = Logs(), Logs()
     theirs(gpt2(), args, Texts(), callbacks=[there])
     trainer(gpt2(), args, Texts(), callbacks=[seen]).fit()
-    assert seen.seen == there.seen
-    assert [step for step, names in seen.seen if "grad_norm" in names] == [10, 13]
+    assert [(step, {*logs}) for step, logs in seen.seen] == [(step, {*logs}) for step, logs in there.seen]
+    assert [step for step, logs in seen.seen if "grad_norm" in logs] == [10, 13]
 
 
 def test_the_trackers_of_report_to_are_their_callbacks(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from cadenza.drivers import FsdpDriver
 from cadenza.loading import TensorBatches
 from cadenza.testing import launch
 from tests.compat.transformers.parts import (
+    Logs,
     Reviews,
     Texts,
     arguments,
@@ -35,16 +36,6 @@ def new_process() -> None:
     state = import_module("accelerate.state")  # it has no types
     state.AcceleratorState._reset_state(reset_partial_state=True)
     state.PartialState._reset_state()
-
-
-class Logs(transformers.TrainerCallback):  # type: ignore[misc]
-    """Notes the losses of ``on_log``."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
-        self.losses += [logs["loss"]] if "loss" in logs else []
 
 
 def seen(given: Any) -> dict[str, float]:
@@ -120,7 +111,7 @@ def test_two_ranks(tmp_path: Path) -> None:
             "ranks": run.driver.world_size,
             "losses": [value for _, value in run.history["train/loss"]],
             "theirs": list(logged(other, "loss")),
-            "logs": logs.losses,
+            "logs": [logged["loss"] for _, logged in logs.seen if "loss" in logged],
             "weights": (weights(own.model) - weights(other.model)).abs().max().item(),
             "tokens": run.progress.tokens,
             "results": {name: results.history[f"eval/{name}"] for name in ("accuracy", "count", "labels", "loss")},

@@ -1,21 +1,24 @@
-"""``nf.infer``, ``PtActions``, ``get_checkpoint_from_dir`` and the factory's other methods."""
+"""The factory: ``nf.infer``, ``PtActions``, its folders (case 20 of part F1) and its other methods."""
 
 from __future__ import annotations
 
-import argparse
-import pickle
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 import cadenza.compat.nemo as nemo
 import cadenza.compat.nemo10 as nemo10
-from cadenza.compat.nemo.backends.pytorch import DataLayerNM, PtActions
+from cadenza.compat.nemo.backends.pytorch import PtActions
 from cadenza.compat.nemo.core import CheckpointCallback, DeviceType, NeuralModuleFactory, Optimization
-from cadenza.compat.nemo.utils import NemoArgParser, get_checkpoint_from_dir
+from cadenza.compat.nemo10 import logging
+from cadenza.compat.nemo10.core import NeuralModuleFactory as OldFactory
 from cadenza.testing import tiny_loader
-from tests.compat.nemo.graphs import SGD, Line, LineNM, line, worst_of
+from tests.compat.nemo.graphs import SGD, Line, LineNM, line, train, worst_of
 
 
 def modes(graph: Line) -> list[bool]:
@@ -25,22 +28,20 @@ def modes(graph: Line) -> list[bool]:
 
 
 class TestInfer:
-    def test_it_returns_one_value_per_batch_for_each_tensor(self) -> None:
+    def test_it_returns_one_value_per_batch_for_each_tensor_and_computes_in_evaluation_mode(self) -> None:
         graph = line(batches=3)
-        predictions, inputs = NeuralModuleFactory().infer([graph.prediction, graph.x]) or ([], [])
+        predictions, inputs = NeuralModuleFactory().infer([graph.prediction, graph.x], verbose=False) or ([], [])
         assert all(map(torch.equal, inputs, (x for x, _ in tiny_loader(3))))
         assert all(torch.equal(value, x * 0.5) for value, x in zip(predictions, inputs, strict=True))
         assert not predictions[0].requires_grad
-
-    def test_modules_are_in_evaluation_mode_during_it_and_as_before_after_it(self) -> None:
-        graph = line(batches=2)
-        NeuralModuleFactory().infer([graph.loss], verbose=False)
-        assert modes(graph) == [False, False]
+        assert modes(graph) == [False] * 3
         assert graph.net.training
+        assert [len(values) for values in NeuralModuleFactory().infer([graph.x, graph.y]) or ()] == [3, 3]
+        assert modes(graph) == [False] * 3  # a data layer alone can be read
 
     def test_it_restores_the_newest_files_or_those_of_a_pattern(self, tmp_path: Path) -> None:
         graph, factory = line(), NeuralModuleFactory()
-        factory.train([graph.loss], "sgd", {**SGD, "max_steps": 5}, [CheckpointCallback(str(tmp_path), step_freq=2)])
+        train(graph, CheckpointCallback(str(tmp_path), step_freq=2), factory=factory, max_steps=5)
         final = factory.infer([graph.prediction])
         fresh = line()
         assert torch.equal((factory.infer([fresh.prediction], checkpoint_dir=str(tmp_path)) or [])[0][0], (final or [])[0][0])
@@ -72,22 +73,6 @@ class TestInfer:
             factory.infer([worst], use_cache=True)
         with pytest.raises(ValueError, match="got both"):
             factory.infer([worst], cache=True, use_cache=True)
-
-
-class TestFilesOfModules:
-    def test_the_highest_number_counts_and_a_whole_name_comes_first(self, tmp_path: Path) -> None:
-        for name in ("Enc-STEP-9.pt", "Enc-STEP-10.pt", "EncDec-STEP-99.pt", "Saver_1a-STEP-3.pt", "notes.txt"):
-            (tmp_path / name).touch()
-        folder = str(tmp_path)
-        assert get_checkpoint_from_dir(["Enc", "EncDec"], folder) == [f"{folder}/Enc-STEP-10.pt", f"{folder}/EncDec-STEP-99.pt"]
-        assert get_checkpoint_from_dir("Enc", folder, "STEP-9") == [f"{folder}/Enc-STEP-9.pt"]
-        assert get_checkpoint_from_dir(["Saver"], folder, return_steps=True) == ([f"{folder}/Saver_1a-STEP-3.pt"], [3])
-
-    def test_a_missing_folder_or_file_is_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="does not exist"):
-            get_checkpoint_from_dir(["Enc"], str(tmp_path / "none"))
-        with pytest.raises(ValueError, match="has no numbered file of module 'Enc'"):
-            get_checkpoint_from_dir(["Enc"], str(tmp_path))
 
 
 class TestActions:
@@ -129,13 +114,6 @@ class TestActions:
 
 
 class TestFactory:
-    def test_reset_forgets_the_last_training(self) -> None:
-        graph, factory = line(), NeuralModuleFactory()
-        factory.train([graph.loss], "sgd", {**SGD, "max_steps": 2})
-        factory.reset_trainer()
-        assert (factory.step, factory.epoch, factory.optimizers, factory.run) == (0, 0, [], None)
-        assert factory.train([graph.loss], "sgd", {**SGD, "max_steps": 1}).progress.step == 1
-
     def test_the_first_arguments_are_in_the_order_of_the_version(self, tmp_path: Path) -> None:
         first = NeuralModuleFactory(None, "O0", DeviceType.CPU, False, 3, True, str(tmp_path / "new"))
         assert (first.placement, first.random_seed, first.work_dir) == (DeviceType.CPU, 3, str(tmp_path / "new"))
@@ -145,12 +123,12 @@ class TestFactory:
         with pytest.raises(NotImplementedError, match=r"backend must be Backend\.PyTorch"):
             nemo10.core.NeuralModuleFactory(nemo10.core.Backend.NotSupported)
 
-    def test_precision_by_name(self) -> None:
+    def test_precision_has_a_name_and_cudnn_benchmark_excludes_a_seed(self) -> None:
         assert NeuralModuleFactory(optimization_level="O1").optim_level is Optimization.mxprO1
+        assert NeuralModuleFactory(optimization_level=Optimization.mxprO1).precision == "fp16"
         with pytest.raises(ValueError, match="must be one of O0, O1, O2, O3"):
             NeuralModuleFactory(optimization_level="fp16")
 
-    def test_cudnn_benchmark_is_set_and_excludes_a_seed(self) -> None:
         try:
             NeuralModuleFactory(cudnn_benchmark=True)
             assert torch.backends.cudnn.benchmark
@@ -159,43 +137,66 @@ class TestFactory:
         finally:
             torch.backends.cudnn.benchmark = False
 
-    def test_one_process_needs_no_agreement(self) -> None:
-        NeuralModuleFactory().sync_all_processes(status=False)
-
-    def test_what_is_not_available_says_what_to_use(self, tmp_path: Path) -> None:
+    def test_what_is_not_available_says_what_to_use_and_one_process_needs_no_agreement(self) -> None:
         factory, graph = NeuralModuleFactory(), line()
+        factory.sync_all_processes(status=False)
         with pytest.raises(NotImplementedError, match=r"module.save_to\('net.onnx'\) for the weights, or torch.onnx.export"):
             factory.deployment_export(graph.net, "net.onnx", "ONNX")
         with pytest.raises(NotImplementedError, match="training_graph is not available"):
             factory.train(training_graph=object(), optimization_params={**SGD, "max_steps": 1})
 
-    def test_the_command_line_of_the_examples_makes_a_factory(self, tmp_path: Path) -> None:
-        parser = NemoArgParser()
-        assert isinstance(parser, argparse.ArgumentParser)
-        args = parser.parse_args(["--work_dir", str(tmp_path), "--amp_opt_level", "O0", "--create_tb_writer"])
-        factory = NeuralModuleFactory(
-            local_rank=args.local_rank,
-            optimization_level=args.amp_opt_level,
-            log_dir=args.work_dir,
-            create_tb_writer=args.create_tb_writer,
-            cudnn_benchmark=args.cudnn_benchmark,
+
+class TestFolders:
+    def test_20_without_folders_nothing_is_written_and_a_writer_needs_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        train(line(), max_steps=1)
+        assert list(tmp_path.iterdir()) == []
+        factory = OldFactory()
+        assert (factory.work_dir, factory.checkpoint_dir, factory.tb_writer) == (None, None, None)
+        assert (factory.world_size, factory.global_rank) == (1, None)
+        with pytest.raises(ValueError, match="create_tb_writer=True needs log_dir= or tensorboard_dir="):
+            OldFactory(create_tb_writer=True)
+
+    def test_20_the_work_directory_holds_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        said = types.SimpleNamespace(stdout="commit hash: abc\n")  # the tests may run outside a repository
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+        extra = tmp_path / "config.yaml"
+        extra.write_text("lr: 1")
+        factory = OldFactory(log_dir=str(tmp_path / "work"), create_tb_writer=True, files_to_copy=[str(extra)])
+        assert factory.work_dir == str(tmp_path / "work")
+        assert factory.checkpoint_dir == str(tmp_path / "work" / "checkpoints")
+        assert isinstance(factory.tb_writer, SummaryWriter)
+        logging.info("a message")
+        names = {file.name.split("_")[0] for file in (tmp_path / "work").iterdir()}
+        assert names >= {"checkpoints", "tensorboard", "cmd-args", "log", "config"}
+        [arguments] = (tmp_path / "work").glob("cmd-args_*.log")
+        assert arguments.read_text() == " ".join(sys.argv) + "\n"
+        [of_git] = (tmp_path / "work").glob("git-info_*.log")
+        assert of_git.read_text().startswith("commit hash: abc")
+        [copied] = (tmp_path / "work").glob("config_*.yaml")
+        assert copied.read_text() == "lr: 1"
+        assert "a message" in (tmp_path / "work" / "log_globalrank-0_localrank-0.txt").read_text()
+
+    def test_20_each_folder_can_be_chosen_or_named_by_the_time(self, tmp_path: Path) -> None:
+        factory = OldFactory(
+            log_dir=str(tmp_path / "work"),
+            checkpoint_dir=str(tmp_path / "ck"),
+            tensorboard_dir=str(tmp_path / "tb"),
+            create_tb_writer=True,
         )
-        assert factory.tb_writer is not None
+        assert factory.checkpoint_dir == str(tmp_path / "ck")
+        assert factory.tb_writer.log_dir == str(tmp_path / "tb")
+        assert not (tmp_path / "work" / "checkpoints").exists()
+        assert OldFactory(checkpoint_dir=str(tmp_path / "only")).checkpoint_dir == str(tmp_path / "only")
+        timed = OldFactory(log_dir=str(tmp_path / "timed"), add_time_to_log_dir=True)
+        [folder] = (tmp_path / "timed").iterdir()
+        assert (timed.work_dir, timed.checkpoint_dir) == (str(folder), str(folder / "checkpoints"))
 
-
-def test_weights_in_files_of_the_backend(tmp_path: Path) -> None:
-    from cadenza.compat.nemo.backends import get_state_dict, load, save, set_state_dict
-
-    net, other, path = LineNM(), LineNM(), str(tmp_path / "net.pt")
-    torch.nn.init.ones_(net.layer.weight)
-    save(get_state_dict(net), path)
-    set_state_dict(other, load(path))
-    assert other.layer.weight.item() == 1.0
-    torch.save(Path, path)
-    with pytest.raises(pickle.UnpicklingError):
-        load(path)
-
-
-def test_a_data_layer_alone_can_be_read() -> None:
-    x, y = DataLayerNM.of(tiny_loader(2), ["x", "y"])()
-    assert [len(values) for values in NeuralModuleFactory().infer([x, y]) or ()] == [2, 2]
+    def test_messages_are_written_to_the_folder_of_the_newest_factory(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            OldFactory(log_dir=str(tmp_path / name))
+            logging.info("said after %s", name)
+        texts = [(tmp_path / name / "log_globalrank-0_localrank-0.txt").read_text() for name in ("a", "b")]
+        assert ["said after a" in texts[0], "said after b" in texts[0], "said after b" in texts[1]] == [True, False, True]

@@ -1,21 +1,24 @@
-"""Callbacks of Hugging Face, Lightning and Keras run in the trainers of the other adapters, beside callbacks of these."""
+"""In the trainers of the adapters, callbacks of Hugging Face, Lightning and Keras run, and no advice names what they lack."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from cadenza.compat import fastnlp
-from cadenza.compat.accelerated.trainer import Trainer as AcceleratedTrainer
-from cadenza.compat.nemo.core import NeuralModuleFactory
-from cadenza.compat.nemo10.core import NeuralModuleFactory as NeuralModuleFactory10
-from tests.compat.accelerated.parts import HERE, data, model
-from tests.compat.fastnlp.toy import Toy, loader
-from tests.compat.nemo.graphs import SGD, line
+from cadenza import Trainer, supervised
+from cadenza.compat.accelerated import Trainer as AcceleratedTrainer
+from cadenza.compat.accelerated.callbacks import SaveTrainingStateCallback
+from cadenza.compat.fastnlp import Trainer as FastNLPTrainer
+from cadenza.compat.nemo10.core import NeuralModuleFactory
+from tests.compat.accelerated.parts import HERE, data
+from tests.compat.nemo.graphs import line, train
 
 lightning = pytest.importorskip("lightning", reason="one of the three systems is Lightning: pip install lightning")
 transformers = pytest.importorskip("transformers", reason="one of the three is transformers: pip install transformers")
@@ -98,34 +101,38 @@ class OfKeras(Counts, keras.callbacks.Callback):  # type: ignore[name-defined, m
         self.ended += 1
 
 
-def in_accelerated(callbacks: list[Any]) -> None:
-    net = model()
-    trainer = AcceleratedTrainer(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), callbacks=callbacks)
-    trainer.train(data(STEPS), num_epochs=EPOCHS, per_device_batch_size=2, train_dataloader_kwargs=HERE)
+class Regression(nn.Linear):
+    def train_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self(batch[0]), batch[1])}
+
+
+def in_accelerated(callbacks: list[Any], resume_from: str | None = None) -> None:
+    model = Regression(1, 1)
+    trainer = AcceleratedTrainer(model, nn.MSELoss(), torch.optim.Adam(model.parameters()), callbacks=callbacks)
+    trainer.train(data(STEPS), EPOCHS, per_device_batch_size=2, train_dataloader_kwargs=HERE, resume_from=resume_from)
 
 
 def in_fastnlp(callbacks: list[Any]) -> None:
-    toy = Toy()
-    optimizer = torch.optim.SGD(toy.parameters(), 0.1)
-    fastnlp.Trainer(
-        model=toy, driver="torch", device="cpu", optimizers=optimizer, train_dataloader=loader(4 * STEPS), n_epochs=EPOCHS,
-        callbacks=callbacks, progress_bar=None,
-    ).run()  # fmt: skip
+    model = Regression(1, 1)
+    optimizer, batches = torch.optim.Adam(model.parameters()), DataLoader(data(STEPS), 2)
+    FastNLPTrainer(model, batches, optimizer, n_epochs=EPOCHS, callbacks=callbacks, progress_bar=None).run()
 
 
 def in_nemo(callbacks: list[Any]) -> None:
-    NeuralModuleFactory().train([line(STEPS).loss], "sgd", {**SGD, "num_epochs": EPOCHS}, callbacks)
+    train(line(loader=DataLoader(data(STEPS), 2)), *callbacks, optimizer="adam", num_epochs=EPOCHS)
 
 
 def in_nemo10(callbacks: list[Any]) -> None:
-    NeuralModuleFactory10().train([line(STEPS).loss], "sgd", {**SGD, "num_epochs": EPOCHS}, callbacks)
+    graph = line(loader=DataLoader(data(STEPS), 2))
+    train(graph, *callbacks, factory=NeuralModuleFactory(), optimizer="adam", num_epochs=EPOCHS)
 
 
-FACADES = [in_accelerated, in_fastnlp, in_nemo, in_nemo10]
 KINDS = [OfTransformers, OfLightning, OfKeras]
+IN_FACADES = pytest.mark.parametrize("train", [in_accelerated, in_fastnlp, in_nemo, in_nemo10])
+pytestmark = pytest.mark.filterwarnings("ignore:.*progress_bar:UserWarning")  # fastNLP's
 
 
-@pytest.mark.parametrize("train", FACADES)
+@IN_FACADES
 def test_all_three_count_the_same_steps_and_epochs(train: Callable[[list[Any]], None]) -> None:
     callbacks = [kind() for kind in KINDS]
     train(callbacks)
@@ -135,7 +142,7 @@ def test_all_three_count_the_same_steps_and_epochs(train: Callable[[list[Any]], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("train", FACADES)
+@IN_FACADES
 def test_each_may_stop_the_training(train: Callable[[list[Any]], None], kind: Any) -> None:
     stops, sees = kind(stop_after=STEPS + 2), OfLightning()
     train([stops, sees])
@@ -145,8 +152,40 @@ def test_each_may_stop_the_training(train: Callable[[list[Any]], None], kind: An
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("train", FACADES)
+@IN_FACADES
 def test_one_instance_twice_is_refused(train: Callable[[list[Any]], None], kind: Any) -> None:
     one = kind()
     with pytest.raises((TypeError, ValueError), match=f"in the list twice: {kind.__name__}"):
         train([one, one])
+
+
+NATIVE_ADVICE = ("could be fused", "TensorBatches", "Add Checkpoint(...)")
+
+
+def in_a_native_trainer(folder: Path) -> None:
+    model = Regression(1, 1)
+    optimizer, loss = torch.optim.Adam(model.parameters()), supervised(nn.functional.mse_loss)
+    trainer = Trainer(model, optimizer, DataLoader(data(STEPS), 2), loss, max_epochs=1, directory=folder, progress=False)
+    trainer.fit(resume="auto")
+
+
+def test_the_native_trainer_says_what_its_arguments_could_do_better(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    in_a_native_trainer(tmp_path)
+    text = caplog.text + capsys.readouterr().err
+    assert all(advice in text for advice in NATIVE_ADVICE)
+
+
+@IN_FACADES
+def test_the_trainer_of_an_adapter_does_not(
+    train: Callable[..., None], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    train([])
+    if train is in_accelerated:
+        train([SaveTrainingStateCallback(str(tmp_path), save_every_n_epochs=1)])
+        train([], resume_from=str(tmp_path / "epoch_1"))
+    text = caplog.text + capsys.readouterr().err
+    assert not [advice for advice in NATIVE_ADVICE if advice in text]
