@@ -125,7 +125,7 @@ CHECKED_BY = {
     "the final weights are bit-identical": "checkpoint/test_resume.py::test_exact_at_every_single_step",
     "loader workers, dropout, gradient accumulation and bf16": "checkpoint/test_resume.py::test_exact_with_workers",
     "Kill the process at any instant": (
-        "checkpoint/test_kill.py::test_trainings_that_are_killed_at_random_instants_end_in_the_same_bits"
+        "alone/test_kills.py::test_trainings_that_are_killed_at_random_instants_end_in_the_same_bits"
     ),
     "An error in a callback says which callback raised it": (
         "hooks/test_faults.py::test_an_error_gains_exactly_one_line_that_says_who_where_and_when"
