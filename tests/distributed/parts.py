@@ -1,17 +1,18 @@
-"""What the tests of several processes train."""
+"""What the tests of several processes train, and on which ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from cadenza import Trainer
-from cadenza.drivers import DdpDriver, Driver, SingleDriver
+from cadenza import Callback, Run, Trainer, on
+from cadenza.drivers import DdpDriver, Driver, FsdpDriver, SingleDriver
 
 Batch = tuple[Tensor, ...]
 
@@ -26,6 +27,16 @@ def loader(count: int = 24, batch_size: int = 4, *, shuffle: bool = True, **opti
     return DataLoader(samples(count), batch_size, shuffle=shuffle, **options)
 
 
+class Stream:
+    """Batches of a loader, without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader(self.count, shuffle=False))
+
+
 def squared_error(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
@@ -33,6 +44,11 @@ def squared_error(model: nn.Module, batch: Batch) -> Tensor:
 def judged(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return loss, predictions and targets, for an evaluation."""
     return {"loss": squared_error(model, batch), "predictions": model(batch[0]), "targets": batch[1]}
+
+
+def weighted(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return the loss, and how much a batch counts: so a step is that of one process on all its samples."""
+    return {"loss": squared_error(model, batch), "weight": len(batch[0])}
 
 
 def own_rank() -> int:
@@ -50,13 +66,51 @@ def network(dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
 
 
+class Block(nn.Module):
+    """A layer as models have many of."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.Linear(8, 8), nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        activated: Tensor = self.drop(self.inner(hidden).tanh())
+        return activated
+
+
+def blocks(dropout: float = 0.0) -> nn.Sequential:
+    """Return a model of which `sharded` shards two layers on their own."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), Block(dropout), Block(dropout), nn.Linear(8, 1))
+
+
 def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def single() -> Driver:
+    return SingleDriver("cpu")
+
+
+def ddp(**options: Any) -> DdpDriver:
+    return DdpDriver("cpu", timeout_s=100, **options)
+
+
+def fsdp(**options: Any) -> FsdpDriver:
+    return FsdpDriver("cpu", timeout_s=100, **options)
+
+
+def sharded(**options: Any) -> FsdpDriver:
+    return fsdp(**{"shard": Block, **options})
+
+
 def driver() -> Driver:
     """Return DDP on the CPU inside of `launch`, and one process outside."""
-    return DdpDriver("cpu", timeout_s=100) if "RANK" in os.environ else SingleDriver("cpu")
+    return ddp() if "RANK" in os.environ else single()
 
 
 def trainer(data: Iterable[Any] | None = None, **arguments: Any) -> Trainer:
@@ -73,6 +127,34 @@ def trainer(data: Iterable[Any] | None = None, **arguments: Any) -> Trainer:
     )
 
 
+def seeing(numbers: list[int]) -> Callback:
+    """Return a callback that adds the numbers of the samples of this rank to a list."""
+
+    def see(run: Run, batch: Batch) -> None:
+        numbers.extend(batch[2].tolist())
+
+    return on(Callback.on_batch_start)(see)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor of which ranks may have parts. Every rank must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def vector(tensors: Iterable[Tensor]) -> Tensor:
+    """Return all numbers of tensors as one vector. Every rank must call this."""
+    return torch.cat([whole(one).detach().flatten() for one in tensors])
+
+
 def weights_of(one: Trainer) -> Tensor:
-    """Return all weights as one vector."""
-    return torch.cat([weight.detach().flatten() for weight in one.model.parameters()])
+    """Return all weights as one vector. Every rank must call this."""
+    return vector(one.model.parameters())
+
+
+def refusal(make: Callable[[], object]) -> str:
+    """Return what a ValueError says; an empty string if there is none."""
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -17,56 +17,31 @@ from torch.distributed.tensor import DTensor
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import ClipGradients
-from cadenza.drivers import DdpDriver, FsdpDriver
+from cadenza.drivers import FsdpDriver
 from cadenza.errors import DistributedError
 from cadenza.testing import launch, tiny_trainer
-from tests.distributed.parts import Batch, loader, momentum, samples, squared_error, trainer
-
-
-class Block(nn.Module):
-    """A layer as models have many of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.drop = nn.Linear(8, 8), nn.Dropout(0.3)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        activated: Tensor = self.drop(self.inner(hidden).tanh())
-        return activated
-
-
-def network(blocks: int = 2, dropout: float = 0.0) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), *(Block() for _ in range(blocks)), nn.Linear(8, 1))
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = dropout
-    return model
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def weights_of(one: Trainer) -> Tensor:
-    """Return all weights as one vector. Every rank must call this."""
-    return torch.cat([whole(weight).detach().flatten() for weight in one.model.parameters()])
-
-
-def sharded(**options: Any) -> FsdpDriver:
-    options.setdefault("shard", Block)
-    return FsdpDriver("cpu", timeout_s=100, **options)
+from tests.distributed.parts import (
+    Block,
+    blocks,
+    ddp,
+    loader,
+    momentum,
+    refusal,
+    sharded,
+    single,
+    trainer,
+    vector,
+    weights_of,
+    whole,
+)
+from tests.distributed.standing import on_ranks
 
 
 def trained(driver: Callable[[], Any], data: Any = None, **arguments: Any) -> Tensor:
-    dropout = arguments.pop("dropout", 0.0)
-    one = trainer(loader(48) if data is None else data, model=network(dropout=dropout), driver=driver(), **arguments)
+    model = blocks(arguments.pop("dropout", 0.0))
+    one = trainer(loader(48) if data is None else data, model=model, driver=driver(), **arguments)
     one.fit()
     return weights_of(one)
-
-
-def none() -> None:
-    return None
 
 
 def local_numbers(tensors: Iterable[Tensor | None]) -> int:
@@ -78,21 +53,21 @@ def local_numbers(tensors: Iterable[Tensor | None]) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fsdp_trains_to_the_weights_of_one_process_that_accumulates_as_many_batches(ranks: int) -> None:
-    alone = trained(none, accumulate=ranks)
-    for weights in launch(lambda: trained(sharded), ranks):
+    alone = trained(single, accumulate=ranks)
+    for weights in on_ranks(lambda: trained(sharded), ranks):
         assert torch.allclose(weights, alone, atol=1e-6)
 
 
 def test_groups_of_ranks_that_each_hold_the_model_train_as_one_process_and_clip_by_the_same_norm() -> None:
     def held() -> tuple[Tensor, tuple[int, ...], int]:
-        one = trainer(loader(48), model=network(), driver=sharded(replicas=2), callbacks=[ClipGradients(0.1)])
+        one = trainer(loader(48), model=blocks(), driver=sharded(replicas=2), callbacks=[ClipGradients(0.1)])
         one.fit()
         shapes = {parameter.device_mesh.shape for parameter in one.model.parameters() if isinstance(parameter, DTensor)}
         return weights_of(one), shapes.pop(), local_numbers(one.model.parameters())
 
-    alone = trained(none, accumulate=4, callbacks=[ClipGradients(0.1)])
+    alone = trained(single, accumulate=4, callbacks=[ClipGradients(0.1)])
     total = alone.numel()
-    ranks = launch(held, 4)
+    ranks = on_ranks(held, 4)
     for weights, shape, _ in ranks:
         assert torch.allclose(weights, alone, atol=1e-6)
         assert shape == (2, 2)
@@ -101,10 +76,7 @@ def test_groups_of_ranks_that_each_hold_the_model_train_as_one_process_and_clip_
 
 def test_fsdp_trains_as_ddp_with_dropout_and_accumulation_and_a_short_last_group() -> None:
     both = {"dropout": 0.3, "accumulate": 3}
-    (expected, _), (got, again) = (
-        launch(lambda: trained(lambda: DdpDriver("cpu", timeout_s=100), **both)),
-        launch(lambda: trained(sharded, **both)),
-    )
+    (expected, got), (_, again) = on_ranks(lambda: (trained(ddp, **both), trained(sharded, **both)))
     assert torch.equal(got, again)
     assert torch.allclose(got, expected, atol=1e-6)
 
@@ -117,29 +89,18 @@ def test_each_rank_holds_a_part_of_weights_gradients_and_optimizer_state() -> No
         def measure(run: Run) -> None:
             sizes["gradients"] = local_numbers(parameter.grad for parameter in run.model.parameters())
 
-        one = trainer(model=network(), driver=sharded(), callbacks=[measure], max_epochs=1)
+        one = trainer(model=blocks(), driver=sharded(), callbacks=[measure], max_epochs=1)
         run = one.fit()
         assert [name for name, module in one.model.named_modules() if isinstance(module, FSDPModule)] == ["", "2", "3"]
         sizes["weights"] = local_numbers(one.model.parameters())
         sizes["state"] = local_numbers(state["momentum_buffer"] for state in run.optimizers[0].state.values())
         return sizes
 
-    total = sum(parameter.numel() for parameter in network().parameters())
-    ranks = launch(parts, 4)
+    total = sum(parameter.numel() for parameter in blocks().parameters())
+    ranks = on_ranks(parts, 4)
     for what in ("weights", "gradients", "state"):
         assert sum(sizes[what] for sizes in ranks) == total  # nothing is held twice
         assert max(sizes[what] for sizes in ranks) < total / 2
-
-
-def test_weighted_groups_have_the_gradients_of_one_process_on_all_their_samples() -> None:
-    def weighted(model: nn.Module, batch: Batch) -> dict[str, Any]:
-        return {"loss": squared_error(model, batch), "weight": len(batch[0])}
-
-    rows, sizes = samples(10).tensors, [4, 2, 1, 3]
-    batches = list(zip(*(tensor.split(sizes) for tensor in rows), strict=True))
-    whole_batch = trained(none, [samples(10).tensors], max_epochs=1)
-    for weights in launch(lambda: trained(sharded, batches, accumulate=2, max_epochs=1, compute_loss=weighted)):
-        assert torch.allclose(weights, whole_batch, atol=1e-6)
 
 
 def test_gradients_are_reduced_once_a_step_where_the_last_batch_is_sure_and_with_each_batch_where_it_may_be_skipped() -> None:
@@ -158,14 +119,14 @@ def test_gradients_are_reduced_once_a_step_where_the_last_batch_is_sure_and_with
 
         driver = Noting("cpu", shard=Block)
         one = trainer(
-            loader(32), model=network(), driver=driver, accumulate=2, callbacks=[skip] if skipping else [], max_epochs=1
+            loader(32), model=blocks(), driver=driver, accumulate=2, callbacks=[skip] if skipping else [], max_epochs=1
         )
         one.fit()
         return driver.held, weights_of(one)
 
-    assert [held for held, _ in launch(partial(steps, skipping=False))] == [2, 2]
+    assert [held for held, _ in on_ranks(partial(steps, skipping=False))] == [2, 2]
     for moment in (Callback.on_batch_start, Callback.on_before_backward):
-        (held, first), (_, second) = launch(partial(steps, skipping=True, moment=moment))
+        (held, first), (_, second) = on_ranks(partial(steps, skipping=True, moment=moment))
         assert held == 0
         assert torch.equal(first, second)
 
@@ -205,45 +166,44 @@ def test_ranks_that_use_different_weights_learn_as_one_process_that_uses_all(acc
         one.fit()
         return weights_of(one)
 
-    expected = learned(none, (0, 1), 2 * accumulate)
-    for weights in launch(lambda: learned(partial(sharded, shard=None), (int(os.environ["RANK"]),), accumulate)):
+    expected = learned(single, (0, 1), 2 * accumulate)
+    for weights in on_ranks(lambda: learned(partial(sharded, shard=None), (int(os.environ["RANK"]),), accumulate)):
         assert torch.allclose(weights, expected, atol=1e-6)
 
 
 def test_an_evaluation_and_a_prediction_equal_those_of_one_process_though_ranks_have_different_numbers_of_batches() -> None:
     def results(driver: Callable[[], Any]) -> tuple[dict[str, float], Tensor]:
-        one = trainer(model=network(), driver=driver())
+        one = trainer(model=blocks(), driver=driver())
         data = loader(37, shuffle=False)  # ten batches for three or four ranks
         return one.evaluate(data), one.predict(data, compute=lambda model, batch: model(batch[0]))
 
-    expected, predictions = results(none)
-    for got, predicted in launch(partial(results, sharded), 4):
+    expected, predictions = results(single)
+    for got, predicted in on_ranks(partial(results, sharded), 4):
         assert got == pytest.approx(expected, rel=1e-6)
         assert torch.allclose(predicted, predictions, atol=1e-6)
 
 
 def test_weights_are_sharded_again_after_an_evaluation_if_forward_passes_leave_them_gathered() -> None:
     def after() -> bool:
-        one = trainer(model=network(), driver=sharded(reshard_after_forward=False))
+        one = trainer(model=blocks(), driver=sharded(reshard_after_forward=False))
         one.fit()
         one.evaluate(loader(37, shuffle=False))
         return all(isinstance(parameter, DTensor) for parameter in one.model.parameters())
 
-    assert launch(after) == [True, True]
+    assert on_ranks(after) == [True, True]
 
 
 def test_activation_checkpointing_gives_the_same_weights_and_keeps_the_names_of_the_model() -> None:
     def names_and_weights(**options: Any) -> tuple[list[str], Tensor, list[bool]]:
         passes: list[bool] = []
-        model = network(dropout=0.3)
+        model = blocks(0.3)
         model[2].register_forward_pre_hook(lambda *_: passes.append(True))
         one = trainer(loader(48), model=model, driver=sharded(**options))
         one.fit()
         return list(one.model.state_dict()), weights_of(one), passes
 
-    kept, *_ = launch(names_and_weights)
-    again, *_ = launch(lambda: names_and_weights(checkpoint_activations="[23]"))
-    assert again[0] == kept[0] == list(network().state_dict())
+    (kept, again), _ = on_ranks(lambda: (names_and_weights(), names_and_weights(checkpoint_activations="[23]")))
+    assert again[0] == kept[0] == list(blocks().state_dict())
     assert torch.equal(again[1], kept[1])
     assert len(again[2]) > len(kept[2])  # computed once more in each backward pass
 
@@ -251,31 +211,18 @@ def test_activation_checkpointing_gives_the_same_weights_and_keeps_the_names_of_
 def test_a_bf16_policy_computes_in_bf16_and_keeps_the_weights_in_fp32() -> None:
     def half() -> tuple[Tensor, set[torch.dtype]]:
         seen: set[torch.dtype] = set()
-        model = network()
+        model = blocks()
         model[2].register_forward_hook(lambda _, __, output: seen.add(output.dtype))
         one = trainer(loader(48), model=model, driver=sharded(param_dtype="bf16", reduce_dtype="fp32"))
         one.fit()
         return weights_of(one), seen
 
-    expected = trained(none, accumulate=2)
-    (weights, dtypes), _ = launch(half)
+    expected = trained(single, accumulate=2)
+    (weights, dtypes), _ = on_ranks(half)
     assert (dtypes, weights.dtype) == ({torch.bfloat16}, torch.float32)
-    start = torch.cat([weight.detach().flatten() for weight in network().parameters()])
+    start = vector(blocks().parameters())
     assert (weights - expected).norm() < 0.05 * (start - expected).norm()
     assert not torch.allclose(weights, expected, atol=1e-6)
-
-
-def test_clipping_takes_the_norm_over_all_shards() -> None:
-    def clipped(driver: Callable[[], Any], accumulate: int = 1) -> tuple[Tensor, list[tuple[int, float]]]:
-        clip = ClipGradients(max_norm=0.5, log="norm", log_every="1 step")
-        one = trainer(loader(48), model=network(), driver=driver(), callbacks=[clip], accumulate=accumulate)
-        history = one.fit().history["norm"]
-        return weights_of(one), history
-
-    expected, norms = clipped(none, accumulate=2)
-    for weights, logged in launch(partial(clipped, sharded)):
-        assert dict(logged) == pytest.approx(dict(norms), rel=1e-5)
-        assert torch.allclose(weights, expected, atol=1e-6)
 
 
 def test_the_main_process_gives_its_weights_to_all_though_each_made_others() -> None:
@@ -288,15 +235,7 @@ def test_the_main_process_gives_its_weights_to_all_though_each_made_others() -> 
 
     torch.manual_seed(0)
     expected = nn.Linear(3, 3).weight.detach()
-    assert all(torch.equal(weight, expected) for weight in launch(made, 4))
-
-
-def refusal(make: Callable[[], object]) -> str:
-    try:
-        make()
-    except ValueError as error:
-        return str(error)
-    return ""
+    assert all(torch.equal(weight, expected) for weight in on_ranks(made, 4))
 
 
 def test_what_cannot_be_sharded_is_refused_with_what_to_do() -> None:
@@ -307,18 +246,22 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_do() -> None:
             self.last.weight = self.first.weight
 
     def refusals() -> list[str]:
+        another = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
+
         def optimizer_of_whole_weights() -> Trainer:
-            model = network()
+            model = blocks()
             return tiny_trainer(model=model, optimizer=momentum(model.parameters()), driver=sharded())
 
         return [
             refusal(optimizer_of_whole_weights),
             refusal(lambda: tiny_trainer(driver=sharded(), precision="fp16")),
             refusal(lambda: sharded(param_dtype="int8")),
-            refusal(lambda: sharded(shard="blok.*").prepare(network())),
-            refusal(lambda: sharded(shard=nn.Conv2d).prepare(network())),
-            refusal(lambda: sharded(shard=lambda name, module: False).prepare(network())),
+            refusal(lambda: sharded(shard="blok.*").prepare(blocks())),
+            refusal(lambda: sharded(shard=nn.Conv2d).prepare(blocks())),
+            refusal(lambda: sharded(shard=lambda name, module: False).prepare(blocks())),
             refusal(lambda: sharded(shard="first").prepare(Tied())),
+            refusal(lambda: sharded().prepare(fully_shard(blocks(), mesh=another))),
+            refusal(lambda: sharded(replicas=3)),
         ]
 
     expected = [
@@ -329,8 +272,10 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_do() -> None:
         "no module of the model matches <class 'torch.nn.modules.conv.Conv2d'>",
         "the function chose no module of the model",
         "first.weight and last.weight are one weight",
+        "the model is already sharded over ['(2, 1)'] ranks; expected (2,)",
+        "replicas must divide the number of ranks, which is 2; got 3",
     ]
-    for told in launch(refusals):
+    for told in on_ranks(refusals):
         for text, part in zip(told, expected, strict=True):
             assert part in text
 
@@ -338,24 +283,13 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_do() -> None:
 def test_fsdp_by_name_takes_the_model_in_one_piece_and_needs_a_launcher() -> None:
     def by_name() -> tuple[list[str], str]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        one = trainer(loader(48), model=network(), driver="fsdp", max_epochs=1)
+        one = trainer(loader(48), model=blocks(), driver="fsdp", max_epochs=1)
         run = one.fit()
         return [name for name, module in one.model.named_modules() if isinstance(module, FSDPModule)], repr(run.driver)
 
-    assert launch(by_name) == [([""], f"FsdpDriver('cpu', rank {rank} of 2)") for rank in range(2)]
+    assert on_ranks(by_name) == [([""], f"FsdpDriver('cpu', rank {rank} of 2)") for rank in range(2)]
     with pytest.raises(DistributedError, match="FsdpDriver needs several processes, and this process was started alone"):
         tiny_trainer(driver="fsdp")
-
-
-def test_a_model_that_is_sharded_over_another_arrangement_of_ranks_is_refused() -> None:
-    def refused() -> str:
-        driver, model = sharded(), network()
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts")))
-        with pytest.raises(ValueError, match=r"replicas must divide the number of ranks, which is 2; got 3"):
-            sharded(replicas=3)
-        return refusal(lambda: driver.prepare(model))
-
-    assert all("the model is already sharded over ['(2, 1)'] ranks; expected (2,)" in told for told in launch(refused))
 
 
 def test_a_model_without_weights_and_one_that_is_sharded_already_are_taken_as_they_are() -> None:
@@ -363,18 +297,18 @@ def test_a_model_without_weights_and_one_that_is_sharded_already_are_taken_as_th
         driver = sharded()
         bare = nn.Tanh()
         same = driver.prepare(bare) is bare and not isinstance(bare, FSDPModule)
-        one = trainer(loader(48), model=network(), driver=driver, max_epochs=1)
+        one = trainer(loader(48), model=blocks(), driver=driver, max_epochs=1)
         one.fit()
         first = weights_of(one)
         another = trainer(loader(48), model=one.model, driver=sharded(), max_epochs=1)  # of the same model, with a new driver
         another.fit()
         return same, first, weights_of(another)
 
-    model = network()
+    model = blocks()
     trainer(loader(48), model=model, accumulate=2, max_epochs=1).fit()
     alone = trainer(loader(48), model=model, accumulate=2, max_epochs=1)
     alone.fit()
-    for same, first, second in launch(twice):
+    for same, first, second in on_ranks(twice):
         assert same
         assert not torch.equal(first, second)
         assert torch.allclose(second, weights_of(alone), atol=1e-6)

@@ -16,12 +16,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from cadenza import Callback, Run, Trainer, load_weights, on, save_weights
 from cadenza.callbacks import Checkpoint, ClipGradients, Ema
-from cadenza.drivers import DdpDriver, Driver, FsdpDriver, SingleDriver, TensorParallel
+from cadenza.drivers import Driver, FsdpDriver, TensorParallel
 from cadenza.errors import CheckpointFormatError
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.testing import launch, tiny_trainer
-from tests.distributed.parts import loader, momentum, trainer
-from tests.distributed.test_fsdp import refusal, whole
+from cadenza.testing import tiny_trainer
+from tests.distributed.parts import adamw, ddp, fsdp, loader, momentum, refusal, single, trainer, whole
+from tests.distributed.standing import on_ranks
 
 
 class Rotary(nn.Module):
@@ -89,16 +89,16 @@ def on_meta(make: Callable[[], nn.Module] = Net) -> nn.Module:
 
 
 def sharded(**options: Any) -> FsdpDriver:
-    return FsdpDriver("cpu", timeout_s=100, **{"shard": ["norm", "first"], **options})
+    return fsdp(**{"shard": ["norm", "first"], **options})
 
 
 DRIVERS: dict[str, Callable[[], Driver]] = {
     "fsdp": sharded,
-    "hsdp": lambda: sharded(replicas=2),
-    "offloaded": lambda: sharded(cpu_offload=True),
+    "hsdp": partial(sharded, replicas=2),
+    "offloaded": partial(sharded, cpu_offload=True),
     "tensor": lambda: sharded(tensor_parallel=TensorParallel({"first": ColwiseParallel(), "last": RowwiseParallel()}, ranks=2)),
-    "ddp": lambda: DdpDriver("cpu", timeout_s=100),
-    "single": lambda: SingleDriver("cpu"),
+    "ddp": ddp,
+    "single": single,
 }
 
 
@@ -118,24 +118,24 @@ def prepared(driver: Driver, model: nn.Module, seed: int = 3) -> dict[str, Tenso
 
 @pytest.mark.parametrize(("driver", "ranks"), [("fsdp", 3), ("hsdp", 4), ("tensor", 4), ("offloaded", 2), ("ddp", 2)])
 def test_the_initial_values_are_the_same_to_the_bit_with_every_driver_and_number_of_ranks(driver: str, ranks: int) -> None:
-    alone = prepared(SingleDriver("cpu"), on_meta())
+    alone = prepared(single(), on_meta())
     assert torch.equal(alone["rotary.cache"], torch.linspace(0, 1, 6))
     assert alone["table.weight"][1].tolist() == [0.0] * 6
     assert alone["table.weight"].std() > 0.5
     assert 0.3 < alone["tall.inner.weight"].std() < 0.5  # of xavier_uniform_, and not of nn.Linear, which is 0.24
-    for values in launch(lambda: prepared(DRIVERS[driver](), on_meta()), ranks):
+    for values in on_ranks(lambda: prepared(DRIVERS[driver](), on_meta()), ranks):
         assert same(values, alone)
-    assert not same(prepared(SingleDriver("cpu"), on_meta(), seed=4), alone)
+    assert not same(prepared(single(), on_meta(), seed=4), alone)
 
 
 def test_one_process_keeps_the_parameters_that_an_optimizer_holds_their_ties_and_attributes() -> None:
     model = on_meta()
     model.last.weight.decays = False  # type: ignore[union-attr]
-    one = trainer(model=model, optimizer=momentum(model.parameters()), driver=SingleDriver("cpu"))
+    one = trainer(model=model, optimizer=momentum(model.parameters()), driver=single())
     one.fit()
     assert model.tied.weight is model.tall.inner.weight  # type: ignore[union-attr]
     assert model.last.weight.decays is False  # type: ignore[union-attr]
-    start = prepared(SingleDriver("cpu"), on_meta(), seed=5)
+    start = prepared(single(), on_meta(), seed=5)
     assert all(
         not torch.equal(start[name], now)
         for name, now in tensors_of(model).items()
@@ -188,7 +188,7 @@ def test_no_rank_holds_more_than_its_shards_and_one_layer(tmp_path: Path) -> Non
         )
         return found[0], found[1], peak.nbytes, right
 
-    for drawn, read, again, right in launch(peaks, 4):
+    for drawn, read, again, right in on_ranks(peaks, 4):
         assert 4 * layer <= drawn <= 5.5 * layer  # its quarter of 16 layers, and one layer that is drawn
         assert 4 * layer <= read <= 4.5 * layer  # and a shard that is read
         assert again <= 4.5 * layer  # the shards that it puts into the model
@@ -214,7 +214,7 @@ def test_weights_come_from_an_index_of_files_and_what_they_lack_is_initialized(t
         assert [str(one.message).split(": ")[-1] for one in told] == ["other", "last.bias"]
         return found
 
-    for found in launch(read):
+    for found in on_ranks(read):
         assert all(torch.equal(found[name], values[name]) for name in found.keys() & values.keys())
         assert 0 < found["last.bias"].abs() < 1
         assert torch.equal(found["rotary.cache"], torch.linspace(0, 1, 6))
@@ -236,7 +236,7 @@ def test_a_function_of_each_module_sets_what_its_method_does_not() -> None:
     def made() -> dict[str, Tensor]:
         return prepared(sharded(shard=None, init=init), on_meta(lambda: nn.Sequential(nn.Linear(6, 6), Scale(), Rotary())))
 
-    first, second = launch(made)
+    first, second = on_ranks(made)
     assert same(first, second)
     assert torch.allclose(first["0.weight"] @ first["0.weight"].T, torch.eye(6), atol=1e-5)
     assert first["1.weight"].std() > 0.3
@@ -294,7 +294,7 @@ def test_what_nothing_sets_is_refused_before_the_run_with_what_to_do(tmp_path: P
         "FsdpDriver(weights=) sets the tensors of a model on the device 'meta', and this model has none there",
         "give a function of the parameters",
     ]
-    for told in launch(refusals):
+    for told in on_ranks(refusals):
         for text, part in zip(told, expected, strict=True):
             assert part in text
 
@@ -305,10 +305,6 @@ def part(directory: Path, driver: str, steps: int, *, resume: Any = "auto", call
         loader(96, generator=torch.Generator().manual_seed(7)), model=on_meta(), optimizer=adamw, driver=DRIVERS[driver](),
         directory=directory, max_steps=steps, callbacks=[ClipGradients(0.5), Ema(0.5), *callbacks, Checkpoint("100 steps")],
     ).fit(resume=resume)  # fmt: skip
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 State = list[dict[str, Tensor]]
@@ -327,9 +323,9 @@ def test_offloaded_shards_train_and_resume_to_the_bits_of_those_that_are_not(tmp
         part(tmp_path / driver, driver, 2)
         return [state_of(part(tmp_path / driver, driver, 4)), state_of(part(tmp_path / f"{driver}-whole", driver, 4))]
 
-    offloaded, plain = launch(partial(trained, "offloaded")), launch(partial(trained, "fsdp"))
-    for state in [state for rank in (*offloaded, *plain) for state in rank]:
-        assert all(map(same, state, plain[0][0]))
+    ranks = on_ranks(lambda: [*trained("fsdp"), *trained("offloaded")])
+    for state in [state for rank in ranks for state in rank]:
+        assert all(map(same, state, ranks[0][0]))
 
 
 def test_a_run_goes_to_the_bit_from_one_layout_to_the_next_with_models_that_are_built_on_meta(tmp_path: Path) -> None:
@@ -346,7 +342,7 @@ def test_a_run_goes_to_the_bit_from_one_layout_to_the_next_with_models_that_are_
 
     before: State = []
     for steps, (driver, ranks) in enumerate([("offloaded", 2), ("hsdp", 4), ("single", 1), ("offloaded", 3)], 1):
-        everyone = [leg(driver, steps)] if driver == "single" else launch(partial(leg, driver, steps), ranks)
+        everyone = [leg(driver, steps)] if driver == "single" else on_ranks(partial(leg, driver, steps), ranks)
         assert all(len(restored) == len(before) and all(map(same, restored, before)) for restored, _ in everyone), driver
         before = everyone[0][1]
 
@@ -366,4 +362,4 @@ def test_the_policy_sets_the_formats_of_inputs_and_outputs_and_the_weights_keep_
             formats(single, cast_forward_inputs=False)
         return [formats(single), formats(half, output_dtype="fp32", cast_forward_inputs=False)]
 
-    assert launch(all_formats) == [[[half, half, single], [half, single, single]]] * 2
+    assert on_ranks(all_formats) == [[[half, half, single], [half, single, single]]] * 2

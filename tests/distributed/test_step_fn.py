@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from cadenza import Run
 from cadenza.drivers import FsdpDriver
 from cadenza.testing import launch
-from tests.distributed.parts import Batch, driver, loader, rank, trainer
+from tests.distributed.parts import Batch, driver, fsdp, loader, rank, trainer, vector
+from tests.distributed.standing import on_ranks
 
 RARE = 4  # samples in a batch: of every two batches the second uses `rare`
 
@@ -63,11 +63,6 @@ def play(run: Run, batch: Batch) -> Tensor:
     return loss.detach()
 
 
-def whole(tensors: Iterable[Tensor | None]) -> Tensor:
-    held = [one for one in tensors if one is not None]
-    return torch.cat([(one.full_tensor() if isinstance(one, DTensor) else one).detach().flatten() for one in held])
-
-
 def trained(make: Callable[[], Any], batch_size: int) -> tuple[Tensor, Tensor, list[int]]:
     """Return the weights, the gradients that the last step left, and the buffer of the judge as each step found it."""
     found: list[int] = []
@@ -82,17 +77,17 @@ def trained(make: Callable[[], Any], batch_size: int) -> tuple[Tensor, Tensor, l
     one = trainer(data, model=model, optimizer=optimizer, driver=make(), compute_loss=None, step_fn=step, max_epochs=1)
     one.fit()
     parameters = list(model.parameters())
-    return whole(parameters), whole(parameter.grad for parameter in parameters), found
+    return vector(parameters), vector(one.grad for one in parameters if one.grad is not None), found
 
 
-def sharded(*shard: str) -> FsdpDriver:
-    return FsdpDriver("cpu", shard=shard or ("maker", "judge"), timeout_s=100)
+def in_parts(*shard: str) -> FsdpDriver:
+    return fsdp(shard=shard or ("maker", "judge"))
 
 
-@pytest.mark.parametrize("make", [driver, sharded], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("make", [driver, in_parts], ids=["ddp", "fsdp"])
 def test_two_optimizers_update_as_in_one_process_on_the_whole_batch(make: Callable[[], Any]) -> None:
     weights, gradients, _ = trained(driver, 2 * RARE)
-    first, second = launch(lambda: trained(make, RARE))
+    first, second = on_ranks(lambda: trained(make, RARE))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
     assert torch.allclose(first[0], weights, atol=1e-6)
@@ -104,7 +99,7 @@ def test_two_optimizers_update_as_in_one_process_on_the_whole_batch(make: Callab
 def test_with_fsdp_a_part_of_the_model_that_is_called_alone_must_be_sharded_by_name() -> None:
     def failing() -> list[str]:
         with pytest.raises(RuntimeError) as caught:
-            trained(lambda: sharded("judge"), RARE)
+            trained(lambda: in_parts("judge"), RARE)
         return caught.value.__notes__
 
     for notes in launch(failing):
@@ -132,7 +127,7 @@ def test_gradients_of_one_dtype_are_averaged_in_one_exchange() -> None:
             made.average_gradients(parameters)
         return sizes, [None if one.grad is None else one.grad.to_dense().tolist() for one in parameters]
 
-    first, second = launch(averaged)
+    first, second = on_ranks(averaged)
     assert first == second
     assert first[0][:1] + first[0][2:] == [8, 4, 4]  # which have a gradient, then one exchange per dtype
     assert first[1] == [None, [1.0, 1.0], [1.0, 1.0], [0.0, 0.5], None, [1.0, 1.0], [1.0, 1.0], None]
