@@ -109,7 +109,10 @@ def expected(moment: str, planted: Function[[Run], None], rank: int) -> tuple[st
     return "DistributedError", "rank 0 calls", "rank 1 calls", here  # first the rank that saw it
 
 
-@pytest.mark.parametrize("moment", ["on_step_end", "on_batch_start", "on_before_optimizer_step"])
+@pytest.mark.parametrize(
+    "moment",
+    ["on_step_end", *(pytest.param(name, marks=pytest.mark.long) for name in ("on_batch_start", "on_before_optimizer_step"))],
+)
 def test_each_of_ten_planted_mismatches_is_named_on_all_ranks(moment: str, caplog: pytest.LogCaptureFixture) -> None:
     def fits() -> list[str]:
         said = []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -28,20 +28,10 @@ from cadenza.compat.neural.logs import logging
 from cadenza.testing import launch
 from tests.compat.fastnlp.toy import Error, Scripted, Toy, rows, toy_trainer
 from tests.compat.nemo.graphs import SGD, line, names_in, written
-from tests.distributed.parts import judged, loader, rank, trainer, weights_of
-
-T = TypeVar("T")
+from tests.distributed.parts import judged, loader, rank, trainer, vector, weights_of
+from tests.distributed.standing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of TensorBoard's own parts
-
-
-def on_two(function: Callable[[], T]) -> tuple[T, T]:
-    first, second = launch(function)
-    return first, second
-
-
-def vector(*tensors: Tensor) -> Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 # -- NeMo ------------------------------------------------------------------------------------------------
@@ -107,7 +97,7 @@ def nemo_training(core: Any, callbacks: Any, folder: Path, resumed: bool = False
     )
     assert run.outcome is not None
     return {
-        "weights": vector(*graph.weights),
+        "weights": vector(graph.weights),
         "workers": judge.workers,
         "shared": judge.shared,
         "mae": dict(run.history["EvaluatorCallback/mae"]),
@@ -134,7 +124,7 @@ def test_nemo_trains_judges_and_writes_on_two_processes_as_on_one(
     callbacks = nemo_callbacks if core is nemo else nemo10_callbacks
     alone = nemo_training(core, callbacks, tmp_path / "alone")
     said = capfd.readouterr().out.count
-    first, second = on_two(lambda: nemo_training(core, callbacks, tmp_path / "two"))
+    first, second = launch(lambda: nemo_training(core, callbacks, tmp_path / "two"))
     shown = capfd.readouterr().out.count
     assert torch.equal(first["weights"], second["weights"])
     assert torch.allclose(first["weights"], alone["weights"], atol=1e-6)
@@ -177,18 +167,18 @@ def nemo_modules(folder: Path) -> dict[str, Any]:
         except ValueError as error:
             failures.append(str(error))
     return {
-        "weights": vector(*graph.weights),
+        "weights": vector(graph.weights),
         "steps": run.progress.step,
         "p": scale.p,
         "files": [name.rpartition("-")[2] for name in names_in(folder)],
-        "inferred": None if inferred is None else sorted(vector(*inferred[0]).tolist()),
+        "inferred": None if inferred is None else sorted(vector(inferred[0]).tolist()),
         "failures": failures,
     }
 
 
 def test_callbacks_on_modules_and_inference_of_nemo_do_on_two_processes_what_they_do_on_one(tmp_path: Path) -> None:
     alone = nemo_modules(tmp_path / "alone")
-    first, second = on_two(lambda: nemo_modules(tmp_path / "two"))
+    first, second = on_ranks(lambda: nemo_modules(tmp_path / "two"))
     assert torch.equal(first["weights"], second["weights"])  # a weight that is unfrozen later is synchronized, too
     assert torch.allclose(first["weights"], alone["weights"], atol=1e-6)
     assert alone["weights"][0] != 0.5
@@ -242,7 +232,7 @@ def fast_training(folder: Path, **more: Any) -> dict[str, Any]:
     with redirect_stdout(told):
         one.run()
     return {
-        "weights": vector(*one.model.parameters()),
+        "weights": vector(one.model.parameters()),
         "results": results,
         "steps": (one.cur_epoch_idx, one.global_forward_batches),
         "told": told.getvalue().count("More evaluate results"),
@@ -250,7 +240,7 @@ def fast_training(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_fastnlp_trains_judges_and_saves_on_two_processes(tmp_path: Path) -> None:
-    first, second = on_two(lambda: fast_training(tmp_path))
+    first, second = on_ranks(lambda: fast_training(tmp_path))
     assert torch.equal(first["weights"], second["weights"])
     assert first["results"] == second["results"]
     assert first["steps"] == second["steps"] == (3, 9)
@@ -274,10 +264,10 @@ def test_fastnlp_computes_on_two_processes_what_it_does_on_one() -> None:
         )
         one.add_callback_fn(fast.Event.on_evaluate_end(), lambda trainer, results: found.append(results["error"]))
         one.run()
-        return vector(*one.model.parameters()), found, one.live.progress.samples if one.live else 0
+        return vector(one.model.parameters()), found, one.live.progress.samples if one.live else 0
 
     weights, found, samples = trained()
-    for got, judged_as, seen in on_two(trained):
+    for got, judged_as, seen in on_ranks(trained):
         assert torch.allclose(got, weights, atol=1e-6)
         assert judged_as == pytest.approx(found, rel=1e-5)
         assert seen == samples
@@ -305,10 +295,10 @@ def test_an_early_stop_of_fastnlp_on_one_process_is_taken_by_all(event: str, tmp
         facade = toy_trainer(24, [Stop()], {"acc": Scripted(*range(20))}, evaluate_every=1)
         facade.run()
         assert facade.live is not None
-        return vector(*facade.model.parameters()), facade.live.progress.step
+        return vector(facade.model.parameters()), facade.live.progress.step
 
     for native in (False, True):
-        first, second = on_two(lambda native=native: stopped(native))  # type: ignore[misc]  # mypy does not infer it
+        first, second = on_ranks(lambda native=native: stopped(native))  # type: ignore[misc]  # mypy does not infer it
         assert first[1] == second[1] < 12
         assert torch.equal(first[0], second[0])
 
@@ -347,7 +337,7 @@ def test_a_stop_of_pytorch_accelerated_on_one_process_is_taken_by_all_in_a_nativ
         assert run.outcome is not None
         return weights_of(one), run.progress.step, run.progress.epoch, run.outcome.kind
 
-    first, second = on_two(stopped)
+    first, second = on_ranks(stopped)
     assert first[1:] == second[1:] == (3, 1, "stopped")
     assert torch.equal(first[0], second[0])
 
@@ -379,7 +369,7 @@ def test_callbacks_of_all_four_stand_side_by_side_in_a_native_list(tmp_path: Pat
         run = one.fit()
         return weights_of(one), {name: run.history[name] for name in run.history.names}, [str(one) for one in run.faults]
 
-    first, second = on_two(side_by_side)
+    first, second = launch(side_by_side)
     said = capfd.readouterr().out
     assert torch.equal(first[0], second[0])
     assert first[1:] == second[1:]

@@ -9,7 +9,7 @@ import pytest
 
 from cadenza import Callback, Run, load_weights, on
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
-from cadenza.testing import launch, tiny_loader, tiny_model, tiny_trainer
+from cadenza.testing import tiny_loader, tiny_model, tiny_trainer
 
 
 @pytest.mark.parametrize("driver", ["ddp", "fsdp"])
@@ -34,7 +34,7 @@ def test_two_ranks_continue_the_branch_that_a_rollback_began(tmp_path: Path, dri
             fit(tmp_path / "checkpoints" / "step-00000004", 10, kill)
         return [fit("auto", 8), fit("auto", 8)]
 
-    assert launch(job, 2) == [[4, 8], [4, 8]]
+    assert on_ranks(job, 2) == [[4, 8], [4, 8]]
     averaged, own = tiny_model(), tiny_model()
     load_weights(tmp_path, averaged)
     load_weights(tmp_path, own, weights="model")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, SequenceLength
-from cadenza.testing import launch
 from tests.distributed.parts import driver
+from tests.distributed.standing import on_ranks
 
 LENGTHS = [3, 5, 2, 7, 4, 6, 1, 8, 9, 2, 5, 3]
 RANKS = (1, 2, 3)
@@ -87,7 +87,7 @@ def test_all_ranks_end_with_the_step_that_reaches_max_tokens(ranks: int) -> None
     for limit in (9, 21, 40, 60):
         steps = next(index for index, tokens in enumerate(after, 1) if tokens >= limit)
         expected.append((steps, after[steps - 1], after[:steps]))
-    for seen in launch(lambda: [ended(way) for way in WAYS], ranks) if ranks > 1 else [[ended(way) for way in WAYS]]:
+    for seen in on_ranks(lambda: [ended(way) for way in WAYS], ranks) if ranks > 1 else [[ended(way) for way in WAYS]]:
         assert seen == [expected] * len(WAYS)
 
 
@@ -102,7 +102,7 @@ def counts() -> list[tuple[int, int]]:
 
 
 def test_tokens_are_summed_over_ranks() -> None:
-    assert launch(counts, 2) == [[(2 * sum(LENGTHS),) * 2] * 3] * 2
+    assert on_ranks(counts, 2) == [[(2 * sum(LENGTHS),) * 2] * 3] * 2
 
 
 def test_a_batch_that_all_ranks_train_on_counts_once() -> None:
@@ -114,7 +114,7 @@ def test_a_batch_that_all_ranks_train_on_counts_once() -> None:
         one = Trainer(model, lambda p: torch.optim.SGD(p, 0.01), loader, loss_of, max_epochs=1, tokens=count, driver=driver())
         return one.fit().progress.tokens
 
-    assert launch(whole, 2) == [12] * 2
+    assert on_ranks(whole, 2) == [12] * 2
 
 
 def test_a_run_that_resumes_on_several_ranks_ends_where_the_whole_run_does(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_run_that_resumes_on_several_ranks_ends_where_the_whole_run_does(tmp_p
             ]
         return found
 
-    assert launch(runs, 2) == [[True] * 4] * 2
+    assert on_ranks(runs, 2) == [[True] * 4] * 2
 
 
 def test_the_error_of_a_rank_that_does_not_count_ends_all() -> None:
@@ -148,7 +148,7 @@ def test_a_stop_is_taken_by_all_ranks_in_the_same_step() -> None:
         if run.driver.rank == 1:
             run.stop("enough")
 
-    assert launch(lambda: fit(stop, compute_loss=with_tokens, max_tokens=10_000).progress.step, 2) == [4, 4]  # one rank asked
+    assert on_ranks(lambda: fit(stop, compute_loss=with_tokens, max_tokens=10_000).progress.step, 2) == [4, 4]  # one rank asked
 
 
 def test_schedules_of_tokens_are_due_at_the_step_that_reaches_them() -> None:
@@ -160,7 +160,7 @@ def test_schedules_of_tokens_are_due_at_the_step_that_reaches_them() -> None:
 
     after = [0, *in_steps(2)]
     expected = [step for step in range(1, len(after)) if after[step] // 10 > after[step - 1] // 10]
-    assert launch(lambda: [due(way) for way in WAYS], 2) == [[expected] * len(WAYS)] * 2
+    assert on_ranks(lambda: [due(way) for way in WAYS], 2) == [[expected] * len(WAYS)] * 2
 
 
 def test_points_in_samples_and_tokens_are_reached_in_time_although_no_callback_is_due_for_many_steps() -> None:
@@ -176,4 +176,4 @@ def test_points_in_samples_and_tokens_are_reached_in_time_although_no_callback_i
         changed = [reached(point, accumulate={0: 1, point: 2}) for point in points]
         return changed + [reached(point, callbacks=[SequenceLength({0: 2, point: 1})]) for point in points]
 
-    assert launch(all_reached, 2) == [[[50]] * 4] * 2
+    assert on_ranks(all_reached, 2) == [[[50]] * 4] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -31,12 +30,11 @@ from cadenza.callbacks import (
 )
 from cadenza.drivers import DdpDriver
 from cadenza.engine import silence
-from cadenza.engine.session import session_of
 from cadenza.errors import DataError, DistributedError
 from cadenza.loading import TensorBatches
 from cadenza.sinks import Console, JsonLines, ProgressBar
 from cadenza.testing import launch
-from tests.distributed.parts import loader, samples, squared_error, trainer, weights_of
+from tests.distributed.parts import loader, samples, squared_error, trainer
 from tests.distributed.parts import own_rank as rank
 
 BLOCKING: tuple[str, ...] = ("all_reduce", "broadcast", "reduce", "gather", "all_gather", "all_gather_object", "gather_object")
@@ -142,14 +140,13 @@ def _differences(numbers: Sequence[int]) -> list[int]:
     return [after - before for before, after in pairwise(numbers)]
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_no_rank_waits_in_a_plain_step(name: str, tmp_path: Path) -> None:
-    def counted() -> tuple[list[int], list[int]]:
-        return plain_steps(LISTS[name], tmp_path / "run")
+def test_no_rank_waits_in_a_plain_step(tmp_path: Path) -> None:
+    def counted() -> dict[str, tuple[list[int], list[int]]]:
+        return {name: plain_steps(make, tmp_path / name) for name, make in LISTS.items()}
 
-    for waited, started in launch(counted):
-        assert waited == [0] * 5
-        assert max(started) <= 2  # with the batch, and at the end of the step
+    for found in launch(counted):
+        assert {name: waited for name, (waited, _) in found.items()} == dict.fromkeys(LISTS, [0] * 5)
+        assert {name: max(started) <= 2 for name, (_, started) in found.items()} == dict.fromkeys(LISTS, True)
 
 
 def test_ranks_exchange_nothing_in_steps_of_callbacks_that_only_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -174,24 +171,22 @@ def test_ranks_exchange_nothing_in_steps_of_callbacks_that_only_update(monkeypat
         assert between_records == 0  # the quiet window ends where the next record is due
 
 
-@pytest.mark.parametrize("kind", ["sampler", "list", "tensors"])
-def test_no_rank_waits_for_the_next_batch_of_data_that_is_sharded_already(kind: str) -> None:
+def test_no_rank_waits_for_the_next_batch_of_data_that_is_sharded_already() -> None:
     """The ranks exchange the lengths of their loaders once in an epoch."""
 
-    def counted() -> tuple[list[int], int]:
-        data: Any = samples(4 * 2 * 12)
-        if kind == "sampler":
-            own: Any = DataLoader(data, 4, sampler=DistributedSampler(data, 2, rank()))
-        else:
-            own = TensorBatches(data.tensors[0][rank() :: 2], data.tensors[1][rank() :: 2], batch_size=4)
-            own = list(own) if kind == "list" else own
-        watched = Watched()
-        mark = Mark(watched)
-        driver = DdpDriver("cpu", share_data=False)
-        run = trainer(own, max_epochs=2, callbacks=[mark, Own()], driver=driver).fit()
+    def waits(own: Any) -> tuple[list[int], int]:
+        mark = Mark(Watched())
+        run = trainer(own, max_epochs=2, callbacks=[mark, Own()], driver=DdpDriver("cpu", share_data=False)).fit()
         return _differences(mark.waited[4:10]), run.progress.batch
 
-    assert launch(counted) == [([0] * 5, 24)] * 2
+    def counted() -> list[tuple[list[int], int]]:
+        data: Any = samples(4 * 2 * 12)
+        tensors = TensorBatches(data.tensors[0][rank() :: 2], data.tensors[1][rank() :: 2], batch_size=4)
+        return [
+            waits(own) for own in (DataLoader(data, 4, sampler=DistributedSampler(data, 2, rank())), list(tensors), tensors)
+        ]
+
+    assert launch(counted) == [[([0] * 5, 24)] * 3] * 2
 
 
 @pytest.mark.parametrize(("length", "message"), [(7, "returned only 6"), (5, "returned more")])
@@ -207,79 +202,6 @@ def test_a_sharded_loader_with_a_wrong_length_is_an_error_on_all_ranks(length: i
         return str(raised.value)
 
     assert all(message in told for told in launch(training))
-
-
-def stopped_at(stops: Callable[[Run], bool], **arguments: Any) -> tuple[int, str]:
-    @on(Callback.on_step_end)
-    def stop(run: Run) -> None:
-        if stops(run):
-            run.stop("enough")
-
-    run = trainer(loader(96), callbacks=[stop], **arguments).fit()
-    return run.progress.step, run.why("stopped")
-
-
-def test_a_request_of_all_ranks_takes_effect_at_once() -> None:
-    (first, why), (second, _) = launch(lambda: stopped_at(lambda run: run.progress.step == 3))
-    assert first == second == 3
-    assert why == "stopped by stop at epoch 0, step 3, batch 3: enough"
-
-
-def test_a_request_of_one_rank_takes_effect_one_step_later_on_all() -> None:
-    (first, why), (second, _) = launch(lambda: stopped_at(lambda run: rank() == 1 and run.progress.step == 3))
-    assert first == second == 4
-    assert "on rank 1" in why
-
-
-def test_a_request_of_one_rank_in_the_last_step_of_an_epoch_takes_effect_there() -> None:
-    """All ranks wait at the end of an epoch."""
-    (first, _), (second, _) = launch(lambda: stopped_at(lambda run: rank() == 1 and run.progress.step == 12))
-    assert first == second == 12
-
-
-def test_a_signal_of_one_rank_stops_all_ranks_after_the_next_step() -> None:
-    def stopping() -> int:
-        seen: list[Run] = []
-
-        @on(Callback.on_step_end)
-        def receive(run: Run) -> None:
-            seen.append(run)
-            if rank() == 1 and run.progress.step == 3:
-                session_of(run).sync.requests.preempt(signal.SIGTERM)
-
-        with pytest.raises(SystemExit):
-            trainer(loader(96), callbacks=[receive]).fit()
-        return seen[-1].progress.step
-
-    assert launch(stopping) == [4, 4]
-
-
-def logged(values: Callable[[Run], dict[str, float]], data: Any = None) -> dict[str, list[tuple[int, float]]]:
-    @on(Callback.on_step_end)
-    def log(run: Run) -> None:
-        run.log(values(run))
-
-    history = trainer(loader(4 * 2 * 4) if data is None else data, max_epochs=1, callbacks=[log]).fit().history
-    return {name: history[name] for name in history}
-
-
-def test_numbers_of_one_rank_are_in_the_record_of_their_step_on_all_ranks() -> None:
-    """Also those of the last step, and of each step."""
-    rows = [(step, float(step)) for step in range(1, 5)]
-    assert launch(lambda: logged(lambda run: {"a": float(run.progress.step)} if rank() == 1 else {})) == [{"a": rows}] * 2
-
-
-def test_numbers_of_all_ranks_are_reduced_to_their_mean() -> None:
-    rows = [(step, step + 0.5) for step in range(1, 5)]
-    assert launch(lambda: logged(lambda run: {"a": run.progress.step + float(rank())})) == [{"a": rows}] * 2
-
-
-def test_numbers_with_different_names_are_in_one_record_on_all_ranks() -> None:
-    def own(run: Run) -> dict[str, float]:
-        return {"ab"[rank()]: 1.0, **({"c": 2.0} if run.progress.step % 2 == rank() else {})}
-
-    ones = [(step, 1.0) for step in range(1, 5)]
-    assert launch(lambda: logged(own)) == [{"a": ones, "b": ones, "c": [(step, 2.0) for step in range(1, 5)]}] * 2
 
 
 @pytest.mark.parametrize("source", [0, 1])
@@ -304,80 +226,6 @@ def test_numbers_of_one_rank_alone_are_sent_by_it_and_nothing_is_gathered_from_a
         assert "broadcast_object_list" in names
         assert not {name for name in names if "gather" in name}
         assert logged == [(step, float(step)) for step in range(1, 5)]
-
-
-class Stream:
-    """Batches of a loader, without a length."""
-
-    def __iter__(self) -> Any:
-        return iter(loader(4 * 2 * 4, shuffle=False))
-
-
-def test_numbers_of_one_rank_in_the_last_step_of_a_stream_are_in_their_record_before_the_end_of_the_epoch() -> None:
-    def seen() -> list[Any]:
-        at_end: list[Any] = []
-
-        @on(Callback.on_step_end)
-        def log(run: Run) -> None:
-            if rank() == 1:
-                run.log("a", float(run.progress.step))
-
-        note = on(Callback.on_epoch_end)(lambda run: at_end.append(run.history["a"]))
-        trainer(Stream(), max_epochs=1, callbacks=[log, note]).fit()
-        return at_end[0]  # type: ignore[no-any-return]
-
-    assert launch(seen) == [[(step, float(step)) for step in range(1, 5)]] * 2
-
-
-def test_an_error_of_one_rank_ends_all_and_keeps_the_numbers_that_it_logged() -> None:
-    def failing() -> tuple[str, list[tuple[int, float]]]:
-        runs: list[Run] = []
-
-        @on(Callback.on_step_end)
-        def fail(run: Run) -> None:
-            runs.append(run)
-            if rank() == 1:
-                run.log("a", float(run.progress.step))
-            if rank() == 1 and run.progress.step == 3:
-                raise ValueError("fails on one rank")
-
-        with pytest.raises(Exception, match="fails on one rank") as raised:
-            trainer(loader(96), callbacks=[fail]).fit()
-        return type(raised.value).__name__, runs[-1].history["a"]
-
-    (first, before), (second, history) = launch(failing)
-    assert (first, second) == ("DistributedError", "ValueError")
-    assert history == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert before == history[: len(before)]
-
-
-@pytest.mark.parametrize("speaks", ["ends epochs", "logs", "logs, then all save"])
-def test_a_run_with_requests_or_numbers_of_one_rank_resumes_to_the_same_bits(speaks: str, tmp_path: Path) -> None:
-    def trained(folder: str, steps: int | None) -> tuple[Tensor, dict[str, Any]]:
-        @on(Callback.on_step_end)
-        def speak(run: Run) -> None:
-            if rank() == 1 and "logs" in speaks:
-                run.log("a", float(run.progress.step))
-            if rank() == 1 and speaks == "ends epochs" and run.progress.step in (3, 8):
-                run.end_epoch("one rank alone")
-            if speaks == "logs, then all save" and run.progress.step == 5:
-                run.save("all ranks")
-
-        callbacks = [speak, Checkpoint("4 steps"), Ema(0.9)]
-        one = trainer(loader(96), max_steps=steps, max_epochs=2, directory=tmp_path / folder, callbacks=callbacks)
-        run = one.fit(resume="auto")
-        return weights_of(one), {name: run.history[name] for name in run.history}
-
-    def whole() -> Any:
-        return trained("whole", None)
-
-    def cut() -> Any:
-        trained("cut", 7)
-        return trained("cut", None)
-
-    for (weights, history), (again, others) in zip(launch(whole), launch(cut), strict=True):
-        assert torch.equal(weights, again)
-        assert history == others
 
 
 def test_an_exchange_of_the_default_group_never_meets_one_of_a_run() -> None:

@@ -14,15 +14,27 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Checkpoint, Recover, StopOnNonFinite
+from cadenza.callbacks import Checkpoint, ClipGradients, Recover, StopOnNonFinite
 from cadenza.compat import fastnlp
 from cadenza.compat.accelerated.callbacks import TrainerCallback
-from cadenza.drivers import DdpDriver, FsdpDriver
 from cadenza.engine.session import session_of
 from cadenza.errors import LossError
 from cadenza.hooks.schedule import Every, Schedule, When
 from cadenza.testing import launch
-from tests.distributed.parts import Batch, loader, own_rank, rank, samples, squared_error, trainer, weights_of
+from tests.distributed.parts import (
+    Batch,
+    Stream,
+    ddp,
+    fsdp,
+    loader,
+    own_rank,
+    rank,
+    samples,
+    squared_error,
+    trainer,
+    weights_of,
+)
+from tests.distributed.standing import on_ranks
 from tests.scale.test_steps import plain_steps
 
 
@@ -72,8 +84,12 @@ def own_loop(one: Trainer, compute_loss: Callable[..., Any] = squared_error) -> 
             step.backward(step.forward(compute_loss, batch))
 
 
+def log_two(run: Run) -> None:
+    run.log({"a": 1.0, "b": torch.tensor(2.0)})
+
+
 def sharded() -> dict[str, Any]:
-    return {"driver": FsdpDriver("cpu", timeout_s=100)}
+    return {"driver": fsdp()}
 
 
 def own_weights() -> dict[str, Any]:
@@ -94,6 +110,9 @@ CASES: dict[str, Case] = {  # with one more for loops of one's own and a step_fn
     "a batch hook of pytorch-accelerated": (1, lambda: [cast("Any", OfAccelerated())], dict),
     "losses that may break": (0, lambda: [Recover(), Checkpoint("100 steps", background=False)], dict),
     "weights": (0, list, lambda: {"compute_loss": weighted}),
+    "logged numbers": (1, lambda: [on(Callback.on_step_end)(log_two)], dict),
+    "a norm that is logged in each step": (1, lambda: [ClipGradients(1.0, log="norm", log_every=1)], dict),
+    "a norm that is seldom logged": (0, lambda: [ClipGradients(1.0, log="norm")], dict),
     "FSDP with weights": (0, list, lambda: {"compute_loss": weighted, **sharded()}),
     "FSDP and non-finite losses": (1, lambda: [StopOnNonFinite()], sharded),
     "FSDP and non-finite gradients": (2, lambda: [StopOnNonFinite(gradients=True)], sharded),
@@ -142,7 +161,7 @@ def test_weights_that_travel_with_the_batches_give_the_result_of_one_process_and
 
     expected, alone = train_weighted()
     assert alone is None
-    for (weights, unit), (again, kept) in launch(both):
+    for (weights, unit), (again, kept) in on_ranks(both):
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(weights, again)
         assert unit == kept == 0.5  # the weights of the first batches are 0 and 1
@@ -158,7 +177,7 @@ def test_a_weight_on_some_ranks_only_is_an_error_on_all() -> None:
             train_weighted(compute_loss=sometimes)
         return "raised"
 
-    assert launch(training) == ["raised"] * 2
+    assert on_ranks(training) == ["raised"] * 2
 
 
 # -- schedules that are functions -------------------------------------------------------------------
@@ -184,26 +203,22 @@ def due_at(function: Callable[[Run], bool] | Schedule, data: Any = None, **argum
 def test_a_schedule_that_is_a_function_is_due_at_the_same_steps_on_all_ranks(
     own: Callable[[Run], bool], expected: list[int]
 ) -> None:
-    assert launch(lambda: due_at(own)) == [expected] * 2
+    assert on_ranks(lambda: due_at(own)) == [expected] * 2
 
 
 def test_a_function_that_is_part_of_a_schedule_is_due_at_once_if_it_is_on_one_rank() -> None:
     part = When(lambda run: rank() == 1 and run.progress.step == 2)
-    assert launch(lambda: due_at(part | Every("5 steps"))) == [[2, 5]] * 2
-
-
-class Stream:
-    """Batches of a loader, without a length."""
-
-    def __iter__(self) -> Any:
-        return iter(loader(4 * 2 * 4, shuffle=False))
+    assert on_ranks(lambda: due_at(part | Every("5 steps"))) == [[2, 5]] * 2
 
 
 @pytest.mark.parametrize(("limits", "expected"), [({"max_epochs": 2}, [4, 8]), ({"max_steps": 8, "max_epochs": None}, [5, 8])])
 def test_a_function_that_is_true_on_one_rank_in_the_last_step_of_a_stream_is_not_lost(
     limits: dict[str, Any], expected: list[int]
 ) -> None:
-    assert launch(lambda: due_at(lambda run: rank() == 1 and run.progress.step in (4, 8), Stream(), **limits)) == [expected] * 2
+    def on_one(run: Run) -> bool:
+        return rank() == 1 and run.progress.step in (4, 8)
+
+    assert on_ranks(lambda: due_at(on_one, Stream(4 * 2 * 4), **limits)) == [expected] * 2
 
 
 def test_a_checkpoint_holds_that_a_schedule_is_due_at_the_next_step(tmp_path: Path) -> None:
@@ -225,7 +240,7 @@ def test_a_checkpoint_holds_that_a_schedule_is_due_at_the_next_step(tmp_path: Pa
         (saved,) = (tmp_path / "whole" / "checkpoints").glob("*5")
         return whole, trained(saved)
 
-    for (weights, calls), (others, later) in launch(both):
+    for (weights, calls), (others, later) in on_ranks(both):
         assert (calls, later) == ([3, 6, 9], [6, 9])
         assert weights.equal(others)
 
@@ -258,22 +273,17 @@ class OwnPart(IterableDataset[Any]):
         return (samples(112)[number] for number in range(own_rank(), (96, 112)[own_rank()], 2))
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "expected"),
-    [(Shards, {}, 0), (OwnPart, {"num_workers": 1}, 0), (OwnPart, {}, 1)],
-    ids=["shards", "with a worker", "without workers"],
-)
-def test_the_end_of_a_stream_is_known_a_batch_before_if_batches_can_be_read_ahead(
-    make: Callable[[], Any], options: dict[str, Any], expected: int, tmp_path: Path
-) -> None:
-    def counted() -> tuple[list[int], list[int]]:
-        driver = None if make is Shards else DdpDriver("cpu", share_data=False, timeout_s=100)
-        data = DataLoader(make(), 4, **options)
-        return plain_steps(list, tmp_path / "run", data, driver=driver)
+def test_the_end_of_a_stream_is_known_a_batch_before_if_batches_can_be_read_ahead(tmp_path: Path) -> None:
+    def counted() -> list[tuple[list[int], int]]:
+        found = []
+        for make, options in ((Shards, {}), (OwnPart, {"num_workers": 1}), (OwnPart, {})):
+            driver = None if make is Shards else ddp(share_data=False)
+            data = DataLoader(make(), 4, **options)
+            waited, started = plain_steps(list, tmp_path / f"{make.__name__} {options}", data, driver=driver)
+            found.append((waited, max(started)))
+        return found
 
-    for waited, started in launch(counted):
-        assert waited == [expected] * 5
-        assert max(started) == 2
+    assert launch(counted) == [[([waits] * 5, 2) for waits in (0, 0, 1)]] * 2
 
 
 def test_a_stream_of_shards_ends_with_the_first_rank_and_continues_at_the_batch_after_the_last_one_used(tmp_path: Path) -> None:
@@ -289,7 +299,7 @@ def test_a_stream_of_shards_ends_with_the_first_rank_and_continues_at_the_batch_
         trained("cut", 5)
         return whole, trained("cut", None)
 
-    for (weights, steps, read), (again, total, after) in launch(both):
+    for (weights, steps, read), (again, total, after) in on_ranks(both):
         assert steps == total == 26
         assert torch.equal(weights, again)
         assert after == read[4 * 5 :]
