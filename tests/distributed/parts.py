@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,6 +150,12 @@ def vector(tensors: Iterable[Tensor]) -> Tensor:
 def weights_of(one: Trainer) -> Tensor:
     """Return all weights as one vector. Every rank must call this."""
     return vector(one.model.parameters())
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def refusal(make: Callable[[], object]) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run
 from cadenza.callbacks import LogTraining, StopOnNonFinite
-from cadenza.drivers.nothing import leaves_of
 from cadenza.errors import NonFiniteError
 from tests.distributed.parts import Batch, ddp, loader, rank, squared_error, trainer, weights_of
 from tests.distributed.standing import on_ranks
@@ -169,9 +168,3 @@ def test_a_callback_that_never_asks_may_not_skip_a_batch_on_several_ranks(settin
 
     first, _ = on_ranks(training)
     assert first.startswith(f"Quiet has {setting} = False, so the other ranks do not expect it to skip a batch")
-
-
-def test_the_leaves_of_a_loss_are_the_tensors_that_get_a_gradient() -> None:
-    model, other = nn.Linear(2, 1), nn.Parameter(torch.ones(1))
-    assert leaves_of((model(torch.ones(2)) * other).sum()) == {model.weight, model.bias, other}
-    assert leaves_of(model(torch.ones(2)).detach()) == set()

@@ -25,7 +25,7 @@ from cadenza.drivers import Driver
 from cadenza.drivers.sharding import local
 from cadenza.errors import DataError, DistributedError
 from cadenza.testing import launch
-from tests.distributed.parts import Batch, ddp, fsdp, judged, loader, network, rank, samples, trainer
+from tests.distributed.parts import Batch, blocks, ddp, fsdp, judged, loader, network, rank, samples, sharded, single, trainer
 from tests.distributed.standing import on_ranks
 
 
@@ -94,15 +94,16 @@ def test_numbers_and_metrics_with_named_inputs_are_those_of_one_process(ranks: i
             assert one == pytest.approx(expected, rel=1e-6)
 
 
-def test_an_evaluation_and_a_prediction_equal_those_of_one_process() -> None:
-    def results() -> tuple[dict[str, float], Tensor]:
-        one = trainer(model=nn.Sequential(nn.BatchNorm1d(3), network()))
+@pytest.mark.parametrize(("make", "ranks"), [(ddp, 2), (sharded, 4)])  # 37 samples: ten batches for four ranks
+def test_an_evaluation_and_a_prediction_equal_those_of_one_process(make: Callable[[], Driver], ranks: int) -> None:
+    def results(make: Callable[[], Driver]) -> tuple[dict[str, float], Tensor]:
+        one = trainer(model=nn.Sequential(nn.BatchNorm1d(3), blocks()), driver=make())
         data, metrics = loader(37, shuffle=False), {"own": Share(), "mse": MeanSquaredError()}
         evaluated = one.evaluate(data, metrics=metrics, compute=judged)
         return evaluated, one.predict(data, compute=lambda model, batch: model(batch[0]))
 
-    expected, predictions = results()
-    for got, predicted in on_ranks(results):
+    expected, predictions = results(single)
+    for got, predicted in on_ranks(partial(results, make), ranks):
         assert got == pytest.approx(expected, rel=1e-6)
         assert torch.allclose(predicted, predictions, atol=1e-6)
 
@@ -170,11 +171,13 @@ def same(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
     return names and rest[0] == rest[1] and torch.allclose(scores[0], scores[1], atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_file_of_several_ranks_is_that_of_one_process(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "make"), [(2, ddp), (3, ddp), (2, partial(fsdp, shard=[nn.Linear]))], ids=["2", "3", "shards"]
+)
+def test_the_file_of_several_ranks_is_that_of_one_process(tmp_path: Path, ranks: int, make: Callable[[], Driver]) -> None:
     alone = predicted(tmp_path)
     assert [row["number"] for row in alone[0]] == [row["index"] for row in alone[0]] == list(range(37))
-    for got in on_ranks(lambda: predicted(tmp_path), ranks):
+    for got in on_ranks(lambda: predicted(tmp_path, driver=make()), ranks):
         assert all(same(one, expected) for one, expected in zip(got, alone, strict=True))
     files = {path.name for path in tmp_path.iterdir() if path.is_file()}
     assert files == {"uneven.parquet", "limited.parquet", "stream.parquet"}, "no temporary file is left"
@@ -221,16 +224,6 @@ def test_what_the_main_process_cannot_write_is_an_error_on_all_ranks(tmp_path: P
     assert second.startswith("DistributedError: the main process could not write")
     assert first in second
     assert os.listdir(tmp_path) == []
-
-
-def test_weights_in_shards_predict_the_same_file(tmp_path: Path) -> None:
-    alone = predicted(tmp_path)
-
-    def sharded() -> list[list[dict[str, Any]]]:
-        return predicted(tmp_path, driver=fsdp(shard=[nn.Linear]))
-
-    for got in on_ranks(sharded, 2):
-        assert all(same(one, expected) for one, expected in zip(got, alone, strict=True))
 
 
 # -- which= and weights=

@@ -1,8 +1,15 @@
-"""Records on several ranks: numbers are means, and each is written once."""
+"""Records and files of several ranks: numbers are means, and the main process writes each once; each keeps its console log."""
 
 from __future__ import annotations
 
+import csv
+import json
+import logging
+import sqlite3
+import sys
+import zipfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cadenza import Callback, Run, on
+from cadenza import Callback, Run, on, sinks
 from cadenza.callbacks import Checkpoint, Ema, LogTraining
 from cadenza.engine.session import session_of
-from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Text
 from cadenza.testing import launch
 from tests.distributed.parts import Stream, loader, squared_error, trainer, weights_of
@@ -76,6 +82,12 @@ LOGGED: dict[str, tuple[Callable[[Run], dict[str, float]], dict[str, list[tuple[
 }
 
 
+LOGGED["with names that joined are alike"] = (
+    lambda run: dict.fromkeys((("x", "y\nz"), ("x\ny", "z"))[rank()], 1.0),
+    {name: [(step, 1.0) for step in STEPS] for name in ("x", "x\ny", "y\nz", "z")},
+)
+
+
 @pytest.mark.parametrize("name", LOGGED)
 def test_numbers_are_in_the_record_of_their_step_and_the_mean_of_those_ranks_that_logged_them(name: str) -> None:
     values, expected = LOGGED[name]
@@ -88,53 +100,30 @@ def test_numbers_are_in_the_record_of_their_step_and_the_mean_of_those_ranks_tha
     assert on_ranks(logging) == [expected] * 2
 
 
-def test_what_is_logged_outside_of_steps_is_reduced_as_well() -> None:
-    def logging() -> dict[str, float]:
-        class Log(Callback):
-            def on_epoch_start(self, run: Run) -> None:
-                run.log("epoch_start", rank())
-
-            def on_epoch_end(self, run: Run) -> None:
-                run.log("epoch_end", rank())
-
-            def on_fit_end(self, run: Run) -> None:
-                run.log("fit_end", rank())
-
-        return trainer(max_epochs=1, callbacks=[Log()]).fit().history.latest
-
-    assert on_ranks(logging) == [{"epoch_start": 0.5, "epoch_end": 0.5, "fit_end": 0.5}] * 2
+LAST = 7  # one more fetch finds the loader exhausted
+MOMENTS: dict[str, list[float]] = {  # the means of what the first, second, ... call on each rank logs
+    **dict.fromkeys(("on_epoch_start", "on_epoch_end", "on_fit_end"), [1]),
+    **dict.fromkeys(("on_before_backward", "on_after_backward", "on_batch_start", "on_batch_end"), [4, 6]),
+    **dict.fromkeys(("on_after_zero_grad", "on_step_end"), [1, 2]),
+    "on_fetch_end": [4, LAST],
+}
 
 
-@pytest.mark.parametrize("moment", [Callback.on_batch_start, Callback.on_fetch_end])
-def test_values_logged_before_a_batch_or_after_the_last_one_are_reduced(moment: Any) -> None:
-    def logged() -> list[tuple[int, float]]:
+@pytest.mark.parametrize("name", MOMENTS)
+def test_values_logged_at_a_moment_without_other_listeners_are_reduced(name: str) -> None:
+    """Also before a batch, after the last one, and outside of steps."""
+
+    def logged() -> list[float]:
         times: list[None] = []
 
         def log(run: Run, *_: Any) -> None:
             times.append(None)
             run.log("a", len(times) + 10.0 * rank())
 
-        return trainer(loader(48), max_epochs=1, accumulate=4, callbacks=[on(moment)(log)]).fit().history["a"]
+        run = trainer(loader(48), max_epochs=1, accumulate=4, callbacks=[on(getattr(Callback, name))(log)]).fit()
+        return [value for _, value in run.history["a"]]
 
-    last = 6 if moment is Callback.on_batch_start else 7  # one more fetch finds the loader exhausted
-    assert on_ranks(logged) == [[(1, 4 + 5.0), (2, last + 5.0)]] * 2
-
-
-def test_values_logged_at_a_moment_without_other_listeners_are_reduced() -> None:
-    def logged() -> dict[str, list[float]]:
-        means: dict[str, list[float]] = {}
-        for name in ("on_before_backward", "on_after_backward", "on_after_zero_grad", "on_batch_end", "on_step_end"):
-
-            def log(run: Run, *_: Any) -> None:
-                run.log("a", float(rank()))
-
-            run = trainer(loader(48), max_epochs=1, callbacks=[on(getattr(Callback, name))(log)]).fit()
-            means[name] = sorted({value for _, value in run.history["a"]})
-        return means
-
-    first, second = on_ranks(logged)
-    assert first == second
-    assert set(map(tuple, first.values())) == {(0.5,)}
+    assert on_ranks(logged) == [[number + 5.0 for number in MOMENTS[name]]] * 2
 
 
 def test_numbers_of_one_rank_in_the_last_step_of_a_stream_are_in_their_record_before_the_end_of_the_epoch() -> None:
@@ -229,19 +218,6 @@ def test_pictures_and_texts_are_those_of_the_main_process() -> None:
     assert on_ranks(logging) == [["rank 0"], []]
 
 
-def test_marks_of_names_are_alike_only_for_the_same_names() -> None:
-    def told(*names: str) -> list[float]:
-        buffer = MetricBuffer()
-        for name in names:
-            buffer.add(name, 1.0)
-        return buffer.summary()[:4]
-
-    assert told() == [0, 0, 0, 0]
-    assert told("a", "b") == told("a", "b")
-    assert told("a", "b") != told("b", "a") != told("ab") != told("a")
-    assert told("a", "b\nc") != told("a\nb", "c")
-
-
 @pytest.mark.parametrize("number_format", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_loss_in_a_record_has_the_bits_of_the_mean_over_ranks(number_format: torch.dtype) -> None:
     """As a replay computes it."""
@@ -265,3 +241,173 @@ def test_the_loss_in_a_record_has_the_bits_of_the_mean_over_ranks(number_format:
     assert len(set(logged)) == 6
     assert logged == seen
     assert [(logged, seen)] * 2 == others
+
+
+# -- who writes what
+
+
+QUIET = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False}
+
+
+def sinks_of_files() -> list[Callback]:
+    """Return one of each kind that writes to the screen or to files."""
+    bar = sinks.ProgressBar("plain", interval_s=60)
+    to_files = [sinks.Csv("train.csv"), sinks.JsonLines("train.jsonl"), sinks.TensorBoard(), sinks.Dvclive()]
+    return [sinks.Console(), bar, *to_files]
+
+
+def sinks_of_services(project: str) -> list[Callback]:
+    """Return one of each kind that would send to a service, which write to files here."""
+    return [
+        sinks.Mlflow(),
+        sinks.Wandb(project, mode="offline", settings=QUIET),
+        sinks.Swanlab(project, mode="offline"),
+        sinks.Trackio(project),
+        sinks.Comet(project, mode="offline"),
+    ]
+
+
+def test_every_sink_is_in_a_list_above() -> None:
+    """A new one must be added there, and what it wrote must be looked at in a test that follows."""
+    listed = [type(one).__name__ for one in (*sinks_of_files(), *sinks_of_services("any"))]
+    assert {*listed, "Sink"} == {*sinks.__all__}
+
+
+def train_with(directory: Path, some: list[Callback]) -> list[str]:
+    """Return the faults of a run with these sinks."""
+    callbacks = [LogTraining("1 step", throughput=False), *some]
+    run = trainer(directory=directory, callbacks=callbacks).fit()  # others wait while the main one begins to talk to services
+    if rank() == 0 and (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()  # a forked process ends without what is to be done at its exit
+    return [f"{fault.callback}: {fault.error!r}" for fault in run.faults]
+
+
+STEPS = [1, 2, 3, 4, 5, 6]
+
+
+def steps_in(path: Path, delimiter: str = ",") -> list[int]:
+    with path.open() as file:
+        return [int(row["step"]) for row in csv.DictReader(file, delimiter=delimiter)]
+
+
+def test_sinks_write_each_record_once_from_the_main_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    assert launch(lambda: train_with(tmp_path, sinks_of_files())) == [[], []]
+    shown = capfd.readouterr().out
+    assert shown.count("finished after 2 epochs, 6 steps") == 1
+    assert shown.count("step 3 ") == 1
+    for name in ("metrics.jsonl", "train.jsonl"):
+        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == STEPS
+    assert steps_in(tmp_path / "train.csv") == STEPS
+    assert steps_in(tmp_path / "dvclive" / "plots" / "metrics" / "train" / "loss.tsv", "\t") == STEPS
+    [events] = tmp_path.rglob("events.out.tfevents*")
+    tags = [value.tag for event in EventFileLoader(str(events)).Load() for value in event.summary.value]
+    assert tags.count("train/loss") == 6
+
+
+@pytest.mark.long
+def test_sinks_of_services_write_each_record_once_from_the_main_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trackio.utils
+
+    def rows(database: Path, query: str) -> list[Any]:
+        with closing(sqlite3.connect(database)) as connection:
+            return connection.execute(query).fetchall()
+
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    assert launch(lambda: train_with(tmp_path, sinks_of_services(tmp_path.name))) == [[], []]
+    of_mlflow = "SELECT run_uuid, step FROM metrics WHERE key = 'train/loss' ORDER BY step"
+    of_trackio = Path(trackio.utils.TRACKIO_DIR, f"{tmp_path.name}.db")
+    for found in (
+        rows(tmp_path / "mlflow.db", of_mlflow),
+        rows(of_trackio, "SELECT run_id, step FROM metrics ORDER BY step"),
+    ):
+        assert len({run for run, _ in found}) == 1
+        assert [step for _, step in found] == STEPS
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == len(list(tmp_path.glob("swanlog/run-*"))) == 1
+    [archive] = (tmp_path / "comet").glob("*.zip")
+    assert zipfile.Path(archive, "messages.json").read_text().count('"metricName":"train/loss"') == 6
+
+
+@on(Callback.on_step_end)
+def say(run: Run) -> None:
+    run.print(f"rank {run.driver.rank} says {run.progress.step}")
+
+
+@on(Callback.on_fit_end)
+def warn(run: Run) -> None:
+    run.warn(f"rank {run.driver.rank} warns")
+
+
+def test_each_rank_keeps_what_it_says_in_a_log_of_its_own_and_goes_on_in_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def saying(steps: int) -> None:
+        trainer(directory=tmp_path, max_epochs=None, max_steps=steps, callbacks=[say, warn, Checkpoint("1 step")]).fit("auto")
+
+    launch(lambda: saying(2))
+    launch(lambda: saying(3))
+    said = capfd.readouterr()
+    assert [line for line in said.out.splitlines() if " says " in line] == [f"rank 0 says {step}" for step in (1, 2, 3)]
+    for number, name in enumerate(("console.log", "console.rank1.log")):
+        steps = [f"rank {number} says {step}" for step in (1, 2, 3)]
+        own = [line for line in (tmp_path / name).read_text().splitlines() if line.startswith("rank ")]
+        assert own == [*steps[:2], f"rank {number} warns", steps[2], f"rank {number} warns"]
+    assert sorted(path.name for path in tmp_path.glob("console*")) == ["console.log", "console.rank1.log"]
+
+
+def test_a_rank_writes_no_line_that_the_main_process_writes_too(tmp_path: Path) -> None:
+    @on(Callback.on_step_end)
+    def say_alike(run: Run) -> None:
+        run.print(f"{run.progress.step} steps are complete")
+        if run.driver.rank == 1 and run.progress.step == 2:
+            run.warn("the disk of rank 1 is slow")
+
+    @on(Callback.on_fit_end)
+    def warn_alike(run: Run) -> None:
+        run.warn("the end\nof all ranks")
+
+    def warning() -> None:
+        trainer(directory=tmp_path / "one", callbacks=[say_alike, warn_alike]).fit()
+        trainer(directory=tmp_path / "two", callbacks=[warn_alike]).fit()
+
+    on_ranks(warning)
+    assert (tmp_path / "one" / "console.rank1.log").read_text() == "the disk of rank 1 is slow\n"
+    assert not (tmp_path / "two" / "console.rank1.log").exists()
+
+
+def test_without_a_directory_a_warning_of_another_rank_is_shown_with_its_number(caplog: pytest.LogCaptureFixture) -> None:
+    def warning() -> list[str]:
+        with caplog.at_level(logging.WARNING, "cadenza"):
+            trainer(callbacks=[warn]).fit()
+        return [record.getMessage() for record in caplog.records if "warns" in record.getMessage()]
+
+    assert launch(warning) == [["rank 0 warns"], ["rank 1: rank 1 warns"]]
+
+
+def test_the_directory_belongs_to_the_main_process_and_all_know_where_it_is(tmp_path: Path) -> None:
+    def known() -> tuple[Path | None, str, bool, int]:
+        callbacks = [say, LogTraining("1 step", throughput=False), sinks.JsonLines("train.jsonl")]
+        run = trainer(directory=tmp_path / "run", callbacks=callbacks).fit()
+        return run.info.directory, run.info.id, run.is_main, len(run.history["train/loss"])
+
+    first, second = on_ranks(known)
+    assert first[0] == second[0] == tmp_path / "run"
+    assert (first[2], second[2]) == (True, False)
+    assert first[1]
+    assert first[3] == second[3] == 6
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["console.log", "console.rank1.log", "metrics.jsonl", "run.json", "run.lock", "train.jsonl"]
+    for name in ("metrics.jsonl", "train.jsonl"):
+        assert len((tmp_path / "run" / name).read_text().splitlines()) == 6
+
+
+def test_on_a_machine_without_the_main_ones_disks_the_log_is_kept_there(tmp_path: Path) -> None:
+    def elsewhere() -> None:
+        place = tmp_path / ("here" if rank() == 0 else "there") / "run"  # what is the same path on disks of their own
+        trainer(directory=place, callbacks=[say]).fit()
+
+    on_ranks(elsewhere)
+    assert sorted(path.name for path in (tmp_path / "there" / "run").iterdir()) == ["console.rank1.log"]

@@ -1,6 +1,6 @@
 """`ReplayCheck`, `Capsule` and `Recover` on several ranks and with tensor parallelism, and with a compiled model.
 
-All ranks repeat the step, the wrong one is named, and most ranks or passes correct it.
+All ranks repeat the step, the wrong one is named, and most ranks or passes correct it. A rollback begins a branch on all ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Capsule, Checkpoint, Recover, ReplayCheck
+from cadenza import Callback, Run, Trainer, load_weights, on
+from cadenza.callbacks import Capsule, Checkpoint, Ema, Evaluate, Recover, ReplayCheck
 from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.drivers import Driver
 from cadenza.drivers.sharding import local
+from cadenza.testing import tiny_loader, tiny_model, tiny_trainer
 from cadenza.timetravel import replay_capsule
 from tests.callbacks import flips
 from tests.callbacks.flips import Flip, bits
@@ -173,3 +174,33 @@ def test_with_a_compiled_model_a_capsule_is_written_and_the_batch_is_left_out(tm
     assert (facts["guilty_samples"], facts["module"], facts["weights_exact"]) == ([100], "MSELoss", True)
     again = replay_capsule(trainer_in(tmp_path / "again", {}, epochs=1, **plain), tmp_path)
     assert (again.same, again.located.rows) == (True, [facts["batches"][0]["samples"].index(100)])
+
+
+@pytest.mark.parametrize("driver", ["ddp", "fsdp"])
+def test_two_ranks_continue_the_branch_that_a_rollback_began(tmp_path: Path, driver: str) -> None:
+    def fit(resume: Any, steps: int, *callbacks: Callback) -> int:
+        judge = Evaluate(tiny_loader(2), every="2 steps", weights="ema")
+        keep = Checkpoint("2 steps", keep_last=None, keep_best=("eval/loss", "min"), on_exception=False)
+        given = [Ema(0.9), judge, keep, *callbacks]
+        run = tiny_trainer(callbacks=given, directory=tmp_path, steps=steps, seed=1, driver=driver, batches=8).fit(
+            resume=resume
+        )
+        return run.progress.origin.step
+
+    @on(Callback.on_batch_start)
+    def kill(run: Run, batch: Any) -> None:
+        if run.progress.step == 5:
+            raise KeyboardInterrupt
+
+    def job() -> list[int]:
+        fit("auto", 10)
+        with pytest.raises(KeyboardInterrupt):
+            fit(tmp_path / "checkpoints" / "step-00000004", 10, kill)
+        return [fit("auto", 8), fit("auto", 8)]
+
+    assert on_ranks(job, 2) == [[4, 8], [4, 8]]
+    averaged, own = tiny_model(), tiny_model()
+    load_weights(tmp_path, averaged)
+    load_weights(tmp_path, own, weights="model")
+    assert averaged.weight.item() == pytest.approx(0.7376850843)
+    assert own.weight.item() == pytest.approx(1.1870883703)
