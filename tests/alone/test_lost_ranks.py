@@ -24,7 +24,8 @@ from cadenza.drivers import DdpDriver, posts
 from cadenza.errors import DistributedError
 from cadenza.report import page, story_at
 from cadenza.testing import launch, launching
-from tests.distributed.parts import Batch, loader, own_rank, rank, sharded, squared_error, trainer
+from tests.distributed.drivers import sharded
+from tests.distributed.parts import Batch, loader, own_rank, rank, squared_error, trainer
 from tests.distributed.test_shards import fit, saving, store_in
 from tests.waiting import until
 

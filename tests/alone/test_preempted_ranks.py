@@ -22,7 +22,8 @@ from cadenza.checkpoint.store import Store
 from cadenza.engine.session import session_of
 from cadenza.loading.evaluation import Evaluation
 from cadenza.testing import launch
-from tests.distributed.parts import Batch, ddp, fsdp, judged, loader, network, rank, trainer, weights_of
+from tests.distributed.drivers import ddp, fsdp
+from tests.distributed.parts import Batch, judged, loader, network, rank, trainer, weights_of
 from tests.ports import free_port
 from tests.waiting import until
 

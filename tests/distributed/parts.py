@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.drivers import DdpDriver, Driver, FsdpDriver, SingleDriver
+from cadenza.drivers import Driver
+from tests.distributed.drivers import ddp, single
 
 Batch = tuple[Tensor, ...]
 
@@ -67,46 +68,12 @@ def network(dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
 
 
-class Block(nn.Module):
-    """A layer as models have many of."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.inner, self.drop = nn.Linear(8, 8), nn.Dropout(dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        activated: Tensor = self.drop(self.inner(hidden).tanh())
-        return activated
-
-
-def blocks(dropout: float = 0.0) -> nn.Sequential:
-    """Return a model of which `sharded` shards two layers on their own."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), Block(dropout), Block(dropout), nn.Linear(8, 1))
-
-
 def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def single() -> Driver:
-    return SingleDriver("cpu")
-
-
-def ddp(**options: Any) -> DdpDriver:
-    return DdpDriver("cpu", timeout_s=100, **options)
-
-
-def fsdp(**options: Any) -> FsdpDriver:
-    return FsdpDriver("cpu", timeout_s=100, **options)
-
-
-def sharded(**options: Any) -> FsdpDriver:
-    return fsdp(**{"shard": Block, **options})
 
 
 def driver() -> Driver:

@@ -11,12 +11,13 @@ import os
 import pickle
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar, cast
 
 import cloudpickle
+import pytest
 import torch
 
 from tests.ports import free_port
@@ -24,14 +25,8 @@ from tests.ports import free_port
 T = TypeVar("T")
 TIMEOUT_S, GRACE_S = 300.0, 20.0
 
-
-class Standing(NamedTuple):
-    process: ForkProcess
-    pipe: Connection
-
-
-_standing: dict[int, list[Standing]] = {}
-"""By the number of ranks."""
+_standing: dict[int, list[tuple[ForkProcess, Connection]]] = {}
+"""By the number of ranks, their processes and the pipes to them."""
 
 
 def on_ranks(function: Callable[[], T], ranks: int = 2) -> list[T]:
@@ -41,21 +36,24 @@ def on_ranks(function: Callable[[], T], ranks: int = 2) -> list[T]:
     """
     if ranks not in _standing:
         _standing[ranks] = _started(ranks)
-    waiting = {one.pipe: rank for rank, one in enumerate(_standing[ranks])}
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(_standing[ranks])}
     content = cloudpickle.dumps(function)
     for pipe in waiting:
         pipe.send_bytes(content)
     returned: dict[int, T] = {}
     errors: list[BaseException] = []
     while waiting and (ready := wait([*waiting], GRACE_S if errors else TIMEOUT_S)):
-        for pipe in ready:
-            rank = waiting.pop(pipe)  # type: ignore[call-overload]  # what is ready is one of them
-            kind, value, text = _answer(pipe)  # type: ignore[arg-type]
-            if kind == "returned":
+        for pipe in cast("list[Connection]", ready):
+            rank = waiting.pop(pipe)
+            try:
+                value, error, text = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                value, error, text = None, RuntimeError("the rank ended without a result"), ""
+            if error is None:
                 returned[rank] = value
             else:
-                value.add_note(f"in rank {rank}:\n{text}")
-                errors.append(value)
+                error.add_note(f"in rank {rank}:\n{text}")
+                errors.append(error)
     if waiting:
         errors.append(TimeoutError(f"ranks {[*waiting.values()]} of {ranks} did not return"))
     if errors:
@@ -64,7 +62,10 @@ def on_ranks(function: Callable[[], T], ranks: int = 2) -> list[T]:
     return [returned[rank] for rank in range(ranks)]
 
 
-def end_ranks() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def standing_ranks() -> Iterator[None]:
+    """End the ranks with the file that started them."""
+    yield
     for ranks in [*_standing]:
         _end(ranks)
 
@@ -76,8 +77,8 @@ def _end(ranks: int) -> None:
         process.join()
 
 
-def _started(ranks: int) -> list[Standing]:
-    context, port, started = multiprocessing.get_context("fork"), free_port(), list[Standing]()
+def _started(ranks: int) -> list[tuple[ForkProcess, Connection]]:
+    context, port, started = multiprocessing.get_context("fork"), free_port(), list[tuple[ForkProcess, Connection]]()
     for rank in range(ranks):
         pipe, its_end = context.Pipe()
         process = context.Process(target=_serve, args=(its_end, rank, ranks, port))
@@ -85,7 +86,7 @@ def _started(ranks: int) -> list[Standing]:
             warnings.simplefilter("ignore", DeprecationWarning)  # about a fork beside threads
             process.start()
         its_end.close()
-        started.append(Standing(process, pipe))
+        started.append((process, pipe))
     return started
 
 
@@ -105,21 +106,14 @@ def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
 
 
 def _result_of(content: bytes) -> bytes:
+    """Return what a function returns or raises, and the text of the error."""
+    answer: tuple[Any, BaseException | None, str]
     try:
-        return pickle.dumps(("returned", cloudpickle.loads(content)(), ""))
+        answer = cloudpickle.loads(content)(), None, ""
     except BaseException as error:
-        text = traceback.format_exc()
-        answer = pickle.dumps(("raised", RuntimeError(repr(error)), text))
-        try:
-            pickle.loads(exact := pickle.dumps(("raised", error, text)))
-        except Exception:
-            return answer
-        return exact
-
-
-def _answer(pipe: Connection) -> tuple[str, Any, str]:
+        answer = None, error, traceback.format_exc()
     try:
-        answer: tuple[str, Any, str] = pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        return "raised", RuntimeError("the rank ended without a result"), ""
-    return answer
+        pickle.loads(exact := pickle.dumps(answer))
+    except Exception:
+        return pickle.dumps((None, RuntimeError(repr(answer[1] or answer[0])), answer[2]))
+    return exact

@@ -24,21 +24,17 @@ from cadenza.drivers import DdpDriver, Driver, FsdpDriver
 from cadenza.engine.session import session_of
 from cadenza.loading import TensorBatches
 from cadenza.testing import launch
+from tests.distributed.drivers import blocks, ddp, fsdp, sharded, single
 from tests.distributed.parts import (
     Batch,
     Stream,
-    blocks,
-    ddp,
     driver,
-    fsdp,
     loader,
     momentum,
     own_rank,
     rank,
     samples,
     seeing,
-    sharded,
-    single,
     squared_error,
     trainer,
     vector,

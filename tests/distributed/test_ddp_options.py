@@ -15,7 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, ConvertSyncBatchNorm, Freeze
 from cadenza.drivers import DdpDriver, Driver, FsdpDriver
-from tests.distributed.parts import ddp, fsdp, loader, trainer, weights_of
+from tests.distributed.drivers import ddp, fsdp
+from tests.distributed.parts import loader, trainer, weights_of
 from tests.distributed.standing import on_ranks
 
 

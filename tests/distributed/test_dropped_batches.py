@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from cadenza import Callback, Run
 from cadenza.callbacks import LogTraining, StopOnNonFinite
 from cadenza.errors import NonFiniteError
-from tests.distributed.parts import Batch, ddp, loader, rank, squared_error, trainer, weights_of
+from tests.distributed.drivers import ddp
+from tests.distributed.parts import Batch, loader, rank, squared_error, trainer, weights_of
 from tests.distributed.standing import on_ranks
 
 

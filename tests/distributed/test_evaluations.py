@@ -25,7 +25,8 @@ from cadenza.drivers import Driver
 from cadenza.drivers.sharding import local
 from cadenza.errors import DataError, DistributedError
 from cadenza.testing import launch
-from tests.distributed.parts import Batch, blocks, ddp, fsdp, judged, loader, network, rank, samples, sharded, single, trainer
+from tests.distributed.drivers import blocks, ddp, fsdp, sharded, single
+from tests.distributed.parts import Batch, judged, loader, network, rank, samples, trainer
 from tests.distributed.standing import on_ranks
 
 

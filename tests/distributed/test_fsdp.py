@@ -35,20 +35,8 @@ from cadenza.drivers import FsdpDriver
 from cadenza.errors import DistributedError
 from cadenza.records.record import Histogram
 from cadenza.testing import launch, tiny_trainer
-from tests.distributed.parts import (
-    Block,
-    blocks,
-    ddp,
-    loader,
-    momentum,
-    refusal,
-    sharded,
-    single,
-    trainer,
-    vector,
-    weights_of,
-    whole,
-)
+from tests.distributed.drivers import Block, blocks, ddp, sharded, single
+from tests.distributed.parts import loader, momentum, refusal, trainer, vector, weights_of, whole
 from tests.distributed.standing import on_ranks
 
 
@@ -255,32 +243,24 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_do() -> None:
             model = blocks()
             return tiny_trainer(model=model, optimizer=momentum(model.parameters()), driver=sharded())
 
-        return [
-            refusal(optimizer_of_whole_weights),
-            refusal(lambda: tiny_trainer(driver=sharded(), precision="fp16")),
-            refusal(lambda: sharded(param_dtype="int8")),
-            refusal(lambda: sharded(shard="blok.*").prepare(blocks())),
-            refusal(lambda: sharded(shard=nn.Conv2d).prepare(blocks())),
-            refusal(lambda: sharded(shard=lambda name, module: False).prepare(blocks())),
-            refusal(lambda: sharded(shard="first").prepare(Tied())),
-            refusal(lambda: sharded().prepare(fully_shard(blocks(), mesh=another))),
-            refusal(lambda: sharded(replicas=3)),
-        ]
+        wrong: dict[str, Callable[[], object]] = {
+            "give a function of the parameters": optimizer_of_whole_weights,
+            "expected 'bf16' or 'fp32' with FSDP": lambda: tiny_trainer(driver=sharded(), precision="fp16"),
+            "param_dtype must be one of bf16, fp32, or None; got 'int8'": lambda: sharded(param_dtype="int8"),
+            "no module of the model matches 'blok.*'": lambda: sharded(shard="blok.*").prepare(blocks()),
+            "no module of the model matches <class 'torch.nn.modules.conv.Conv2d'>": (
+                lambda: sharded(shard=nn.Conv2d).prepare(blocks())
+            ),
+            "the function chose no module of the model": lambda: sharded(shard=lambda *_: False).prepare(blocks()),
+            "first.weight and last.weight are one weight": lambda: sharded(shard="first").prepare(Tied()),
+            "the model is already sharded over ['(2, 1)'] ranks; expected (2,)": (
+                lambda: sharded().prepare(fully_shard(blocks(), mesh=another))
+            ),
+            "replicas must divide the number of ranks, which is 2; got 3": lambda: sharded(replicas=3),
+        }
+        return [said for text, make in wrong.items() if text not in (said := refusal(make))]
 
-    expected = [
-        "give a function of the parameters",
-        "expected 'bf16' or 'fp32' with FSDP",
-        "param_dtype must be one of bf16, fp32, or None; got 'int8'",
-        "no module of the model matches 'blok.*'",
-        "no module of the model matches <class 'torch.nn.modules.conv.Conv2d'>",
-        "the function chose no module of the model",
-        "first.weight and last.weight are one weight",
-        "the model is already sharded over ['(2, 1)'] ranks; expected (2,)",
-        "replicas must divide the number of ranks, which is 2; got 3",
-    ]
-    for told in on_ranks(refusals):
-        for text, part in zip(told, expected, strict=True):
-            assert part in text
+    assert on_ranks(refusals) == [[], []]
 
 
 def test_fsdp_by_name_takes_the_model_in_one_piece_and_needs_a_launcher() -> None:

@@ -28,18 +28,15 @@ from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading import TensorBatches
 from cadenza.testing import launch
+from tests.distributed.drivers import blocks, ddp, sharded, single
 from tests.distributed.parts import (
     Batch,
     adamw,
-    blocks,
-    ddp,
     loader,
     momentum,
     network,
     rank,
     samples,
-    sharded,
-    single,
     trainer,
     vector,
     weighted,

@@ -21,13 +21,14 @@ from cadenza.drivers import DdpDriver, driver_of
 from cadenza.drivers.joining import rendezvous_of
 from cadenza.engine import silence
 from cadenza.engine.session import session_of
-from cadenza.errors import DataError, DistributedError
+from cadenza.errors import DistributedError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.schedule import Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.sinks import Console, ProgressBar
 from cadenza.testing import launch
-from tests.distributed.parts import Batch, fsdp, loader, network, squared_error, trainer, weights_of
+from tests.distributed.drivers import fsdp
+from tests.distributed.parts import Batch, loader, network, squared_error, trainer, weights_of
 from tests.distributed.parts import own_rank as rank
 from tests.distributed.standing import on_ranks
 
@@ -389,17 +390,6 @@ def test_an_error_on_one_rank_ends_all_and_is_the_first_that_is_shown() -> None:
     assert "rank 0 ends because another process ended. rank 1: ZeroDivisionError: on purpose" in str(second)
 
 
-def test_a_directory_that_cannot_be_used_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    def writing() -> str:
-        with pytest.raises(Exception, match="cannot be written") as caught:
-            trainer(directory=tmp_path / "file").fit()
-        return type(caught.value).__name__
-
-    assert on_ranks(writing) == ["DirectoryError", "DistributedError"]
-
-
 def test_all_that_differs_is_told_at_once_on_all_ranks() -> None:
     def told(**arguments: Any) -> str:
         with pytest.raises(DistributedError) as caught:
@@ -441,15 +431,27 @@ def test_all_that_differs_is_told_at_once_on_all_ranks() -> None:
             assert difference in text
 
 
-def test_a_loader_shorter_than_the_number_of_ranks_is_an_error() -> None:
-    def short() -> str:
-        with pytest.raises(DataError, match="the training loader has 1 batch for 2 ranks") as caught:
-            trainer(loader(4)).fit()
-        with pytest.raises(DataError, match="the loader of 'eval' has 1 batch for 2 ranks"):
-            trainer().evaluate(loader(4))
-        return str(caught.value)
+def test_what_cannot_work_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    wrong: dict[str, Callable[[], object]] = {
+        "cannot be written": lambda: trainer(directory=tmp_path / "file").fit(),
+        "the training loader has 1 batch for 2 ranks": lambda: trainer(loader(4)).fit(),
+        "the loader of 'eval' has 1 batch for 2 ranks": lambda: trainer().evaluate(loader(4)),
+        "^driver='single' is for one process, and this one was started as one of WORLD_SIZE=2.*"
+        "Use driver='auto', 'ddp' or 'fsdp', or start it without": lambda: trainer(driver="single"),
+    }
 
-    on_ranks(short)
+    def errors() -> list[str]:
+        kinds = []
+        for text, act in wrong.items():
+            with pytest.raises(Exception, match=text) as caught:
+                act()
+            kinds.append(type(caught.value).__name__)
+        return kinds
+
+    main, other = on_ranks(errors)
+    assert main == ["DirectoryError", "DataError", "DataError", "ValueError"]
+    assert other == ["DistributedError", *main[1:]]
 
 
 def test_a_rank_that_cannot_reach_the_others_says_so_in_bounded_time() -> None:
@@ -462,16 +464,6 @@ def test_a_rank_that_cannot_reach_the_others_says_so_in_bounded_time() -> None:
             DdpDriver("cpu", timeout_s=1)
 
     launch(alone)
-
-
-def test_a_driver_for_one_process_is_refused_in_each_of_several() -> None:
-    def alone() -> str:
-        with pytest.raises(ValueError, match="Use driver='auto', 'ddp' or 'fsdp', or start it without") as caught:
-            trainer(driver="single")
-        return str(caught.value)
-
-    for told in on_ranks(alone):
-        assert told.startswith("driver='single' is for one process, and this one was started as one of WORLD_SIZE=2")
 
 
 def test_ddp_without_a_launcher_is_refused() -> None:

@@ -100,12 +100,11 @@ def test_numbers_are_in_the_record_of_their_step_and_the_mean_of_those_ranks_tha
     assert on_ranks(logging) == [expected] * 2
 
 
-LAST = 7  # one more fetch finds the loader exhausted
-MOMENTS: dict[str, list[float]] = {  # the means of what the first, second, ... call on each rank logs
-    **dict.fromkeys(("on_epoch_start", "on_epoch_end", "on_fit_end"), [1]),
-    **dict.fromkeys(("on_before_backward", "on_after_backward", "on_batch_start", "on_batch_end"), [4, 6]),
-    **dict.fromkeys(("on_after_zero_grad", "on_step_end"), [1, 2]),
-    "on_fetch_end": [4, LAST],
+MOMENTS: dict[str, tuple[int, ...]] = {  # the means of what the first, second, ... call on each rank logs
+    **dict.fromkeys(("on_epoch_start", "on_epoch_end", "on_fit_end"), (1,)),
+    **dict.fromkeys(("on_before_backward", "on_after_backward", "on_batch_start", "on_batch_end"), (4, 6)),
+    **dict.fromkeys(("on_after_zero_grad", "on_step_end"), (1, 2)),
+    "on_fetch_end": (4, 7),  # one more fetch finds the loader exhausted
 }
 
 

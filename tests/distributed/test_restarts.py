@@ -23,7 +23,8 @@ from cadenza.drivers import DdpDriver
 from cadenza.errors import DistributedError
 from cadenza.hooks.moments import Moment
 from cadenza.testing import launch
-from tests.distributed.parts import ddp, network, trainer, weights_of
+from tests.distributed.drivers import ddp
+from tests.distributed.parts import network, trainer, weights_of
 from tests.waiting import until
 
 Failure = Callable[[], None]

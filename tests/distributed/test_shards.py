@@ -34,20 +34,8 @@ from cadenza.errors import (
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.testing import launch, tiny_trainer
 from tests.checkpoint.blocked import Blocked
-from tests.distributed.parts import (
-    adamw,
-    blocks,
-    ddp,
-    fsdp,
-    loader,
-    network,
-    sharded,
-    single,
-    trainer,
-    vector,
-    weights_of,
-    whole,
-)
+from tests.distributed.drivers import blocks, ddp, fsdp, sharded, single
+from tests.distributed.parts import adamw, loader, network, trainer, vector, weights_of, whole
 from tests.distributed.standing import on_ranks
 from tests.waiting import until
 

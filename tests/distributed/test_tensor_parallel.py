@@ -27,19 +27,8 @@ from cadenza.callbacks import BestWeights, Checkpoint, ClipGradients, Ema, Evalu
 from cadenza.drivers import Driver, FsdpDriver, TensorParallel
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
-from tests.distributed.parts import (
-    Batch,
-    adamw,
-    ddp,
-    fsdp,
-    judged,
-    loader,
-    single,
-    squared_error,
-    weighted,
-    weights_of,
-    whole,
-)
+from tests.distributed.drivers import ddp, fsdp, single
+from tests.distributed.parts import Batch, adamw, judged, loader, squared_error, weighted, weights_of, whole
 from tests.distributed.standing import on_ranks
 
 PLAN: dict[str, ParallelStyle] = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}

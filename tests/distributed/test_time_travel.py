@@ -25,7 +25,8 @@ from cadenza.timetravel import replay_capsule
 from tests.callbacks import flips
 from tests.callbacks.flips import Flip, bits
 from tests.callbacks.test_recover import trainer_in
-from tests.distributed.parts import adamw, ddp, fsdp, samples, squared_error
+from tests.distributed.drivers import ddp, fsdp
+from tests.distributed.parts import adamw, samples, squared_error
 from tests.distributed.standing import on_ranks
 from tests.distributed.test_tensor_parallel import network, tensor_parallel
 

@@ -40,19 +40,8 @@ from cadenza.hooks.schedule import Every, Schedule, When
 from cadenza.loading import TensorBatches
 from cadenza.sinks import Console, JsonLines, ProgressBar
 from cadenza.testing import launch
-from tests.distributed.parts import (
-    Batch,
-    Stream,
-    ddp,
-    fsdp,
-    loader,
-    own_rank,
-    rank,
-    samples,
-    squared_error,
-    trainer,
-    weights_of,
-)
+from tests.distributed.drivers import ddp, fsdp
+from tests.distributed.parts import Batch, Stream, loader, own_rank, rank, samples, squared_error, trainer, weights_of
 from tests.distributed.standing import on_ranks
 
 BLOCKING: tuple[str, ...] = ("all_reduce", "broadcast", "reduce", "gather", "all_gather", "all_gather_object", "gather_object")
