@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar, cast
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import pytest
 import torch
 

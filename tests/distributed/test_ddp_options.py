@@ -148,7 +148,7 @@ def test_wrong_options_are_errors_at_once() -> None:
 def test_sync_batch_norm_on_the_cpu_is_an_error_before_the_first_step() -> None:
     def told() -> list[str]:
         found: list[str] = []
-        converted = nn.SyncBatchNorm.convert_sync_batchnorm
+        converted: Any = nn.SyncBatchNorm.convert_sync_batchnorm
         for make, model in ((ddp, normed()), (ddp, converted(normed())), (fsdp, converted(normed()))):
             callbacks = [ConvertSyncBatchNorm()] if len(found) == 0 else []
             one = trainer(model=model, driver=make(), callbacks=callbacks)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Run
+from cadenza import Callback, Run, Trainer
 from cadenza.callbacks import LogTraining, StopOnNonFinite
 from cadenza.errors import NonFiniteError
 from tests.distributed.drivers import ddp
@@ -124,32 +124,25 @@ def test_a_loop_of_ones_own_drops_the_batch_of_one_rank() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_all_ranks_stop_at_the_step_of_the_loss_that_is_not_finite(accumulate: int) -> None:
-    def training() -> tuple[int, str]:
-        compute = partial(spoiled, samples=ONE)
-        run = trainer(
-            loader(40, shuffle=False), compute_loss=compute, accumulate=accumulate, callbacks=[StopOnNonFinite()]
-        ).fit()
-        return run.progress.step, run.why("batch skipped")
+def test_all_ranks_stop_at_the_step_of_the_loss_that_is_not_finite_or_raise_before_its_update(accumulate: int) -> None:
+    compute = partial(spoiled, samples=ONE)
 
-    (first, why), (second, other) = on_ranks(training)
+    def training(action: Literal["stop", "raise"]) -> Trainer:
+        data, callbacks = loader(40, shuffle=False), [StopOnNonFinite(action)]
+        return trainer(data, compute_loss=compute, accumulate=accumulate, callbacks=callbacks)
+
+    def stopping() -> tuple[int, str, str, Tensor]:
+        run, raising = training("stop").fit(), training("raise")
+        with pytest.raises(NonFiniteError) as raised:
+            raising.fit()
+        return run.progress.step, run.why("batch skipped"), str(raised.value), weights_of(raising)
+
+    (first, why, main, weights), (second, other_why, other, others) = on_ranks(stopping)
     assert first == second == 2 // accumulate
     assert "the loss of another rank is not finite" in why
-    assert "the loss is nan" in other
-
-
-def test_all_ranks_raise_the_error_of_a_loss_that_is_not_finite_before_the_update() -> None:
-    def training() -> tuple[str, Tensor]:
-        one = trainer(
-            loader(40, shuffle=False), compute_loss=partial(spoiled, samples=ONE), callbacks=[StopOnNonFinite("raise")]
-        )
-        with pytest.raises(NonFiniteError) as raised:
-            one.fit()
-        return str(raised.value), weights_of(one)
-
-    (first, weights), (second, others) = on_ranks(training)
-    assert first.startswith("the loss of another rank is not finite in batch 2")
-    assert second.startswith("the loss is nan in batch 2")
+    assert "the loss is nan" in other_why
+    assert main.startswith("the loss of another rank is not finite in batch 2")
+    assert other.startswith("the loss is nan in batch 2")
     assert torch.equal(weights, others)
     assert weights.isfinite().all()
 

@@ -46,7 +46,7 @@ class Seen(NamedTuple):
     """What a run ends with; `numbers` and `facts` by name."""
 
     weights: Tensor
-    numbers: dict[str, Any]
+    numbers: dict[Any, Any]
     facts: Any = None
 
 
@@ -203,11 +203,12 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_and_told_on_all() 
             loss.register_hook(lambda gradient: gradient * torch.nan)
         return loss
 
-    def fitted(action: Literal["skip", "stop"]) -> tuple[int, str | None, Tensor]:
+    def fitted(action: Literal["skip", "stop"]) -> tuple[int, str, Tensor]:
         data = loader(24, shuffle=False)  # sample 7 is in the second batch, the first of rank 1
         one = trainer(data, compute_loss=spoiled, callbacks=[StopOnNonFinite(action, gradients=True)])
         run = one.fit()
-        return run.progress.step, run.outcome and run.outcome.kind, weights_of(one)
+        assert run.outcome is not None
+        return run.progress.step, run.outcome.kind, weights_of(one)
 
     first, second = on_ranks(lambda: [fitted("skip"), fitted("stop")])
     for (step, kind, weights), (other_step, other_kind, others) in zip(first, second, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,27 +54,12 @@ def local_numbers(tensors: Iterable[Tensor | None]) -> int:
     return sum(part.numel() for part in parts)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_fsdp_trains_to_the_weights_of_one_process_that_accumulates_as_many_batches(ranks: int) -> None:
-    alone = trained(single, accumulate=ranks)
-    for weights in on_ranks(lambda: trained(sharded), ranks):
+@pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, {}), (4, {"replicas": 2})])
+def test_fsdp_trains_to_the_weights_of_one_process_and_clips_by_the_same_norm(ranks: int, options: dict[str, Any]) -> None:
+    clip = [ClipGradients(0.1)]
+    alone = trained(single, accumulate=ranks, callbacks=clip)
+    for weights in on_ranks(lambda: trained(partial(sharded, **options), callbacks=clip), ranks):
         assert torch.allclose(weights, alone, atol=1e-6)
-
-
-def test_groups_of_ranks_that_each_hold_the_model_train_as_one_process_and_clip_by_the_same_norm() -> None:
-    def held() -> tuple[Tensor, tuple[int, ...], int]:
-        one = trainer(loader(48), model=blocks(), driver=sharded(replicas=2), callbacks=[ClipGradients(0.1)])
-        one.fit()
-        shapes = {parameter.device_mesh.shape for parameter in one.model.parameters() if isinstance(parameter, DTensor)}
-        return weights_of(one), shapes.pop(), local_numbers(one.model.parameters())
-
-    alone = trained(single, accumulate=4, callbacks=[ClipGradients(0.1)])
-    total = alone.numel()
-    ranks = on_ranks(held, 4)
-    for weights, shape, _ in ranks:
-        assert torch.allclose(weights, alone, atol=1e-6)
-        assert shape == (2, 2)
-    assert sum(part for *_, part in ranks[:2]) == sum(part for *_, part in ranks[2:]) == total
 
 
 def test_fsdp_trains_as_ddp_with_dropout_and_accumulation_and_a_short_last_group() -> None:
@@ -84,7 +69,10 @@ def test_fsdp_trains_as_ddp_with_dropout_and_accumulation_and_a_short_last_group
     assert torch.allclose(got, expected, atol=1e-6)
 
 
-def test_each_rank_holds_a_part_of_weights_gradients_and_optimizer_state() -> None:
+@pytest.mark.parametrize(("options", "groups"), [({}, [range(4)]), ({"replicas": 2}, [range(2), range(2, 4)])])
+def test_each_rank_of_a_group_holds_a_part_of_weights_gradients_and_optimizer_state(
+    options: dict[str, int], groups: list[range]
+) -> None:
     def parts() -> dict[str, int]:
         sizes: dict[str, int] = {}
 
@@ -92,9 +80,11 @@ def test_each_rank_holds_a_part_of_weights_gradients_and_optimizer_state() -> No
         def measure(run: Run) -> None:
             sizes["gradients"] = local_numbers(parameter.grad for parameter in run.model.parameters())
 
-        one = trainer(model=blocks(), driver=sharded(), callbacks=[measure], max_epochs=1)
+        one = trainer(model=blocks(), driver=sharded(**options), callbacks=[measure], max_epochs=1)
         run = one.fit()
         assert [name for name, module in one.model.named_modules() if isinstance(module, FSDPModule)] == ["", "2", "3"]
+        meshes = {parameter.device_mesh.shape for parameter in one.model.parameters() if isinstance(parameter, DTensor)}
+        assert meshes == {(2, 2) if options else (4,)}
         sizes["weights"] = local_numbers(one.model.parameters())
         sizes["state"] = local_numbers(state["momentum_buffer"] for state in run.optimizers[0].state.values())
         return sizes
@@ -102,8 +92,9 @@ def test_each_rank_holds_a_part_of_weights_gradients_and_optimizer_state() -> No
     total = sum(parameter.numel() for parameter in blocks().parameters())
     ranks = on_ranks(parts, 4)
     for what in ("weights", "gradients", "state"):
-        assert sum(sizes[what] for sizes in ranks) == total  # nothing is held twice
-        assert max(sizes[what] for sizes in ranks) < total / 2
+        for group in groups:
+            assert sum(ranks[rank][what] for rank in group) == total  # nothing is held twice
+            assert max(ranks[rank][what] for rank in group) < 2 * total / len(group)
 
 
 def test_gradients_are_reduced_once_a_step_where_the_last_batch_is_sure_and_with_each_batch_where_it_may_be_skipped() -> None:
@@ -254,7 +245,7 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_do() -> None:
             "the function chose no module of the model": lambda: sharded(shard=lambda *_: False).prepare(blocks()),
             "first.weight and last.weight are one weight": lambda: sharded(shard="first").prepare(Tied()),
             "the model is already sharded over ['(2, 1)'] ranks; expected (2,)": (
-                lambda: sharded().prepare(fully_shard(blocks(), mesh=another))
+                lambda: sharded().prepare(cast("Any", fully_shard(blocks(), mesh=another)))
             ),
             "replicas must divide the number of ranks, which is 2; got 3": lambda: sharded(replicas=3),
         }

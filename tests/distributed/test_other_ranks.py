@@ -157,7 +157,8 @@ def test_a_run_goes_from_one_number_of_ranks_to_another_in_each_epoch(tmp_path: 
 
 
 def test_where_fewer_samples_are_left_than_ranks_all_do_them_and_they_count_once(tmp_path: Path) -> None:
-    make, arguments = shuffled(14, shuffle=False), {"max_epochs": 1, "compute_loss": weighted}  # batches of 4, 4, 4 and 2
+    make = shuffled(14, shuffle=False)  # batches of 4, 4, 4 and 2
+    arguments: dict[str, Any] = {"max_epochs": 1, "compute_loss": weighted}
     end, facts = continued(tmp_path / "cut", make, [("single", 1, 3), ("ddp", 3, None)], **arguments)
     assert counted(end.seen) == [once(14)]
     assert facts[-1]["now"].samples == 14
@@ -198,8 +199,8 @@ def test_with_as_many_batches_in_a_step_the_weights_are_those_of_the_run_that_we
 @pytest.mark.parametrize(("driver", "ranks"), [("fsdp", 2), ("fsdp", 1), ("ddp", 2), ("hsdp", 4)])
 def test_on_as_many_ranks_it_continues_to_the_same_bits_inside_an_epoch(driver: str, ranks: int, tmp_path: Path) -> None:
     def until(folder: str, steps: int | None) -> Part:
-        make, arguments = shuffled(159), {"accumulate": GROUPS[ranks], "compute_loss": weighted, "optimizer": adamw}
-        return part(tmp_path / folder, make, steps, driver, model=blocks(0.3), **arguments)
+        arguments: dict[str, Any] = {"accumulate": GROUPS[ranks], "compute_loss": weighted, "optimizer": adamw}
+        return part(tmp_path / folder, shuffled(159), steps, driver, model=blocks(0.3), **arguments)
 
     def cut_and_whole() -> tuple[Part, Part]:
         until("cut", 2)
@@ -220,7 +221,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_was_fused_over_whole_weights_goes_on_in_shards_not_fused(name: str, tmp_path: Path) -> None:
-    make, arguments = shuffled(159), {"optimizer": OPTIMIZERS[name], "compute_loss": weighted}
+    make = shuffled(159)
+    arguments: dict[str, Any] = {"optimizer": OPTIMIZERS[name], "compute_loss": weighted}
     chain: list[Leg] = [("single", 1, 2), ("fsdp", 3, 5), ("ddp", 2, None)]
     end, facts = continued(tmp_path / "cut", make, chain, grouped=True, model=blocks(), **arguments)
     assert [one["fused"] for one in facts[:2]] == [True, False]

@@ -281,7 +281,7 @@ def train_with(directory: Path, some: list[Callback]) -> list[str]:
     return [f"{fault.callback}: {fault.error!r}" for fault in run.faults]
 
 
-STEPS = [1, 2, 3, 4, 5, 6]
+ALL_STEPS = [1, 2, 3, 4, 5, 6]
 
 
 def steps_in(path: Path, delimiter: str = ",") -> list[int]:
@@ -297,9 +297,9 @@ def test_sinks_write_each_record_once_from_the_main_process(tmp_path: Path, capf
     assert shown.count("finished after 2 epochs, 6 steps") == 1
     assert shown.count("step 3 ") == 1
     for name in ("metrics.jsonl", "train.jsonl"):
-        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == STEPS
-    assert steps_in(tmp_path / "train.csv") == STEPS
-    assert steps_in(tmp_path / "dvclive" / "plots" / "metrics" / "train" / "loss.tsv", "\t") == STEPS
+        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == ALL_STEPS
+    assert steps_in(tmp_path / "train.csv") == ALL_STEPS
+    assert steps_in(tmp_path / "dvclive" / "plots" / "metrics" / "train" / "loss.tsv", "\t") == ALL_STEPS
     [events] = tmp_path.rglob("events.out.tfevents*")
     tags = [value.tag for event in EventFileLoader(str(events)).Load() for value in event.summary.value]
     assert tags.count("train/loss") == 6
@@ -324,7 +324,7 @@ def test_sinks_of_services_write_each_record_once_from_the_main_process(
         rows(of_trackio, "SELECT run_id, step FROM metrics ORDER BY step"),
     ):
         assert len({run for run, _ in found}) == 1
-        assert [step for _, step in found] == STEPS
+        assert [step for _, step in found] == ALL_STEPS
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == len(list(tmp_path.glob("swanlog/run-*"))) == 1
     [archive] = (tmp_path / "comet").glob("*.zip")
     assert zipfile.Path(archive, "messages.json").read_text().count('"metricName":"train/loss"') == 6

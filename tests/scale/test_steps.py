@@ -233,7 +233,7 @@ def test_an_exchange_of_the_default_group_never_meets_one_of_a_run() -> None:
         sums: list[float] = []
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
-            own = torch.tensor([1.0 + rank()] * 8)
+            own = torch.tensor([1.0 + own_rank()] * 8)
             dist.all_reduce(own)
             sums.append(float(own.sum()))
             return squared_error(model, batch)
@@ -401,34 +401,26 @@ def due_at(function: Callable[[Run], bool] | Schedule, data: Any = None, **argum
     return steps
 
 
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [
-        (lambda run: run.progress.step in (2, 3, 8), [2, 3, 8]),  # on all ranks: at once
-        (lambda run: rank() == 1 and run.progress.step in (2, 6), [3, 7]),  # on one: a step later
-        (lambda run: run.progress.step == 2 + own_rank(), [3, 4]),  # on one, then on the other
-        (lambda run: rank() == 0 and run.progress.step in (4, 8), [4, 8]),  # at the end of an epoch all ranks wait
-    ],
-)
-def test_a_schedule_that_is_a_function_is_due_at_the_same_steps_on_all_ranks(
-    own: Callable[[Run], bool], expected: list[int]
-) -> None:
-    assert on_ranks(lambda: due_at(own)) == [expected] * 2
+def on_one_rank(run: Run) -> bool:
+    return rank() == 1 and run.progress.step in (4, 8)
 
 
-def test_a_function_that_is_part_of_a_schedule_is_due_at_once_if_it_is_on_one_rank() -> None:
-    part = When(lambda run: rank() == 1 and run.progress.step == 2)
-    assert on_ranks(lambda: due_at(part | Every("5 steps"))) == [[2, 5]] * 2
+STREAM: dict[str, Any] = {"data": Stream(4 * 2 * 4)}
+SCHEDULES: dict[str, tuple[Callable[[Run], bool] | Schedule, dict[str, Any], list[int]]] = {
+    "on all ranks: at once": (lambda run: run.progress.step in (2, 3, 8), {}, [2, 3, 8]),
+    "on one: a step later": (lambda run: rank() == 1 and run.progress.step in (2, 6), {}, [3, 7]),
+    "on one, then on the other": (lambda run: run.progress.step == 2 + own_rank(), {}, [3, 4]),
+    "at the end of an epoch all ranks wait": (lambda run: rank() == 0 and run.progress.step in (4, 8), {}, [4, 8]),
+    "a part: at once": (When(lambda run: rank() == 1 and run.progress.step == 2) | Every("5 steps"), {}, [2, 5]),
+    "in the last step of a stream": (on_one_rank, STREAM, [4, 8]),
+    "in a stream, and in the last step": (on_one_rank, {**STREAM, "max_steps": 8, "max_epochs": None}, [5, 8]),
+}
 
 
-@pytest.mark.parametrize(("limits", "expected"), [({"max_epochs": 2}, [4, 8]), ({"max_steps": 8, "max_epochs": None}, [5, 8])])
-def test_a_function_that_is_true_on_one_rank_in_the_last_step_of_a_stream_is_not_lost(
-    limits: dict[str, Any], expected: list[int]
-) -> None:
-    def on_one(run: Run) -> bool:
-        return rank() == 1 and run.progress.step in (4, 8)
-
-    assert on_ranks(lambda: due_at(on_one, Stream(4 * 2 * 4), **limits)) == [expected] * 2
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_that_is_a_function_is_due_at_the_same_steps_on_all_ranks(name: str) -> None:
+    function, arguments, expected = SCHEDULES[name]
+    assert on_ranks(lambda: due_at(function, **arguments)) == [expected] * 2
 
 
 def test_a_checkpoint_holds_that_a_schedule_is_due_at_the_next_step(tmp_path: Path) -> None:
@@ -486,10 +478,11 @@ class OwnPart(IterableDataset[Any]):
 def test_the_end_of_a_stream_is_known_a_batch_before_if_batches_can_be_read_ahead(tmp_path: Path) -> None:
     def counted() -> list[tuple[list[int], int]]:
         found = []
-        for make, options in ((Shards, {}), (OwnPart, {"num_workers": 1}), (OwnPart, {})):
+        cases: list[tuple[Any, int]] = [(Shards, 0), (OwnPart, 1), (OwnPart, 0)]
+        for make, workers in cases:
             driver = None if make is Shards else ddp(share_data=False)
-            data = DataLoader(make(), 4, **options)
-            waited, started = plain_steps(list, tmp_path / f"{make.__name__} {options}", data, driver=driver)
+            data = DataLoader(make(), 4, num_workers=workers)
+            waited, started = plain_steps(list, tmp_path / f"{make.__name__} {workers}", data, driver=driver)
             found.append((waited, max(started)))
         return found
 
