@@ -48,6 +48,22 @@ def judged(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return {"loss": squared_error(model, batch), "predictions": model(batch[0]), "targets": batch[1]}
 
 
+class InOrder:
+    """A metric as one writes it by hand: it depends on the predictions of all ranks, and on their order."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.seen: list[float] = []
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        self.seen += (predictions - targets).flatten().tolist()
+
+    def compute(self) -> float:
+        return sum(value * number for number, value in enumerate(self.seen, 1))
+
+
 def weighted(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the loss, and how much a batch counts: so a step is that of one process on all its samples."""
     return {"loss": squared_error(model, batch), "weight": len(batch[0])}

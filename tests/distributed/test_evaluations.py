@@ -26,25 +26,8 @@ from cadenza.drivers.sharding import local
 from cadenza.errors import DataError, DistributedError
 from cadenza.testing import launch
 from tests.distributed.drivers import blocks, ddp, fsdp, sharded, single
-from tests.distributed.parts import Batch, judged, loader, network, rank, samples, trainer
+from tests.distributed.parts import Batch, InOrder, judged, loader, network, rank, samples, trainer
 from tests.distributed.standing import on_ranks
-
-
-class Share:
-    """A metric as one writes it by hand: how many of all predictions are above the median."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.predictions: list[Tensor] = []
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        self.predictions.append(predictions)
-
-    def compute(self) -> float:
-        joined = torch.cat(self.predictions)
-        return float(joined.median() + joined[0].sum())  # also of their order
 
 
 def two_losses(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -75,7 +58,7 @@ def stream(*sizes: int) -> DataLoader[Any]:
 def results(data: Any, limit: int | None = None) -> dict[str, float]:
     metrics = {
         "mse": (MeanSquaredError(), "a", "b"),
-        "share": (Share(), "a", "b"),
+        "order": (InOrder(), "a", "b"),
         "both": (MetricCollection({"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}), "b", "a"),
         "mean": (MeanMetric(), "kl"),
     }
@@ -89,7 +72,7 @@ def test_numbers_and_metrics_with_named_inputs_are_those_of_one_process(ranks: i
         return [results(uneven), results(uneven, limit=4), results(stream(*[4] * 7))]
 
     alone = all_kinds()
-    assert set(alone[0]) == {f"eval/{name}" for name in ("loss", "kl", "rare", "mse", "share", "both/mse", "both/rmse", "mean")}
+    assert set(alone[0]) == {f"eval/{name}" for name in ("loss", "kl", "rare", "mse", "order", "both/mse", "both/rmse", "mean")}
     for got in on_ranks(all_kinds, ranks):
         for one, expected in zip(got, alone, strict=True):
             assert one == pytest.approx(expected, rel=1e-6)
@@ -99,7 +82,7 @@ def test_numbers_and_metrics_with_named_inputs_are_those_of_one_process(ranks: i
 def test_an_evaluation_and_a_prediction_equal_those_of_one_process(make: Callable[[], Driver], ranks: int) -> None:
     def results(make: Callable[[], Driver]) -> tuple[dict[str, float], Tensor]:
         one = trainer(model=nn.Sequential(nn.BatchNorm1d(3), blocks()), driver=make())
-        data, metrics = loader(37, shuffle=False), {"own": Share(), "mse": MeanSquaredError()}
+        data, metrics = loader(37, shuffle=False), {"own": InOrder(), "mse": MeanSquaredError()}
         evaluated = one.evaluate(data, metrics=metrics, compute=judged)
         return evaluated, one.predict(data, compute=lambda model, batch: model(batch[0]))
 
@@ -111,7 +94,7 @@ def test_an_evaluation_and_a_prediction_equal_those_of_one_process(make: Callabl
 
 def test_a_rank_without_any_batch_takes_part_with_nothing() -> None:
     def short() -> dict[str, float]:
-        metrics = {"share": (Share(), "a", "b"), "mse": (MeanSquaredError(), "a", "b")}
+        metrics = {"order": (InOrder(), "a", "b"), "mse": (MeanSquaredError(), "a", "b")}
         return trainer().evaluate(stream(4, 4), compute=two_losses, metrics=metrics)
 
     alone = short()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import signal
 from collections.abc import Callable
@@ -13,22 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, DistributedSampler
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import ClipGradients, Ema, LearningRate, LogTraining
+from cadenza.callbacks import LogTraining
 from cadenza.drivers import DdpDriver, driver_of
 from cadenza.drivers.joining import rendezvous_of
 from cadenza.engine import silence
 from cadenza.engine.session import session_of
-from cadenza.errors import DistributedError
-from cadenza.hooks.listener import Listener
-from cadenza.hooks.schedule import Schedule
-from cadenza.hooks.subscription import periodic
-from cadenza.sinks import Console, ProgressBar
+from cadenza.errors import DataError, DistributedError
 from cadenza.testing import launch
 from tests.distributed.drivers import fsdp
-from tests.distributed.parts import Batch, loader, network, squared_error, trainer, weights_of
+from tests.distributed.parts import Batch, loader, network, samples, squared_error, trainer, weights_of
 from tests.distributed.parts import own_rank as rank
 from tests.distributed.standing import on_ranks
 
@@ -190,146 +185,6 @@ def test_a_step_fn_may_ask_at_any_time() -> None:
     assert on_ranks(stepping) == [4, 4]  # the request of one rank takes effect at the next boundary, on all
 
 
-# -- how often ranks wait
-
-
-class Counting(DdpDriver):
-    """DDP that counts how often the ranks wait for each other."""
-
-    waits = exchanges = 0
-
-    def reduce_later(self, value: Tensor) -> Callable[[], Tensor]:
-        self.exchanges += 1
-        number, arrived = self.exchanges, super().reduce_later(value)
-
-        def read() -> Tensor:  # what is exchanged at a step boundary has had a batch to arrive, or this rank waits
-            self.waits += value.is_floating_point() and number == self.exchanges
-            return arrived()
-
-        return read
-
-    def reduce(self, value: Tensor, *how: Any) -> Tensor:
-        self.waits += 1
-        return super().reduce(value, *how)
-
-
-class WaitsAtSteps(Callback):
-    """Notes, at the start of each step, how often the ranks had waited for each other."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def on_step_start(self, run: Run) -> None:
-        assert isinstance(run.driver, Counting)
-        self.seen.append(run.driver.waits)
-
-    @property
-    def in_steps(self) -> list[int]:
-        return [after - before for before, after in zip(self.seen, self.seen[1:], strict=False)]
-
-
-SELDOM: list[Callable[[], list[Callback]]] = [
-    list,
-    lambda: [ProgressBar("plain", interval_s=60), LogTraining("40 steps")],
-    lambda: [LogTraining(40), Ema(), ClipGradients(1.0), LearningRate(lambda one: StepLR(one, 10)), Console()],
-    lambda: [
-        LogTraining(40),
-        ClipGradients(1.0, log="norm", log_every=40),
-        on(Callback.on_batch_end, every=40)(lambda run, batch, outputs: None),
-    ],
-]
-
-
-def test_schedules_that_are_seldom_due_make_ranks_wait_in_a_tenth_of_the_steps_at_most() -> None:
-    def waits(callbacks: list[Callback]) -> int:
-        driver = Counting("cpu")
-        assert trainer(loader(400), driver=driver, callbacks=callbacks).fit().progress.step == 100
-        return driver.waits
-
-    first, second = on_ranks(lambda: [waits(make()) for make in SELDOM])
-    assert first == second
-    assert all(1 <= count - first[0] <= 0.1 * 100 for count in first[1:])
-
-
-def test_ranks_exchange_nothing_in_quiet_steps_and_count_every_sample() -> None:
-    def counted() -> tuple[int, list[tuple[int, int]], int]:
-        seen: list[tuple[int, int]] = []
-        silence.LONGEST_S = math.inf  # in this process: how long quiet steps take depends on the machine
-        driver = Counting("cpu")
-
-        @on(Callback.on_epoch_end)
-        def note(run: Run) -> None:
-            seen.append((run.progress.step, run.progress.samples))
-
-        class Late(Callback):
-            def listeners(self) -> list[Listener]:
-                return [
-                    periodic(Schedule.parse("150 steps"), lambda run: seen.append((run.progress.step, run.progress.samples)))
-                ]
-
-        run = trainer(loader(411), max_epochs=4, driver=driver, callbacks=[note, Late()]).fit()
-        return driver.exchanges, seen, run.progress.samples
-
-    (exchanges, seen, samples), second = launch(counted)
-    assert (exchanges, seen, samples) == second
-    assert seen == [(52, 411), (104, 822), (150, seen[2][1]), (156, 1233), (208, 1644)]
-    assert seen[2][1] == 822 + 46 * 8
-    assert samples == 4 * 411
-    assert exchanges <= 10
-
-
-def test_a_suspended_listener_costs_no_wait_and_is_called_when_it_is_due() -> None:
-
-    class Seldom(Callback):
-        def listeners(self) -> list[Listener]:
-            return [periodic(Schedule.parse("12 steps"), self.act)]
-
-        def act(self, run: Run) -> None:
-            if run.driver.rank == 1:
-                run.stop("this was the twelfth")
-
-    def counted() -> tuple[list[int], int]:
-        noting = WaitsAtSteps()
-        run = trainer(loader(48), max_epochs=5, driver=Counting("cpu"), callbacks=[noting, Seldom()]).fit()
-        return noting.in_steps, run.progress.step
-
-    first, second = on_ranks(counted)
-    assert first == second
-    in_steps, steps = first
-    assert steps == 12
-    # The first two steps find the suspended listeners. The epoch ends after the 6th, which all ranks must know.
-    assert [count for step, count in enumerate(in_steps, start=1) if step not in (1, 2, 6)] == [0] * 8
-
-
-@pytest.mark.parametrize("moment", [Callback.on_batch_start, Callback.on_before_backward])
-def test_ranks_agree_on_a_skipped_batch_only_in_steps_in_which_a_listener_may_skip_it(moment: Any) -> None:
-    """A listener that fails on one rank and is disabled there changes nothing for the exchange of the others."""
-
-    def counted() -> tuple[list[int], int, int]:
-        class Skips(Callback):
-            on_fault = "disable"
-
-            def listeners(self) -> list[Listener]:
-                return [Listener(moment, self.skip, Schedule.parse("12 steps"))]
-
-            def skip(self, run: Run, *_: Any) -> None:
-                if rank() == 1:
-                    if run.progress.step == 12:
-                        run.skip_batch("asked on one rank")
-                    else:
-                        raise ValueError("fails on one rank")
-
-        noting = WaitsAtSteps()
-        data, driver = loader(48 * 8, shuffle=False), Counting("cpu")
-        run = trainer(data, max_steps=40, driver=driver, callbacks=[noting, Skips()]).fit()
-        return noting.in_steps, session_of(run).progress.step, len(run.decisions)
-
-    first, second = on_ranks(counted)
-    assert first[:2] == second[:2]
-    assert sum(first[0]) <= 12  # of 39 steps
-    assert second[2] == 2  # skipped, then disabled
-
-
 def test_a_callback_that_is_disabled_on_one_rank_does_not_separate_the_ranks() -> None:
     def training() -> tuple[int, list[tuple[int, float]]]:
         class Fragile(Callback):
@@ -452,6 +307,21 @@ def test_what_cannot_work_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     main, other = on_ranks(errors)
     assert main == ["DirectoryError", "DataError", "DataError", "ValueError"]
     assert other == ["DistributedError", *main[1:]]
+
+
+@pytest.mark.parametrize(("length", "message"), [(7, "returned only 6"), (5, "returned more")])
+def test_a_sharded_loader_with_a_wrong_length_is_an_error_on_all_ranks(length: int, message: str) -> None:
+    class Wrong(DistributedSampler[Any]):
+        def __len__(self) -> int:
+            return 4 * length
+
+    def training() -> str:
+        data = samples(48)
+        with pytest.raises((DataError, DistributedError)) as raised:
+            trainer(DataLoader(data, 4, sampler=Wrong(data, 2, rank(), shuffle=False)), max_epochs=1).fit()
+        return str(raised.value)
+
+    assert all(message in told for told in launch(training))
 
 
 def test_a_rank_that_cannot_reach_the_others_says_so_in_bounded_time() -> None:

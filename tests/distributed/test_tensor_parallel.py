@@ -28,7 +28,7 @@ from cadenza.drivers import Driver, FsdpDriver, TensorParallel
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from tests.distributed.drivers import ddp, fsdp, single
-from tests.distributed.parts import Batch, adamw, judged, loader, squared_error, weighted, weights_of, whole
+from tests.distributed.parts import Batch, InOrder, adamw, judged, loader, squared_error, weighted, weights_of, whole
 from tests.distributed.standing import on_ranks
 
 PLAN: dict[str, ParallelStyle] = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
@@ -55,22 +55,6 @@ def tensor_parallel(**options: Any) -> FsdpDriver:
     return fsdp(shard=Block, tensor_parallel=TensorParallel(PLAN, ranks=2), **options)
 
 
-class Distances:
-    """A metric that sees the predictions of all ranks, in order."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.seen: list[float] = []
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        self.seen += (predictions - targets).flatten().tolist()
-
-    def compute(self) -> float:
-        return sum(value * number for number, value in enumerate(self.seen, 1))
-
-
 def usual(model: nn.Module, batch: Batch) -> dict[str, Any]:
     return {**judged(model, batch), "rows": batch[2], "ones": torch.ones(len(batch[0]))}
 
@@ -90,7 +74,7 @@ def trained(driver: Driver, accumulate: int) -> tuple[Tensor, dict[str, dict[int
         if run.is_main:
             run.log("of the main process", 2.0)
 
-    metrics = {"error": MeanSquaredError(), "sum": (SumMetric(), "ones"), "order": Distances()}
+    metrics = {"error": MeanSquaredError(), "sum": (SumMetric(), "ones"), "order": InOrder()}
     best = BestWeights("eval/loss", "min")
     one = Trainer(
         network(), adamw, loader(48), squared_error,
