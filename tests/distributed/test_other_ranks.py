@@ -219,7 +219,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["Adam", *(pytest.param(name, marks=pytest.mark.long) for name in ("SGD", "Adagrad"))])
 def test_what_was_fused_over_whole_weights_goes_on_in_shards_not_fused(name: str, tmp_path: Path) -> None:
     make = shuffled(159)
     arguments: dict[str, Any] = {"optimizer": OPTIMIZERS[name], "compute_loss": weighted}
