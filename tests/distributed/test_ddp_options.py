@@ -4,7 +4,7 @@ from __future__ import annotations  # annotations are strings, which torch accep
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, ConvertSyncBatchNorm, Freeze
-from cadenza.drivers import DdpDriver, FsdpDriver
-from cadenza.testing import launch
-from tests.distributed.parts import loader, network, trainer, weights_of
+from cadenza.drivers import DdpDriver, Driver, FsdpDriver
+from tests.distributed.drivers import ddp, fsdp
+from tests.distributed.parts import loader, trainer, weights_of
+from tests.distributed.standing import on_ranks
 
 
 def normed() -> nn.Sequential:
@@ -24,8 +26,7 @@ def normed() -> nn.Sequential:
 
 
 def trained(model: nn.Module | None = None, **options: Any) -> Tensor:
-    driver = DdpDriver("cpu", timeout_s=100, **options)
-    one = trainer(model=model or network(), accumulate=2, max_epochs=2, driver=driver)
+    one = trainer(model=model, accumulate=2, driver=ddp(**options))
     one.fit()
     return weights_of(one)
 
@@ -57,7 +58,7 @@ def test_the_weights_do_not_depend_on_how_gradients_are_reduced() -> None:
         rounded = added_in_another_order and not torch.equal(halved, plain) and torch.allclose(halved, plain, atol=1e-2)
         return {name: torch.equal(one, plain) for name, one in same.items()}, calls.count, rounded
 
-    for same, calls, rounded in launch(compared):
+    for same, calls, rounded in on_ranks(compared):
         assert all(same.values()), same
         assert calls == 4  # one bucket in each step: 3 batches of each rank, two a step, are 2 steps an epoch
         assert rounded
@@ -70,9 +71,8 @@ def test_three_ranks_resume_to_the_same_bits_with_layers_of_different_sizes(tmp_
     def fit(folder: str, steps: int) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-        driver = DdpDriver("cpu", timeout_s=100, **options)
         saving = {"callbacks": [Checkpoint()], "directory": tmp_path / folder}
-        one = trainer(loader(96), model=model, driver=driver, max_steps=steps, **saving)
+        one = trainer(loader(96), model=model, driver=ddp(**options), max_steps=steps, **saving)
         one.fit(resume="auto")
         return weights_of(one)
 
@@ -80,18 +80,18 @@ def test_three_ranks_resume_to_the_same_bits_with_layers_of_different_sizes(tmp_
         fit("cut", 3)
         return fit("whole", 6), fit("cut", 6)
 
-    for whole, resumed in launch(both, 3):
+    for whole, resumed in on_ranks(both, 3):
         assert torch.equal(whole, resumed)
 
 
 def test_a_hook_stays_when_parameters_are_frozen_in_the_run() -> None:
     def calls_of() -> tuple[int, int]:
         calls = Calls()
-        driver = DdpDriver("cpu", timeout_s=100, comm_hook=(calls, counting))
-        run = trainer(model=network(), max_epochs=2, driver=driver, callbacks=[Freeze("0.*", until="1 epoch")]).fit()
+        driver = ddp(comm_hook=(calls, counting))
+        run = trainer(driver=driver, callbacks=[Freeze("0.*", until="1 epoch")]).fit()
         return calls.count, run.progress.step
 
-    for calls, steps in launch(calls_of):
+    for calls, steps in on_ranks(calls_of):
         assert calls == steps == 6
 
 
@@ -104,67 +104,84 @@ def test_buffers_of_each_rank_are_its_own_in_training_if_they_are_not_broadcast(
             found.append(model[1].running_mean.tolist())  # type: ignore[operator]
         return found[0], found[1]
 
-    (_, own), (shared, other) = launch(statistics)
+    (_, own), (shared, other) = on_ranks(statistics)
     assert own != other
     assert shared != other
 
 
-WRONG: dict[str, Callable[[], object]] = {
-    "comm_hook must be a function hook(state, bucket), or a pair (state, hook); got 'bf16'": lambda: DdpDriver(
-        "cpu", comm_hook=cast("Any", "bf16")
+WRONG: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
+    "comm_hook must be a function hook(state, bucket), or a pair (state, hook); got 'bf16'": (DdpDriver, {"comm_hook": "bf16"}),
+    "process_group must be a group of torch.distributed, or None; got 'nccl'": (DdpDriver, {"process_group": "nccl"}),
+    "bucket_cap_mb must be greater than 0 MiB; got -1": (DdpDriver, {"bucket_cap_mb": -1}),
+    "bucket_cap_mb must be a number of MiB greater than 0; got '25'": (DdpDriver, {"bucket_cap_mb": "25"}),
+    "static_graph must be True or False; got 'no'": (DdpDriver, {"static_graph": "no"}),
+    "timeout_s must be a number of seconds greater than 0; got '10 min'": (DdpDriver, {"timeout_s": "10 min"}),
+    "timeout_s must be greater than 0 seconds; got 0": (FsdpDriver, {"timeout_s": 0}),
+    "cpu_offload must be True or False; got 'yes'": (FsdpDriver, {"cpu_offload": "yes"}),
+    "tensor_parallel must be TensorParallel(plan, ranks=...), or None; got {'up': 1}": (
+        FsdpDriver,
+        {"tensor_parallel": {"up": 1}},
     ),
-    "process_group must have all ranks (2), since all train one model; got a group of ": lambda: DdpDriver(
-        "cpu", process_group=dist.new_group([0])
-    ),
-    "process_group must be a group of torch.distributed, or None; got 'nccl'": lambda: DdpDriver(
-        "cpu", process_group=cast("Any", "nccl")
-    ),
-    "bucket_cap_mb must be greater than 0 MiB; got -1": lambda: DdpDriver("cpu", bucket_cap_mb=-1),
-    "bucket_cap_mb must be a number of MiB greater than 0; got '25'": lambda: DdpDriver("cpu", bucket_cap_mb=cast("Any", "25")),
-    "static_graph must be True or False; got 'no'": lambda: DdpDriver("cpu", static_graph=cast("Any", "no")),
-    "timeout_s must be a number of seconds greater than 0; got '10 min'": lambda: DdpDriver(
-        "cpu", timeout_s=cast("Any", "10 min")
-    ),
-    "timeout_s must be greater than 0 seconds; got 0": lambda: FsdpDriver("cpu", timeout_s=0),
-    "cpu_offload must be True or False; got 'yes'": lambda: FsdpDriver("cpu", cpu_offload=cast("Any", "yes")),
-    "tensor_parallel must be TensorParallel(plan, ranks=...), or None; got {'up': 1}": lambda: FsdpDriver(
-        "cpu", tensor_parallel=cast("Any", {"up": 1})
-    ),
-    "shard must be a pattern such as 'encoder.*', a class of modules, a sequence of these": lambda: FsdpDriver(
-        "cpu", shard=cast("Any", nn.Linear(1, 1))
+    "shard must be a pattern such as 'encoder.*', a class of modules, a sequence of these": (
+        FsdpDriver,
+        {"shard": nn.Linear(1, 1)},
     ),
 }
 
 
 def test_wrong_options_are_errors_at_once() -> None:
     def told() -> list[str]:
-        DdpDriver("cpu")
+        ddp()
         found = []
-        for wrong in WRONG.values():
+        for make, options in [*WRONG.values(), (DdpDriver, {"process_group": dist.new_group([0])})]:
             with pytest.raises((TypeError, ValueError)) as caught:
-                wrong()
+                make("cpu", **options)
             found.append(str(caught.value))
         return found
 
-    for texts in launch(told):
-        for expected, text in zip(WRONG, texts, strict=True):
+    of_some_ranks = "process_group must have all ranks (2), since all train one model; got a group of "
+    for texts in on_ranks(told):
+        for expected, text in zip([*WRONG, of_some_ranks], texts, strict=True):
             assert text.startswith(expected)
 
 
 def test_sync_batch_norm_on_the_cpu_is_an_error_before_the_first_step() -> None:
     def told() -> list[str]:
         found: list[str] = []
-        for driver, model in (
-            (DdpDriver("cpu", timeout_s=100), normed()),
-            (DdpDriver("cpu", timeout_s=100), nn.SyncBatchNorm.convert_sync_batchnorm(normed())),
-            (FsdpDriver("cpu", timeout_s=100), nn.SyncBatchNorm.convert_sync_batchnorm(normed())),
-        ):
+        converted: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+        for make, model in ((ddp, normed()), (ddp, converted(normed())), (fsdp, converted(normed()))):
             callbacks = [ConvertSyncBatchNorm()] if len(found) == 0 else []
-            one = trainer(loader(), model=model, driver=driver, callbacks=callbacks)
+            one = trainer(model=model, driver=make(), callbacks=callbacks)
             with pytest.raises(ValueError, match="SyncBatchNorm trains on GPUs only, and the ranks are on the CPU") as caught:
                 one.fit()
             found.append(str(caught.value))
         return found
 
-    for one, other, third in launch(told):
+    for one, other, third in on_ranks(told):
         assert one == other == third
+
+
+@on(Callback.on_step_end, at=2)
+def freeze(run: Run) -> None:
+    run.driver.unwrap(run.model).get_submodule("0").requires_grad_(False)
+    run.driver.renew(run.model)
+
+
+@pytest.mark.parametrize("make", [ddp, fsdp])
+def test_what_a_hook_froze_is_frozen_on_all_ranks_after_a_resume(tmp_path: Path, make: Callable[[], Driver]) -> None:
+    """The gradients of the rest are reduced, and nothing is waited for."""
+
+    def fit(folder: str, steps: int) -> Tensor:
+        callbacks = [freeze, Checkpoint("2 steps")]
+        one = trainer(driver=make(), directory=tmp_path / folder, max_steps=steps, callbacks=callbacks)
+        run = one.fit(resume="auto")
+        frozen = [name for name, parameter in one.model.named_parameters() if not parameter.requires_grad]
+        assert frozen == ["0.weight", "0.bias"]
+        assert run.progress.step == steps
+        return weights_of(one)
+
+    def both() -> tuple[Tensor, list[Tensor]]:
+        return fit("whole", 6), [fit("cut", steps) for steps in (2, 4, 6)]
+
+    for whole, continued in on_ranks(both):
+        assert torch.equal(whole, continued[-1])

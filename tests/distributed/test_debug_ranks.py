@@ -21,75 +21,51 @@ from tests.distributed.parts import own_rank, trainer, weights_of
 FLOATS = torch.zeros(3)
 
 
-def on_rank_0_only(run: Run) -> None:
-    if run.is_main:
-        dist.all_reduce(FLOATS)
-
-
-def on_rank_1_only(run: Run) -> None:
-    if not run.is_main:
-        run.driver.reduce(FLOATS)
-
-
-def in_other_order(run: Run) -> None:
+def each_in_its_order(run: Run) -> None:
     calls: list[Function[[], object]] = [lambda: dist.all_reduce(FLOATS), lambda: dist.broadcast(FLOATS, 0)]
     for call in calls if run.is_main else reversed(calls):
         call()
 
 
-def of_other_shape(run: Run) -> None:
-    dist.all_reduce(torch.zeros(2 + own_rank()))
-
-
-def of_other_dtype(run: Run) -> None:
-    dist.all_reduce(torch.zeros(2, dtype=torch.float64 if run.is_main else torch.float32))
-
-
-def of_other_kind(run: Run) -> None:
-    dist.all_reduce(FLOATS, dist.ReduceOp.MAX if run.is_main else dist.ReduceOp.SUM)
-
-
-def from_another_rank(run: Run) -> None:
-    dist.broadcast(FLOATS, own_rank())
-
-
-def after_an_early_return(run: Run) -> None:
-    if own_rank() == 1:
-        return
-    run.driver.gather("mine")
-
-
-def after_an_exception(run: Run) -> None:
+def fail(run: Run) -> None:
     if own_rank() == 1:
         raise ValueError("on purpose")
     run.driver.barrier()
 
 
-def on_a_slow_rank(run: Run) -> None:
+def come_late(run: Run) -> None:
     if own_rank() == 1:
         time.sleep(1.5)
     run.driver.barrier()
 
 
-PLANTED = [
-    *(on_rank_0_only, on_rank_1_only, in_other_order, of_other_shape, of_other_dtype, of_other_kind, from_another_rank),
-    *(after_an_early_return, after_an_exception, on_a_slow_rank),
-]
+PLANTED: dict[str, Function[[Run], object]] = {
+    "on_rank_0_only": lambda run: run.is_main and dist.all_reduce(FLOATS),
+    "on_rank_1_only": lambda run: run.is_main or run.driver.reduce(FLOATS),
+    "in_other_order": each_in_its_order,
+    "of_other_shape": lambda run: dist.all_reduce(torch.zeros(2 + own_rank())),
+    "of_other_dtype": lambda run: dist.all_reduce(torch.zeros(2, dtype=torch.float64 if run.is_main else torch.float32)),
+    "of_other_kind": lambda run: dist.all_reduce(FLOATS, dist.ReduceOp.MAX if run.is_main else dist.ReduceOp.SUM),
+    "from_another_rank": lambda run: dist.broadcast(FLOATS, own_rank()),
+    "after_an_early_return": lambda run: own_rank() == 1 or run.driver.gather("mine"),
+    "after_an_exception": fail,
+    "on_a_slow_rank": come_late,
+}
 
 
-def fit(moment: Any, planted: Function[[Run], None]) -> str:
+def fit(moment: Any, name: str) -> str:
     """Return the error of a run with a planted mismatch; an empty string if it has none."""
 
     def once(run: Run) -> None:
         if run.progress.step == 1 and not done:
             done.append(True)
-            planted(run)
+            PLANTED[name](run)
 
     def with_batch(run: Run, batch: Any) -> None:
         once(run)
 
     done: list[bool] = []
-    once.__name__ = with_batch.__name__ = planted.__name__
+    once.__name__ = with_batch.__name__ = name
     mine = on(moment)(with_batch if moment is Callback.on_batch_start else once)
     one = trainer(callbacks=[mine], driver=DdpDriver("cpu", timeout_s=60), debug_ranks=1.0, max_epochs=1)
     try:
@@ -99,31 +75,34 @@ def fit(moment: Any, planted: Function[[Run], None]) -> str:
     return ""
 
 
-def expected(moment: str, planted: Function[[Run], None], rank: int) -> tuple[str, ...]:
+def expected(moment: str, name: str, rank: int) -> tuple[str, ...]:
     """Return what an error, or a warning, says."""
-    here = f"at step 1 in `{planted.__name__}.{moment}` (test_debug_ranks.py:"
-    if planted is after_an_exception:
+    here = f"at step 1 in `{name}.{moment}` (test_debug_ranks.py:"
+    if name == "after_an_exception":
         return ("ValueError: on purpose",) if rank == 1 else ("rank 0 ends because", "rank 1: ValueError: on purpose")
-    if planted is on_a_slow_rank:
+    if name == "on_a_slow_rank":
         return "rank 0 calls all_reduce", f"rank 1 is {here}", "has not called it yet"
     return "DistributedError", "rank 0 calls", "rank 1 calls", here  # first the rank that saw it
 
 
-@pytest.mark.parametrize("moment", ["on_step_end", "on_batch_start", "on_before_optimizer_step"])
+@pytest.mark.parametrize(
+    "moment",
+    ["on_step_end", *(pytest.param(name, marks=pytest.mark.long) for name in ("on_batch_start", "on_before_optimizer_step"))],
+)
 def test_each_of_ten_planted_mismatches_is_named_on_all_ranks(moment: str, caplog: pytest.LogCaptureFixture) -> None:
     def fits() -> list[str]:
         said = []
-        for planted in PLANTED:
+        for name in PLANTED:
             caplog.clear()
-            said.append(fit(getattr(Callback, moment), planted) or "; ".join(caplog.messages))
+            said.append(fit(getattr(Callback, moment), name) or "; ".join(caplog.messages))
             dist.barrier()  # no collective is left behind
         return said
 
     for rank, said in enumerate(launch(fits)):
-        for planted, text in zip(PLANTED, said, strict=True):
-            if planted is not on_a_slow_rank or rank == 0:  # the first rank that waits shows the warning
-                for part in expected(moment, planted, rank):
-                    assert part in text, (rank, planted, text)
+        for name, text in zip(PLANTED, said, strict=True):
+            if name != "on_a_slow_rank" or rank == 0:  # the first rank that waits shows the warning
+                for part in expected(moment, name, rank):
+                    assert part in text, (rank, name, text)
 
 
 def test_a_rank_that_waits_alone_for_the_shards_of_a_weight_is_named_and_not_taken_for_a_slow_one(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -28,20 +28,10 @@ from cadenza.compat.neural.logs import logging
 from cadenza.testing import launch
 from tests.compat.fastnlp.toy import Error, Scripted, Toy, rows, toy_trainer
 from tests.compat.nemo.graphs import SGD, line, names_in, written
-from tests.distributed.parts import judged, loader, rank, trainer, weights_of
-
-T = TypeVar("T")
+from tests.distributed.parts import judged, loader, rank, trainer, vector, weights_of
+from tests.distributed.standing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of TensorBoard's own parts
-
-
-def on_two(function: Callable[[], T]) -> tuple[T, T]:
-    first, second = launch(function)
-    return first, second
-
-
-def vector(*tensors: Tensor) -> Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 # -- NeMo ------------------------------------------------------------------------------------------------
@@ -107,7 +97,7 @@ def nemo_training(core: Any, callbacks: Any, folder: Path, resumed: bool = False
     )
     assert run.outcome is not None
     return {
-        "weights": vector(*graph.weights),
+        "weights": vector(graph.weights),
         "workers": judge.workers,
         "shared": judge.shared,
         "mae": dict(run.history["EvaluatorCallback/mae"]),
@@ -134,7 +124,7 @@ def test_nemo_trains_judges_and_writes_on_two_processes_as_on_one(
     callbacks = nemo_callbacks if core is nemo else nemo10_callbacks
     alone = nemo_training(core, callbacks, tmp_path / "alone")
     said = capfd.readouterr().out.count
-    first, second = on_two(lambda: nemo_training(core, callbacks, tmp_path / "two"))
+    first, second = launch(lambda: nemo_training(core, callbacks, tmp_path / "two"))
     shown = capfd.readouterr().out.count
     assert torch.equal(first["weights"], second["weights"])
     assert torch.allclose(first["weights"], alone["weights"], atol=1e-6)
@@ -177,18 +167,18 @@ def nemo_modules(folder: Path) -> dict[str, Any]:
         except ValueError as error:
             failures.append(str(error))
     return {
-        "weights": vector(*graph.weights),
+        "weights": vector(graph.weights),
         "steps": run.progress.step,
         "p": scale.p,
         "files": [name.rpartition("-")[2] for name in names_in(folder)],
-        "inferred": None if inferred is None else sorted(vector(*inferred[0]).tolist()),
+        "inferred": None if inferred is None else sorted(vector(inferred[0]).tolist()),
         "failures": failures,
     }
 
 
 def test_callbacks_on_modules_and_inference_of_nemo_do_on_two_processes_what_they_do_on_one(tmp_path: Path) -> None:
     alone = nemo_modules(tmp_path / "alone")
-    first, second = on_two(lambda: nemo_modules(tmp_path / "two"))
+    first, second = on_ranks(lambda: nemo_modules(tmp_path / "two"))
     assert torch.equal(first["weights"], second["weights"])  # a weight that is unfrozen later is synchronized, too
     assert torch.allclose(first["weights"], alone["weights"], atol=1e-6)
     assert alone["weights"][0] != 0.5
@@ -215,18 +205,14 @@ def fast_loader(count: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(rows(count), options.pop("batch_size", 4), **options)  # type: ignore[arg-type]  # a list is one
 
 
-def fast_training(folder: Path, **more: Any) -> dict[str, Any]:
+def fast_training(folder: Path) -> dict[str, Any]:
     os.environ.pop(FASTNLP_LAUNCH_TIME, None)  # as in processes that a launcher started
     files = fast.CheckpointCallback(folder / "all", every_n_epochs=1, last=True, topk=1, save_object="trainer")
     best = fast.LoadBestModelCallback(save_folder=folder / "best", delete_after_train=False)
-    buffered = fast.LoadBestModelCallback()
-    told = io.StringIO()
+    more = fast.MoreEvaluateCallback(fast_loader(9), {"more": Error()}, evaluate_every=-1)
     torch.manual_seed(3 + (rank() or 0))
     one = toy_trainer(
-        callbacks=[
-            fast.MoreEvaluateCallback(fast_loader(9), {"more": Error()}, evaluate_every=-1),
-            files, best, buffered, fast.EarlyStopCallback(patience=2), *more.pop("callbacks", []),
-        ],
+        callbacks=[more, files, best, fast.LoadBestModelCallback(), fast.EarlyStopCallback(patience=2)],
         model=Normed(),
         train_dataloader=fast_loader(24, shuffle=True),
         evaluate_dataloaders=fast_loader(13),
@@ -235,52 +221,34 @@ def fast_training(folder: Path, **more: Any) -> dict[str, Any]:
         larger_better=False,
         n_epochs=3,
         accumulation_steps=1 if rank() is not None else 2,
-        **more,
-    )  # fmt: skip
-    results: list[dict[str, Any]] = []
-    one.add_callback_fn(fast.Event.on_evaluate_end(), lambda trainer, found: results.append(found))
-    with redirect_stdout(told):
+    )
+    results: list[float] = []
+    one.add_callback_fn(fast.Event.on_evaluate_end(), lambda trainer, found: results.append(found["error"]))
+    with redirect_stdout(io.StringIO()) as told:
         one.run()
+    assert one.live is not None
     return {
-        "weights": vector(*one.model.parameters()),
+        "weights": vector(one.model.parameters()),
         "results": results,
+        "samples": one.live.progress.samples,
         "steps": (one.cur_epoch_idx, one.global_forward_batches),
         "told": told.getvalue().count("More evaluate results"),
     }
 
 
-def test_fastnlp_trains_judges_and_saves_on_two_processes(tmp_path: Path) -> None:
-    first, second = on_two(lambda: fast_training(tmp_path))
+def test_fastnlp_trains_judges_and_saves_on_two_processes_as_on_one(tmp_path: Path) -> None:
+    alone = fast_training(tmp_path / "alone")
+    first, second = on_ranks(lambda: fast_training(tmp_path))
     assert torch.equal(first["weights"], second["weights"])
-    assert first["results"] == second["results"]
+    assert torch.allclose(first["weights"], alone["weights"], atol=1e-6)
+    assert first["results"] == second["results"] == pytest.approx(alone["results"], rel=1e-5)
+    assert first["samples"] == second["samples"] == alone["samples"]
     assert first["steps"] == second["steps"] == (3, 9)
     assert (first["told"], second["told"]) == (3, 0)
     [launched] = (tmp_path / "all").iterdir()  # one launch, whoever asked the clock
     assert {"trainer-epoch_1", "trainer-epoch_3", "trainer-last"} < {path.name for path in launched.iterdir()}
     [launched] = (tmp_path / "best").iterdir()
     assert [path.name for path in launched.iterdir()] == ["best_so_far"]
-
-
-def test_fastnlp_computes_on_two_processes_what_it_does_on_one() -> None:
-    def trained() -> tuple[Tensor, list[float], int]:
-        found: list[float] = []
-        one = toy_trainer(
-            model=Normed(),
-            train_dataloader=fast_loader(24),
-            evaluate_dataloaders=fast_loader(13),
-            metrics={"error": Error()},
-            n_epochs=2,
-            accumulation_steps=1 if rank() is not None else 2,
-        )
-        one.add_callback_fn(fast.Event.on_evaluate_end(), lambda trainer, results: found.append(results["error"]))
-        one.run()
-        return vector(*one.model.parameters()), found, one.live.progress.samples if one.live else 0
-
-    weights, found, samples = trained()
-    for got, judged_as, seen in on_two(trained):
-        assert torch.allclose(got, weights, atol=1e-6)
-        assert judged_as == pytest.approx(found, rel=1e-5)
-        assert seen == samples
 
 
 @pytest.mark.parametrize(
@@ -305,10 +273,10 @@ def test_an_early_stop_of_fastnlp_on_one_process_is_taken_by_all(event: str, tmp
         facade = toy_trainer(24, [Stop()], {"acc": Scripted(*range(20))}, evaluate_every=1)
         facade.run()
         assert facade.live is not None
-        return vector(*facade.model.parameters()), facade.live.progress.step
+        return vector(facade.model.parameters()), facade.live.progress.step
 
     for native in (False, True):
-        first, second = on_two(lambda native=native: stopped(native))  # type: ignore[misc]  # mypy does not infer it
+        first, second = on_ranks(lambda native=native: stopped(native))  # type: ignore[misc]  # mypy does not infer it
         assert first[1] == second[1] < 12
         assert torch.equal(first[0], second[0])
 
@@ -347,7 +315,7 @@ def test_a_stop_of_pytorch_accelerated_on_one_process_is_taken_by_all_in_a_nativ
         assert run.outcome is not None
         return weights_of(one), run.progress.step, run.progress.epoch, run.outcome.kind
 
-    first, second = on_two(stopped)
+    first, second = on_ranks(stopped)
     assert first[1:] == second[1:] == (3, 1, "stopped")
     assert torch.equal(first[0], second[0])
 
@@ -379,7 +347,7 @@ def test_callbacks_of_all_four_stand_side_by_side_in_a_native_list(tmp_path: Pat
         run = one.fit()
         return weights_of(one), {name: run.history[name] for name in run.history.names}, [str(one) for one in run.faults]
 
-    first, second = on_two(side_by_side)
+    first, second = launch(side_by_side)
     said = capfd.readouterr().out
     assert torch.equal(first[0], second[0])
     assert first[1:] == second[1:]

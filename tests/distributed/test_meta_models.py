@@ -16,12 +16,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from cadenza import Callback, Run, Trainer, load_weights, on, save_weights
 from cadenza.callbacks import Checkpoint, ClipGradients, Ema
-from cadenza.drivers import DdpDriver, Driver, FsdpDriver, SingleDriver, TensorParallel
+from cadenza.drivers import Driver, FsdpDriver, TensorParallel
 from cadenza.errors import CheckpointFormatError
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.testing import launch, tiny_trainer
-from tests.distributed.parts import loader, momentum, trainer
-from tests.distributed.test_fsdp import refusal, whole
+from cadenza.testing import tiny_trainer
+from tests.distributed.drivers import ddp, fsdp, single
+from tests.distributed.parts import adamw, loader, momentum, refusal, trainer, whole
+from tests.distributed.standing import on_ranks
 
 
 class Rotary(nn.Module):
@@ -89,16 +90,16 @@ def on_meta(make: Callable[[], nn.Module] = Net) -> nn.Module:
 
 
 def sharded(**options: Any) -> FsdpDriver:
-    return FsdpDriver("cpu", timeout_s=100, **{"shard": ["norm", "first"], **options})
+    return fsdp(**{"shard": ["norm", "first"], **options})
 
 
 DRIVERS: dict[str, Callable[[], Driver]] = {
     "fsdp": sharded,
-    "hsdp": lambda: sharded(replicas=2),
-    "offloaded": lambda: sharded(cpu_offload=True),
+    "hsdp": partial(sharded, replicas=2),
+    "offloaded": partial(sharded, cpu_offload=True),
     "tensor": lambda: sharded(tensor_parallel=TensorParallel({"first": ColwiseParallel(), "last": RowwiseParallel()}, ranks=2)),
-    "ddp": lambda: DdpDriver("cpu", timeout_s=100),
-    "single": lambda: SingleDriver("cpu"),
+    "ddp": ddp,
+    "single": single,
 }
 
 
@@ -118,24 +119,24 @@ def prepared(driver: Driver, model: nn.Module, seed: int = 3) -> dict[str, Tenso
 
 @pytest.mark.parametrize(("driver", "ranks"), [("fsdp", 3), ("hsdp", 4), ("tensor", 4), ("offloaded", 2), ("ddp", 2)])
 def test_the_initial_values_are_the_same_to_the_bit_with_every_driver_and_number_of_ranks(driver: str, ranks: int) -> None:
-    alone = prepared(SingleDriver("cpu"), on_meta())
+    alone = prepared(single(), on_meta())
     assert torch.equal(alone["rotary.cache"], torch.linspace(0, 1, 6))
     assert alone["table.weight"][1].tolist() == [0.0] * 6
     assert alone["table.weight"].std() > 0.5
     assert 0.3 < alone["tall.inner.weight"].std() < 0.5  # of xavier_uniform_, and not of nn.Linear, which is 0.24
-    for values in launch(lambda: prepared(DRIVERS[driver](), on_meta()), ranks):
+    for values in on_ranks(lambda: prepared(DRIVERS[driver](), on_meta()), ranks):
         assert same(values, alone)
-    assert not same(prepared(SingleDriver("cpu"), on_meta(), seed=4), alone)
+    assert not same(prepared(single(), on_meta(), seed=4), alone)
 
 
 def test_one_process_keeps_the_parameters_that_an_optimizer_holds_their_ties_and_attributes() -> None:
     model = on_meta()
     model.last.weight.decays = False  # type: ignore[union-attr]
-    one = trainer(model=model, optimizer=momentum(model.parameters()), driver=SingleDriver("cpu"))
+    one = trainer(model=model, optimizer=momentum(model.parameters()), driver=single())
     one.fit()
     assert model.tied.weight is model.tall.inner.weight  # type: ignore[union-attr]
     assert model.last.weight.decays is False  # type: ignore[union-attr]
-    start = prepared(SingleDriver("cpu"), on_meta(), seed=5)
+    start = prepared(single(), on_meta(), seed=5)
     assert all(
         not torch.equal(start[name], now)
         for name, now in tensors_of(model).items()
@@ -188,7 +189,7 @@ def test_no_rank_holds_more_than_its_shards_and_one_layer(tmp_path: Path) -> Non
         )
         return found[0], found[1], peak.nbytes, right
 
-    for drawn, read, again, right in launch(peaks, 4):
+    for drawn, read, again, right in on_ranks(peaks, 4):
         assert 4 * layer <= drawn <= 5.5 * layer  # its quarter of 16 layers, and one layer that is drawn
         assert 4 * layer <= read <= 4.5 * layer  # and a shard that is read
         assert again <= 4.5 * layer  # the shards that it puts into the model
@@ -214,7 +215,7 @@ def test_weights_come_from_an_index_of_files_and_what_they_lack_is_initialized(t
         assert [str(one.message).split(": ")[-1] for one in told] == ["other", "last.bias"]
         return found
 
-    for found in launch(read):
+    for found in on_ranks(read):
         assert all(torch.equal(found[name], values[name]) for name in found.keys() & values.keys())
         assert 0 < found["last.bias"].abs() < 1
         assert torch.equal(found["rotary.cache"], torch.linspace(0, 1, 6))
@@ -236,7 +237,7 @@ def test_a_function_of_each_module_sets_what_its_method_does_not() -> None:
     def made() -> dict[str, Tensor]:
         return prepared(sharded(shard=None, init=init), on_meta(lambda: nn.Sequential(nn.Linear(6, 6), Scale(), Rotary())))
 
-    first, second = launch(made)
+    first, second = on_ranks(made)
     assert same(first, second)
     assert torch.allclose(first["0.weight"] @ first["0.weight"].T, torch.eye(6), atol=1e-5)
     assert first["1.weight"].std() > 0.3
@@ -262,41 +263,42 @@ def test_what_nothing_sets_is_refused_before_the_run_with_what_to_do(tmp_path: P
             if isinstance(module, Scale):
                 nn.init.constant_(module.weight, 2.0)
 
-        model = on_meta(lambda: nn.Sequential(Scale(), Scale()))
-        told = [
-            refusal(lambda: tiny_trainer(model=model, driver=sharded())),
-            refusal(lambda: tiny_trainer(model=model, driver=DRIVERS["ddp"]())),
-            refusal(lambda: sharded(shard=None, init=lambda module: None).prepare(model)),
-            refusal(lambda: sharded(shard=None, init=replacing).prepare(model)),
-            refusal(
-                lambda: sharded(shard=None, weights=tmp_path / "other.safetensors").prepare(on_meta(lambda: nn.Linear(6, 2)))
+        model, other = on_meta(lambda: nn.Sequential(Scale(), Scale())), tmp_path / "other.safetensors"
+        whole_model = partial(sharded, shard=None)
+        wrong: list[tuple[str, Callable[[], object]]] = [
+            (
+                "nothing sets the values of 2 tensors: 0.weight of Scale, 1.weight of Scale. "
+                "Give Scale a method reset_parameters()",
+                lambda: tiny_trainer(model=model, driver=sharded()),
             ),
-            refusal(lambda: sharded(shard=None, weights=tmp_path / "none.safetensors")),
-            refusal(lambda: tiny_trainer(driver=sharded(shard=None, weights=tmp_path / "other.safetensors"))),
-            refusal(with_optimizer),
+            ("nothing sets the values of 2 tensors", lambda: tiny_trainer(model=model, driver=ddp())),
+            ("nothing sets the values of 2 tensors", lambda: whole_model(init=lambda module: None).prepare(model)),
+            (
+                "the initialization of Scale replaced 'weight' by torch.float32 [3] on cpu; expected torch.float32 [6] on cpu",
+                lambda: whole_model(init=replacing).prepare(model),
+            ),
+            (
+                "other.safetensors does not fit the model: 1 tensor differ in shape, such as 'weight', which has (2, 3) there",
+                lambda: whole_model(weights=other).prepare(on_meta(lambda: nn.Linear(6, 2))),
+            ),
+            ("finds no file", lambda: whole_model(weights=tmp_path / "none.safetensors")),
+            (
+                "FsdpDriver(weights=) sets the tensors of a model on the device 'meta', and this model has none there",
+                lambda: tiny_trainer(driver=whole_model(weights=other)),
+            ),
+            ("give a function of the parameters", with_optimizer),
         ]
         with pytest.raises(TypeError, match="init must be a function of a module"):
-            sharded(shard=None, init="normal")
+            whole_model(init="normal")
         with pytest.raises(Exception, match="no numbers here"):  # on the other rank as a DistributedError
-            sharded(shard=None, init=on_one_rank).prepare(model)
+            whole_model(init=on_one_rank).prepare(model)
+        untold = [said for text, make in wrong if text not in (said := refusal(make))]
         assert all(one.is_meta for one in model.parameters())
-        sharded(shard=None, init=init).prepare(model)
+        whole_model(init=init).prepare(model)
         assert [whole(one).tolist() for one in model.parameters()] == [[2.0] * 6] * 2
-        return told
+        return untold
 
-    expected = [
-        "nothing sets the values of 2 tensors: 0.weight of Scale, 1.weight of Scale. Give Scale a method reset_parameters()",
-        "nothing sets the values of 2 tensors",
-        "nothing sets the values of 2 tensors",
-        "the initialization of Scale replaced 'weight' by torch.float32 [3] on cpu; expected torch.float32 [6] on cpu",
-        "other.safetensors does not fit the model: 1 tensor differ in shape, such as 'weight', which has (2, 3) there",
-        "finds no file",
-        "FsdpDriver(weights=) sets the tensors of a model on the device 'meta', and this model has none there",
-        "give a function of the parameters",
-    ]
-    for told in launch(refusals):
-        for text, part in zip(told, expected, strict=True):
-            assert part in text
+    assert on_ranks(refusals) == [[], []]
 
 
 def part(directory: Path, driver: str, steps: int, *, resume: Any = "auto", callbacks: Iterable[Any] = ()) -> Run:
@@ -305,10 +307,6 @@ def part(directory: Path, driver: str, steps: int, *, resume: Any = "auto", call
         loader(96, generator=torch.Generator().manual_seed(7)), model=on_meta(), optimizer=adamw, driver=DRIVERS[driver](),
         directory=directory, max_steps=steps, callbacks=[ClipGradients(0.5), Ema(0.5), *callbacks, Checkpoint("100 steps")],
     ).fit(resume=resume)  # fmt: skip
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 State = list[dict[str, Tensor]]
@@ -327,9 +325,9 @@ def test_offloaded_shards_train_and_resume_to_the_bits_of_those_that_are_not(tmp
         part(tmp_path / driver, driver, 2)
         return [state_of(part(tmp_path / driver, driver, 4)), state_of(part(tmp_path / f"{driver}-whole", driver, 4))]
 
-    offloaded, plain = launch(partial(trained, "offloaded")), launch(partial(trained, "fsdp"))
-    for state in [state for rank in (*offloaded, *plain) for state in rank]:
-        assert all(map(same, state, plain[0][0]))
+    ranks = on_ranks(lambda: [*trained("fsdp"), *trained("offloaded")])
+    for state in [state for rank in ranks for state in rank]:
+        assert all(map(same, state, ranks[0][0]))
 
 
 def test_a_run_goes_to_the_bit_from_one_layout_to_the_next_with_models_that_are_built_on_meta(tmp_path: Path) -> None:
@@ -346,7 +344,7 @@ def test_a_run_goes_to_the_bit_from_one_layout_to_the_next_with_models_that_are_
 
     before: State = []
     for steps, (driver, ranks) in enumerate([("offloaded", 2), ("hsdp", 4), ("single", 1), ("offloaded", 3)], 1):
-        everyone = [leg(driver, steps)] if driver == "single" else launch(partial(leg, driver, steps), ranks)
+        everyone = [leg(driver, steps)] if driver == "single" else on_ranks(partial(leg, driver, steps), ranks)
         assert all(len(restored) == len(before) and all(map(same, restored, before)) for restored, _ in everyone), driver
         before = everyone[0][1]
 
@@ -366,4 +364,4 @@ def test_the_policy_sets_the_formats_of_inputs_and_outputs_and_the_weights_keep_
             formats(single, cast_forward_inputs=False)
         return [formats(single), formats(half, output_dtype="fp32", cast_forward_inputs=False)]
 
-    assert launch(all_formats) == [[[half, half, single], [half, single, single]]] * 2
+    assert on_ranks(all_formats) == [[[half, half, single], [half, single, single]]] * 2

@@ -1,161 +1,136 @@
-"""The exchanges between ranks in a step, and when ranks wait for each other."""
+"""Ranks agree: requests of one rank are taken on all at the same step, and differences and errors of one end all."""
 
 from __future__ import annotations
 
-import math
+import inspect
+import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, DistributedSampler
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import ClipGradients, Ema, Evaluate, LearningRate, LogTraining
-from cadenza.drivers import DdpDriver
+from cadenza.callbacks import LogTraining
+from cadenza.drivers import DdpDriver, driver_of
+from cadenza.drivers.joining import rendezvous_of
 from cadenza.engine import silence
 from cadenza.engine.session import session_of
-from cadenza.hooks.listener import Listener
-from cadenza.hooks.schedule import Schedule
-from cadenza.hooks.subscription import periodic
-from cadenza.sinks import Console, ProgressBar
+from cadenza.errors import DataError, DistributedError
 from cadenza.testing import launch
-from tests.distributed.parts import loader, squared_error, trainer
+from tests.distributed.drivers import fsdp
+from tests.distributed.parts import Batch, loader, network, samples, squared_error, trainer, weights_of
 from tests.distributed.parts import own_rank as rank
+from tests.distributed.standing import on_ranks
+
+Listens = Callable[[Any], Callback]
+STOPS: dict[
+    str, tuple[Listens, int, int, int]
+] = {  # when a rank asks, the steps that are complete then, it, and where all stop
+    "in a step": (on(Callback.on_step_end), 3, 1, 4),
+    "in the last step of an epoch": (on(Callback.on_step_end), 6, 1, 6),
+    "before a batch": (on(Callback.on_batch_start, at=3), 2, 1, 3),
+    "at the start of a run": (on(Callback.on_fit_start), 0, 1, 0),
+    "at the start of an epoch": (on(Callback.on_epoch_start), 0, 1, 0),
+    "at the end of an epoch": (on(Callback.on_epoch_end), 6, 1, 6),
+    "main process, after a record": (on(Callback.on_log), 1, 0, 2),  # sent with the next step
+}
 
 
-class Counting(DdpDriver):
-    """DDP that counts how often the ranks wait for each other."""
+@pytest.mark.parametrize("name", STOPS)
+def test_a_stop_that_one_rank_asks_for_is_taken_on_all_at_the_same_step(name: str) -> None:
+    listens, at, asking, expected = STOPS[name]
 
-    waits = exchanges = 0
+    def stopping() -> tuple[int, str, list[str]]:
+        heard: list[str] = []
 
-    def reduce_later(self, value: Tensor) -> Callable[[], Tensor]:
-        self.exchanges += 1
-        number, arrived = self.exchanges, super().reduce_later(value)
+        @listens
+        def stop(run: Run, *_: Any) -> None:
+            if rank() == asking and run.progress.step == at:
+                run.stop("enough")
 
-        def read() -> Tensor:  # what is exchanged at a step boundary has had a batch to arrive, or this rank waits
-            self.waits += value.is_floating_point() and number == self.exchanges
-            return arrived()
+        hear = on(Callback.on_stop)(lambda run, reason: heard.append(reason))
+        logs = [on(Callback.on_step_end)(lambda run: run.log("a", 1.0))] if "record" in name else []
+        run = trainer(loader(48), max_epochs=5, callbacks=[stop, hear, *logs]).fit()
+        assert run.outcome is not None
+        return run.progress.step, run.why("stopped"), [run.outcome.kind, run.outcome.reason, *heard]
 
-        return read
-
-    def reduce(self, value: Tensor, *how: Any) -> Tensor:
-        self.waits += 1
-        return super().reduce(value, *how)
-
-
-class WaitsAtSteps(Callback):
-    """Notes, at the start of each step, how often the ranks had waited for each other."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def on_step_start(self, run: Run) -> None:
-        assert isinstance(run.driver, Counting)
-        self.seen.append(run.driver.waits)
-
-    @property
-    def in_steps(self) -> list[int]:
-        return [after - before for before, after in zip(self.seen, self.seen[1:], strict=False)]
+    ranks = on_ranks(stopping)
+    for step, _, told in ranks:
+        assert step == expected
+        assert told == ["stopped", "enough", "enough"]
+    assert ranks[1 - asking][1].startswith(f"stopped by stop on rank {asking}")
 
 
-def waits(*callbacks: Callback, **arguments: Any) -> list[int]:
-    """Return how often two ranks waited for each other in each of the steps of an epoch of 6."""
+def test_a_stop_that_all_ranks_ask_for_is_taken_at_once() -> None:
+    def stopping() -> tuple[int, str, int]:
+        @on(Callback.on_step_end)
+        def stop(run: Run) -> None:
+            if run.progress.step == 3:
+                run.stop("enough")
 
-    def counted() -> list[int]:
-        noting = WaitsAtSteps()
-        data = loader(48, shuffle=False)
-        trainer(data, max_epochs=1, driver=Counting("cpu"), callbacks=[noting, *callbacks], **arguments).fit()
-        return noting.in_steps
+        run = trainer(loader(48), callbacks=[stop]).fit()
+        return run.progress.step, run.why("stopped"), sum(decision.what == "stopped" for decision in run.decisions)
 
-    first, second = launch(counted)
-    assert first == second
-    return first
-
-
-def test_ranks_do_not_wait_in_a_step_without_possible_requests() -> None:
-    assert waits() == [0, 0, 0, 0, 0]
+    (first, why, noted), (second, _, also) = on_ranks(stopping)
+    assert first == second == 3
+    assert why == "stopped by stop at epoch 0, step 3, batch 3: enough"
+    assert (noted, also) == (1, 2)  # rank 1 notes its own, and that the one of rank 0 is taken
 
 
-def test_ranks_do_not_wait_in_a_step_with_possible_requests_if_there_are_none() -> None:
-    @on(Callback.on_step_end)
-    def listening(run: Run) -> None: ...
+def test_the_end_of_an_epoch_that_one_rank_asks_for_ends_it_on_all() -> None:
+    def ending() -> tuple[int, int]:
+        @on(Callback.on_step_end, at=1)
+        def end(run: Run) -> None:
+            if rank() == 1:
+                run.end_epoch("enough of it")
 
-    assert waits(listening) == [0, 0, 0, 0, 0]
+        run = trainer(callbacks=[end]).fit()
+        return run.progress.epoch, run.progress.step
 
-
-def test_callbacks_that_make_no_requests_cost_no_wait() -> None:
-    class Quiet(Callback):
-        asks = False
-
-        def on_step_end(self, run: Run) -> None: ...
-
-    assert waits(Quiet(), Ema(), ClipGradients(1.0)) == [0, 0, 0, 0, 0]
-    assert waits(ClipGradients(1.0, log="norm", log_every=1)) == [1, 1, 1, 1, 1]
-    assert waits(ClipGradients(1.0, log="norm")) == [0, 0, 0, 0, 0]
+    assert on_ranks(ending) == [(2, 5), (2, 5)]  # at the boundary after the one at which one rank requested it
 
 
-BAR: dict[str, Any] = {"interval_s": 60}
+def test_a_signal_of_one_rank_stops_all_ranks_after_the_next_step() -> None:
+    def stopping() -> int:
+        @on(Callback.on_step_end, at=3)
+        def receive(run: Run) -> None:
+            seen.append(run)
+            if rank() == 1:
+                session_of(run).sync.requests.preempt(signal.SIGTERM)
+
+        seen: list[Run] = []
+        with pytest.raises(SystemExit):
+            trainer(loader(96), callbacks=[receive]).fit()
+        return seen[-1].progress.step
+
+    assert launch(stopping) == [4, 4]
 
 
-@pytest.mark.parametrize(
-    "callbacks",
-    [
-        lambda: [ProgressBar("plain", **BAR), LogTraining("40 steps")],
-        lambda: [LogTraining(40), Ema(), ClipGradients(1.0), LearningRate(lambda one: StepLR(one, 10)), Console()],
-        lambda: [
-            LogTraining(40),
-            ClipGradients(1.0, log="norm", log_every=40),
-            on(Callback.on_batch_end, every=40)(print_none),
-        ],
-    ],
-)
-def test_schedules_that_are_seldom_due_make_ranks_wait_in_a_tenth_of_the_steps_at_most(
-    callbacks: Callable[[], list[Callback]],
-) -> None:
-    def counted() -> tuple[int, int]:
-        counts = []
-        for some in ([], callbacks()):
-            driver = Counting("cpu")
-            assert trainer(loader(400), max_epochs=2, driver=driver, callbacks=some).fit().progress.step == 100
-            counts.append(driver.waits)
-        return counts[0], counts[1]
+def test_an_unexpected_stop_is_sent_with_the_next_batch() -> None:
+    def stopping() -> tuple[int, str]:
+        silence.LONGEST_S = 0.0  # in this process: no quiet steps, at the end of which the request would be sent
+        runs: list[Run] = []
 
-    (bare, waits), other = launch(counted)
-    assert (bare, waits) == other
-    assert 1 <= waits - bare <= 0.1 * 100
+        @on(Callback.on_fit_start)
+        def keep(run: Run) -> None:
+            runs.append(run)
 
+        def loss(model: Any, batch: Any) -> Tensor:
+            if rank() == 1 and runs[0].progress.step == 2:
+                runs[0].stop("asked for in the loss")
+            return squared_error(model, batch)
 
-def print_none(run: Run, batch: Any, outputs: Any) -> None: ...
+        run = trainer(loader(48), compute_loss=loss, callbacks=[keep]).fit()
+        return run.progress.step, run.why("stopped")
 
-
-def test_ranks_exchange_nothing_in_quiet_steps_and_count_every_sample() -> None:
-    def counted() -> tuple[int, list[tuple[int, int]], int]:
-        seen: list[tuple[int, int]] = []
-        silence.LONGEST_S = math.inf  # in this process: how long quiet steps take depends on the machine
-        driver = Counting("cpu")
-
-        @on(Callback.on_epoch_end)
-        def note(run: Run) -> None:
-            seen.append((run.progress.step, run.progress.samples))
-
-        class Late(Callback):
-            def listeners(self) -> list[Listener]:
-                return [
-                    periodic(Schedule.parse("150 steps"), lambda run: seen.append((run.progress.step, run.progress.samples)))
-                ]
-
-        run = trainer(loader(411), max_epochs=4, driver=driver, callbacks=[note, Late()]).fit()
-        return driver.exchanges, seen, run.progress.samples
-
-    (exchanges, seen, samples), second = launch(counted)
-    assert (exchanges, seen, samples) == second
-    assert seen == [(52, 411), (104, 822), (150, seen[2][1]), (156, 1233), (208, 1644)]
-    assert seen[2][1] == 822 + 46 * 8
-    assert samples == 4 * 411
-    assert exchanges <= 10
+    (first, why), (second, _) = launch(stopping)
+    assert first == second == 4
+    assert why.startswith("stopped by the script on rank 1")
 
 
 def test_a_signal_in_quiet_steps_stops_all_ranks_at_the_same_step() -> None:
@@ -182,123 +157,6 @@ def test_a_signal_in_quiet_steps_stops_all_ranks_at_the_same_step() -> None:
     assert "SIGTERM" in first[1]
 
 
-def test_ranks_wait_once_in_a_step_with_logged_values() -> None:
-    @on(Callback.on_step_end)
-    def log(run: Run) -> None:
-        run.log({"a": 1.0, "b": torch.tensor(2.0)})
-
-    assert waits(log) == [1, 1, 1, 1, 1]
-
-
-def test_a_suspended_listener_costs_no_wait_and_is_called_when_it_is_due() -> None:
-
-    class Seldom(Callback):
-        def listeners(self) -> list[Listener]:
-            return [periodic(Schedule.parse("12 steps"), self.act)]
-
-        def act(self, run: Run) -> None:
-            if run.driver.rank == 1:
-                run.stop("this was the twelfth")
-
-    def counted() -> tuple[list[int], int]:
-        noting = WaitsAtSteps()
-        run = trainer(loader(48), max_epochs=5, driver=Counting("cpu"), callbacks=[noting, Seldom()]).fit()
-        return noting.in_steps, run.progress.step
-
-    first, second = launch(counted)
-    assert first == second
-    in_steps, steps = first
-    assert steps == 12
-    # The first two steps find the suspended listeners. The epoch ends after the 6th, which all ranks must know.
-    assert [count for step, count in enumerate(in_steps, start=1) if step not in (1, 2, 6)] == [0] * 8
-
-
-def test_a_stop_requested_before_the_batch_takes_effect_at_the_end_of_its_step() -> None:
-    def stopping() -> int:
-        @on(Callback.on_batch_start, at=3)
-        def stop(run: Run, batch: Any) -> None:
-            if rank() == 1:
-                run.stop("enough")
-
-        return trainer(loader(48), callbacks=[stop]).fit().progress.step
-
-    assert launch(stopping) == [3, 3]
-
-
-def test_an_unexpected_stop_is_sent_with_the_next_batch() -> None:
-    def stopping() -> tuple[int, str]:
-        silence.LONGEST_S = 0.0  # in this process: no quiet steps, at the end of which the request would be sent
-        runs: list[Run] = []
-
-        @on(Callback.on_fit_start)
-        def keep(run: Run) -> None:
-            runs.append(run)
-
-        def loss(model: Any, batch: Any) -> Tensor:
-            if rank() == 1 and runs[0].progress.step == 2:
-                runs[0].stop("asked for in the loss")
-            return squared_error(model, batch)
-
-        run = trainer(loader(48), compute_loss=loss, callbacks=[keep]).fit()
-        return run.progress.step, run.why("stopped")
-
-    (first, why), (second, _) = launch(stopping)
-    assert first == second == 4
-    assert why.startswith("stopped by the script on rank 1")
-
-
-@pytest.mark.parametrize("moment", [Callback.on_fit_start, Callback.on_epoch_start, Callback.on_epoch_end, Callback.on_log])
-def test_one_rank_may_request_a_stop_outside_of_steps(moment: Any) -> None:
-    def stopping() -> tuple[int, str, str]:
-        @on(Callback.on_step_end)
-        def log(run: Run) -> None:
-            run.log("a", 1.0)
-
-        def stop(run: Run, *_: Any) -> None:
-            if rank() == (0 if moment is Callback.on_log else 1):
-                run.stop("enough")
-
-        run = trainer(loader(48), callbacks=[log, on(moment)(stop)]).fit()
-        assert run.outcome is not None
-        return run.progress.step, run.outcome.kind, run.outcome.reason
-
-    # A request of the main process in on_log, after the record, is sent with the next step.
-    steps = {Callback.on_fit_start: 0, Callback.on_epoch_start: 0, Callback.on_epoch_end: 6, Callback.on_log: 2}[moment]
-    assert launch(stopping) == [(steps, "stopped", "enough")] * 2
-
-
-@pytest.mark.parametrize("moment", [Callback.on_batch_start, Callback.on_fetch_end])
-def test_values_logged_before_a_batch_or_after_the_last_one_are_reduced(moment: Any) -> None:
-    def logged() -> list[tuple[int, float]]:
-        times: list[None] = []
-
-        def log(run: Run, *_: Any) -> None:
-            times.append(None)
-            run.log("a", len(times) + 10.0 * rank())
-
-        return trainer(loader(48), max_epochs=1, accumulate=4, callbacks=[on(moment)(log)]).fit().history["a"]
-
-    last = 6 if moment is Callback.on_batch_start else 7  # one more fetch finds the loader exhausted
-    assert launch(logged) == [[(1, 4 + 5.0), (2, last + 5.0)]] * 2
-
-
-def test_values_logged_at_a_moment_without_other_listeners_are_reduced() -> None:
-    def logged() -> dict[str, list[float]]:
-        means: dict[str, list[float]] = {}
-        for name in ("on_before_backward", "on_after_backward", "on_after_zero_grad", "on_batch_end", "on_step_end"):
-
-            def log(run: Run, *_: Any) -> None:
-                run.log("a", float(rank()))
-
-            run = trainer(loader(48), max_epochs=1, callbacks=[on(getattr(Callback, name))(log)]).fit()
-            means[name] = sorted({value for _, value in run.history["a"]})
-        return means
-
-    first, second = launch(logged)
-    assert first == second
-    assert set(map(tuple, first.values())) == {(0.5,)}
-
-
 def test_elapsed_time_is_the_mean_over_ranks() -> None:
     def passed() -> float:
         @on(Callback.on_fit_start)
@@ -307,7 +165,7 @@ def test_elapsed_time_is_the_mean_over_ranks() -> None:
 
         return trainer(loader(48), callbacks=[set_back]).fit().progress.elapsed_s
 
-    first, second = launch(passed)
+    first, second = on_ranks(passed)
     assert first == second
     assert 5_000 < first < 5_100
 
@@ -324,52 +182,7 @@ def test_a_step_fn_may_ask_at_any_time() -> None:
 
         return trainer(loader(48), compute_loss=None, step_fn=step).fit().progress.step
 
-    assert launch(stepping) == [4, 4]  # the request of one rank takes effect at the next boundary, on all
-
-
-def test_a_cadence_that_is_a_function_is_due_on_all_ranks_if_it_is_on_one() -> None:
-    def fitting() -> tuple[list[int], list[int], list[int]]:
-        asked: list[int] = []
-
-        def due(run: Run) -> bool:
-            asked.append(run.progress.step)
-            return run.progress.step % 3 == rank()
-
-        judge = Evaluate(loader(8, shuffle=False), every=due)
-        history = trainer(loader(48), max_epochs=1, callbacks=[LogTraining(due, throughput=False), judge]).fit().history
-        return asked, [step for step, _ in history["train/loss"]], [step for step, _ in history["eval/loss"]]
-
-    twice = [step for step in range(1, 7) for _ in range(2)]
-    assert launch(fitting) == [(twice, [2, 4, 5, 6], [2, 4, 5, 6])] * 2  # a step later, but for the last step
-
-
-@pytest.mark.parametrize("moment", [Callback.on_batch_start, Callback.on_before_backward])
-def test_ranks_agree_on_a_skipped_batch_only_in_steps_in_which_a_listener_may_skip_it(moment: Any) -> None:
-    """A listener that fails on one rank and is disabled there changes nothing for the exchange of the others."""
-
-    def counted() -> tuple[list[int], int, int]:
-        class Skips(Callback):
-            on_fault = "disable"
-
-            def listeners(self) -> list[Listener]:
-                return [Listener(moment, self.skip, Schedule.parse("12 steps"))]
-
-            def skip(self, run: Run, *_: Any) -> None:
-                if rank() == 1:
-                    if run.progress.step == 12:
-                        run.skip_batch("asked on one rank")
-                    else:
-                        raise ValueError("fails on one rank")
-
-        noting = WaitsAtSteps()
-        data, driver = loader(48 * 8, shuffle=False), Counting("cpu")
-        run = trainer(data, max_steps=40, driver=driver, callbacks=[noting, Skips()]).fit()
-        return noting.in_steps, session_of(run).progress.step, len(run.decisions)
-
-    first, second = launch(counted)
-    assert first[:2] == second[:2]
-    assert sum(first[0]) <= 12  # of 39 steps
-    assert second[2] == 2  # skipped, then disabled
+    assert on_ranks(stepping) == [4, 4]  # the request of one rank takes effect at the next boundary, on all
 
 
 def test_a_callback_that_is_disabled_on_one_rank_does_not_separate_the_ranks() -> None:
@@ -385,5 +198,175 @@ def test_a_callback_that_is_disabled_on_one_rank_does_not_separate_the_ranks() -
         run = trainer(loader(48, shuffle=False), max_epochs=1, callbacks=[Fragile(), logging]).fit()
         return run.progress.step, run.history["at"]
 
-    first, second = launch(training)
+    first, second = on_ranks(training)
     assert first == second == (6, [(3, 3.0), (6, 6.0)])
+
+
+# -- differences and errors
+
+
+def test_a_debugger_may_look_at_everything_of_a_run_on_one_rank() -> None:
+    """Reading an attribute never communicates: the other rank would wait, or the collectives would come apart."""
+
+    def looking() -> tuple[bool, int, list[float]]:
+        given = network()
+        own: list[bool] = []
+
+        @on(Callback.on_step_end)
+        def look(run: Run) -> None:
+            if rank() == 1:
+                own.append(dict(inspect.getmembers(run))["model"] is given)
+                assert repr(run)
+                assert run._repr_html_()
+
+        one = trainer(model=given, callbacks=[look])
+        run = one.fit()
+        return all(own) and run.model is given, run.progress.step, weights_of(one).tolist()
+
+    first, second = on_ranks(looking)
+    assert first == second
+    assert first[0]  # also where the driver has wrapped it
+
+
+def test_an_error_on_one_rank_ends_all_and_is_the_first_that_is_shown() -> None:
+    def failing() -> None:
+        @on(Callback.on_batch_start)
+        def fail(run: Run, batch: Batch) -> None:
+            if run.progress.step == 2 and rank() == 1:
+                raise ZeroDivisionError("on purpose")
+
+        trainer(callbacks=[fail]).fit()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(failing)
+    first, second = caught.value.exceptions
+    assert isinstance(first, ZeroDivisionError)
+    assert isinstance(second, DistributedError)
+    assert "rank 0 ends because another process ended. rank 1: ZeroDivisionError: on purpose" in str(second)
+
+
+def test_all_that_differs_is_told_at_once_on_all_ranks() -> None:
+    def told(**arguments: Any) -> str:
+        with pytest.raises(DistributedError) as caught:
+            trainer(**arguments).fit()
+        return str(caught.value)
+
+    def differing() -> list[str]:
+        model, rate = network(), 0.1 * (1 + rank())
+        other: dict[str, Any] = {}
+        if rank() == 1:
+            model[0].requires_grad_(False)
+            model[3].double()
+            other = {"accumulate": 2, "max_epochs": 3, "callbacks": [LogTraining()]}
+        return [
+            told(model=model, data=loader(20 if rank() == 1 else 24), **other),
+            told(model=nn.Sequential(nn.Linear(3, 1)) if rank() == 1 else None, seed=rank()),
+            told(optimizer=lambda parameters: torch.optim.SGD(parameters, rate)),
+            told(optimizer=(torch.optim.SGD, torch.optim.Adam)[rank()]),
+        ]
+
+    expected = [
+        [
+            "callbacks is ['LogTraining'] on rank 1 and [] on rank 0",
+            "max_epochs is 3 on rank 1 and 2 on rank 0",
+            "accumulate is 2 on rank 1 and 1 on rank 0",
+            "the number of batches is 5 on rank 1 and 6 on rank 0",
+            "the number of parameters that require a gradient is 2 on rank 1 and 4 on rank 0",
+            "whether 0.bias requires a gradient is False on rank 1 and True on rank 0",
+            "the type of 3.weight is 'torch.float64' on rank 1 and 'torch.float32' on rank 0",
+        ],
+        ["seed is 1 on rank 1 and 0 on rank 0", "the shape of 0.weight is (1, 3) on rank 1 and (8, 3) on rank 0"],
+        ["the list of optimizers is [{'name': 'SGD', 'lr': 0.2,"],
+        ["'name': 'Adam'"],
+    ]
+    first, second = on_ranks(differing)
+    assert first == second
+    for text, differences in zip(first, expected, strict=True):
+        for difference in differences:
+            assert difference in text
+
+
+def test_what_cannot_work_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    wrong: dict[str, Callable[[], object]] = {
+        "cannot be written": lambda: trainer(directory=tmp_path / "file").fit(),
+        "the training loader has 1 batch for 2 ranks": lambda: trainer(loader(4)).fit(),
+        "the loader of 'eval' has 1 batch for 2 ranks": lambda: trainer().evaluate(loader(4)),
+        "^driver='single' is for one process, and this one was started as one of WORLD_SIZE=2.*"
+        "Use driver='auto', 'ddp' or 'fsdp', or start it without": lambda: trainer(driver="single"),
+    }
+
+    def errors() -> list[str]:
+        kinds = []
+        for text, act in wrong.items():
+            with pytest.raises(Exception, match=text) as caught:
+                act()
+            kinds.append(type(caught.value).__name__)
+        return kinds
+
+    main, other = on_ranks(errors)
+    assert main == ["DirectoryError", "DataError", "DataError", "ValueError"]
+    assert other == ["DistributedError", *main[1:]]
+
+
+@pytest.mark.parametrize(("length", "message"), [(7, "returned only 6"), (5, "returned more")])
+def test_a_sharded_loader_with_a_wrong_length_is_an_error_on_all_ranks(length: int, message: str) -> None:
+    class Wrong(DistributedSampler[Any]):
+        def __len__(self) -> int:
+            return 4 * length
+
+    def training() -> str:
+        data = samples(48)
+        with pytest.raises((DataError, DistributedError)) as raised:
+            trainer(DataLoader(data, 4, sampler=Wrong(data, 2, rank(), shuffle=False)), max_epochs=1).fit()
+        return str(raised.value)
+
+    assert all(message in told for told in launch(training))
+
+
+def test_a_rank_that_cannot_reach_the_others_says_so_in_bounded_time() -> None:
+    def alone() -> None:
+        said = r"rank 0 of 2 could not reach the other ranks at .* within 1 s: 0 of 1 other processes arrived\. Check that"
+        if rank() == 1:  # for which there is no master, and for which rank 0 waits
+            os.environ |= {"MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            said = r"rank 1 of 2 could not reach the other ranks at 127.0.0.1:1 within 1 s: "
+        with pytest.raises(DistributedError, match=said):
+            DdpDriver("cpu", timeout_s=1)
+
+    launch(alone)
+
+
+def test_ddp_without_a_launcher_is_refused() -> None:
+    with pytest.raises(DistributedError, match=r"was started alone: .* torchrun --nproc-per-node=2"):
+        driver_of("ddp")
+
+
+def test_slurms_variables_say_where_the_processes_meet() -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "5"}
+    for nodes, host in {"a1": "a1", "a[01-03],b": "a01", "a[3,5]-x": "a3-x", "n1,n2": "n1"}.items():
+        found = rendezvous_of({**step, "SLURM_STEP_NODELIST": nodes})
+        assert found is not None
+        assert (found.rank, found.ranks, found.host, found.port) == (3, 4, host, 20005)
+    del step["SLURM_STEP_ID"]  # the shell of a batch script
+    assert rendezvous_of(step) is None
+
+
+@pytest.mark.parametrize("judge", ["evaluate", "predict"])
+def test_an_error_of_one_rank_in_an_evaluation_is_told_to_the_others(judge: str) -> None:
+    def failing() -> None:
+        def compute(model: nn.Module, batch: Batch) -> Tensor:
+            if rank() == 1:
+                raise ZeroDivisionError("on purpose")
+            return squared_error(model, batch)
+
+        one = trainer(driver=fsdp())
+        getattr(one, judge)(loader(24), compute=compute)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(failing)
+    first, second = caught.value.exceptions
+    assert isinstance(first, ZeroDivisionError)
+    where = "predict" if judge == "predict" else "evaluation 'eval'"
+    assert first.__notes__[0].startswith(f"context: compute, in batch 1 of {where}, on rank 1")
+    assert isinstance(second, DistributedError)
+    assert "rank 1: ZeroDivisionError: on purpose" in str(second)

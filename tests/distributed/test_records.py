@@ -1,7 +1,15 @@
-"""Records on several ranks: numbers are means, and each is written once."""
+"""Records and files of several ranks: numbers are means, and the main process writes each once; each keeps its console log."""
 
 from __future__ import annotations
 
+import csv
+import json
+import logging
+import sqlite3
+import sys
+import zipfile
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cadenza import Callback, Run, on
-from cadenza.callbacks import LogTraining
+from cadenza import Callback, Run, on, sinks
+from cadenza.callbacks import Checkpoint, Ema, LogTraining
 from cadenza.engine.session import session_of
-from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Text
 from cadenza.testing import launch
-from tests.distributed.parts import loader, squared_error, trainer
+from tests.distributed.parts import Stream, loader, squared_error, trainer, weights_of
 from tests.distributed.parts import own_rank as rank
+from tests.distributed.standing import on_ranks
 
 
 def test_records_hold_the_mean_over_all_ranks_and_are_written_once(tmp_path: Path) -> None:
@@ -28,7 +36,7 @@ def test_records_hold_the_mean_over_all_ranks_and_are_written_once(tmp_path: Pat
         run = trainer(max_epochs=1, directory=tmp_path, callbacks=[log]).fit()
         return {name: run.history[name] for name in run.history.names}
 
-    first, second = launch(logging, ranks=3)[:2]
+    first, second = on_ranks(logging, ranks=3)[:2]
     assert first == second
     assert first["rank"] == [(1, 1.0), (2, 1.0)]
     assert first["loss"] == [(1, 1.0), (2, 1.0)]
@@ -46,38 +54,139 @@ def test_a_record_may_have_any_number_of_names(names: int) -> None:
 
         return trainer(max_steps=1, callbacks=[log]).fit().history.latest
 
-    assert launch(logging) == [{str(number): number / 2 for number in range(names)}] * 2
+    assert on_ranks(logging) == [{str(number): number / 2 for number in range(names)}] * 2
 
 
-def test_what_one_rank_logs_alone_is_in_the_record_and_means_are_over_those_who_logged() -> None:
-    def logging() -> tuple[dict[str, float], int]:
-        @on(Callback.on_step_end, at=2)
+STEPS = range(1, 5)
+LOGGED: dict[str, tuple[Callable[[Run], dict[str, float]], dict[str, list[tuple[int, float]]]]] = {
+    "of one rank, also in the last step": (
+        lambda run: {"a": float(run.progress.step)} if rank() == 1 else {},
+        {"a": [(step, float(step)) for step in STEPS]},
+    ),
+    "of all ranks": (
+        lambda run: {"a": run.progress.step + float(rank())},
+        {"a": [(step, step + 0.5) for step in STEPS]},
+    ),
+    "with different names": (
+        lambda run: {
+            "ab"[rank()]: 1.0,
+            **({"c": 2.0} if run.progress.step % 2 == rank() else {}),
+            "both": float(rank()),
+        },
+        {
+            **{name: [(step, 1.0) for step in STEPS] for name in "ab"},
+            "c": [(step, 2.0) for step in STEPS],
+            "both": [(step, 0.5) for step in STEPS],
+        },
+    ),
+}
+
+
+LOGGED["with names that joined are alike"] = (
+    lambda run: dict.fromkeys((("x", "y\nz"), ("x\ny", "z"))[rank()], 1.0),
+    {name: [(step, 1.0) for step in STEPS] for name in ("x", "x\ny", "y\nz", "z")},
+)
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_numbers_are_in_the_record_of_their_step_and_the_mean_of_those_ranks_that_logged_them(name: str) -> None:
+    values, expected = LOGGED[name]
+
+    def logging() -> dict[str, list[tuple[int, float]]]:
+        log = on(Callback.on_step_end)(lambda run: run.log(values(run)))
+        history = trainer(loader(4 * 2 * 4), max_epochs=1, callbacks=[log]).fit().history
+        return {name: history[name] for name in history}
+
+    assert on_ranks(logging) == [expected] * 2
+
+
+MOMENTS: dict[str, tuple[int, ...]] = {  # the means of what the first, second, ... call on each rank logs
+    **dict.fromkeys(("on_epoch_start", "on_epoch_end", "on_fit_end"), (1,)),
+    **dict.fromkeys(("on_before_backward", "on_after_backward", "on_batch_start", "on_batch_end"), (4, 6)),
+    **dict.fromkeys(("on_after_zero_grad", "on_step_end"), (1, 2)),
+    "on_fetch_end": (4, 7),  # one more fetch finds the loader exhausted
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_values_logged_at_a_moment_without_other_listeners_are_reduced(name: str) -> None:
+    """Also before a batch, after the last one, and outside of steps."""
+
+    def logged() -> list[float]:
+        times: list[None] = []
+
+        def log(run: Run, *_: Any) -> None:
+            times.append(None)
+            run.log("a", len(times) + 10.0 * rank())
+
+        run = trainer(loader(48), max_epochs=1, accumulate=4, callbacks=[on(getattr(Callback, name))(log)]).fit()
+        return [value for _, value in run.history["a"]]
+
+    assert on_ranks(logged) == [[number + 5.0 for number in MOMENTS[name]]] * 2
+
+
+def test_numbers_of_one_rank_in_the_last_step_of_a_stream_are_in_their_record_before_the_end_of_the_epoch() -> None:
+    def seen() -> list[Any]:
+        at_end: list[Any] = []
+
+        @on(Callback.on_step_end)
         def log(run: Run) -> None:
-            run.log("both", float(rank()))
             if rank() == 1:
-                run.log("mine", 5.0)
+                run.log("a", float(run.progress.step))
 
-        run = trainer(max_steps=3, callbacks=[log]).fit()
-        return run.history.latest, run.history["mine"][0][0]
+        note = on(Callback.on_epoch_end)(lambda run: at_end.append(run.history["a"]))
+        trainer(Stream(4 * 2 * 4), max_epochs=1, callbacks=[log, note]).fit()
+        return at_end[0]  # type: ignore[no-any-return]
 
-    assert launch(logging) == [({"both": 0.5, "mine": 5.0}, 2)] * 2
+    assert on_ranks(seen) == [[(step, float(step)) for step in range(1, 5)]] * 2
 
 
-def test_what_is_logged_outside_of_steps_is_reduced_as_well() -> None:
-    def logging() -> dict[str, float]:
-        class Log(Callback):
-            def on_epoch_start(self, run: Run) -> None:
-                run.log("epoch_start", rank())
+def test_an_error_of_one_rank_ends_all_and_keeps_the_numbers_that_it_logged() -> None:
+    def failing() -> tuple[str, list[tuple[int, float]]]:
+        runs: list[Run] = []
 
-            def on_epoch_end(self, run: Run) -> None:
-                run.log("epoch_end", rank())
+        @on(Callback.on_step_end)
+        def fail(run: Run) -> None:
+            runs.append(run)
+            if rank() == 1:
+                run.log("a", float(run.progress.step))
+            if rank() == 1 and run.progress.step == 3:
+                raise ValueError("fails on one rank")
 
-            def on_fit_end(self, run: Run) -> None:
-                run.log("fit_end", rank())
+        with pytest.raises(Exception, match="fails on one rank") as raised:
+            trainer(loader(96), callbacks=[fail]).fit()
+        return type(raised.value).__name__, runs[-1].history["a"]
 
-        return trainer(max_epochs=1, callbacks=[Log()]).fit().history.latest
+    (first, before), (second, history) = launch(failing)
+    assert (first, second) == ("DistributedError", "ValueError")
+    assert history == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert before == history[: len(before)]
 
-    assert launch(logging) == [{"epoch_start": 0.5, "epoch_end": 0.5, "fit_end": 0.5}] * 2
+
+@pytest.mark.parametrize("speaks", ["ends epochs", "logs", "logs, then all save"])
+def test_a_run_with_requests_or_numbers_of_one_rank_resumes_to_the_same_bits(speaks: str, tmp_path: Path) -> None:
+    def trained(folder: str, steps: int | None) -> tuple[Tensor, dict[str, Any]]:
+        @on(Callback.on_step_end)
+        def speak(run: Run) -> None:
+            if rank() == 1 and "logs" in speaks:
+                run.log("a", float(run.progress.step))
+            if rank() == 1 and speaks == "ends epochs" and run.progress.step in (3, 8):
+                run.end_epoch("one rank alone")
+            if speaks == "logs, then all save" and run.progress.step == 5:
+                run.save("all ranks")
+
+        callbacks = [speak, Checkpoint("4 steps"), Ema(0.9)]
+        one = trainer(loader(96), max_steps=steps, max_epochs=2, directory=tmp_path / folder, callbacks=callbacks)
+        run = one.fit(resume="auto")
+        return weights_of(one), {name: run.history[name] for name in run.history}
+
+    def whole_and_cut() -> Any:
+        trained("cut", 7)
+        return trained("whole", None), trained("cut", None)
+
+    for (weights, history), (again, others) in on_ranks(whole_and_cut):
+        assert torch.equal(weights, again)
+        assert history == others
 
 
 def test_a_value_that_is_not_finite_on_one_rank_is_not_in_the_mean() -> None:
@@ -88,7 +197,7 @@ def test_a_value_that_is_not_finite_on_one_rank_is_not_in_the_mean() -> None:
 
         return repr(trainer(max_steps=1, callbacks=[log]).fit().history.latest)
 
-    assert launch(logging) == ["{'nan': nan, 'inf': inf, 'fine': 2.0}"] * 2
+    assert on_ranks(logging) == ["{'nan': nan, 'inf': inf, 'fine': 2.0}"] * 2
 
 
 def test_pictures_and_texts_are_those_of_the_main_process() -> None:
@@ -105,20 +214,7 @@ def test_pictures_and_texts_are_those_of_the_main_process() -> None:
         trainer(max_steps=1, callbacks=[Log()]).fit()
         return heard
 
-    assert launch(logging) == [["rank 0"], []]
-
-
-def test_marks_of_names_are_alike_only_for_the_same_names() -> None:
-    def told(*names: str) -> list[float]:
-        buffer = MetricBuffer()
-        for name in names:
-            buffer.add(name, 1.0)
-        return buffer.summary()[:4]
-
-    assert told() == [0, 0, 0, 0]
-    assert told("a", "b") == told("a", "b")
-    assert told("a", "b") != told("b", "a") != told("ab") != told("a")
-    assert told("a", "b\nc") != told("a\nb", "c")
+    assert on_ranks(logging) == [["rank 0"], []]
 
 
 @pytest.mark.parametrize("number_format", [torch.float32, torch.bfloat16, torch.float64])
@@ -140,7 +236,177 @@ def test_the_loss_in_a_record_has_the_bits_of_the_mean_over_ranks(number_format:
         run = trainer(loader(4 * 3 * 6), max_epochs=1, compute_loss=compute, callbacks=[LogTraining(1), see]).fit()
         return [value for _, value in run.history["train/loss"]], seen
 
-    (logged, seen), *others = launch(losses, ranks=3)
+    (logged, seen), *others = on_ranks(losses, ranks=3)
     assert len(set(logged)) == 6
     assert logged == seen
     assert [(logged, seen)] * 2 == others
+
+
+# -- who writes what
+
+
+QUIET = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False}
+
+
+def sinks_of_files() -> list[Callback]:
+    """Return one of each kind that writes to the screen or to files."""
+    bar = sinks.ProgressBar("plain", interval_s=60)
+    to_files = [sinks.Csv("train.csv"), sinks.JsonLines("train.jsonl"), sinks.TensorBoard(), sinks.Dvclive()]
+    return [sinks.Console(), bar, *to_files]
+
+
+def sinks_of_services(project: str) -> list[Callback]:
+    """Return one of each kind that would send to a service, which write to files here."""
+    return [
+        sinks.Mlflow(),
+        sinks.Wandb(project, mode="offline", settings=QUIET),
+        sinks.Swanlab(project, mode="offline"),
+        sinks.Trackio(project),
+        sinks.Comet(project, mode="offline"),
+    ]
+
+
+def test_every_sink_is_in_a_list_above() -> None:
+    """A new one must be added there, and what it wrote must be looked at in a test that follows."""
+    listed = [type(one).__name__ for one in (*sinks_of_files(), *sinks_of_services("any"))]
+    assert {*listed, "Sink"} == {*sinks.__all__}
+
+
+def train_with(directory: Path, some: list[Callback]) -> list[str]:
+    """Return the faults of a run with these sinks."""
+    callbacks = [LogTraining("1 step", throughput=False), *some]
+    run = trainer(directory=directory, callbacks=callbacks).fit()  # others wait while the main one begins to talk to services
+    if rank() == 0 and (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()  # a forked process ends without what is to be done at its exit
+    return [f"{fault.callback}: {fault.error!r}" for fault in run.faults]
+
+
+ALL_STEPS = [1, 2, 3, 4, 5, 6]
+
+
+def steps_in(path: Path, delimiter: str = ",") -> list[int]:
+    with path.open() as file:
+        return [int(row["step"]) for row in csv.DictReader(file, delimiter=delimiter)]
+
+
+def test_sinks_write_each_record_once_from_the_main_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    assert launch(lambda: train_with(tmp_path, sinks_of_files())) == [[], []]
+    shown = capfd.readouterr().out
+    assert shown.count("finished after 2 epochs, 6 steps") == 1
+    assert shown.count("step 3 ") == 1
+    for name in ("metrics.jsonl", "train.jsonl"):
+        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == ALL_STEPS
+    assert steps_in(tmp_path / "train.csv") == ALL_STEPS
+    assert steps_in(tmp_path / "dvclive" / "plots" / "metrics" / "train" / "loss.tsv", "\t") == ALL_STEPS
+    [events] = tmp_path.rglob("events.out.tfevents*")
+    tags = [value.tag for event in EventFileLoader(str(events)).Load() for value in event.summary.value]
+    assert tags.count("train/loss") == 6
+
+
+@pytest.mark.long
+def test_sinks_of_services_write_each_record_once_from_the_main_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trackio.utils
+
+    def rows(database: Path, query: str) -> list[Any]:
+        with closing(sqlite3.connect(database)) as connection:
+            return connection.execute(query).fetchall()
+
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    assert launch(lambda: train_with(tmp_path, sinks_of_services(tmp_path.name))) == [[], []]
+    of_mlflow = "SELECT run_uuid, step FROM metrics WHERE key = 'train/loss' ORDER BY step"
+    of_trackio = Path(trackio.utils.TRACKIO_DIR, f"{tmp_path.name}.db")
+    for found in (
+        rows(tmp_path / "mlflow.db", of_mlflow),
+        rows(of_trackio, "SELECT run_id, step FROM metrics ORDER BY step"),
+    ):
+        assert len({run for run, _ in found}) == 1
+        assert [step for _, step in found] == ALL_STEPS
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == len(list(tmp_path.glob("swanlog/run-*"))) == 1
+    [archive] = (tmp_path / "comet").glob("*.zip")
+    assert zipfile.Path(archive, "messages.json").read_text().count('"metricName":"train/loss"') == 6
+
+
+@on(Callback.on_step_end)
+def say(run: Run) -> None:
+    run.print(f"rank {run.driver.rank} says {run.progress.step}")
+
+
+@on(Callback.on_fit_end)
+def warn(run: Run) -> None:
+    run.warn(f"rank {run.driver.rank} warns")
+
+
+def test_each_rank_keeps_what_it_says_in_a_log_of_its_own_and_goes_on_in_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def saying(steps: int) -> None:
+        trainer(directory=tmp_path, max_epochs=None, max_steps=steps, callbacks=[say, warn, Checkpoint("1 step")]).fit("auto")
+
+    launch(lambda: saying(2))
+    launch(lambda: saying(3))
+    said = capfd.readouterr()
+    assert [line for line in said.out.splitlines() if " says " in line] == [f"rank 0 says {step}" for step in (1, 2, 3)]
+    for number, name in enumerate(("console.log", "console.rank1.log")):
+        steps = [f"rank {number} says {step}" for step in (1, 2, 3)]
+        own = [line for line in (tmp_path / name).read_text().splitlines() if line.startswith("rank ")]
+        assert own == [*steps[:2], f"rank {number} warns", steps[2], f"rank {number} warns"]
+    assert sorted(path.name for path in tmp_path.glob("console*")) == ["console.log", "console.rank1.log"]
+
+
+def test_a_rank_writes_no_line_that_the_main_process_writes_too(tmp_path: Path) -> None:
+    @on(Callback.on_step_end)
+    def say_alike(run: Run) -> None:
+        run.print(f"{run.progress.step} steps are complete")
+        if run.driver.rank == 1 and run.progress.step == 2:
+            run.warn("the disk of rank 1 is slow")
+
+    @on(Callback.on_fit_end)
+    def warn_alike(run: Run) -> None:
+        run.warn("the end\nof all ranks")
+
+    def warning() -> None:
+        trainer(directory=tmp_path / "one", callbacks=[say_alike, warn_alike]).fit()
+        trainer(directory=tmp_path / "two", callbacks=[warn_alike]).fit()
+
+    on_ranks(warning)
+    assert (tmp_path / "one" / "console.rank1.log").read_text() == "the disk of rank 1 is slow\n"
+    assert not (tmp_path / "two" / "console.rank1.log").exists()
+
+
+def test_without_a_directory_a_warning_of_another_rank_is_shown_with_its_number(caplog: pytest.LogCaptureFixture) -> None:
+    def warning() -> list[str]:
+        with caplog.at_level(logging.WARNING, "cadenza"):
+            trainer(callbacks=[warn]).fit()
+        return [record.getMessage() for record in caplog.records if "warns" in record.getMessage()]
+
+    assert launch(warning) == [["rank 0 warns"], ["rank 1: rank 1 warns"]]
+
+
+def test_the_directory_belongs_to_the_main_process_and_all_know_where_it_is(tmp_path: Path) -> None:
+    def known() -> tuple[Path | None, str, bool, int]:
+        callbacks = [say, LogTraining("1 step", throughput=False), sinks.JsonLines("train.jsonl")]
+        run = trainer(directory=tmp_path / "run", callbacks=callbacks).fit()
+        return run.info.directory, run.info.id, run.is_main, len(run.history["train/loss"])
+
+    first, second = on_ranks(known)
+    assert first[0] == second[0] == tmp_path / "run"
+    assert (first[2], second[2]) == (True, False)
+    assert first[1]
+    assert first[3] == second[3] == 6
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["console.log", "console.rank1.log", "metrics.jsonl", "run.json", "run.lock", "train.jsonl"]
+    for name in ("metrics.jsonl", "train.jsonl"):
+        assert len((tmp_path / "run" / name).read_text().splitlines()) == 6
+
+
+def test_on_a_machine_without_the_main_ones_disks_the_log_is_kept_there(tmp_path: Path) -> None:
+    def elsewhere() -> None:
+        place = tmp_path / ("here" if rank() == 0 else "there") / "run"  # what is the same path on disks of their own
+        trainer(directory=place, callbacks=[say]).fit()
+
+    on_ranks(elsewhere)
+    assert sorted(path.name for path in (tmp_path / "there" / "run").iterdir()) == ["console.rank1.log"]

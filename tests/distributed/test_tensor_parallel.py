@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +24,12 @@ from torchmetrics import MeanSquaredError, SumMetric
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import BestWeights, Checkpoint, ClipGradients, Ema, Evaluate, Freeze, LearningRate, StopOnNonFinite
-from cadenza.drivers import DdpDriver, Driver, FsdpDriver, SingleDriver, TensorParallel
+from cadenza.drivers import Driver, FsdpDriver, TensorParallel
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.testing import launch
-from tests.distributed.parts import Batch, judged, loader, squared_error
-from tests.distributed.test_fsdp import weights_of, whole
-from tests.distributed.test_other_ranks import weighted
+from tests.distributed.drivers import ddp, fsdp, single
+from tests.distributed.parts import Batch, InOrder, adamw, judged, loader, squared_error, weighted, weights_of, whole
+from tests.distributed.standing import on_ranks
 
 PLAN: dict[str, ParallelStyle] = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
 
@@ -52,23 +52,7 @@ def network(dropout: float = 0.0) -> nn.Sequential:
 
 
 def tensor_parallel(**options: Any) -> FsdpDriver:
-    return FsdpDriver("cpu", shard=Block, tensor_parallel=TensorParallel(PLAN, ranks=2), timeout_s=100, **options)
-
-
-class Distances:
-    """A metric that sees the predictions of all ranks, in order."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.seen: list[float] = []
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        self.seen += (predictions - targets).flatten().tolist()
-
-    def compute(self) -> float:
-        return sum(value * number for number, value in enumerate(self.seen, 1))
+    return fsdp(shard=Block, tensor_parallel=TensorParallel(PLAN, ranks=2), **options)
 
 
 def usual(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -90,10 +74,10 @@ def trained(driver: Driver, accumulate: int) -> tuple[Tensor, dict[str, dict[int
         if run.is_main:
             run.log("of the main process", 2.0)
 
-    metrics = {"error": MeanSquaredError(), "sum": (SumMetric(), "ones"), "order": Distances()}
+    metrics = {"error": MeanSquaredError(), "sum": (SumMetric(), "ones"), "order": InOrder()}
     best = BestWeights("eval/loss", "min")
     one = Trainer(
-        network(), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), loader(48), squared_error,
+        network(), adamw, loader(48), squared_error,
         max_epochs=2, seed=5, driver=driver, progress=False, accumulate=accumulate, debug_ranks=True,
         callbacks=[
             see, log, ClipGradients(0.5, log="norm", log_every="1 step"), StopOnNonFinite(), Ema(0.5), best,
@@ -111,8 +95,8 @@ def trained(driver: Driver, accumulate: int) -> tuple[Tensor, dict[str, dict[int
 
 
 def test_training_on_ranks_that_compute_together_and_on_others_equals_one_process() -> None:
-    weights, history, predicted, _, samples = trained(SingleDriver("cpu"), 2)
-    ranks = launch(lambda: trained(tensor_parallel(), 1), 4)
+    weights, history, predicted, _, samples = trained(single(), 2)
+    ranks = on_ranks(lambda: trained(tensor_parallel(), 1), 4)
     for got, logged, predictions, _, counted in ranks:
         assert torch.allclose(got, weights, atol=1e-6)
         assert torch.allclose(predictions, predicted, atol=1e-6)
@@ -125,12 +109,12 @@ def test_training_on_ranks_that_compute_together_and_on_others_equals_one_proces
 
 
 DRIVERS: dict[str, tuple[int, Callable[[], Driver]]] = {
-    "tensor": (2, lambda: tensor_parallel()),
-    "both": (4, lambda: tensor_parallel()),
-    "replicas": (4, lambda: tensor_parallel(replicas=2)),
-    "fsdp": (2, lambda: FsdpDriver("cpu", shard=Block, timeout_s=100)),
-    "ddp": (2, lambda: DdpDriver("cpu", timeout_s=100)),
-    "single": (1, lambda: SingleDriver("cpu")),
+    "tensor": (2, tensor_parallel),
+    "both": (4, tensor_parallel),
+    "replicas": (4, partial(tensor_parallel, replicas=2)),
+    "fsdp": (2, partial(fsdp, shard=Block)),
+    "ddp": (2, ddp),
+    "single": (1, single),
 }
 """By name, a number of ranks and the driver."""
 State = dict[str, Tensor]
@@ -160,7 +144,7 @@ def leg(directory: Path, driver: str, steps: int | None, dropout: float = 0.0) -
 
     made = DRIVERS[driver][1]()
     run = Trainer(
-        network(dropout), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), loader(79), weighted,
+        network(dropout), adamw, loader(79), weighted,
         max_epochs=2, max_steps=steps, seed=5, driver=made, accumulate=4 // made.data_world_size, directory=directory,
         callbacks=[loaded, see, Ema(0.5), Checkpoint("100 steps")], progress=False,
     ).fit(resume="auto")  # fmt: skip
@@ -172,11 +156,8 @@ def legs(directory: Path, chain: list[tuple[str, int | None]], **arguments: Any)
     state, seen = dict[str, Tensor](), Counter[int]()
     for driver, steps in chain:
         ranks, _ = DRIVERS[driver]
-
-        def work(driver: str = driver, steps: int | None = steps) -> Any:
-            return leg(directory, driver, steps, **arguments)
-
-        everyone = [work()] if ranks == 1 else launch(work, ranks)
+        work = partial(leg, directory, driver, steps, **arguments)
+        everyone = [work()] if ranks == 1 else on_ranks(work, ranks)
         for begun, ended, saw in everyone:
             assert begun.keys() == state.keys()
             assert all(torch.equal(begun[name], state[name]) for name in state)
@@ -194,18 +175,19 @@ def test_checkpoints_go_between_all_layouts_bit_exactly(tmp_path: Path) -> None:
         assert torch.allclose(state[name], expected[name], atol=1e-6), name
 
 
-def test_a_run_resumes_with_the_same_layout_to_the_same_bits_and_dropout_is_that_of_the_data(tmp_path: Path) -> None:
-    def cut_and_through(driver: str) -> list[State]:
-        cut = tmp_path / driver
-        leg(cut, driver, 3, dropout=0.3)
-        return [leg(folder, driver, None, dropout=0.3)[1] for folder in (cut, tmp_path / f"{driver} through")]
+@pytest.mark.parametrize("driver", ["both", pytest.param("replicas", marks=pytest.mark.long)])
+def test_a_run_resumes_with_the_same_layout_to_the_same_bits_and_dropout_is_that_of_the_data(
+    driver: str, tmp_path: Path
+) -> None:
+    def cut_and_through() -> list[State]:
+        leg(tmp_path / "cut", driver, 3, dropout=0.3)
+        return [leg(tmp_path / folder, driver, 6, dropout=0.3)[1] for folder in ("cut", "through")]
 
-    _, data, _ = launch(lambda: leg(tmp_path / "data", "fsdp", None, dropout=0.3))[0]
-    for results in launch(lambda: [cut_and_through(driver) for driver in ("both", "replicas")], 4):
-        for cut, through in results:
-            for name in cut:
-                assert torch.equal(cut[name], through[name]), name
-                assert torch.allclose(cut[name], data[name], atol=1e-6), name
+    _, data, _ = on_ranks(lambda: leg(tmp_path / "data", "fsdp", 6, dropout=0.3))[0]
+    for cut, through in on_ranks(cut_and_through, 4):
+        for name in cut:
+            assert torch.equal(cut[name], through[name]), name
+            assert torch.allclose(cut[name], data[name], atol=1e-6), name
 
 
 class Words(nn.Module):
@@ -235,7 +217,7 @@ def learned(make: Callable[[], Driver]) -> Tensor:
     torch.manual_seed(0)
     words = torch.randint(0, 12, (24, 5))
     one = Trainer(
-        Words(), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), list(words.split(6)),
+        Words(), adamw, list(words.split(6)),
         lambda model, batch: nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()),
         max_epochs=2, seed=1, driver=make(), progress=False,
     )  # fmt: skip
@@ -291,6 +273,6 @@ def test_the_plan_may_be_a_function_and_the_mesh_of_the_user_and_mistakes_are_re
         assert "Numbers that are split, such as features and heads, must be divisible by 2" in "".join(caught.value.__notes__)
         return learned(lambda: FsdpDriver("cpu", tensor_parallel=TensorParallel(plan, mesh=world())))
 
-    expected = learned(lambda: SingleDriver("cpu"))
-    for weights in launch(work):
+    expected = learned(single)
+    for weights in on_ranks(work):
         assert torch.allclose(weights, expected, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from cadenza import Callback, Run, Trainer, on
+from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, SequenceLength
 from cadenza.testing import launch
-from tests.distributed.parts import driver
+from tests.distributed.parts import trainer
+from tests.distributed.standing import on_ranks
 
 LENGTHS = [3, 5, 2, 7, 4, 6, 1, 8, 9, 2, 5, 3]
 RANKS = (1, 2, 3)
@@ -44,17 +47,12 @@ WAYS: dict[str, dict[str, Any]] = {
 def fit(*callbacks: Callback, resume: Any = False, **arguments: Any) -> Run:
     torch.manual_seed(0)
     batches = [torch.linspace(-1, 1, length).unsqueeze(1) for length in LENGTHS]
-    one = Trainer(
-        nn.Linear(1, 1),
-        lambda parameters: torch.optim.SGD(parameters, 0.01),
-        batches,
-        driver=driver(),
-        seed=1,
-        progress=False,
-        callbacks=callbacks,
-        **arguments,
-    )
-    return one.fit(resume=resume)
+    arguments = {"max_epochs": None, "seed": 1, "optimizer": descent, "compute_loss": None, **arguments}
+    return trainer(batches, model=nn.Linear(1, 1), callbacks=callbacks, **arguments).fit(resume=resume)
+
+
+def descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
 
 
 def in_steps(ranks: int) -> list[int]:
@@ -87,34 +85,28 @@ def test_all_ranks_end_with_the_step_that_reaches_max_tokens(ranks: int) -> None
     for limit in (9, 21, 40, 60):
         steps = next(index for index, tokens in enumerate(after, 1) if tokens >= limit)
         expected.append((steps, after[steps - 1], after[:steps]))
-    for seen in launch(lambda: [ended(way) for way in WAYS], ranks) if ranks > 1 else [[ended(way) for way in WAYS]]:
+    for seen in on_ranks(lambda: [ended(way) for way in WAYS], ranks) if ranks > 1 else [[ended(way) for way in WAYS]]:
         assert seen == [expected] * len(WAYS)
 
 
-def counts() -> list[tuple[int, int]]:
-    """Return the tokens of two epochs without a limit, in which the ranks may leave steps out; and with accumulation."""
-    found = []
-    for way in WAYS:
-        whole = fit(max_epochs=2, **WAYS[way]).progress.tokens
-        grouped = whole if way == "step_fn" else fit(max_epochs=2, accumulate=2, **WAYS[way]).progress.tokens
-        found.append((whole, grouped))
-    return found
-
-
 def test_tokens_are_summed_over_ranks() -> None:
-    assert launch(counts, 2) == [[(2 * sum(LENGTHS),) * 2] * 3] * 2
+    """Without a limit the ranks may leave exchanges out."""
+
+    def counts(way: str) -> tuple[int, int]:
+        whole = fit(max_epochs=2, **WAYS[way]).progress.tokens
+        return whole, whole if way == "step_fn" else fit(max_epochs=2, accumulate=2, **WAYS[way]).progress.tokens
+
+    assert on_ranks(lambda: [counts(way) for way in WAYS]) == [[(2 * sum(LENGTHS),) * 2] * 3] * 2
 
 
 def test_a_batch_that_all_ranks_train_on_counts_once() -> None:
     def whole() -> int:
-        torch.manual_seed(0)
-        samples: Any = [torch.ones(4) for _ in range(3)]
-        loader: Any = torch.utils.data.DataLoader(samples, batch_size=1)  # 3 samples for 2 ranks
-        model, count = nn.Linear(4, 1), torch.Tensor.numel
-        one = Trainer(model, lambda p: torch.optim.SGD(p, 0.01), loader, loss_of, max_epochs=1, tokens=count, driver=driver())
-        return one.fit().progress.tokens
+        rows: Any = [torch.ones(4) for _ in range(3)]
+        data: Any = DataLoader(rows, batch_size=1)  # 3 samples for 2 ranks
+        model = nn.Linear(4, 1)
+        return trainer(data, model=model, compute_loss=loss_of, max_epochs=1, tokens=Tensor.numel).fit().progress.tokens
 
-    assert launch(whole, 2) == [12] * 2
+    assert on_ranks(whole) == [12] * 2
 
 
 def test_a_run_that_resumes_on_several_ranks_ends_where_the_whole_run_does(tmp_path: Path) -> None:
@@ -130,7 +122,7 @@ def test_a_run_that_resumes_on_several_ranks_ends_where_the_whole_run_does(tmp_p
             ]
         return found
 
-    assert launch(runs, 2) == [[True] * 4] * 2
+    assert on_ranks(runs, 2) == [[True] * 4] * 2
 
 
 def test_the_error_of_a_rank_that_does_not_count_ends_all() -> None:
@@ -142,15 +134,6 @@ def test_the_error_of_a_rank_that_does_not_count_ends_all() -> None:
     assert "max_tokens=40 needs the number of tokens in each batch" in repr(caught.value.exceptions[0])
 
 
-def test_a_stop_is_taken_by_all_ranks_in_the_same_step() -> None:
-    @on(Callback.on_step_end, at=3)
-    def stop(run: Run) -> None:
-        if run.driver.rank == 1:
-            run.stop("enough")
-
-    assert launch(lambda: fit(stop, compute_loss=with_tokens, max_tokens=10_000).progress.step, 2) == [4, 4]  # one rank asked
-
-
 def test_schedules_of_tokens_are_due_at_the_step_that_reaches_them() -> None:
     def due(way: str) -> list[int]:
         steps: list[int] = []
@@ -160,15 +143,13 @@ def test_schedules_of_tokens_are_due_at_the_step_that_reaches_them() -> None:
 
     after = [0, *in_steps(2)]
     expected = [step for step in range(1, len(after)) if after[step] // 10 > after[step - 1] // 10]
-    assert launch(lambda: [due(way) for way in WAYS], 2) == [[expected] * len(WAYS)] * 2
+    assert on_ranks(lambda: [due(way) for way in WAYS], 2) == [[expected] * len(WAYS)] * 2
 
 
 def test_points_in_samples_and_tokens_are_reached_in_time_although_no_callback_is_due_for_many_steps() -> None:
     def reached(point: str, **arguments: Any) -> list[int]:
-        torch.manual_seed(0)
-        given = {"compute_loss": with_tokens, "max_epochs": 1, "progress": False, "driver": driver(), **arguments}
-        model, batches = nn.Linear(1, 1), [torch.ones(2, 1)] * 200  # 4 samples and 4 tokens a step
-        run = Trainer(model, lambda parameters: torch.optim.SGD(parameters, 0.01), batches, **given).fit()
+        data = [torch.ones(2, 1)] * 200  # 4 samples and 4 tokens a step
+        run = trainer(data, model=nn.Linear(1, 1), compute_loss=with_tokens, max_epochs=1, **arguments).fit()
         return [one.when.step for one in run.decisions if one.what in ("accumulation changed", "sequence length changed")]
 
     def all_reached() -> list[list[int]]:
@@ -176,4 +157,4 @@ def test_points_in_samples_and_tokens_are_reached_in_time_although_no_callback_i
         changed = [reached(point, accumulate={0: 1, point: 2}) for point in points]
         return changed + [reached(point, callbacks=[SequenceLength({0: 2, point: 1})]) for point in points]
 
-    assert launch(all_reached, 2) == [[[50]] * 4] * 2
+    assert on_ranks(all_reached, 2) == [[[50]] * 4] * 2

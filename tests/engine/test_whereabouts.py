@@ -1,4 +1,4 @@
-"""Where the training thread is, read from another thread; two ranks use it in tests/distributed/test_hangs.py."""
+"""Where the training thread is, read from another thread; two ranks use it in tests/alone/test_lost_ranks.py."""
 
 from __future__ import annotations
 

@@ -16,9 +16,10 @@ from torch import distributed as dist
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, Recover
-from cadenza.drivers import DdpDriver, group
+from cadenza.drivers import group
 from cadenza.drivers.tree import Tree
 from cadenza.testing import launch
+from tests.distributed.drivers import ddp
 from tests.distributed.parts import loader, own_rank, trainer, weights_of
 from tests.waiting import until
 
@@ -27,7 +28,7 @@ def no_message(tensor: Tensor, rank: int) -> None:
     raise AssertionError("nothing is sent here")
 
 
-@pytest.mark.parametrize(("ranks", "deep"), [(2, 1), (32, 5), (1024, 10), (4096, 12)])
+@pytest.mark.parametrize(("ranks", "deep"), [(2, 1), (32, 5), (1024, 10), pytest.param(4096, 12, marks=pytest.mark.long)])
 def test_the_messages_of_a_rank_do_not_grow_with_the_ranks_and_those_one_after_the_other_as_their_logarithm(
     ranks: int, deep: int
 ) -> None:
@@ -108,7 +109,7 @@ def test_all_drivers_of_a_process_share_one_tree_and_its_thread() -> None:
     def threads() -> int:
         group._TREE_FROM = 2
         for _ in range(3):
-            DdpDriver("cpu", timeout_s=100).barrier()
+            ddp().barrier()
         return [one.name for one in enumerate_threads()].count("cadenza-tree")
 
     assert launch(threads) == [1, 1]

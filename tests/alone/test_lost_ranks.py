@@ -1,0 +1,220 @@
+"""A rank that is killed, hangs or is slow is named on all ranks: with its last step, its callback and the line of its code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable as Function
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Callback, Run, on
+from cadenza.callbacks import Profile
+from cadenza.checkpoint.store.files import LocalFiles
+from cadenza.checkpoint.store.tensor_files import Facts
+from cadenza.drivers import DdpDriver, posts
+from cadenza.errors import DistributedError
+from cadenza.report import page, story_at
+from cadenza.testing import launch, launching
+from tests.distributed.drivers import sharded
+from tests.distributed.parts import Batch, loader, own_rank, rank, squared_error, trainer
+from tests.distributed.test_shards import fit, saving, store_in
+from tests.waiting import until
+
+
+def kill(given_up: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pause(given_up: Path) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def loop_on(given_up: Path) -> None:
+    while not given_up.exists():
+        pass
+
+
+HANGS: dict[Function[[Path], None], str] = {
+    kill: r"^rank 0 ends because another process ended\. rank 1 ended without an error message \(killed, or crashed\); "
+    r"last seen at step 1 in `hang\.",
+    pause: r"rank 1 did not reach step 2 within 1 s; last seen at step 1 in `hang\..* and it posts no more: paused, or killed",
+    loop_on: r"rank 1 did not reach step 2 within 1 s; last seen at step 1 in `hang\.on_step_end` \(test_lost_ranks\.py:\d+\)",
+}
+
+
+@pytest.fixture(autouse=True)
+def frequent_posts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posts, "EVERY_S", 0.1)
+
+
+@pytest.mark.parametrize("stop", [kill, loop_on, pytest.param(pause, marks=pytest.mark.long)])
+def test_the_rank_that_stops_is_named(stop: Function[[Path], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given_up = tmp_path / "given up"
+
+    def train() -> None:
+        @on(Callback.on_step_end, at=1)
+        def hang(run: Run) -> None:
+            if rank() == 1:
+                time.sleep(0.3)  # until its next post
+                stop(given_up)
+
+        try:
+            trainer(callbacks=[hang], driver=DdpDriver("cpu", timeout_s=1)).fit()
+        finally:
+            given_up.touch()
+
+    monkeypatch.setattr(launching, "GRACE_S", 0.1 if stop is pause else 20)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(train)
+    told = [str(error) for error in caught.value.exceptions if isinstance(error, DistributedError)]
+    assert len(told) == (2 if stop is loop_on else 1)
+    for text in told:
+        assert re.search(HANGS[stop], text), text
+
+
+def test_a_rank_that_waits_for_its_data_is_named_with_the_line_of_the_data_set(tmp_path: Path) -> None:
+    given_up = tmp_path / "given up"
+
+    class Slow:
+        def __iter__(self) -> Iterator[Any]:
+            for number, batch in enumerate(loader()):
+                while number == 3 and rank() == 1 and not given_up.exists():
+                    time.sleep(0.01)
+                yield batch
+
+    def train() -> str:
+        with pytest.raises(DistributedError) as caught:
+            trainer(Slow(), driver=DdpDriver("cpu", timeout_s=1)).fit()
+        given_up.touch()
+        return str(caught.value)
+
+    for text in launch(train):
+        assert "rank 1 did not reach step 2 within 1 s; last seen at step 1 in the training loader (test_lost_ranks.py:" in text
+
+
+@pytest.mark.parametrize("alone", ["fit", "evaluate"])
+def test_a_rank_that_does_not_come_to_the_start_of_a_run_or_to_an_evaluation_is_named(alone: str, tmp_path: Path) -> None:
+    def call() -> str:
+        one = trainer(driver=DdpDriver("cpu", timeout_s=1), max_epochs=1)
+        if alone == "evaluate":
+            one.fit()
+        if rank() == 1:
+            until((tmp_path / "given up").exists)
+            return ""
+        with pytest.raises(DistributedError) as caught:
+            one.fit() if alone == "fit" else one.evaluate(loader())
+        (tmp_path / "given up").touch()
+        return str(caught.value)
+
+    where = {"fit": "at the start of a run", "evaluate": "in evaluate"}[alone]
+    said, _ = launch(call)
+    assert said.startswith(
+        f"rank 0 waited 1 s {where}, and rank 1 did not come. Every rank must call Trainer, fit, evaluate and"
+    )
+
+
+class Half(nn.Module):
+    """A model with a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.used(inputs)
+        return outputs
+
+
+def test_a_rank_that_waits_too_long_says_so_also_after_a_run_that_failed_for_an_unused_parameter(tmp_path: Path) -> None:
+    given_up = tmp_path / "given up"
+
+    def failing() -> list[str]:
+        @on(Callback.on_step_end, at=1)
+        def late(run: Run) -> None:
+            if run.is_main:
+                until(given_up.exists)
+
+        with pytest.raises(RuntimeError, match="finished reduction in the prior iteration") as unused:
+            trainer(model=Half(), driver=DdpDriver(timeout_s=1)).fit()  # the limit of the process group, so of both runs
+        with pytest.raises((RuntimeError, DistributedError)) as waited:
+            trainer(callbacks=[late], driver=DdpDriver(timeout_s=1)).fit()
+        given_up.touch()
+        return [*unused.value.__notes__, str(waited.value)]
+
+    notes = launch(failing)
+    assert all("pass driver=DdpDriver(find_unused_parameters=True)" in own[0] for own in notes)
+    assert "rank 1 waited too long for another process. rank 0 did not reach step 2 within 1 s; last seen at" in notes[1][-1]
+
+
+def test_a_rank_that_is_killed_or_exits_is_told_with_its_signal_or_exit_code() -> None:
+    def ending() -> None:
+        os.kill(os.getpid(), signal.SIGKILL) if rank() == 0 else os._exit(3)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(ending)
+    assert {str(error) for error in caught.value.exceptions} == {
+        "rank 0 ended without a result: signal SIGKILL", "rank 1 ended without a result: exit code 3",
+    }  # fmt: skip
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_no_checkpoint_and_the_older_one_is_continued(tmp_path: Path) -> None:
+    expected, *_ = launch(lambda: fit(tmp_path / "whole", 7)[0])
+
+    def killed() -> None:
+        driver, write = sharded(), LocalFiles.write_tensors
+
+        def die(self: LocalFiles, path: str, *arguments: Any) -> Facts:
+            facts = write(self, path, *arguments)
+            if driver.rank == 1 and "step-00000006" in path and "state" in path:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return facts
+
+        setattr(LocalFiles, "write_tensors", die)  # noqa: B010  # in this process only
+        saving(tmp_path / "cut", 7, driver).fit()
+
+    with pytest.raises(BaseExceptionGroup):
+        launch(killed)
+    store = store_in(tmp_path / "cut")
+    assert [saved.name for saved in store.saved()] == ["step-00000003"]
+    assert store.latest()[0] is not None
+    again, *_ = launch(lambda: fit(tmp_path / "cut", 7, resume=True)[0])
+    assert torch.equal(again, expected)
+    assert not [path for path in (tmp_path / "cut/checkpoints").iterdir() if path.name.startswith(".t")]
+
+
+def test_the_slowest_rank_of_each_part_is_in_the_profile_and_in_the_report(tmp_path: Path) -> None:
+    def slow_forward(model: nn.Module, batch: Batch) -> Tensor:
+        time.sleep(0.05 * own_rank())
+        return squared_error(model, batch)
+
+    @on(Callback.on_step_end)
+    def slow_hook(run: Run) -> None:
+        time.sleep(0.05 * (1 - own_rank()))
+        run.driver.barrier()
+
+    def fit() -> tuple[dict[str, int], str, bool]:
+        one = trainer(compute_loss=slow_forward, callbacks=[Profile(), slow_hook], directory=tmp_path)
+        profile = one.fit().profile
+        assert profile is not None
+        shown = {one.part: one.slowest for one in profile.ranks}
+        return shown, str(profile), "reduce" in vars(one.driver)
+
+    main, other = launch(fit)
+    assert set(main[0]) == {"data", "forward", "backward", "callbacks", "waiting"}
+    assert (main[0]["forward"], main[0]["callbacks"]) == (1, 0)
+    assert "slowest rank by part:" in main[1]
+    assert "waiting for ranks" in main[1]
+    assert other[0] == {}
+    assert not main[2]
+    written = json.loads((tmp_path / "profile.json").read_text())["ranks"]
+    assert [one["slowest"] for one in written if one["part"] == "forward"] == [1]
+    assert "by rank" in page([story_at(tmp_path)])
