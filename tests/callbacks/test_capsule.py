@@ -1,9 +1,10 @@
-"""`Capsule`: a step that breaks is written, named and repeated."""
+"""`Capsule`: a step that breaks is written, named and repeated. The signs in a loss, and the cost of watching it."""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
-from cadenza.callbacks import Capsule, Evaluate, NonFinite, Spike, StopOnNonFinite
+from cadenza.callbacks import Capsule, Checkpoint, Evaluate, NonFinite, Recover, Spike, StopOnNonFinite
+from cadenza.callbacks.loss_signs import Sign, Watch
 from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, DataError, NonFiniteError
@@ -151,14 +153,19 @@ def test_losses_are_compared_as_far_as_both_are_known(tmp_path: Path) -> None:
         assert text in repr(again)
 
 
-def test_an_error_before_the_batch_is_seen_is_not_that_of_the_step_before(tmp_path: Path) -> None:
+def test_an_error_between_two_steps_or_before_the_batch_is_seen_is_not_that_of_the_step_before(tmp_path: Path) -> None:
     @on(Callback.on_batch_start, at=3)
-    def fails(run: Run, batch: Any) -> None:
+    def before_batch(run: Run, batch: Any) -> None:
         raise ValueError("not of step 2")
 
-    with pytest.raises(ValueError, match="not of step 2"):
-        tiny_run(directory=tmp_path, callbacks=[fails, Capsule()])
-    assert not capsules_in(tmp_path)
+    def compute(model: nn.Module, batch: Any) -> Any:
+        raise ValueError("not of step 2")
+
+    evaluate = Evaluate(tiny_loader(), compute=compute, every="2 steps")
+    for name, callbacks in {"before": [before_batch, Capsule()], "between": [Capsule(), evaluate]}.items():
+        with pytest.raises(ValueError, match="not of step 2"):
+            tiny_run(directory=tmp_path / name, callbacks=callbacks)
+        assert not capsules_in(tmp_path / name)
 
 
 class Incomplete(Augmented):
@@ -217,15 +224,6 @@ def test_an_error_of_the_loader_names_the_samples_that_it_could_not_load(
     if not facts["batches"]:
         with pytest.raises(DataError, match="the loader failed with the first batch of the step"):
             replay_capsule(trainer, tmp_path)
-
-
-def test_an_error_between_two_steps_is_not_that_of_the_step_before(tmp_path: Path) -> None:
-    def fails(model: nn.Module, batch: Any) -> Any:
-        raise ValueError("of an evaluation")
-
-    with pytest.raises(ValueError, match="of an evaluation"):
-        tiny_run(directory=tmp_path, callbacks=[Capsule(), Evaluate(tiny_loader(), compute=fails, every="2 steps")])
-    assert not capsules_in(tmp_path)
 
 
 def test_a_gradient_that_breaks_the_weights_is_found_with_copies_of_each_step(tmp_path: Path) -> None:
@@ -291,16 +289,8 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["capsule", str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "step-00000004: NonFiniteError: the loss is nan in batch 4" in shown[0]
-    assert [line.split()[0] for line in shown[1:]] == [
-        "step",
-        "batch",
-        "loss",
-        "module",
-        "parameter",
-        "tensor",
-        "not",
-        "weights",
-    ]
+    rows = ["step", "batch", "loss", "module", "parameter", "tensor", "not", "weights"]
+    assert [line.split()[0] for line in shown[1:]] == rows
     assert main(["capsule", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["guilty_samples"] == [1]
     damaged = tmp_path / "capsules/step-00000001"
@@ -314,19 +304,7 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "there is no capsule" in capsys.readouterr().err
 
 
-def test_wrong_arguments_and_capsules_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="last must be a whole number"):
-        Capsule(last=0)
-    with pytest.raises(TypeError, match="when must be NonFinite"):
-        Capsule(when=lambda loss: True)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(TypeError, match=r"when must be NonFinite\(\), .*got <class '.*Spike'>"):
-        Capsule(when=NonFinite() | Spike)  # type: ignore[arg-type]  # the class
-    with pytest.raises(ValueError, match="weights must be a number of steps"):
-        Capsule(weights="1 epoch")
-    with pytest.raises(ValueError, match="ratio must be above 1"):
-        Spike(ratio=1.0)
-    with pytest.raises(ValueError, match="give Trainer"):
-        tiny_run(callbacks=[Capsule()])
+def test_what_is_no_capsule_of_this_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no capsule"):
         replay_capsule(tiny_trainer(), tmp_path)
     with pytest.raises(TypeError, match="takes a Trainer first; got a Linear"):
@@ -392,3 +370,113 @@ def test_a_step_fn_has_no_second_pass_and_the_batch_is_searched_all_the_same(tmp
     facts = facts_of_capsule(capsules_in(tmp_path)[0])
     assert (facts["step"], facts["tensor"], facts["guilty_samples"]) == (4, "batch[1] is inf, first at index (1, 0)", [1])
     assert facts["module"] is None
+
+
+# -- the signs in a loss ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [NonFinite, Spike, lambda: NonFinite() | Spike(window=7), lambda: Spike(ratio=1.1, window=4)])
+def test_a_watched_sign_sees_what_it_sees_in_each_loss_alone(make: type[Sign]) -> None:
+    draw = random.Random(1)
+    sign, watch, seen = make(), Watch(make()), 0
+    for _ in range(3000):
+        loss = draw.choice([draw.gauss(1, 0.1)] * 40 + [draw.gauss(0, 3), 9.0, math.nan, math.inf, -math.inf, 1e308])
+        expected = sign.seen_in(loss)
+        if expected is None:
+            sign.add(loss)
+        assert watch.look(loss) == expected
+        seen += expected is not None
+    assert seen > 50
+
+
+def test_a_sign_of_a_user_gets_each_loss() -> None:
+    class Rising(NonFinite):
+        last = math.inf
+
+        def seen_in(self, loss: float) -> str | None:
+            return "it rose" if loss > self.last else None
+
+        def add(self, loss: float) -> None:
+            self.last = loss
+
+    watch = Watch(Rising() | Spike())
+    assert [watch.look(loss) for loss in (3.0, 2.0, 2.5, 2.0)] == [None, None, "it rose", None]
+
+
+def squared(draw: random.Random, count: int) -> float:
+    return sum(draw.gauss(0, 1) ** 2 for _ in range(count)) / count
+
+
+def entropy(draw: random.Random, count: int) -> float:
+    """Return the mean cross entropy of samples that a model knows well, of which 3 % have a wrong label."""
+    margins = [draw.gauss(4, 2) * (-1 if draw.random() < 0.03 else 1) for _ in range(count)]
+    return sum(math.log1p(math.exp(-margin)) for margin in margins) / count
+
+
+@pytest.mark.parametrize(
+    ("loss", "count"), [(squared, 1), (squared, 2), (squared, 16), (entropy, 16)], ids=["one", "two", "many", "labels"]
+)
+def test_losses_of_small_batches_and_wrong_labels_are_no_spikes_and_a_broken_batch_is_one(loss: Any, count: int) -> None:
+    draw, spike = random.Random(3), Spike()
+    for number in range(3000):
+        if number % 500 == 499:
+            assert spike.seen_in(400 * max(1.0, *(loss(draw, count) for _ in range(50)))) is not None
+        value = loss(draw, count)
+        assert spike.seen_in(value) is None, (number, value)
+        spike.add(value)
+    for tiny in (5e-324, 1e308, 5e-324, 1e308) * 20:
+        spike.add(tiny)
+    assert spike.seen_in(1.0) is None
+
+
+def mean_target(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).sum() * 0 + batch[1].mean()
+    return loss
+
+
+def seen_after_a_resume(path: Path, before: Callback, after: Callback) -> list[tuple[str, int]]:
+    """Return what is decided after a resume at step 12, five steps before a spike."""
+    loader = [(torch.ones(2, 1), torch.full((2, 1), 1 + number % 3 / 10 + 50 * (number == 16))) for number in range(20)]
+    for steps, callback in ((12, before), (20, after)):
+        callbacks = [callback, Checkpoint("4 steps")]
+        run = tiny_trainer(
+            epochs=None, steps=steps, loader=loader, directory=path, compute_loss=mean_target, callbacks=callbacks
+        ).fit(resume="auto")
+    return [(one.what, one.when.step) for one in run.decisions if one.what in ("capsule written", "rolled back")]
+
+
+@pytest.mark.parametrize("after", [Spike(), NonFinite() | Spike(), Spike(window=12), Spike(ratio=2) | Spike(window=90)])
+@pytest.mark.parametrize("callback", [Capsule, Recover])
+def test_a_continued_run_goes_on_with_the_losses_of_its_checkpoint(callback: Any, after: Sign, tmp_path: Path) -> None:
+    what = "capsule written" if callback is Capsule else "rolled back"
+    for before in (Spike(), NonFinite() | Spike(window=30)):
+        assert seen_after_a_resume(tmp_path / repr(before), callback(when=before), callback(when=after)) == [(what, 16)]
+
+
+def test_a_sign_that_the_checkpoint_does_not_have_begins_without_losses(tmp_path: Path) -> None:
+    assert seen_after_a_resume(tmp_path, Recover(when=NonFinite()), Recover(when=Spike())) == []
+
+
+def test_on_two_ranks_each_goes_on_with_its_own_losses(tmp_path: Path) -> None:
+    loader = [(torch.ones(2, 1), torch.full((2, 1), float(number))) for number in range(1, 25)]
+
+    def losses(steps: int) -> list[float]:
+        capsule = Capsule(when=Spike())
+        arguments: dict[str, Any] = {"loader": loader, "compute_loss": mean_target, "driver": "auto", "directory": tmp_path}
+        tiny_trainer(steps=steps, callbacks=[capsule, Checkpoint("2 steps")], **arguments).fit(resume="auto")
+        kept: list[float] = capsule.state_dict()["Spike 1"]["losses"]
+        return kept
+
+    for own, kept in enumerate(launch(lambda: [losses(6), losses(9), losses(9)])):
+        seen = [float(number) for number in range(1 + own, 19, 2)]
+        assert kept == [seen[:6], seen, seen]
+
+
+def test_callbacks_with_the_same_sign_do_not_see_the_losses_of_each_other() -> None:
+    sign = NonFinite() | Spike(window=4)
+    capsule, recover = Capsule(when=sign), Recover(when=sign)
+    for _ in range(4):
+        capsule.when.add(1.0)
+    assert capsule.when.seen_in(9.0) is not None
+    assert recover.when.seen_in(9.0) is None
+    assert sign.seen_in(9.0) is None

@@ -1,7 +1,9 @@
-"""A profile you can trust: every nanosecond is counted once, where it belongs."""
+"""A profile you can trust: every nanosecond is counted once, where it belongs, and the run does what it does unwatched."""
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,39 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.callbacks.profile import Profile
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.profiling.spans import BETWEEN
-from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
-from tests.callbacks.profiled import NAP_S, callbacks, calls, nap, phases, timings
+from cadenza.profiling.timings import Timings
+from cadenza.status.decisions import decide
+from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
+
+NAP_S = 0.02  # a bound from below: sleep never returns earlier, and load can only make it longer
+
+
+def nap(*_: Any) -> None:
+    time.sleep(NAP_S)
+
+
+def timings(run: Run) -> Timings:
+    """Return the run's profile; the rows sum to the wall time, always."""
+    assert run.profile is not None
+    profile = run.profile
+    rows = [row.seconds for row in profile.rows]
+    assert sum(rows) == pytest.approx(profile.wall_s, abs=1e-6)
+    assert all(seconds >= 0 for seconds in rows)
+    return profile
+
+
+def phases(run: Run) -> dict[str, float]:
+    return {phase.name: phase.seconds for phase in timings(run).phases}
+
+
+def calls(run: Run) -> dict[str, int]:
+    return {phase.name: phase.calls for phase in timings(run).phases}
+
+
+def callbacks(run: Run) -> dict[tuple[str, str], tuple[int, float]]:
+    return {(one.callback, one.moment): (one.calls, one.seconds) for one in timings(run).callbacks}
 
 
 class PruneMoments(Callback, declares=True):
@@ -78,17 +110,8 @@ def test_time_goes_to_the_phase_in_which_it_passes() -> None:
 
 def test_calls_are_those_of_the_loop() -> None:
     run = tiny_run(callbacks=[Profile()], batches=5, accumulate=2, epochs=2)
-    counted = calls(run)
-    assert counted == {
-        "setup": 1,
-        "fetch": 12,
-        "transfer": 10,
-        "forward": 10,
-        "backward": 10,
-        "optimizer": 6,
-        "zero_grad": 6,
-        "loop": 6,
-    }
+    batches = dict.fromkeys(("transfer", "forward", "backward"), 10)
+    assert calls(run) == {"setup": 1, "fetch": 12, **batches, "optimizer": 6, "zero_grad": 6, "loop": 6}
     assert timings(run).steps == 6
 
 
@@ -182,12 +205,13 @@ def test_each_callback_at_each_moment_has_its_own_time() -> None:
 
     second = Slow()
     second.name = "second"
-    spent = callbacks(tiny_run(callbacks=[Profile(), Slow(), second], steps=2))
-    for who in ("Slow", "second"):
-        for moment in ("on_batch_start", "on_step_end"):
-            count, seconds = spent[who, moment]
-            assert count == 2
-            assert seconds >= 2 * NAP_S
+    filtered, closing = on(Callback.on_step_end, every=2)(nap), on(Callback.on_fit_start)(lambda run: run.at_end(nap))
+    spent = callbacks(tiny_run(callbacks=[Profile(), Slow(), second, filtered, closing], steps=5))
+    expected = {(who, moment): 5 for who in ("Slow", "second") for moment in ("on_batch_start", "on_step_end")}
+    expected |= {("nap", "on_step_end"): 2, ("<lambda>", "at_end"): 1}
+    for who_and_moment, count in expected.items():
+        assert spent[who_and_moment][0] == count, who_and_moment
+        assert spent[who_and_moment][1] >= count * NAP_S, who_and_moment
 
 
 def test_what_happens_inside_of_a_callback_is_not_counted_twice() -> None:
@@ -225,18 +249,6 @@ def test_a_moment_inside_of_the_forward_pass_does_not_end_it() -> None:
     assert callbacks(run)["Inner", "on_prune"] >= (2, 2 * NAP_S)
 
 
-def test_a_filtered_listener_is_called_when_the_filter_lets_it_through() -> None:
-    run = tiny_run(callbacks=[Profile(), on(Callback.on_step_end, every=2)(nap)], steps=5)
-    count, seconds = callbacks(run)["nap", "on_step_end"]
-    assert count == 2
-    assert seconds >= 2 * NAP_S
-
-
-def test_closing_at_the_end_is_a_callbacks_time_too() -> None:
-    closing = on(Callback.on_fit_start)(lambda run: run.at_end(nap))
-    assert callbacks(tiny_run(callbacks=[Profile(), closing], steps=1))["<lambda>", "at_end"] >= (1, NAP_S)
-
-
 # -- several, again, and what is asked for ------------------------------------------------------------
 
 
@@ -247,12 +259,8 @@ def test_two_in_one_list_are_both_right_and_write_two_files(tmp_path: Path, caps
         assert sum(row.seconds for row in profile.table.rows) == pytest.approx(profile.table.wall_s, abs=1e-6)
         assert {one.callback for one in profile.table.callbacks} >= {"nap"}
     assert capsys.readouterr().out.count("profile: ") == 2
-    assert {path.name for path in tmp_path.glob("*.json")} >= {
-        "profile.json",
-        "profile-2.json",
-        "trace.json",
-        "trace-2.json",
-    }
+    written = {"profile.json", "profile-2.json", "trace.json", "trace-2.json"}
+    assert {path.name for path in tmp_path.glob("*.json")} >= written
 
 
 def test_each_fit_is_measured_anew_also_one_that_continues(tmp_path: Path) -> None:
@@ -266,8 +274,10 @@ def test_each_fit_is_measured_anew_also_one_that_continues(tmp_path: Path) -> No
     assert callbacks(resumed)["nap", "on_load"] >= (1, NAP_S)
 
 
-def test_the_table_shows_every_row_and_can_be_read_while_the_run_goes_on() -> None:
+def test_the_table_shows_every_row_and_can_be_read_while_the_run_goes_on_but_not_before() -> None:
     profile, shown = Profile(), []
+    with pytest.raises(RuntimeError, match="no table before its run is set up"):
+        _ = profile.table
     look = on(Callback.on_step_end, at=2)(lambda run: shown.append(str(profile.table)))
     run = tiny_run(callbacks=[profile, look], steps=3)
     assert shown[0].startswith("profile: ")
@@ -276,12 +286,92 @@ def test_the_table_shows_every_row_and_can_be_read_while_the_run_goes_on() -> No
     assert "\n<lambda>, on_step_end " in str(run.profile)
 
 
-def test_without_a_run_there_is_no_table() -> None:
-    with pytest.raises(RuntimeError, match="no table before its run is set up"):
-        _ = Profile().table
+# -- a run that is watched does what it does unwatched ------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [{"window": (0, 0)}, {"window": 5}, {"trace": 3}, {"torch_profiler": {"actve": 3}}])
-def test_wrong_arguments_are_errors_at_once(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"window must be|trace must be|torch_profiler takes .*'actve'"):
-        Profile(**wrong)
+def test_moments_counters_and_weights_are_the_same() -> None:
+    plain, watched = Recorder(), Recorder()
+    before = tiny_run(callbacks=[plain, Evaluate(tiny_loader(2))], epochs=2, accumulate=2, seed=1)
+    after = tiny_run(callbacks=[Profile(), watched, Evaluate(tiny_loader(2))], epochs=2, accumulate=2, seed=1)
+    assert watched.seen == plain.seen
+    assert all(map(torch.equal, before.model.parameters(), after.model.parameters()))
+
+
+def test_authors_are_known_and_errors_are_named_as_ever() -> None:
+    @on(Callback.on_step_end)
+    def judge(run: Run) -> None:
+        decide(run, "noticed", "just so")
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken") as caught:
+        tiny_run(callbacks=[Profile(), judge])
+    assert caught.value.__notes__ == ["raised in judge.on_step_end (callback 2 of 2) at epoch 0, step 1, batch 1"]
+
+
+def test_the_profile_of_a_run_that_failed_is_complete() -> None:
+    @on(Callback.on_step_end, at=2)
+    def fail(run: Run) -> None:
+        nap()
+        raise ValueError("broken")
+
+    profile = Profile()
+    live: list[Run] = []
+    with pytest.raises(ValueError, match="broken"):
+        tiny_run(callbacks=[profile, on(Callback.on_fit_start)(live.append), fail])
+    assert callbacks(live[0])["fail", "on_step_end"] >= (1, NAP_S)
+    assert profile.table == live[0].profile
+
+
+def test_a_callback_that_is_disabled_is_called_no_more_and_keeps_its_row(caplog: pytest.LogCaptureFixture) -> None:
+    class Fragile(Callback):
+        on_fault = "disable"
+
+        def on_step_end(self, run: Run) -> None:
+            nap()
+            raise OSError("tracker down")
+
+        def on_fit_end(self, run: Run) -> None:
+            raise AssertionError("called though it is disabled")
+
+    after = Recorder(Callback.on_step_end)
+    with caplog.at_level(logging.CRITICAL, logger="cadenza"):
+        run = tiny_run(callbacks=[Profile(), Fragile(), after], steps=4)
+    assert len(run.faults) == 1
+    assert len(after.names) == 4
+    count, seconds = callbacks(run)["Fragile", "on_step_end"]
+    assert count == 1
+    assert seconds >= NAP_S
+    assert ("Fragile", "on_fit_end") not in callbacks(run)
+
+
+def test_an_end_moment_reaches_all_though_one_failed() -> None:
+    @on(Callback.on_fit_end)
+    def fail(run: Run) -> None:
+        raise ValueError("broken")
+
+    after = Recorder(Callback.on_fit_end)
+    with pytest.raises(ValueError, match="broken"):
+        tiny_run(callbacks=[Profile(), fail, after], steps=1)
+    assert after.names == ["on_fit_end"]
+
+
+def test_an_evaluation_that_fails_ends_its_span() -> None:
+    def compute(model: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("broken")
+
+    judge = Evaluate(tiny_loader(2), compute=compute)
+
+    @on(Callback.on_step_end)
+    def careful(run: Run) -> None:
+        with pytest.raises(ValueError, match="broken"):
+            judge.evaluate(run)
+        nap()
+
+    run = tiny_run(callbacks=[Profile(), careful], steps=2)
+    assert callbacks(run)["careful", "on_step_end"] >= (2, 2 * NAP_S)
+
+
+def test_when_the_run_is_over_its_hooks_are_no_longer_measured() -> None:
+    run = tiny_run(callbacks=[Profile(), Callback()], steps=1)
+    assert hooks_of(run).profiler is None
+    assert hooks_of(run).on_step_start.__func__ is Callback.on_step_start  # type: ignore[attr-defined]  # a method again

@@ -16,13 +16,12 @@ from torch.optim.swa_utils import SWALR, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Checkpoint, Ema, Evaluate, Freeze, LearningRate, LogTraining, Swa
-from cadenza.checkpoint.store import Store
-from cadenza.errors import ScheduleError
+from cadenza.callbacks import Ema, Evaluate, Freeze, LearningRate, LogTraining, Swa
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.held_weights import holders_in
 from cadenza.status.plain import same
 from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
+from tests.callbacks.parts import normed
 
 
 def network() -> nn.Sequential:
@@ -71,14 +70,6 @@ def test_the_run_ends_with_the_mean_of_the_weights_from_the_start_on(arguments: 
     assert run.why("averaged weights in place").endswith(f"'swa', the average of {len(steps)} updates")
 
 
-def test_what_is_saved_last_are_the_weights_with_which_the_run_could_go_on(tmp_path: Path) -> None:
-    weights = Weights()
-    run = tiny_run(directory=tmp_path, epochs=4, callbacks=[Checkpoint(), weights, Swa(0.5)])
-    store = Store(tmp_path / "checkpoints")
-    assert store.read(store.saved()[-1]).model["weight"].item() == weights.at[20]
-    assert run.model.get_parameter("weight").item() != weights.at[20]
-
-
 def test_it_can_only_keep_the_average() -> None:
     weights, swa = Weights(), Swa(0.5, use_at_end=False)
     run = tiny_run(epochs=4, callbacks=[weights, swa])
@@ -122,10 +113,12 @@ def rates_of_torch(steps: int, anneal: int) -> list[float]:
 
 
 @pytest.mark.parametrize("anneal", [0, 1, 4, 30])
-def test_the_rates_are_those_of_torchs_scheduler(anneal: int) -> None:
+def test_the_rates_are_those_of_torchs_scheduler_and_each_is_logged_before_its_update(anneal: int) -> None:
     weights = Weights()
-    tiny_run(epochs=4, callbacks=[weights, Swa(0.5, lr=0.5, anneal_steps=anneal)])
+    run = tiny_run(epochs=4, callbacks=[weights, Swa(0.5, lr=0.5, anneal_steps=anneal), LogTraining("1 step")])
     assert weights.rates == pytest.approx([0.1] * 10 + rates_of_torch(10, anneal))
+    logged = dict(run.history["train/lr"])
+    assert [logged[step] for step in range(11, 20)] == weights.rates[11:]
 
 
 def falling(optimizer: Optimizer) -> ExponentialLR:
@@ -151,13 +144,6 @@ def test_from_the_start_on_its_rate_is_in_force_whatever_other_schedule_there_is
     assert [logged[step] for step in range(11, 20)] == [0.5] * 9  # the rate of the next update
 
 
-def test_what_is_logged_is_the_rate_of_the_next_update() -> None:
-    weights = Weights()
-    run = tiny_run(epochs=4, callbacks=[weights, Swa(0.5, lr=0.5, anneal_steps=4), LogTraining("1 step")])
-    logged = dict(run.history["train/lr"])
-    assert [logged[step] for step in range(11, 20)] == weights.rates[11:]
-
-
 def test_each_group_goes_there_from_its_own_rate() -> None:
     rates: list[list[float]] = []
     look = on(Callback.on_before_optimizer_step)(
@@ -173,11 +159,6 @@ def test_each_group_goes_there_from_its_own_rate() -> None:
 
 
 # -- statistics of BatchNorm --------------------------------------------------------------------------
-
-
-def normed() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -248,8 +229,8 @@ def test_an_error_on_the_way_leaves_modes_and_momenta_as_they_were() -> None:
 # -- resuming -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [0.5, "2 epochs", "9 steps"])
-def test_it_continues_to_the_same_bits_before_at_and_after_the_start(start: float | str) -> None:
+@pytest.mark.parametrize(("start", "at"), [(0.5, [4, 10, 13]), ("2 epochs", [11]), ("9 steps", [9, 19])])
+def test_it_continues_to_the_same_bits_before_at_and_after_the_start(start: float | str, at: list[int]) -> None:
     def make(directory: Path) -> Trainer:
         rates: list[Callback] = [LearningRate(falling), Swa(start, "2 steps", lr=0.05, anneal_steps=4)]
         evaluate = Evaluate(shuffled(), weights="swa")
@@ -257,43 +238,10 @@ def test_it_continues_to_the_same_bits_before_at_and_after_the_start(start: floa
             model=network(), loader=shuffled(), directory=directory, epochs=4, seed=1, callbacks=[*rates, evaluate]
         )
 
-    prove_resume(make, at=[4, 9, 10, 11, 13, 19], in_process=True)
+    prove_resume(make, at=at, in_process=True)
 
 
-def test_the_same_callback_begins_anew_with_another_run() -> None:
-    swa, other = Swa(0.5, lr=0.2), Swa(0.5, lr=0.2)
-    tiny_run(epochs=4, callbacks=[swa])
-    first = tiny_run(epochs=2, callbacks=[swa])
-    second = tiny_run(epochs=2, callbacks=[other])
-    assert same(swa.state_dict(), other.state_dict())
-    assert same(dict(first.model.state_dict()), dict(second.model.state_dict()))
-
-
-# -- errors -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"start": 1.0}, ValueError, "start must be at least 0 and less than 1 as a fraction of the run; got 1.0"),
-        ({"start": -0.5}, ValueError, "start must be at least 0"),
-        ({"start": 8}, TypeError, r'such as 0.75, or a point such as "8 epochs"; got 8'),
-        ({"start": "8 epoks"}, ScheduleError, "unknown unit 'epoks'"),
-        ({"start": "10 min"}, ScheduleError, "'10 min' is no point of a run that is the same after a resume"),
-        ({"lr": 0.0}, ValueError, "lr must be greater than 0, or None to leave the rates alone; got 0.0"),
-        ({"lr": 0.1, "anneal_steps": -1}, ValueError, "anneal_steps must be a whole number of at least 0; got -1"),
-        ({"anneal_steps": 3}, ValueError, "anneal_steps=3 needs a learning rate to anneal to; got lr=None"),
-        ({"update_batch_norm": True}, ValueError, "update_batch_norm must be None or a whole number of at least 0; got True"),
-    ],
-)
-def test_wrong_arguments_are_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Swa(**arguments)
-
-
-def test_a_fraction_of_a_run_of_unknown_length_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"Swa\(start=0.75\) needs the length of the run, which is not known.* max_steps="):
-        tiny_run(loader=iter(tiny_loader()), epochs=1, callbacks=[Swa()])
+# -- what it needs ------------------------------------------------------------------------------------
 
 
 def test_a_start_that_never_comes_is_named_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""StopOnNonFinite: what is not finite never reaches the weights, and it is said where it came from."""
+"""ClipGradients: gradients within bounds. StopOnNonFinite: what is not finite never reaches the weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,199 @@ from cadenza.callbacks import ClipGradients, Derive, LearningRate, StopOnNonFini
 from cadenza.engine.session import session_of
 from cadenza.errors import LossError, NonFiniteError
 from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
+from cadenza.status.decisions import Outcome
 from cadenza.status.plain import same
-from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
-from tests.callbacks.reads import reads_in
+from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run
+from tests.callbacks.parts import Reads, reads_in
+
+STEP_START, STEP_END = Callback.on_step_start, Callback.on_step_end
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
+
+
+def gradients_after(*clip: Callback, **arguments: Any) -> dict[str, Tensor]:
+    """Return the gradients, by the parameters' names, that one update has used."""
+    seen: dict[str, Tensor] = {}
+
+    @on(Callback.on_after_optimizer_step)
+    def look(run: Run) -> None:
+        seen.update({name: one.grad.clone() for name, one in run.model.named_parameters() if one.grad is not None})
+
+    tiny_run(callbacks=[*clip, look], steps=1, **arguments)
+    return seen
+
+
+def together(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+
+# -- by norm, by value --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_gradients_are_scaled_down_to_their_norm_together(norm_type: float) -> None:
+    clip = ClipGradients(max_norm=0.5, norm_type=norm_type)
+    free, clipped = together(gradients_after()), together(gradients_after(clip))
+    assert clip.norm is not None
+    torch.testing.assert_close(clip.norm, free.norm(norm_type))
+    torch.testing.assert_close(clipped, free * 0.5 / free.norm(norm_type), rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_are_cut_off_by_value() -> None:
+    free, clipped = together(gradients_after()), together(gradients_after(ClipGradients(max_value=0.65)))
+    torch.testing.assert_close(clipped, free.clamp(-0.65, 0.65))
+    assert not torch.equal(clipped, free)
+
+
+def test_gradients_are_clipped_once_a_step_when_they_are_complete() -> None:
+    whole = gradients_after(ClipGradients(max_norm=0.5), batches=1, loader=tiny_loader(1, batch_size=4))
+    parts = gradients_after(ClipGradients(max_norm=0.5), accumulate=2, loader=tiny_loader(2, batch_size=2))
+    torch.testing.assert_close(together(parts), together(whole), rtol=1e-4, atol=1e-6)
+
+
+def test_a_norm_that_is_not_finite_is_no_error() -> None:
+    @on(Callback.on_after_backward)
+    def poison(run: Run, outputs: Any) -> None:
+        run.model.get_parameter("weight").grad = torch.full((1, 1), math.nan)
+
+    clip = ClipGradients(max_norm=1.0)
+    tiny_run(callbacks=[poison, clip], steps=1)
+    assert clip.norm is not None
+    assert clip.norm.isnan()
+
+
+@pytest.mark.parametrize("arguments", [{"max_norm": 0.5}, {"max_value": 0.5, "log": "norm", "log_every": "1 step"}])
+def test_a_step_without_gradients_has_nothing_to_clip(arguments: dict[str, Any]) -> None:
+    clip = ClipGradients(**arguments)
+    tiny_run(step_fn=lambda run, batch: (run.update(), torch.zeros(()))[1], callbacks=[clip])
+    assert clip.norm is None
+
+
+# -- chosen parameters --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chosen", [["0.*"], ["0.weight", "0.b*"], lambda name, parameter: name.startswith("0.")])
+def test_only_the_chosen_parameters_are_clipped(chosen: Any) -> None:
+    free = gradients_after(model=two_layers())
+    clipped = gradients_after(ClipGradients(max_norm=1e-3, parameters=chosen), model=two_layers())
+    norm = together({name: free[name] for name in ("0.weight", "0.bias")}).norm()
+    for name, gradient in clipped.items():
+        expected = free[name] * 1e-3 / norm if name.startswith("0.") else free[name]
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-7)
+
+
+def test_a_function_sees_the_parameter_too() -> None:
+    clip = ClipGradients(max_value=1e-6, parameters=lambda name, parameter: parameter.ndim == 1)
+    free, clipped = gradients_after(model=two_layers()), gradients_after(clip, model=two_layers())
+    changed = {name for name in free if not torch.equal(free[name], clipped[name])}
+    assert changed == {"0.bias", "1.bias"}
+
+
+def test_several_have_parameters_and_bounds_of_their_own_and_serve_another_model() -> None:
+    one, two = ClipGradients(1e-3, parameters="*weight"), ClipGradients(2e-3, parameters=["*bias"])
+    for model in (two_layers(), nn.Linear(1, 1)):
+        clipped = gradients_after(one, two, model=model)
+        for kind, bound in (("weight", 1e-3), ("bias", 2e-3)):
+            part = together({name: gradient for name, gradient in clipped.items() if name.endswith(kind)})
+            assert part.norm().item() == pytest.approx(bound, rel=1e-3)
+
+
+# -- logging ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{"max_norm": 0.01}, {"max_value": 0.01}])
+def test_the_norm_before_clipping_is_logged_at_its_cadence_but_not_in_a_step_without_gradients(
+    arguments: dict[str, Any],
+) -> None:
+    @on(Callback.on_batch_start, at=2)
+    def skip(run: Run, batch: Any) -> None:
+        run.skip_batch("not this one")
+
+    free = together(gradients_after()).norm().item()
+    run = tiny_run(callbacks=[skip, ClipGradients(**arguments, log="train/grad_norm", log_every="1 step")], steps=3)
+    assert run.history["train/grad_norm"][0] == pytest.approx((1, free))
+    assert [step for step, _ in run.history["train/grad_norm"]] == [1, 3]
+    run = tiny_run(callbacks=[ClipGradients(**arguments, log="norm", log_every="2 steps")], steps=5)
+    assert [step for step, _ in run.history["norm"]] == [2, 4]
+    assert tiny_run(callbacks=[ClipGradients(**arguments)], steps=1).history.names == []
+
+
+@pytest.mark.parametrize("arguments", [{"max_norm": 0.01}, {"max_value": 0.01}])
+def test_neither_clipping_nor_logging_waits_for_the_device(arguments: dict[str, Any]) -> None:
+    clip = ClipGradients(**arguments, log="norm", log_every="1 step")
+    before, after = (on(moment)(lambda run: seen.append(reads.count)) for moment in (STEP_START, STEP_END))
+    seen: list[int] = []
+    with Reads() as reads:
+        run = tiny_run(callbacks=[before, clip, after], steps=3, seed=1)  # without a seed one is drawn at the start, and read
+    assert seen == [0, 1, 1, 2, 2, 3]  # what is logged is read at once, as it lies on the host already
+    assert len(run.history["norm"]) == 3
+
+
+# -- beside torch -------------------------------------------------------------------------------------
+
+
+class Own(Tensor):
+    """A tensor for which torch uses no foreach function."""
+
+
+def gradients_of(kind: str) -> list[Tensor]:
+    torch.manual_seed(5)
+    made = [torch.randn(4, 3), torch.randn(7), torch.randn(2, 2, 2), torch.randn(())]
+    kinds = {
+        "large": made,
+        "small": [one * 0.01 for one in made],
+        "not finite": [*made, torch.tensor([math.nan, 1.0])],
+        "infinite": [*made, torch.tensor([math.inf, 1.0])],
+        "bfloat16": [one.bfloat16() for one in made],
+        "of two kinds": [made[0].bfloat16(), *made[1:], made[0].double()],
+        "of a subclass": [made[0], made[1].as_subclass(Own), made[2]],
+    }
+    return kinds[kind]
+
+
+class Weights(nn.Module):
+    """Parameters that have these gradients."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        gradients = [one.as_subclass(Tensor) for one in gradients_of(kind)]
+        self.held = nn.ParameterList(nn.Parameter(torch.zeros_like(one)) for one in gradients)
+        for parameter, gradient in zip(self.held, gradients_of(kind), strict=True):
+            parameter.grad = gradient
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = inputs + sum(one.sum() for one in self.held)
+        return outputs
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("kind", ["large", "small", "not finite", "infinite", "bfloat16", "of two kinds", "of a subclass"])
+def test_the_bits_are_those_of_torch(kind: str, norm_type: float) -> None:
+    model, expected, clip = Weights(kind), Weights(kind), ClipGradients(0.5, norm_type=norm_type)
+    norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.5, norm_type)
+    clipped: list[Tensor] = []
+
+    @on(Callback.on_after_backward)
+    def put(run: Run, outputs: Any) -> None:
+        for one, gradient in zip(run.model.parameters(), gradients_of(kind), strict=True):
+            one.grad = gradient
+
+    @on(Callback.on_before_optimizer_step)
+    def take(run: Run) -> None:
+        for one in run.model.parameters():
+            clipped.append(cast("Tensor", one.grad))
+            one.grad = None  # SGD updates no subclass
+
+    tiny_run(model=model, callbacks=[put, clip, take], steps=1)
+    pairs = zip([clip.norm, *clipped], [norm, *(one.grad for one in expected.parameters())], strict=True)
+    assert all(torch.allclose(cast("Tensor", one), cast("Tensor", other), 0, 0, equal_nan=True) for one, other in pairs)
+
+
+# -- StopOnNonFinite: the loss ------------------------------------------------------------------------
+
 
 Poison = Callable[[nn.Module, Any], Tensor]
 
@@ -72,12 +262,10 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(bad: float) -> None
 
 def test_it_stops_or_raises_if_that_is_wanted() -> None:
     run = tiny_run(losses=[1.0, math.nan, 1.0], callbacks=[StopOnNonFinite()])
-    assert run.outcome is not None
-    assert (run.outcome.kind, run.progress.step) == ("stopped", 2)
+    assert run.outcome == Outcome("stopped", "the loss is nan")
+    assert run.progress.step == 2
     with pytest.raises(NonFiniteError, match=r"the loss is nan in batch 2\. Lower the learning rate"):
         tiny_run(losses=[1.0, math.nan], callbacks=[StopOnNonFinite("raise")])
-    with pytest.raises(ValueError, match="action must be 'stop', 'raise' or 'skip'; got 'ignore'"):
-        StopOnNonFinite(cast("Any", "ignore"))
 
 
 def test_the_first_output_that_is_not_finite_is_named_with_its_path() -> None:
@@ -134,7 +322,7 @@ def test_derived_outputs_that_were_not_read_are_not_computed_for_the_check() -> 
     assert asked == []
 
 
-def test_a_second_backward_of_a_step_fn_is_looked_at_as_well() -> None:
+def test_in_a_step_fn_each_backward_is_looked_at_and_a_stop_says_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     def step_fn(run: Run, batch: Any) -> Tensor:
         first = nn.functional.mse_loss(run.model(batch[0]), batch[1])
         run.backward(first)
@@ -146,18 +334,9 @@ def test_a_second_backward_of_a_step_fn_is_looked_at_as_well() -> None:
     run = tiny_run(step_fn=step_fn, callbacks=[StopOnNonFinite("skip")], steps=2)
     assert decided(run, "batch skipped") == ["the loss is nan", "the loss is nan"]
     assert all(parameter.isfinite().all() for parameter in run.model.parameters())
-
-
-def test_a_step_fn_that_is_stopped_does_not_go_on_in_the_messages(caplog: pytest.LogCaptureFixture) -> None:
-    def step_fn(run: Run, batch: Any) -> Tensor:
-        loss: Tensor = run.model(batch[0]).mean() * (math.nan if run.progress.step == 1 else 1.0)
-        run.backward(loss)
-        run.update()
-        return loss
-
+    caplog.clear()
     run = tiny_run(step_fn=step_fn, callbacks=[StopOnNonFinite()], steps=4)
-    assert run.outcome is not None
-    assert run.outcome.kind == "stopped"
+    assert run.outcome == Outcome("stopped", "the loss is nan")
     assert "goes on" not in caplog.text
 
 
@@ -215,10 +394,8 @@ def test_without_looking_the_gradient_breaks_the_weights() -> None:
 
 
 def test_it_stops_or_raises_for_a_gradient_too_and_nothing_is_applied() -> None:
-    trainer = tiny_trainer(compute_loss=poisoned_gradient(math.inf, at=1), callbacks=[StopOnNonFinite(gradients=True)])
-    run = trainer.fit()
-    assert run.outcome is not None
-    assert (run.outcome.kind, run.outcome.reason) == ("stopped", "the gradient of 'weight' is inf, first at index (0, 0)")
+    run = tiny_run(compute_loss=poisoned_gradient(math.inf, at=1), callbacks=[StopOnNonFinite(gradients=True)])
+    assert run.outcome == Outcome("stopped", "the gradient of 'weight' is inf, first at index (0, 0)")
     assert run.model.get_parameter("weight").item() == 0.5
     raising = StopOnNonFinite("raise", gradients=True)
     with pytest.raises(NonFiniteError, match=r"the gradient of 'weight' is inf, first at index \(0, 0\) in step 2\. Lower"):
@@ -264,10 +441,9 @@ def test_a_parameter_outside_of_the_model_is_named_so() -> None:
     assert decided(run, "step skipped") == ["the gradient of a parameter outside of the model is nan, first at index (1)"]
 
 
-def test_in_fp16_the_scaler_does_it_already() -> None:
-    with pytest.raises(ValueError, match=r"in fp16 the scaler already skips .* expected StopOnNonFinite\(gradients=False"):
-        tiny_run(precision="fp16", callbacks=[StopOnNonFinite(gradients=True)])
-    tiny_run(precision="fp16", callbacks=[StopOnNonFinite()])
+def test_in_fp16_the_scaler_looks_at_the_gradients_and_this_at_the_loss() -> None:
+    run = tiny_run(precision="fp16", losses=[1.0, math.nan], callbacks=[StopOnNonFinite()])
+    assert run.outcome == Outcome("stopped", "the loss is nan")
 
 
 @pytest.mark.parametrize(("gradients", "reads"), [(False, 3 * 2), (True, 3 * (2 + 1))])
