@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,45 +143,6 @@ def test_on_two_ranks_all_do_the_same_beside_a_capsule_of_one_rank(tmp_path: Pat
     assert facts_of_capsule(capsule)["guilty_samples"] == [100]
 
 
-class Kill(Callback):
-    """Kills the process at a step of the part of the run with this many rollbacks."""
-
-    def __init__(self, step: int, rollbacks: int, act: Callable[[], object]) -> None:
-        self.step, self.rollbacks, self.act = step, rollbacks, act
-
-    def on_step_end(self, run: Run) -> None:
-        if run.progress.step == self.step and len(decided(run, "went back")) == self.rollbacks:
-            self.act()
-
-    def on_setup(self, run: Run) -> None:
-        if self.step == 0 and json.loads((run.info.directory / "run.json").read_text())["continued"]:  # type: ignore[operator]
-            self.act()
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize(("step", "rollbacks"), [(0, 0), (3, 1), (38, 1)], ids=["between", "while repeating", "later"])
-def test_a_run_that_is_killed_in_a_rollback_ends_with_the_same_bits(tmp_path: Path, step: int, rollbacks: int) -> None:
-    bad = {100: math.nan}
-    whole = trainer_in(tmp_path / "whole", bad, epochs=1).fit()
-    (went,) = decided(whole, "went back")
-    at = went["to"] + 1 if step == 3 else step and went["step"] + 3
-    if (child := os.fork()) == 0:
-        try:
-            trainer_in(tmp_path / "killed", bad, Kill(at, rollbacks, killed), epochs=1).fit()
-        finally:
-            os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    run = trainer_in(tmp_path / "killed", bad, epochs=1).fit(resume="auto")
-    assert run.outcome is not None
-    assert run.outcome.kind == "finished"
-    assert equal(weights_of(run), weights_of(whole))
-    assert run.history["train/loss"] == whole.history["train/loss"]
-    assert recorded(run, "batch left out") == recorded(whole, "batch left out")
-
-
 def test_all_batches_since_the_checkpoint_are_left_out(tmp_path: Path) -> None:
     run = trainer_in(tmp_path, {100: math.nan}, Recover(when=NonFinite(), skip="batches of the steps since"), epochs=1).fit()
     (went,) = decided(run, "went back")
@@ -243,25 +202,21 @@ def test_the_state_of_an_earlier_version_is_loaded() -> None:
     assert again.state_dict() == Recover().state_dict()
 
 
-def test_wrong_arguments_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="skip=None repeats the same steps"):
-        Recover(skip=None)
-    with pytest.raises(ValueError, match="skip must be"):
-        Recover(skip="all")  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(TypeError, match="then must be LowerRate"):
-        Recover(then=0.5)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(ValueError, match="factor must be above 0"):
-        LowerRate(2.0, 10)
-    with pytest.raises(ValueError, match="back must be a number of steps"):
-        Recover(back="1 epoch")
-    with pytest.raises(ValueError, match="times must be"):
-        Recover(times=0)
-    with pytest.raises(ValueError, match="give Trainer"):
-        tiny_run(callbacks=[Recover()])
-    run = tiny_run(losses=[1.0, math.nan, 1.0], directory=tmp_path, callbacks=[Recover()])
-    assert run.why("stopped").endswith(
+def test_without_a_checkpoint_to_go_back_to_the_run_stops_and_says_what_is_missing(tmp_path: Path) -> None:
+    def reason(name: str, *callbacks: Callback, bad: int) -> str:
+        run = tiny_run(loader=bad_at(bad, of=8), directory=tmp_path / name, callbacks=callbacks)
+        assert run.outcome is not None
+        return run.outcome.reason
+
+    assert reason("without", Recover(), bad=1).endswith(
         "the loss is nan at step 2, and there is no checkpoint to go back to: add Checkpoint(...) to callbacks"
     )
+    pruned = reason("pruned", Recover(back="3 steps"), Checkpoint("1 step", keep_last=1), bad=6)
+    assert "no checkpoint with finite weights at step 4 or before: keep more checkpoints" in pruned
+    kept = [one.name for one in (tmp_path / "pruned" / "checkpoints").glob("step-*")]
+    assert kept == ["step-00000006"]  # the broken state replaces no checkpoint
+    early = reason("early", Recover(back="9 steps"), Checkpoint(), bad=3)
+    assert "at step 4, and there is no checkpoint to go back to: the first one is that of step 1" in early
 
 
 def bad_at(number: int | None, of: int) -> list[tuple[Tensor, Tensor]]:
@@ -272,33 +227,18 @@ def bad_at(number: int | None, of: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def test_the_broken_state_replaces_no_checkpoint_and_what_is_missing_is_told(tmp_path: Path) -> None:
-    callbacks = [Recover(back="3 steps"), Checkpoint("1 step", keep_last=1)]
-    run = tiny_run(loader=bad_at(6, of=8), directory=tmp_path, callbacks=callbacks)
-    assert run.outcome is not None
-    assert "no checkpoint with finite weights at step 4 or before: keep more checkpoints" in run.outcome.reason
-    assert [one.name for one in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000006"]
-    early = tiny_run(loader=bad_at(3, of=8), directory=tmp_path / "early", callbacks=[Recover(back="9 steps"), Checkpoint()])
-    assert early.outcome is not None
-    assert "at step 4, and there is no checkpoint to go back to: the first one is that of step 1" in early.outcome.reason
-
-
-def test_messages_tell_of_the_rollback_and_not_that_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tiny_run(loader=bad_at(6, of=8), directory=tmp_path, callbacks=[Recover(), Checkpoint("2 steps")])
-    told = [one.getMessage() for one in caplog.records]
-    assert told == [
+def test_messages_tell_of_the_rollback_and_of_capsules_once_and_not_that_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_run(loader=bad_at(6, of=8), directory=tmp_path / "plain", callbacks=[Recover(), Checkpoint("2 steps")])
+    assert caplog.messages == [
         "the loss is nan at step 7: back to step 6 (rollback 1, the most is 3)",
         "left out batch 7 of epoch 1: the loss is nan",
     ]
-
-
-def test_advice_and_capsules_are_told_once_though_the_run_begins_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer_in(tmp_path, {100: math.nan}, Capsule(), epochs=1).fit()
-    told = [one.getMessage() for one in caplog.records]
+    caplog.clear()
+    trainer_in(tmp_path / "capsule", {100: math.nan}, Capsule(), epochs=1).fit()
     parts = ["samples one by one", "Written to", "back to step 40", "left out batch"]
-    assert [next(part for part in parts if part in one) for one in told] == parts
+    assert [next(part for part in parts if part in one) for one in caplog.messages] == parts
 
 
 @pytest.mark.parametrize("saved", ["1 step", "1 epoch"])
