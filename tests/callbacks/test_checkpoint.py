@@ -45,9 +45,6 @@ def bests(keep: Checkpoint) -> dict[str, tuple[str, float]]:
     return {one["monitor"]: (one["checkpoint"], one["value"]) for one in keep.writer.retention.bests()}
 
 
-# -- when ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(
     ("every", "steps", "expected"),
@@ -79,11 +76,13 @@ def test_the_last_one_holds_the_end_of_the_last_epoch_and_what_was_evaluated_the
 
 
 def test_a_save_can_be_asked_for_and_is_done_at_the_border(tmp_path: Path) -> None:
-    @on(Callback.on_batch_start, at=3)
-    def ask(run: Run, batch: Any) -> None:
-        run.save("I want it")
-
-    run = tiny_run(directory=tmp_path, accumulate=2, batches=6, callbacks=[ask, Checkpoint("9 steps", keep_last=None)])
+    ask = on(Callback.on_batch_start, at=3)(lambda run, batch: run.save("I want it"))
+    with pytest.raises(
+        RuntimeError, match=r"run\.save\(...\) needs a callback that writes checkpoints\. Add Checkpoint\(...\)"
+    ):
+        tiny_run(callbacks=[ask])
+    keep = Checkpoint("9 steps", keep_last=None)
+    run = tiny_run(directory=tmp_path, accumulate=2, batches=6, callbacks=[ask, keep])
     assert names(tmp_path) == ["02", "03"]
     assert manifest(tmp_path, "02")["reason"] == "I want it"
     assert manifest(tmp_path, "02")["exact"] is True
@@ -91,46 +90,27 @@ def test_a_save_can_be_asked_for_and_is_done_at_the_border(tmp_path: Path) -> No
 
 
 def test_a_save_that_is_asked_for_in_the_end_is_waited_for(tmp_path: Path) -> None:
-    @on(Callback.on_fit_end)
-    def ask(run: Run) -> None:
-        run.save("late")
-
-    class Failing(Callback):
-        def on_step_end(self, run: Run) -> None:
-            if run.progress.step == 2:
-                raise ZeroDivisionError
-
+    ask = on(Callback.on_fit_end)(lambda run: run.save("late"))
     with pytest.raises(ZeroDivisionError):
-        tiny_run(directory=tmp_path, callbacks=[Checkpoint("9 steps", on_exception=False), ask, Failing()])
+        tiny_run(
+            directory=tmp_path, callbacks=[Checkpoint("9 steps", on_exception=False), ask, failing(Callback.on_step_end, 2)]
+        )
     assert names(tmp_path) == ["02"]
     assert "saved" in (tmp_path / "decisions.jsonl").read_text()
     assert not [thread for thread in threading.enumerate() if thread.name == "cadenza-checkpoint"]
 
 
-def test_without_a_callback_that_writes_a_save_is_an_error() -> None:
-    ask = on(Callback.on_step_end)(lambda run: run.save("please"))
-    with pytest.raises(
-        RuntimeError, match=r"run\.save\(...\) needs a callback that writes checkpoints\. Add Checkpoint\(...\)"
-    ):
-        tiny_run(callbacks=[ask])
-
-
-# -- what is kept -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("keep_last", "expected"), [(1, ["06"]), (2, ["05", "06"]), (4, ["03", "04", "05", "06"])])
-def test_the_last_are_kept(tmp_path: Path, keep_last: int, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("keep_last", "expected"), [(1, ["06", "99"]), (2, ["05", "06", "99"]), (4, ["03", "04", "05", "06", "99"])]
+)
+def test_the_last_are_kept_and_a_damaged_one_takes_no_place_among_them(
+    tmp_path: Path, keep_last: int, expected: list[str]
+) -> None:
+    (tmp_path / "checkpoints" / "step-00000099").mkdir(parents=True)
     run = tiny_run(directory=tmp_path, steps=6, callbacks=[Checkpoint("1 step", keep_last=keep_last)])
     assert names(tmp_path) == expected
     assert len(decided(run, "pruned")) == 6 - keep_last
     assert not list((tmp_path / "checkpoints").glob(".t*"))
-
-
-def test_damaged_and_foreign_ones_take_no_place_among_the_last(tmp_path: Path) -> None:
-    for name in ("step-00000098", "step-00000099"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    tiny_run(directory=tmp_path, steps=4, callbacks=[Checkpoint("1 step", keep_last=2)])
-    assert names(tmp_path) == ["03", "04", "98", "99"]
 
 
 class Scripted(Callback):
@@ -160,9 +140,8 @@ class Scripted(Callback):
 
 def test_the_best_is_saved_at_the_evaluation_that_got_better_and_kept(tmp_path: Path) -> None:
     script = Scripted(acc=[0.1, 0.5, 0.4, 0.9, 0.9, 0.2, 0.3])
-    run = tiny_run(
-        directory=tmp_path, steps=7, callbacks=[script, Checkpoint("100 steps", keep_last=1, keep_best=("eval/acc", "max"))]
-    )
+    keep = Checkpoint("100 steps", keep_last=1, keep_best=("eval/acc", "max"))
+    run = tiny_run(directory=tmp_path, steps=7, callbacks=[script, keep])
     assert names(tmp_path) == ["04", "07"]
     assert manifest(tmp_path, "04")["reason"] == "eval/acc is 0.9, the best so far"
     assert [why.split(":")[0][-2:] for why in decided(run, "saved")] == ["01", "02", "04", "07"]
@@ -194,20 +173,16 @@ def test_weights_that_are_not_finite_are_saved_and_flagged_and_never_the_best(tm
     assert bests(keep) == {"eval/acc": ("step-00000003", 0.5)}
 
 
-def test_two_in_one_run_share_a_place_and_each_keeps_its_own(tmp_path: Path) -> None:
-    run = tiny_run(
-        directory=tmp_path, steps=6, callbacks=[Checkpoint("3 steps", keep_last=None), Checkpoint("1 step", keep_last=1)]
-    )
+def test_two_share_a_place_and_each_keeps_its_own(tmp_path: Path) -> None:
+    both = [Checkpoint("3 steps", keep_last=None), Checkpoint("1 step", keep_last=1)]
+    run = tiny_run(directory=tmp_path, steps=6, callbacks=both)
     assert decided(run, "not saved") == []
     assert names(tmp_path) == ["03", "06"]
     store = Store(tmp_path / "checkpoints")
     assert [store.verify(saved)["asked_by"] for saved in store.saved()] == [["Checkpoint", "Checkpoint#2"]] * 2
-
-
-def test_runs_without_an_id_that_share_a_place_leave_each_others_alone(tmp_path: Path) -> None:
-    tiny_run(steps=3, callbacks=[Checkpoint("1 step", keep_last=1, directory=tmp_path)])
-    tiny_run(steps=2, callbacks=[Checkpoint("1 step", keep_last=1, directory=tmp_path)])
-    assert [saved.step for saved in Store(tmp_path).saved()] == [2, 3]
+    for steps in (3, 2):  # of two runs without an id
+        tiny_run(steps=steps, callbacks=[Checkpoint("1 step", keep_last=1, directory=tmp_path / "other")])
+    assert [saved.step for saved in Store(tmp_path / "other").saved()] == [2, 3]
 
 
 # -- in the background --------------------------------------------------------------------------------
@@ -271,9 +246,8 @@ def test_at_most_one_is_being_written_the_next_waits_and_says_so(tmp_path: Path)
 
 def test_background_and_blocking_writes_give_the_same_files(tmp_path: Path) -> None:
     for folder, background in (("a", True), ("b", False)):
-        tiny_run(
-            directory=tmp_path / folder, steps=4, seed=1, callbacks=[Ema(0.5), Checkpoint("2 steps", background=background)]
-        )
+        callbacks = [Ema(0.5), Checkpoint("2 steps", background=background)]
+        tiny_run(directory=tmp_path / folder, steps=4, seed=1, callbacks=callbacks)
     for step in ("step-00000002", "step-00000004"):
         left, right = (tmp_path / folder / "checkpoints" / step for folder in ("a", "b"))
         for file in ("model.safetensors", "state.safetensors"):
@@ -341,14 +315,10 @@ def test_one_that_is_not_exact_can_be_left_out_or_continued_by_its_path(tmp_path
 
 
 def test_a_save_that_was_asked_for_before_an_error_is_marked_as_well(tmp_path: Path) -> None:
-    class Both(Callback):
-        def on_batch_start(self, run: Run, batch: Any) -> None:
-            if run.progress.step == 2:
-                run.save("before the error")
-                raise ZeroDivisionError
-
+    ask = on(Callback.on_batch_start, at=3)(lambda run, batch: run.save("before the error"))
+    callbacks = [ask, failing(Callback.on_batch_start, 2), Checkpoint("9 steps", on_exception=False)]
     with pytest.raises(ZeroDivisionError):
-        tiny_run(directory=tmp_path, callbacks=[Both(), Checkpoint("9 steps", on_exception=False)])
+        tiny_run(directory=tmp_path, callbacks=callbacks)
     assert manifest(tmp_path, "02")["exact"] is False
 
 
@@ -357,9 +327,6 @@ def test_what_it_copies_for_the_background_is_its_own() -> None:
     content = Content.of({"weight": weight}, {"list": [weight]}, {"step": 1})
     weight.fill_(math.inf)
     assert [content.is_finite(), *map(float, (content.model["weight"].sum(), content.tensors["list[0]"].sum()))] == [True, 0, 0]
-
-
-# -- what is in it ------------------------------------------------------------------------------------
 
 
 def test_weights_only_writes_the_model_alone_and_no_run_continues_there(tmp_path: Path) -> None:

@@ -285,9 +285,6 @@ def test_a_run_that_is_cut_short_keeps_its_schedule_and_says_so(tmp_path: Path, 
     assert fit(10, stop=10) == pytest.approx([0.04, 0.03, 0.02, 0.01])  # back to the first total: nothing to say
 
 
-# -- one for each optimizer ---------------------------------------------------------------------------
-
-
 class Tracker(Callback):
     aim = None  # a callback of another purpose may have an attribute of this name
 
@@ -314,37 +311,6 @@ def test_two_for_one_optimizer_are_refused_when_the_trainer_is_made() -> None:
         assert [one.param_groups[0]["lr"] for one in run.optimizers] == [first, 0.05]
 
 
-# -- what other trainers have -------------------------------------------------------------------------
-
-
-def test_a_policy_of_nemo_is_a_factor_of_the_step_and_the_epoch() -> None:
-    def policy(initial_lr: float, step: int, epoch: int) -> float:
-        return initial_lr * (1 - step / 15) * 0.5**epoch
-
-    def by_policy(optimizer: Optimizer, total: int) -> LRScheduler:
-        return LambdaLR(optimizer, lambda step: policy(0.1, step, step // 5) / 0.1)
-
-    seen = rates([LearningRate(by_policy)], steps=None, epochs=3, batches=5)
-    assert [rate for rate, _ in seen] == pytest.approx([policy(0.1, step, step // 5) for step in range(15)])
-
-
-def test_the_cosine_of_pytorch_accelerated_is_one_with_its_own_beginning() -> None:
-    """A warm-up of 3 from 1e-6, k_decay of 2, a cool-down of 2 at lr_min; as its documents promise."""
-    warm, cool, least, first, decay = 3, 2, 1e-5, 1e-6, 2.0
-
-    def rate(update: int, total: int, base: float) -> float:
-        if update < warm:
-            return first + update * (base - first) / warm
-        way = min(1.0, ((update - warm) / (total - warm - cool)) ** decay)
-        return least + (base - least) / 2 * (1 + math.cos(math.pi * way))
-
-    cosine = LearningRate(lambda o, total: LambdaLR(o, lambda update: rate(update, total, 0.1) / 0.1))
-    assert [seen for seen, _ in rates([cosine], steps=20)] == pytest.approx([rate(update, 20, 0.1) for update in range(20)])
-
-
-# -- ReduceLROnPlateau --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("mode", "values", "expected"),
     [
@@ -361,14 +327,3 @@ def test_a_plateau_gets_each_result_and_judges_by_its_own_mode(mode: Any, values
     for monitor in ("eval/x", ("eval/x", mode)):
         run = simulate([LearningRate(plateau, monitor=cast("Any", monitor))], metrics={"eval/x": values})
         assert rate_after(run) == pytest.approx(expected)
-
-
-def test_an_evaluation_on_request_does_not_move_a_schedule() -> None:
-    plateau = KINDS["ReduceLROnPlateau"]
-    trainer = tiny_trainer(callbacks=[Evaluate(tiny_loader(1)), LearningRate(plateau, monitor="eval/loss")])
-    trainer.evaluate(tiny_loader(1))  # before any fit
-    run = trainer.fit()
-    before = rate_after(run)
-    trainer.evaluate(tiny_loader(1))
-    trainer.evaluate(tiny_loader(1))
-    assert rate_after(run) == before

@@ -32,9 +32,6 @@ def values_of(one: optuna.Study, number: int = 0) -> dict[int, float]:
     return one.trials[number].intermediate_values
 
 
-# -- what it reports ----------------------------------------------------------------------------------
-
-
 def error(results: Mapping[str, float]) -> float:
     return 1 - results["eval/x"]
 
@@ -63,16 +60,6 @@ def test_the_epoch_can_be_reported_instead_once_an_epoch() -> None:
     run = tiny_run(callbacks=[Scripted(loss=[5.0, 4.0, 3.0, 2.0]), watch], steps=4, batches=2)
     assert values_of(one) == {0: 5.0, 1: 3.0}  # evaluated after each step; an epoch has two
     assert watch.result(run) == 2.0
-
-
-def test_an_evaluation_on_request_is_not_reported() -> None:
-    one = study()
-    trainer = tiny_trainer(callbacks=[Evaluate(tiny_loader(1)), OptunaPruning(one.ask(), "eval/loss")], epochs=1)
-    trainer.fit()
-    before = values_of(one)
-    trainer.evaluate(tiny_loader(1))
-    assert len(before) == 1
-    assert values_of(one) == before
 
 
 # -- how a pruned run ends ----------------------------------------------------------------------------
@@ -148,9 +135,6 @@ def test_the_plan_names_it() -> None:
     callbacks = [Evaluate(tiny_loader(1)), OptunaPruning(study().ask(), "eval/loss", name="trial")]
     lines = str(tiny_trainer(callbacks=callbacks).plan()).splitlines()
     assert any(line.strip().startswith("on_eval_end") and "trial" in line for line in lines), lines
-
-
-# -- resume -------------------------------------------------------------------------------------------
 
 
 def test_a_trial_that_continues_reports_each_step_once(tmp_path: Path) -> None:
