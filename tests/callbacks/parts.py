@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cadenza import Callback, Run, load_weights, on
+from cadenza.hooks.moments import Moment
 from cadenza.testing import tiny_model
 
 
@@ -21,6 +22,15 @@ def weights_at_each_step(seen: dict[int, float]) -> Callback:
         seen[run.progress.step] = run.model.get_parameter("weight").item()
 
     return on(Callback.on_step_end)(look)
+
+
+def failing(moment: Moment, at: int) -> Callback:
+    """Raise an error at a moment of a step, counted from 1."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    return on(moment, at=at)(fail)
 
 
 def state_of(run: Run) -> dict[str, Tensor]:

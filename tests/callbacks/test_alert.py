@@ -21,6 +21,7 @@ from cadenza.records import read_decisions
 from cadenza.records.record import Record
 from cadenza.report.story import story_at
 from cadenza.testing import launch, tiny_run, tiny_trainer
+from tests.callbacks.parts import failing
 from tests.distributed.parts import trainer as trainer_on_ranks
 from tests.waiting import until
 
@@ -111,17 +112,13 @@ def test_a_continued_run_sends_each_alert_once(tmp_path: Path) -> None:
     sent: list[int] = []
     values = [1, 3, 1, 1, 3, 3, 3, 1, 3]
 
-    def fit(fail_at: int | None = None) -> Run:
-        @on(Callback.on_step_end, at=fail_at or 99)
-        def fail(run: Run) -> None:
-            raise KeyError("on purpose")
-
+    def fit(fail_at: int = 99) -> Run:
         alert = Alert("x > 2", to=lambda message: sent.append(message.step))
-        callbacks = [logging_values(values), alert, Checkpoint(every="3 steps"), fail]
+        callbacks = [logging_values(values), alert, Checkpoint(every="3 steps"), failing(Callback.on_step_end, fail_at)]
         return tiny_trainer(callbacks=callbacks, steps=len(values), directory=tmp_path).fit(resume="auto")
 
     for step in (6, 8):
-        with pytest.raises(KeyError):
+        with pytest.raises(ZeroDivisionError):
             fit(step)
     run = fit()
     assert sent == [2, 5, 9]

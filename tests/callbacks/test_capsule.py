@@ -23,6 +23,7 @@ from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointMi
 from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
 from cadenza.timetravel import replay_capsule
 from tests.callbacks.breaking import Root, batches
+from tests.callbacks.parts import failing
 from tests.distributed.parts import rank
 
 BAD = 13
@@ -125,12 +126,12 @@ def test_the_step_is_repeated_to_the_bit_and_the_run_goes_on_as_without_a_capsul
 
 
 def test_an_exception_leaves_a_capsule_that_raises_it_again(tmp_path: Path) -> None:
-    def failing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def too_large(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if batch[0].min() > 0.5:
             raise ValueError("too large")
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    trainer = tiny_trainer(compute_loss=failing, directory=tmp_path, callbacks=[Capsule()])
+    trainer = tiny_trainer(compute_loss=too_large, directory=tmp_path, callbacks=[Capsule()])
     with pytest.raises(ValueError, match="too large"):
         trainer.fit()
     facts = facts_of_capsule(capsules_in(tmp_path)[0])
@@ -139,31 +140,25 @@ def test_an_exception_leaves_a_capsule_that_raises_it_again(tmp_path: Path) -> N
         replay_capsule(trainer, tmp_path)
 
 
-def test_losses_are_compared_as_far_as_both_are_known(tmp_path: Path) -> None:
-    @on(Callback.on_before_backward, at=4)
-    def fails(run: Run, outputs: Any) -> None:
-        raise ArithmeticError
-
-    for accumulate, text in ((2, "same losses"), (1, "no losses to compare")):
-        trainer = tiny_trainer(directory=tmp_path / text, accumulate=accumulate, callbacks=[fails, Capsule()])
-        with pytest.raises(ArithmeticError):
-            trainer.fit()
-        again = replay_capsule(trainer, tmp_path / text)
-        assert again.same
-        assert text in repr(again)
+@pytest.mark.parametrize(("accumulate", "text"), [(2, "same losses"), (1, "no losses to compare")])
+def test_losses_are_compared_as_far_as_both_are_known(tmp_path: Path, accumulate: int, text: str) -> None:
+    fails = failing(Callback.on_before_backward, at=4)
+    trainer = tiny_trainer(directory=tmp_path, accumulate=accumulate, callbacks=[fails, Capsule()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    again = replay_capsule(trainer, tmp_path)
+    assert again.same
+    assert text in repr(again)
 
 
 def test_an_error_between_two_steps_or_before_the_batch_is_seen_is_not_that_of_the_step_before(tmp_path: Path) -> None:
-    @on(Callback.on_batch_start, at=3)
-    def before_batch(run: Run, batch: Any) -> None:
-        raise ValueError("not of step 2")
-
     def compute(model: nn.Module, batch: Any) -> Any:
-        raise ValueError("not of step 2")
+        raise ZeroDivisionError
 
-    evaluate = Evaluate(tiny_loader(), compute=compute, every="2 steps")
-    for name, callbacks in {"before": [before_batch, Capsule()], "between": [Capsule(), evaluate]}.items():
-        with pytest.raises(ValueError, match="not of step 2"):
+    before = [failing(Callback.on_batch_start, at=3), Capsule()]
+    between = [Capsule(), Evaluate(tiny_loader(), compute=compute, every="2 steps")]
+    for name, callbacks in {"before": before, "between": between}.items():
+        with pytest.raises(ZeroDivisionError):
             tiny_run(directory=tmp_path / name, callbacks=callbacks)
         assert not capsules_in(tmp_path / name)
 
@@ -203,15 +198,9 @@ def test_an_error_of_a_worker_is_told_in_one_line(tmp_path: Path, capsys: pytest
 def test_an_error_of_the_loader_names_the_samples_that_it_could_not_load(
     tmp_path: Path, accumulate: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = tiny_trainer(
-        model=network(),
-        loader=DataLoader(Incomplete(), 4, shuffle=True),
-        seed=3,
-        accumulate=accumulate,
-        compute_loss=supervised(nn.MSELoss()),
-        directory=tmp_path,
-        callbacks=[Capsule()],
-    )
+    loader, loss = DataLoader(Incomplete(), 4, shuffle=True), supervised(nn.MSELoss())
+    arguments: dict[str, Any] = {"seed": 3, "accumulate": accumulate, "compute_loss": loss, "directory": tmp_path}
+    trainer = tiny_trainer(model=network(), loader=loader, callbacks=[Capsule()], **arguments)
     with pytest.raises(KeyError):
         trainer.fit()
     (path,) = capsules_in(tmp_path)
@@ -322,13 +311,6 @@ def test_what_is_no_capsule_of_this_model_is_refused(tmp_path: Path) -> None:
         replay_capsule(tiny_trainer(), tmp_path)
 
 
-def test_no_more_capsules_than_asked_for_are_written(tmp_path: Path) -> None:
-    losses = [1.0 + 0.01 * (number % 5) for number in range(20)]
-    losses[12] = losses[14] = losses[16] = 50.0  # of steps 13, 15 and 17
-    tiny_run(losses=losses, directory=tmp_path, callbacks=[Capsule(most=2, last=1)])
-    assert [facts_of_capsule(path)["step"] for path in capsules_in(tmp_path)] == [13, 15]
-
-
 def test_a_layer_in_evaluation_mode_stays_in_it_when_the_step_is_repeated(tmp_path: Path) -> None:
     model = network()
     norm: Any = model[2]
@@ -349,11 +331,16 @@ def test_a_layer_in_evaluation_mode_stays_in_it_when_the_step_is_repeated(tmp_pa
     assert again.located.weight == "'2.running_mean' is nan, first at index (1)"
 
 
-def test_a_disk_that_rejects_capsules_is_reported_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "capsules").write_text("a file")
-    loader = [(torch.full((2, 1), math.nan), torch.ones(2, 1)) for _ in range(6)]
-    run = tiny_run(loader=loader, directory=tmp_path, callbacks=[Capsule(most=2)])
-    assert run.progress.step == 6
+def test_no_more_capsules_than_asked_for_are_written_and_a_disk_that_rejects_them_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = [1.0 + 0.01 * (number % 5) for number in range(20)]
+    losses[12] = losses[14] = losses[16] = 50.0  # of steps 13, 15 and 17
+    tiny_run(losses=losses, directory=tmp_path / "two", callbacks=[Capsule(most=2, last=1)])
+    assert [facts_of_capsule(path)["step"] for path in capsules_in(tmp_path / "two")] == [13, 15]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "capsules").write_text("a file")
+    assert tiny_run(losses=losses, directory=tmp_path / "full", callbacks=[Capsule(most=2)]).progress.step == 20
     assert caplog.text.count("could not be written") == 2
 
 
@@ -439,22 +426,20 @@ def seen_after_a_resume(path: Path, before: Callback, after: Callback) -> list[t
     loader = [(torch.ones(2, 1), torch.full((2, 1), 1 + number % 3 / 10 + 50 * (number == 16))) for number in range(20)]
     for steps, callback in ((12, before), (20, after)):
         callbacks = [callback, Checkpoint("4 steps")]
-        run = tiny_trainer(
-            epochs=None, steps=steps, loader=loader, directory=path, compute_loss=mean_target, callbacks=callbacks
-        ).fit(resume="auto")
+        made = tiny_trainer(steps=steps, loader=loader, directory=path, compute_loss=mean_target, callbacks=callbacks)
+        run = made.fit(resume="auto")
     return [(one.what, one.when.step) for one in run.decisions if one.what in ("capsule written", "rolled back")]
 
 
 @pytest.mark.parametrize("after", [Spike(), NonFinite() | Spike(), Spike(window=12), Spike(ratio=2) | Spike(window=90)])
-@pytest.mark.parametrize("callback", [Capsule, Recover])
-def test_a_continued_run_goes_on_with_the_losses_of_its_checkpoint(callback: Any, after: Sign, tmp_path: Path) -> None:
-    what = "capsule written" if callback is Capsule else "rolled back"
+@pytest.mark.parametrize(("callback", "what"), [(Capsule, "capsule written"), (Recover, "rolled back")])
+def test_a_continued_run_goes_on_with_the_losses_of_its_checkpoint(
+    callback: Any, what: str, after: Sign, tmp_path: Path
+) -> None:
     for before in (Spike(), NonFinite() | Spike(window=30)):
         assert seen_after_a_resume(tmp_path / repr(before), callback(when=before), callback(when=after)) == [(what, 16)]
-
-
-def test_a_sign_that_the_checkpoint_does_not_have_begins_without_losses(tmp_path: Path) -> None:
-    assert seen_after_a_resume(tmp_path, Recover(when=NonFinite()), Recover(when=Spike())) == []
+    # A sign that the checkpoint does not have begins without losses.
+    assert seen_after_a_resume(tmp_path / "none", callback(when=NonFinite()), callback(when=Spike())) == []
 
 
 def test_on_two_ranks_each_goes_on_with_its_own_losses(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from cadenza.errors import CheckpointError
 from cadenza.loading.evaluation import Evaluation
 from cadenza.status.plain import same
 from cadenza.testing import simulate, tiny_loader, tiny_run, tiny_trainer
-from tests.callbacks.parts import loaded, state_of, weights_at_each_step
+from tests.callbacks.parts import failing, loaded, state_of, weights_at_each_step
 from tests.callbacks.test_checkpoint import Scripted
 
 
@@ -192,10 +192,6 @@ def test_the_last_checkpoint_and_a_run_that_fails_have_the_weights_of_the_last_s
 ) -> None:
     seen: dict[int, float] = {}
 
-    @on(Callback.on_step_start, at=4)
-    def fail(run: Run) -> None:
-        raise ZeroDivisionError
-
     def trainer(name: str, *more: Callback) -> Trainer:
         callbacks = [weights_at_each_step(seen), Scripted(loss=[3.0, 1.0, 2.0, 4.0, 5.0]), make(), *more]
         return tiny_trainer(directory=tmp_path / name, steps=5, callbacks=callbacks)
@@ -203,10 +199,10 @@ def test_the_last_checkpoint_and_a_run_that_fails_have_the_weights_of_the_last_s
     run = trainer("whole", Checkpoint("1 step")).fit()
     store = Store(tmp_path / "whole" / "checkpoints")
     assert store.read(store.saved()[-1]).model["weight"].item() == seen[5] != run.model.get_parameter("weight").item()
-    failing = trainer("failing", fail)
+    broken = trainer("broken", failing(Callback.on_step_start, at=4))
     with pytest.raises(ZeroDivisionError):
-        failing.fit()
-    assert failing.model.get_parameter("weight").item() == seen[3]
+        broken.fit()
+    assert broken.model.get_parameter("weight").item() == seen[3]
 
 
 @pytest.mark.parametrize("make", [REPLACING["BestWeights"], REPLACING["EarlyStopping"]], ids=["BestWeights", "EarlyStopping"])

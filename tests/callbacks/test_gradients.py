@@ -44,9 +44,6 @@ def together(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
-# -- by norm, by value --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_gradients_are_scaled_down_to_their_norm_together(norm_type: float) -> None:
     clip = ClipGradients(max_norm=0.5, norm_type=norm_type)
@@ -56,27 +53,13 @@ def test_gradients_are_scaled_down_to_their_norm_together(norm_type: float) -> N
     torch.testing.assert_close(clipped, free * 0.5 / free.norm(norm_type), rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_are_cut_off_by_value() -> None:
+def test_gradients_are_cut_off_by_value_or_clipped_once_a_step_when_they_are_complete() -> None:
     free, clipped = together(gradients_after()), together(gradients_after(ClipGradients(max_value=0.65)))
     torch.testing.assert_close(clipped, free.clamp(-0.65, 0.65))
     assert not torch.equal(clipped, free)
-
-
-def test_gradients_are_clipped_once_a_step_when_they_are_complete() -> None:
     whole = gradients_after(ClipGradients(max_norm=0.5), batches=1, loader=tiny_loader(1, batch_size=4))
     parts = gradients_after(ClipGradients(max_norm=0.5), accumulate=2, loader=tiny_loader(2, batch_size=2))
     torch.testing.assert_close(together(parts), together(whole), rtol=1e-4, atol=1e-6)
-
-
-def test_a_norm_that_is_not_finite_is_no_error() -> None:
-    @on(Callback.on_after_backward)
-    def poison(run: Run, outputs: Any) -> None:
-        run.model.get_parameter("weight").grad = torch.full((1, 1), math.nan)
-
-    clip = ClipGradients(max_norm=1.0)
-    tiny_run(callbacks=[poison, clip], steps=1)
-    assert clip.norm is not None
-    assert clip.norm.isnan()
 
 
 @pytest.mark.parametrize("arguments", [{"max_norm": 0.5}, {"max_value": 0.5, "log": "norm", "log_every": "1 step"}])
@@ -86,24 +69,21 @@ def test_a_step_without_gradients_has_nothing_to_clip(arguments: dict[str, Any])
     assert clip.norm is None
 
 
-# -- chosen parameters --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chosen", [["0.*"], ["0.weight", "0.b*"], lambda name, parameter: name.startswith("0.")])
-def test_only_the_chosen_parameters_are_clipped(chosen: Any) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (["0.*"], {"0.weight", "0.bias"}),
+        (["0.weight", "0.b*"], {"0.weight", "0.bias"}),
+        (lambda name, parameter: name.startswith("0."), {"0.weight", "0.bias"}),
+        (lambda name, parameter: parameter.ndim == 1, {"0.bias", "1.bias"}),
+    ],
+)
+def test_only_the_chosen_parameters_are_clipped(chosen: Any, names: set[str]) -> None:
     free = gradients_after(model=two_layers())
     clipped = gradients_after(ClipGradients(max_norm=1e-3, parameters=chosen), model=two_layers())
-    norm = together({name: free[name] for name in ("0.weight", "0.bias")}).norm()
+    norm = together({name: free[name] for name in names}).norm()
     for name, gradient in clipped.items():
-        expected = free[name] * 1e-3 / norm if name.startswith("0.") else free[name]
-        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-7)
-
-
-def test_a_function_sees_the_parameter_too() -> None:
-    clip = ClipGradients(max_value=1e-6, parameters=lambda name, parameter: parameter.ndim == 1)
-    free, clipped = gradients_after(model=two_layers()), gradients_after(clip, model=two_layers())
-    changed = {name for name in free if not torch.equal(free[name], clipped[name])}
-    assert changed == {"0.bias", "1.bias"}
+        torch.testing.assert_close(gradient, free[name] * 1e-3 / norm if name in names else free[name], rtol=1e-3, atol=1e-7)
 
 
 def test_several_have_parameters_and_bounds_of_their_own_and_serve_another_model() -> None:
@@ -113,9 +93,6 @@ def test_several_have_parameters_and_bounds_of_their_own_and_serve_another_model
         for kind, bound in (("weight", 1e-3), ("bias", 2e-3)):
             part = together({name: gradient for name, gradient in clipped.items() if name.endswith(kind)})
             assert part.norm().item() == pytest.approx(bound, rel=1e-3)
-
-
-# -- logging ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [{"max_norm": 0.01}, {"max_value": 0.01}])
@@ -206,10 +183,10 @@ def test_the_bits_are_those_of_torch(kind: str, norm_type: float) -> None:
     assert all(torch.allclose(cast("Tensor", one), cast("Tensor", other), 0, 0, equal_nan=True) for one, other in pairs)
 
 
-# -- StopOnNonFinite: the loss ------------------------------------------------------------------------
-
-
 Poison = Callable[[nn.Module, Any], Tensor]
+
+
+# -- StopOnNonFinite ----------------------------------------------------------------------------------
 
 
 def poisoned_gradient(bad: float, at: int) -> Poison:
@@ -243,9 +220,6 @@ def decided(run: Run, what: str) -> list[str]:
     return [decision.why for decision in run.decisions if decision.what == what]
 
 
-# -- the loss -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_never_reaches_the_weights(bad: float) -> None:
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -260,12 +234,16 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(bad: float) -> None
     assert run.why("batch skipped").endswith(f"the loss is {bad}")
 
 
-def test_it_stops_or_raises_if_that_is_wanted() -> None:
-    run = tiny_run(losses=[1.0, math.nan, 1.0], callbacks=[StopOnNonFinite()])
+def test_it_stops_or_raises_if_that_is_wanted_and_computes_no_output_for_it() -> None:
+    asked: list[Run] = []
+    run = tiny_run(losses=[1.0, math.nan, 1.0], callbacks=[Derive(costly=asked.append), StopOnNonFinite()])
     assert run.outcome == Outcome("stopped", "the loss is nan")
     assert run.progress.step == 2
     with pytest.raises(NonFiniteError, match=r"the loss is nan in batch 2\. Lower the learning rate"):
-        tiny_run(losses=[1.0, math.nan], callbacks=[StopOnNonFinite("raise")])
+        tiny_run(losses=[1.0, math.nan], callbacks=[Derive(costly=asked.append), StopOnNonFinite("raise")])
+    assert asked == []
+    with pytest.raises(LossError, match=r"the loss must be a tensor of shape \(\) that has a gradient; got 'float'"):
+        tiny_run(compute_loss=lambda model, batch: {"loss": 1.0}, callbacks=[StopOnNonFinite()])
 
 
 def test_the_first_output_that_is_not_finite_is_named_with_its_path() -> None:
@@ -278,7 +256,7 @@ def test_the_first_output_that_is_not_finite_is_named_with_its_path() -> None:
     assert decided(run, "stopped") == ["the loss is nan; outputs['hidden']['layers'][1] is -inf, first at index (1, 0)"]
 
 
-def test_a_weight_that_is_broken_already_is_named() -> None:
+def test_a_weight_or_a_batch_that_is_broken_already_is_named() -> None:
     model = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
     with torch.no_grad():
         model.get_parameter("1.weight")[0, 2] = math.inf
@@ -287,6 +265,10 @@ def test_a_weight_that_is_broken_already_is_named() -> None:
     (said,) = decided(run, "batch skipped")
     assert "; the weight '1.weight' is inf, first at index (0, 2), already" in said
     assert said.startswith("the loss is nan; outputs['predictions'] is nan, first at index (0, 0)")
+    loader = tiny_loader(1)
+    loader[0][1][1, 0] = math.nan
+    with pytest.raises(NonFiniteError, match=r"the loss is nan in batch 1; batch\[1\] is nan, first at index \(1, 0\)\. Lower"):
+        tiny_run(loader=loader, callbacks=[StopOnNonFinite("raise")])
 
 
 def test_the_statistics_of_layers_are_those_from_before_the_batch() -> None:
@@ -309,19 +291,6 @@ def test_the_statistics_of_layers_are_those_from_before_the_batch() -> None:
     assert "already" not in why
 
 
-def test_a_batch_that_is_broken_is_named() -> None:
-    loader = tiny_loader(1)
-    loader[0][1][1, 0] = math.nan
-    with pytest.raises(NonFiniteError, match=r"the loss is nan in batch 1; batch\[1\] is nan, first at index \(1, 0\)\. Lower"):
-        tiny_run(loader=loader, callbacks=[StopOnNonFinite("raise")])
-
-
-def test_derived_outputs_that_were_not_read_are_not_computed_for_the_check() -> None:
-    asked: list[Run] = []
-    tiny_run(losses=[math.nan], callbacks=[Derive(costly=asked.append), StopOnNonFinite()])
-    assert asked == []
-
-
 def test_in_a_step_fn_each_backward_is_looked_at_and_a_stop_says_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     def step_fn(run: Run, batch: Any) -> Tensor:
         first = nn.functional.mse_loss(run.model(batch[0]), batch[1])
@@ -338,11 +307,6 @@ def test_in_a_step_fn_each_backward_is_looked_at_and_a_stop_says_nothing_else(ca
     run = tiny_run(step_fn=step_fn, callbacks=[StopOnNonFinite()], steps=4)
     assert run.outcome == Outcome("stopped", "the loss is nan")
     assert "goes on" not in caplog.text
-
-
-def test_the_loop_still_reports_a_loss_that_is_none() -> None:
-    with pytest.raises(LossError, match=r"the loss must be a tensor of shape \(\) that has a gradient; got 'float'"):
-        tiny_run(compute_loss=lambda model, batch: {"loss": 1.0}, callbacks=[StopOnNonFinite()])
 
 
 # -- gradients ----------------------------------------------------------------------------------------
@@ -388,11 +352,6 @@ def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def test_without_looking_the_gradient_breaks_the_weights() -> None:
-    run = tiny_run(compute_loss=poisoned_gradient(math.nan, at=2), callbacks=[StopOnNonFinite("skip")], steps=2)
-    assert run.model.get_parameter("weight").isnan().all()
-
-
 def test_it_stops_or_raises_for_a_gradient_too_and_nothing_is_applied() -> None:
     run = tiny_run(compute_loss=poisoned_gradient(math.inf, at=1), callbacks=[StopOnNonFinite(gradients=True)])
     assert run.outcome == Outcome("stopped", "the gradient of 'weight' is inf, first at index (0, 0)")
@@ -402,30 +361,28 @@ def test_it_stops_or_raises_for_a_gradient_too_and_nothing_is_applied() -> None:
         tiny_run(compute_loss=poisoned_gradient(math.inf, at=2), callbacks=[raising])
 
 
-def test_it_looks_before_clipping_spreads_it_over_all_gradients() -> None:
+def test_it_looks_before_clipping_spreads_it_over_all_gradients_and_once_when_they_are_complete() -> None:
     callbacks = [ClipGradients(1.0), StopOnNonFinite("skip", gradients=True)]
     model = nn.Sequential()
     model.add_module("other", nn.Linear(1, 1))
     model.register_parameter("weight", nn.Parameter(torch.zeros(1, 1)))
-    run = tiny_run(model=model, compute_loss=poisoned_gradient(math.nan, at=1), callbacks=callbacks, steps=1)
+    poisoned = {"compute_loss": poisoned_gradient(math.nan, at=1), "accumulate": 2, "batches": 4}
+    run = tiny_run(model=model, callbacks=callbacks, **poisoned)
     assert decided(run, "step skipped") == ["the gradient of 'weight' is nan, first at index (0, 0)"]
+    assert [decision.when.step for decision in run.decisions if decision.what == "step skipped"] == [0]
+    assert run.progress.step == 2
 
 
-def test_a_step_that_was_skipped_does_not_move_the_schedule() -> None:
+def test_a_step_that_was_skipped_does_not_move_the_schedule_and_one_that_was_not_breaks_the_weights() -> None:
     updated: list[bool] = []
     halve = LearningRate(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
     look = on(Callback.on_step_end)(lambda run: updated.append(session_of(run).step.updated))
-    callbacks = [halve, look, StopOnNonFinite("skip", gradients=True)]
-    run = tiny_run(compute_loss=poisoned_gradient(math.nan, at=2), callbacks=callbacks, steps=3)
-    assert updated == [True, False, True]
-    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 4)
-
-
-def test_the_gradients_of_a_group_are_looked_at_once_when_they_are_complete() -> None:
-    callbacks = [StopOnNonFinite("skip", gradients=True)]
-    run = tiny_run(compute_loss=poisoned_gradient(math.nan, at=1), callbacks=callbacks, accumulate=2, batches=4)
-    assert [decision.when.step for decision in run.decisions if decision.what == "step skipped"] == [0]
-    assert run.progress.step == 2
+    for gradients in (True, False):
+        callbacks = [halve, look, StopOnNonFinite("skip", gradients=gradients)]
+        run = tiny_run(compute_loss=poisoned_gradient(math.nan, at=2), callbacks=callbacks, steps=3)
+        assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 4)
+        assert run.model.get_parameter("weight").isnan().all() == (not gradients)
+    assert updated == [True, False, True, True, True, True]
 
 
 def test_a_parameter_outside_of_the_model_is_named_so() -> None:
@@ -459,10 +416,6 @@ def test_it_waits_for_the_device_once_a_batch_and_for_gradients_once_more_a_step
 # -- finding numbers that are not finite --------------------------------------------------------------
 
 
-def test_large_numbers_whose_squares_overflow_are_finite() -> None:
-    assert all_finite([torch.full((4,), 1e30), torch.full((4,), -1e38)])
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_bad_number_among_kinds_of_tensors_is_found(bad: float) -> None:
     rows = torch.sparse_coo_tensor(
@@ -471,6 +424,7 @@ def test_one_bad_number_among_kinds_of_tensors_is_found(bad: float) -> None:
     fine = [torch.ones(2, dtype=torch.bfloat16), torch.zeros(0), torch.ones((), dtype=torch.float64), rows]
     assert all_finite(fine)
     assert all_finite([])
+    assert all_finite([torch.full((4,), 1e30), torch.full((4,), -1e38)])  # though their squares overflow
     assert not all_finite([*fine, torch.tensor([1.0, bad])])
     broken = torch.sparse_coo_tensor(torch.tensor([[2]]), torch.tensor([[3.0, bad]]), (3, 2), check_invariants=True)
     assert not all_finite([broken])

@@ -17,6 +17,7 @@ from cadenza import Callback, Run, SingleDriver, Trainer, on
 from cadenza.callbacks import Checkpoint, ConvertSyncBatchNorm, Ema, Evaluate, Freeze, MoveModules, freeze, unfreeze
 from cadenza.loading.shards import Shard
 from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
+from tests.callbacks.parts import failing
 
 
 class Network(nn.Module):
@@ -63,9 +64,6 @@ BACKBONE = {name for name in ALL if name.startswith("backbone.")}
 BLOCK2 = {name for name in ALL if name.startswith("backbone.block2.")}
 STATISTICS = {name for name in ALL if "running" in name or "tracked" in name}
 NORMS = {name for name in ALL if ".1." in name}
-
-
-# -- what is frozen, and until when -------------------------------------------------------------------
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
@@ -130,21 +128,21 @@ def test_a_frozen_parameter_knows_no_decay_and_no_momentum_and_begins_like_a_new
     assert kept == [(False, False)] * 3 + [(True, False), (True, True)]
 
 
-# -- before, after, beside ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_when_a_run_is_over_or_fails_all_is_as_it_was(fails: bool) -> None:
     model = Network()
     model.scale.requires_grad_(False)
     requires = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
-    @on(Callback.on_step_end, at=2 if fails else 99)
-    def fail(run: Run) -> None:
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-        tiny_run(model=model, callbacks=[Freeze("*scale", until="1 step"), Freeze("backbone"), fail])
+        tiny_run(
+            model=model,
+            callbacks=[
+                Freeze("*scale", until="1 step"),
+                Freeze("backbone"),
+                failing(Callback.on_step_end, at=2 if fails else 99),
+            ],
+        )
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == requires
     assert all(module.training for module in model.modules())
 
@@ -163,9 +161,6 @@ def test_the_plan_shows_the_points_and_one_that_never_comes() -> None:
     plan = str(tiny_trainer(epochs=2, callbacks=[Freeze({"weight": "1 epoch", "bias": "3 epochs"})]).plan())
     assert "Freeze (at epoch 1) > Freeze (at epoch 3)" in plan
     assert "! Freeze (at epoch 3) never fires: the run ends after 2 epochs" in plan
-
-
-# -- resuming -----------------------------------------------------------------------------------------
 
 
 def test_it_continues_to_the_same_bits_before_at_and_after_each_point() -> None:
@@ -198,9 +193,6 @@ def test_a_name_that_fits_nothing_is_an_error_and_a_model_that_cannot_learn_is_l
     with pytest.raises(ValueError, match="nothing is left to learn"):
         trainer.fit()
     assert all(parameter.requires_grad for parameter in trainer.model.parameters())
-
-
-# -- as plain functions -------------------------------------------------------------------------------
 
 
 def test_freezing_all_but_the_last_part_by_hand() -> None:

@@ -17,6 +17,7 @@ from optuna_integration import TorchDistributedTrial
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, OptunaPruning
 from cadenza.testing import launch, simulate, tiny_loader, tiny_run, tiny_trainer
+from tests.callbacks.parts import failing
 from tests.callbacks.test_checkpoint import Scripted
 from tests.distributed.parts import loader, own_rank, rank, trainer
 
@@ -142,13 +143,14 @@ def test_a_trial_that_continues_reports_each_step_once(tmp_path: Path) -> None:
     one = study(storage=storage, study_name="resumed")
     trial = one.ask()
 
-    def fit(steps: int, fail_at: int | None = None) -> tuple[OptunaPruning, Run]:
-        @on(Callback.on_step_start, at=fail_at or 99)
-        def fail(run: Run) -> None:
-            raise ZeroDivisionError
-
+    def fit(steps: int, fail_at: int = 99) -> tuple[OptunaPruning, Run]:
         pruning = OptunaPruning(Trial(optuna.load_study(study_name="resumed", storage=storage), trial._trial_id), "eval/loss")
-        callbacks = [Scripted(loss=[5.0, 1.0, 3.0, 4.0, 3.5]), pruning, Checkpoint("2 steps", on_exception=False), fail]
+        callbacks = [
+            Scripted(loss=[5.0, 1.0, 3.0, 4.0, 3.5]),
+            pruning,
+            Checkpoint("2 steps", on_exception=False),
+            failing(Callback.on_step_start, fail_at),
+        ]
         return pruning, tiny_trainer(callbacks=callbacks, directory=tmp_path / "run", steps=steps, seed=1).fit(resume="auto")
 
     with pytest.raises(ZeroDivisionError):

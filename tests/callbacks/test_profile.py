@@ -19,6 +19,7 @@ from cadenza.profiling.spans import BETWEEN
 from cadenza.profiling.timings import Timings
 from cadenza.status.decisions import decide
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from tests.callbacks.parts import failing
 
 NAP_S = 0.02  # a bound from below: sleep never returns earlier, and load can only make it longer
 
@@ -77,9 +78,6 @@ class Sleepy:
         for batch in tiny_loader(self.batches):
             nap()
             yield batch
-
-
-# -- phases -------------------------------------------------------------------------------------------
 
 
 def test_time_goes_to_the_phase_in_which_it_passes() -> None:
@@ -192,9 +190,6 @@ def test_every_name_between_two_moments_is_one_of_the_table() -> None:
     assert moments <= set(Callback.__moments__)
 
 
-# -- callbacks ----------------------------------------------------------------------------------------
-
-
 def test_each_callback_at_each_moment_has_its_own_time() -> None:
     class Slow(Callback):
         def on_batch_start(self, run: Run, batch: Any) -> None:
@@ -249,9 +244,6 @@ def test_a_moment_inside_of_the_forward_pass_does_not_end_it() -> None:
     assert callbacks(run)["Inner", "on_prune"] >= (2, 2 * NAP_S)
 
 
-# -- several, again, and what is asked for ------------------------------------------------------------
-
-
 def test_two_in_one_list_are_both_right_and_write_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = Profile(window=(0, 1)), Profile(window=(1, 1))
     tiny_run(callbacks=[first, second, on(Callback.on_step_end)(nap)], steps=3, directory=tmp_path)
@@ -297,27 +289,17 @@ def test_moments_counters_and_weights_are_the_same() -> None:
     assert all(map(torch.equal, before.model.parameters(), after.model.parameters()))
 
 
-def test_authors_are_known_and_errors_are_named_as_ever() -> None:
-    @on(Callback.on_step_end)
-    def judge(run: Run) -> None:
-        decide(run, "noticed", "just so")
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken") as caught:
-        tiny_run(callbacks=[Profile(), judge])
-    assert caught.value.__notes__ == ["raised in judge.on_step_end (callback 2 of 2) at epoch 0, step 1, batch 1"]
-
-
-def test_the_profile_of_a_run_that_failed_is_complete() -> None:
+def test_the_profile_of_a_run_that_failed_is_complete_and_errors_are_named_as_ever() -> None:
     @on(Callback.on_step_end, at=2)
     def fail(run: Run) -> None:
         nap()
+        decide(run, "noticed", "just so")
         raise ValueError("broken")
 
-    profile = Profile()
-    live: list[Run] = []
-    with pytest.raises(ValueError, match="broken"):
+    profile, live = Profile(), list[Run]()
+    with pytest.raises(ValueError, match="broken") as caught:
         tiny_run(callbacks=[profile, on(Callback.on_fit_start)(live.append), fail])
+    assert caught.value.__notes__ == ["raised in fail.on_step_end (callback 3 of 3) at epoch 0, step 2, batch 2"]
     assert callbacks(live[0])["fail", "on_step_end"] >= (1, NAP_S)
     assert profile.table == live[0].profile
 
@@ -345,13 +327,9 @@ def test_a_callback_that_is_disabled_is_called_no_more_and_keeps_its_row(caplog:
 
 
 def test_an_end_moment_reaches_all_though_one_failed() -> None:
-    @on(Callback.on_fit_end)
-    def fail(run: Run) -> None:
-        raise ValueError("broken")
-
     after = Recorder(Callback.on_fit_end)
-    with pytest.raises(ValueError, match="broken"):
-        tiny_run(callbacks=[Profile(), fail, after], steps=1)
+    with pytest.raises(ZeroDivisionError):
+        tiny_run(callbacks=[Profile(), failing(Callback.on_fit_end, at=1), after], steps=1)
     assert after.names == ["on_fit_end"]
 
 

@@ -8,6 +8,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,10 +109,8 @@ STEP = [
 def test_its_moments_are_those_of_a_run_without_fetches() -> None:
     recorder = Recorder()
     run, _ = play(steps=2, callbacks=[recorder])
-    ends = ["on_log"]
-    assert recorder.names == [
-        *("on_setup", "on_fit_start", "on_epoch_start"), *STEP, *ends, *STEP, *ends, "on_epoch_end", "on_fit_end",
-    ]  # fmt: skip
+    begin, end = ["on_setup", "on_fit_start", "on_epoch_start"], ["on_epoch_end", "on_fit_end"]
+    assert recorder.names == [*begin, *STEP, "on_log", *STEP, "on_log", *end]
     assert run.outcome is not None
     assert run.outcome.kind == "finished"
     assert (run.progress.step, run.progress.batch, run.progress.samples) == (2, 2, 2)
@@ -323,9 +322,6 @@ def test_a_callback_that_needs_the_loader_of_a_trainer_is_refused_before_the_fir
         play(callbacks=[callback])
 
 
-# -- how it ends --------------------------------------------------------------------------------------
-
-
 def played(*, data: Any = None, **arguments: Any) -> Loop:
     with attached(**arguments) as loop:
         while not loop.over():
@@ -382,39 +378,26 @@ def test_a_schedule_in_epochs_is_named_as_never_due(
     assert 'never fires in this run: a loop of cadenza.attach has no epochs. Use a schedule in "steps" or "min"' in caplog.text
 
 
-def in_a_step() -> Generator[Run, None, None]:
-    with attached() as loop, loop.step():
-        loop.backward(loop.run.model(torch.ones(1, 2)).sum())
-        loop.update()
-        yield loop.run
-
-
-def in_a_batch() -> Generator[Run, None, None]:
-    with attached() as loop, loop.step(), loop.batch(torch.ones(1, 2)):
-        yield loop.run
-
-
-def between_steps() -> Generator[Run, None, None]:
-    with attached() as loop:
-        one_step(loop)
-        assert not loop.over()
-        yield loop.run
-
-
-def in_steps() -> Generator[Run, None, None]:
-    trainer = tiny_trainer(epochs=1)
-    with trainer.steps() as steps:
-        for step in steps:
+def running(place: str) -> Generator[Run, None, None]:
+    if place == "steps":
+        for step in tiny_trainer(epochs=1).steps():
             for inputs, _ in step:
                 step.backward(step.run.model(inputs).sum())
             yield step.run
+    with attached() as loop:
+        if place == "between":
+            one_step(loop)
+            assert not loop.over()
+            yield loop.run
+        with loop.step(), loop.batch(torch.ones(1, 2)) if place == "batch" else nullcontext():
+            yield loop.run
 
 
-@pytest.mark.parametrize("generator", [in_a_step, in_a_batch, between_steps, in_steps])
-def test_a_generator_that_is_closed_leaves_its_loop_as_break_does(generator: Callable[[], Generator[Run, None, None]]) -> None:
-    running = generator()
-    run = next(running)
-    running.close()
+@pytest.mark.parametrize("place", ["step", "batch", "between", "steps"])
+def test_a_generator_that_is_closed_leaves_its_loop_as_break_does(place: str) -> None:
+    generator = running(place)
+    run = next(generator)
+    generator.close()
     assert run.outcome == Outcome("stopped", "the loop was left")
     assert run.progress.step == 1
 
@@ -440,9 +423,6 @@ def test_a_cancelled_task_ends_its_run_with_this_error() -> None:
     assert runs[0].outcome == Outcome("failed", "CancelledError()")
 
 
-# -- what it counts ---------------------------------------------------------------------------------
-
-
 def test_no_number_is_shown_of_what_a_loop_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "run"
     parts = [LogTraining("2 steps"), Timer(), Console(epochs=True), ProgressBar("plain")]
@@ -460,7 +440,7 @@ def test_no_number_is_shown_of_what_a_loop_does_not_have(tmp_path: Path, capsys:
         assert not re.search(r"epoch|sample", text), text
 
 
-def test_batches_that_the_loop_names_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_batches_that_the_loop_names_are_counted_and_not_known_beforehand(capsys: pytest.CaptureFixture[str]) -> None:
     run = played(data=torch.ones(4, 2), max_steps=4, callbacks=[LogTraining("2 steps"), Console()]).run
     assert (run.progress.batch, run.progress.samples) == (4, 16)
     assert "train/samples_per_s" in run.history.names
@@ -468,9 +448,6 @@ def test_batches_that_the_loop_names_are_counted(capsys: pytest.CaptureFixture[s
     assert "train/samples_per_s" in shown
     assert "epoch" not in shown
     assert "finished after 4 steps" in shown
-
-
-def test_what_depends_on_the_batches_of_the_loop_is_not_known_beforehand() -> None:
     calendar = attached(max_steps=6, callbacks=[LogTraining("2 batches"), LogTraining("3 steps")]).trainer.calendar()
     assert [call.step for call in calendar.rows] == [3, 6]
     assert [why for _, _, why in calendar.unknown] == ["the loop decides which batches a step has"]

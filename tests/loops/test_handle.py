@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 from cadenza import Callback, Handle, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, LogTraining
 from cadenza.errors import CallbackError, ScheduleError
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Moment
 from cadenza.sinks.sink import Sink
+from cadenza.status.decisions import Outcome
 from cadenza.testing import launch, tiny_loader, tiny_trainer
 from tests import forked
 from tests.waiting import until
@@ -40,9 +44,6 @@ def decided(handle: Handle, *what: str) -> list[tuple[str, str]]:
     return [(one.what, one.who) for one in handle.run.decisions if one.what in what]
 
 
-# -- to the end -----------------------------------------------------------------------------------
-
-
 def test_a_run_in_the_background_ends_as_fit_does() -> None:
     torch.manual_seed(1)
     before = tiny_trainer(epochs=2)
@@ -51,8 +52,7 @@ def test_a_run_in_the_background_ends_as_fit_does() -> None:
     trainer = tiny_trainer(epochs=2)
     run = trainer.start().join()
     assert run is trainer.run
-    assert run.outcome == expected.outcome
-    assert run.progress.now() == expected.progress.now()
+    assert (run.outcome, run.progress.now()) == (expected.outcome, expected.progress.now())
     assert all(map(torch.equal, trainer.model.parameters(), before.model.parameters()))
 
 
@@ -70,25 +70,25 @@ def test_it_takes_the_arguments_of_fit(tmp_path: Path) -> None:
         trainer(6).start(resume=3)  # type: ignore[arg-type]  # on purpose
 
 
-def test_an_error_is_kept_for_join(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError("the batch is broken"), StopIteration("the batch is broken")])
+def test_an_error_is_kept_for_join(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     gate = threading.Event()
 
     @on(Callback.on_step_end, at=2)
     def fail(run: Run) -> None:
         gate.wait(60)
-        raise ValueError("the batch is broken")
+        raise error
 
     handle = tiny_trainer(callbacks=[fail]).start()
     assert handle.run.outcome is None
     gate.set()
     until(lambda: handle.done)
     for _ in range(2):
-        with pytest.raises(ValueError, match="the batch is broken"):
+        with pytest.raises(type(error), match="the batch is broken"):
             handle.join()
-    assert "failed: ValueError('the batch is broken')" in repr(handle)
-    assert "the run in the background failed: ValueError('the batch is broken')" in caplog.text
-    assert handle.run.outcome is not None
-    assert handle.run.outcome.kind == "failed"
+    assert f"failed: {error!r}" in repr(handle)
+    assert f"the run in the background failed: {error!r}" in caplog.text
+    assert handle.run.outcome == Outcome("failed", repr(error))
 
 
 def test_a_run_that_cannot_begin_raises_its_error_where_it_is_asked_for() -> None:
@@ -112,11 +112,9 @@ def test_one_trainer_trains_one_run_at_a_time(started: Any) -> None:
         handle.pause()
 
 
-# -- paused ---------------------------------------------------------------------------------------
-
-
 def test_a_paused_run_stands_at_a_step_boundary_and_can_be_stopped_and_ends_whole(tmp_path: Path, started: Any) -> None:
     handle = started(directory=tmp_path, callbacks=[Checkpoint("1 epoch")])
+    assert handle.run.outcome is None
     with pytest.raises(TimeoutError, match=r"goes on after 0.01 s: <Handle: training; "):
         handle.join(0.01)
     handle.pause("to look at the weights")
@@ -167,9 +165,8 @@ def test_a_hook_pauses_its_run(started: Any) -> None:
     known.set()
     until(lambda: handle.paused)
     assert handle.run.progress.step == 3
-    assert decided(handle, "paused") == [("paused", "halt")]
     handle.resume()
-    assert decided(handle, "continued") == [("continued", "the script")]
+    assert decided(handle, "paused", "continued") == [("paused", "halt"), ("continued", "the script")]
 
 
 def test_the_last_step_can_be_the_one(started: Any) -> None:
@@ -187,15 +184,6 @@ def test_the_last_step_can_be_the_one(started: Any) -> None:
     with pytest.raises(RuntimeError, match="the run is over"):
         handle.step_once()
     assert handle.join(60).outcome.kind == "finished"
-
-
-def test_a_stop_iteration_of_a_hook_stays_what_it_is() -> None:
-    @on(Callback.on_step_end)
-    def empty(run: Run) -> None:
-        raise StopIteration("on purpose")
-
-    with pytest.raises(StopIteration, match="on purpose"):
-        tiny_trainer(callbacks=[empty]).start().join()
 
 
 # -- callbacks that come and leave --------------------------------------------------------------------
@@ -216,29 +204,17 @@ class Story(Callback):
         self.told: list[tuple[str, int]] = []
         self.then = then  # the hook that raises an error
 
+    def listeners(self) -> list[Listener]:
+        begin: list[Moment] = [Callback.on_setup, Callback.on_fit_start, Callback.on_epoch_start]
+        moments = [*begin, Callback.on_step_end, Callback.on_epoch_end, Callback.on_fit_end]
+        return [Listener(moment, partial(self.tell, moment.__name__)) for moment in moments]
+
     def tell(self, hook: str, run: Run) -> None:
         self.told.append((hook, run.progress.step))
+        if hook == "on_fit_start":
+            run.at_end(lambda: self.tell("at_end", run))
         if hook == self.then:
             raise ValueError(f"{hook} is broken")
-
-    def on_setup(self, run: Run) -> None:
-        self.tell("on_setup", run)
-
-    def on_fit_start(self, run: Run) -> None:
-        self.tell("on_fit_start", run)
-        run.at_end(lambda: self.tell("at_end", run))
-
-    def on_epoch_start(self, run: Run) -> None:
-        self.tell("on_epoch_start", run)
-
-    def on_step_end(self, run: Run) -> None:
-        self.tell("on_step_end", run)
-
-    def on_epoch_end(self, run: Run) -> None:
-        self.tell("on_epoch_end", run)
-
-    def on_fit_end(self, run: Run) -> None:
-        self.tell("on_fit_end", run)
 
 
 def test_an_attached_callback_begins_and_a_detached_one_ends(started: Any) -> None:
@@ -253,8 +229,7 @@ def test_an_attached_callback_begins_and_a_detached_one_ends(started: Any) -> No
     assert story.told[3:] == [("on_step_end", at + 1), *((end, at + 1) for end in ends)]
     handle.step_once()
     assert len(story.told) == 7
-    who = [("attached", "the script"), ("detached", "the script")]
-    assert decided(handle, "attached", "detached") == who
+    assert decided(handle, "attached", "detached") == [("attached", "the script"), ("detached", "the script")]
     handle.attach(story)  # again
 
 
@@ -367,26 +342,15 @@ def test_wrong_callbacks_are_refused_with_what_to_do(started: Any) -> None:
         handle.attach(LogTraining("0.5 epoch"))
 
 
-# -- on two processes ---------------------------------------------------------------------------------
-
-
-def steer() -> tuple[str, str]:
-    """Return the error about the pause, and how the run ended."""
-    handle = tiny_trainer(steps=1_000_000, driver="ddp").start()
-    try:
-        handle.pause()
-    except RuntimeError as error:
-        refused = str(error)
-    handle.stop("enough")
-    outcome = handle.join(60).outcome
-    assert outcome is not None
-    return refused, outcome.kind
-
-
 def steer_on_two() -> None:
-    for refused, kind in launch(steer, 2):
-        assert "works in one process only" in refused, refused
-        assert kind == "stopped", kind
+    def steer() -> None:
+        handle = tiny_trainer(steps=1_000_000, driver="ddp").start()
+        with pytest.raises(RuntimeError, match="works in one process only"):
+            handle.pause()
+        handle.stop("enough")
+        assert handle.join(60).outcome == Outcome("stopped", "enough")
+
+    launch(steer, 2)
 
 
 def test_on_several_ranks_a_run_is_stopped_but_not_paused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from cadenza import Callback, Run, Steps, Trainer, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining
 from cadenza.engine.evaluation_batches import FITS
 from cadenza.errors import DistributedError, LossError
+from cadenza.status.decisions import Outcome
 from cadenza.testing import Recorder, launch, prove_resume
 from tests.distributed.parts import network, rank, squared_error, weights_of
 from tests.distributed.parts import trainer as rank_trainer
@@ -48,6 +49,11 @@ def by_hand(one: Trainer, loss: Callable[[nn.Module, Any], Any] = loss_of, **fit
     return one.run
 
 
+def forward(one: Trainer, step: Any) -> None:
+    for batch in step:
+        step.backward(loss_of(one.model, batch))
+
+
 def weights(one: Trainer) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in one.model.parameters()]
 
@@ -74,8 +80,7 @@ def test_an_update_takes_place_when_it_is_called_or_at_the_end_of_the_step() -> 
         one, moved = trainer(accumulate=2), []
         for step in one.steps():
             before = weights(one)
-            for batch in step:
-                step.backward(loss_of(one.model, batch))
+            forward(one, step)
             if early:
                 step.update()
                 step.update()
@@ -132,8 +137,7 @@ def test_batches_that_a_step_does_not_take_are_skipped() -> None:
 
 def broken(one: Trainer) -> None:
     for step in one.steps():
-        for batch in step:
-            step.backward(loss_of(one.model, batch))
+        forward(one, step)
         if one.run.progress.step == 3:
             break
 
@@ -149,8 +153,7 @@ def returned(one: Trainer) -> None:
 def broken_while_held(one: Trainer) -> None:
     steps = one.steps()
     for step in steps:
-        for batch in step:
-            step.backward(loss_of(one.model, batch))
+        forward(one, step)
         if one.run.progress.step == 3:
             break
     assert one.run.outcome is not None  # the run is over here, and not when the variable is deleted
@@ -161,8 +164,7 @@ def closed(one: Trainer) -> None:
     steps = one.steps()
     for _ in range(4):
         step = next(steps)
-        for batch in step:
-            step.backward(loss_of(one.model, batch))
+        forward(one, step)
     steps.close()
 
 
@@ -171,8 +173,7 @@ def test_a_loop_that_is_left_completes_its_step_and_stops_the_run(leave: Callabl
     recorder = Recorder()
     one = trainer(callbacks=[recorder, Checkpoint("100 steps")], directory=tmp_path)
     leave(one)
-    assert one.run.outcome is not None
-    assert (one.run.outcome.kind, one.run.outcome.reason) == ("stopped", "the loop was left")
+    assert one.run.outcome == Outcome("stopped", "the loop was left")
     assert one.run.progress.step == 4
     assert_paired(recorder)
     assert [name for name in recorder.names[-4:] if name != "on_save"] == ["on_stop", "on_epoch_end", "on_fit_end"]
@@ -192,8 +193,7 @@ def shown(steps: Iterable[Any]) -> Iterator[Any]:
 
 
 def train(one: Trainer, step: Any, error: Callable[[], object]) -> None:
-    for batch in step:
-        step.backward(loss_of(one.model, batch))
+    forward(one, step)
     if one.run.progress.step == 2:
         error()
 
@@ -234,8 +234,7 @@ def test_an_error_in_the_loop_ends_the_run_as_in_fit(loop: Callable[..., None], 
         loop(one, on_purpose)
     assert errors == [caught.value]
     assert caught.traceback[-1].name == "on_purpose"
-    assert one.run.outcome is not None
-    assert one.run.outcome.kind == "failed"
+    assert one.run.outcome == Outcome("failed", "ValueError('on purpose')")
     assert_paired(recorder)
     by_hand(trainer(directory=tmp_path / "b"))
 
@@ -326,9 +325,6 @@ handle.pause()
     assert json.loads((tmp_path / "held" / "run.json").read_text())["outcome"]["reason"] == "the loop was left"
     assert (tmp_path / "held" / "checkpoints" / "step-00000002").is_dir()
     assert "the script is over while the run is paused" in (tmp_path / "paused" / "decisions.jsonl").read_text()
-
-
-# -- on two processes ---------------------------------------------------------------------------------
 
 
 def squared_by_hand(one: Trainer, **fit: Any) -> Run:
