@@ -49,6 +49,11 @@ def normed() -> nn.Sequential:
     return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
+
+
 def two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
     """Return an optimizer for each parameter of the tiny model."""
     return [torch.optim.SGD([parameter], 0.1) for parameter in parameters]

@@ -359,9 +359,6 @@ def test_it_lives_beside_an_ema_and_another_swa_and_can_only_keep_the_average() 
     assert run.model.get_parameter("weight").item() == pytest.approx((weights.at[15] + weights.at[20]) / 2, rel=1e-6)
 
 
-# -- the learning rate --------------------------------------------------------------------------------
-
-
 def rates_of_torch(steps: int, anneal: int) -> list[float]:
     """Return the rates of so many updates, after torch's own scheduler was stepped before each."""
     optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
@@ -418,9 +415,6 @@ def test_each_group_goes_there_from_its_own_rate() -> None:
     run = tiny_run(epochs=4, optimizer=two, callbacks=[look, Swa(0.5, lr=0.5, anneal_steps=2)])
     assert rates[9:12] == [pytest.approx([0.1, 0.3]), pytest.approx([0.3, 0.4]), pytest.approx([0.5, 0.5])]
     assert isinstance(run.optimizers[0].param_groups[1]["lr"], Tensor)  # a compiled step reads it there
-
-
-# -- statistics of BatchNorm --------------------------------------------------------------------------
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:

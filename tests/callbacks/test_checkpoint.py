@@ -185,9 +185,6 @@ def test_two_share_a_place_and_each_keeps_its_own(tmp_path: Path) -> None:
     assert [saved.step for saved in Store(tmp_path / "other").saved()] == [2, 3]
 
 
-# -- in the background --------------------------------------------------------------------------------
-
-
 class SlowFiles(LocalFiles):
     """Files that wait for a sign before the manifest is written, and count how many are being written at once."""
 

@@ -19,6 +19,7 @@ from cadenza.callbacks.find_batch_size import is_out_of_memory
 from cadenza.callbacks.find_learning_rate import suggested
 from cadenza.errors import DataError
 from cadenza.testing import prove_resume, tiny_model, tiny_run, tiny_trainer
+from tests.callbacks.parts import two_optimizers
 
 # -- FindLearningRate ---------------------------------------------------------------------------------
 
@@ -89,26 +90,17 @@ def test_the_suggestion_is_where_the_smoothed_loss_falls_most_or_a_tenth_of_its_
     assert suggested([], []) is None
 
 
-def test_groups_keep_their_proportion() -> None:
+def test_applied_it_is_the_rate_from_which_a_schedule_starts_and_groups_keep_their_proportion() -> None:
     def groups(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": [one], "lr": rate} for one, rate in zip(parameters, (0.1, 0.01), strict=True)])
 
     find = FindLearningRate(start=1e-4, end=1, apply=True)
     run = parabola(callbacks=[find], optimizer=groups)
     first, second = (group["lr"] for group in run.optimizers[0].param_groups)
-    assert first == find.suggestion
-    assert second == pytest.approx(first / 10)
-
-
-def test_applied_it_is_the_rate_from_which_a_schedule_starts() -> None:
-    find = FindLearningRate(start=1e-4, end=1, apply=True)
+    assert (first, second) == (find.suggestion, pytest.approx(first / 10))
     halve = LearningRate(lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step))
     cycle = LearningRate(lambda o, total: OneCycleLR(o, o.param_groups[0]["lr"], total_steps=total, pct_start=0.5), optimizer=1)
-
-    def two(parameters: Any) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(parameters[:1], 0.1), torch.optim.SGD(parameters[1:], 0.1)]
-
-    run = parabola(callbacks=[halve, cycle, find], optimizer=two, steps=3)
+    run = parabola(callbacks=[halve, cycle, find], optimizer=two_optimizers, steps=3)
     assert find.suggestion is not None
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(find.suggestion / 8)
     assert run.optimizers[1].param_groups[0]["initial_lr"] == pytest.approx(0.1 / 25)

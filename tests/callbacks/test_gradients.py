@@ -18,14 +18,9 @@ from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
 from cadenza.status.decisions import Outcome
 from cadenza.status.plain import same
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run
-from tests.callbacks.parts import Reads, reads_in
+from tests.callbacks.parts import Reads, reads_in, two_layers
 
 STEP_START, STEP_END = Callback.on_step_start, Callback.on_step_end
-
-
-def two_layers() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
 
 
 def gradients_after(*clip: Callback, **arguments: Any) -> dict[str, Tensor]:

@@ -150,9 +150,6 @@ def test_it_sets_the_rates_that_the_scheduler_sets_by_itself(kind: str) -> None:
     assert rates([evaluate, schedule], **losses) == alone
 
 
-# -- the total ----------------------------------------------------------------------------------------
-
-
 def test_a_function_may_ask_for_the_total_of_steps_or_of_epochs() -> None:
     totals: list[int] = []
 

@@ -18,13 +18,9 @@ from cadenza.records.record import Record
 from cadenza.sinks import TensorBoard
 from cadenza.status.plain import same
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
+from tests.callbacks.parts import two_layers, two_optimizers
 
 Seen = dict[tuple[int, str], list[float]]
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
 
 
 def logged(*callbacks: Callback, **arguments: Any) -> Seen:
@@ -94,7 +90,7 @@ def test_what_clips_before_it_is_seen_and_what_clips_after_it_is_not() -> None:
     ],
 )
 def test_the_parameters_are_chosen_by_pattern_or_function(chosen: Any, names: list[str]) -> None:
-    model = network()
+    model = two_layers()
     model.get_parameter("1.bias").requires_grad_(False)  # it has no gradient of which there could be a histogram
     seen = logged(Histograms("1 step", parameters=chosen, gradients=True), model=model, steps=1)
     expected = [f"gradients/{name}" for name in names if name != "1.bias"] + [f"parameters/{name}" for name in names]
@@ -114,28 +110,18 @@ def test_several_updates_in_a_step_give_each_parameter_its_own_gradients() -> No
             applied.append((before - parameter.item()) / 0.1)
         return loss.detach()
 
-    def one_for_each(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD([parameter], lr=0.1) for parameter in parameters]
-
     histograms = Histograms("2 steps", gradients=True, weights=False)
-    seen = logged(histograms, step_fn=turns, optimizer=one_for_each, steps=3)
+    seen = logged(histograms, step_fn=turns, optimizer=two_optimizers, steps=3)
     assert list(seen) == [(2, "gradients/weight"), (2, "gradients/bias")]
     assert [value for values in seen.values() for value in values] == pytest.approx(applied[2:4], rel=1e-4)
 
 
 def test_a_continued_run_has_them_at_the_same_steps(tmp_path: Path) -> None:
     seen: list[tuple[int, str]] = []
-
-    @on(Callback.on_log)
-    def look(run: Run, record: Record) -> None:
-        seen.extend((record.step, name) for name in record.media)
-
-    def fit(steps: int) -> None:
+    look = on(Callback.on_log)(lambda run, record: seen.extend((record.step, name) for name in record.media))
+    for steps in (2, 4, 7):
         callbacks = [Histograms("3 steps", parameters="bias", gradients=True), Checkpoint(every="1 step"), look]
         tiny_trainer(callbacks=callbacks, steps=steps, directory=tmp_path).fit(resume="auto")
-
-    for steps in (2, 4, 7):
-        fit(steps)
     assert seen == [(step, f"{kind}/bias") for step in (3, 6) for kind in ("gradients", "parameters")]
 
 
@@ -150,7 +136,7 @@ def test_in_other_steps_nothing_of_it_is_called() -> None:
 
 
 def test_tensorboard_shows_every_value(tmp_path: Path) -> None:
-    run = tiny_run(model=network(), callbacks=[Histograms("2 steps", gradients=True), TensorBoard(tmp_path)], steps=2)
+    run = tiny_run(model=two_layers(), callbacks=[Histograms("2 steps", gradients=True), TensorBoard(tmp_path)], steps=2)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert len(events.Tags()["histograms"]) == 8
     [event] = events.Histograms("parameters/0.weight")
@@ -301,9 +287,7 @@ def hooks_in(model: nn.Module) -> int:
 def test_shapes_are_those_of_the_first_training_batch_after_which_nothing_listens_in_the_model() -> None:
     counts: list[int] = []
     look = on(Callback.on_step_start)(lambda run: counts.append(hooks_in(run.model)))
-    freeze = on(Callback.on_epoch_start)(
-        lambda run: run.model.get_submodule("body").eval()
-    )  # a layer in evaluation mode is seen
+    freeze = on(Callback.on_epoch_start)(lambda run: run.model.get_submodule("body").eval())  # it is seen all the same
     summary, evaluate = Summary(), Evaluate(tiny_loader(2, batch_size=7), sanity_batches=1, every="1 step")
     tiny_run(model=net(), callbacks=[summary, evaluate, freeze, look], steps=3)
     assert [layer.shapes for layer in summary.layers[:2]] == [((2, 1),), ((2, 4),)]

@@ -63,9 +63,6 @@ def test_the_epoch_can_be_reported_instead_once_an_epoch() -> None:
     assert watch.result(run) == 2.0
 
 
-# -- how a pruned run ends ----------------------------------------------------------------------------
-
-
 def test_a_pruned_run_ends_cleanly_and_the_objective_raises(tmp_path: Path) -> None:
     ended: list[str] = []
     runs: list[Run] = []
@@ -178,9 +175,6 @@ def test_a_run_that_is_over_gives_the_same_result_when_it_is_started_again(tmp_p
 def test_the_objective_runs_without_a_study() -> None:
     pruning = OptunaPruning(FixedTrial({"lr": 0.1}), "eval/x", "min")
     assert pruning.result(simulate([pruning], metrics={"eval/x": [2.0, 1.0]})) == 1.0
-
-
-# -- several ranks ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["trial on rank 0", "TorchDistributedTrial"])

@@ -56,9 +56,6 @@ def noisy(batches: int, classes: int, *more: int) -> list[Batch]:
     ]
 
 
-# -- counts -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("more", [(), (4, 5)])
 def test_counts_are_those_of_scikit_learn(more: tuple[int, ...]) -> None:
     batches, matrix = noisy(5, 4, *more), ConfusionMatrix()
@@ -111,9 +108,6 @@ def test_an_evaluation_that_fails_leaves_no_counts_and_is_the_only_error() -> No
     assert matrix.counts is None
     with pytest.raises(RuntimeError, match="no evaluation 'eval' is complete"):
         matrix.figure()
-
-
-# -- figures ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -207,9 +201,6 @@ def test_several_evaluations_have_a_matrix_each() -> None:
     assert (one.counts.tolist(), other.counts.tolist()) == ([[1, 0], [0, 0]], [[0, 0], [0, 1]])
 
 
-# -- what cannot be counted ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pair", [(2, 0), (0, 2), (-1, 0)])
 def test_a_class_out_of_range_is_an_error(pair: tuple[int, int]) -> None:
     matrix = ConfusionMatrix(classes=2)
@@ -243,7 +234,7 @@ def test_the_number_of_classes_must_be_known() -> None:
         judge(ConfusionMatrix(), {"loss": torch.tensor(1.0)})
 
 
-# -- SampleImages: the grid ---------------------------------------------------------------------------
+# -- SampleImages ----------------------------------------------------------------------------
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -293,9 +284,6 @@ def test_at_most_so_many_are_shown(count: int, batch: int, expected: tuple[int, 
     assert grid_of(torch.rand(batch, 3, 4, 4), count=count).shape == expected
 
 
-# -- brightness ---------------------------------------------------------------------------------------
-
-
 def test_without_mean_and_std_each_image_goes_from_black_to_white_and_whole_numbers_stay_as_they_are() -> None:
     grid = grid_of(torch.tensor([[[[-1.0, 0.0, 1.0]]], [[[10.0, 15.0, 20.0]]]]))
     assert grid[0, 2].tolist() == [0, 0, 0, 0.5, 1, 0, 0, 0, 0.5, 1, 0, 0]
@@ -316,9 +304,6 @@ def test_what_is_not_finite_is_black_and_changes_nothing_else() -> None:
     assert shown(image)[0].tolist() == [[0, 0, 0, 0, 1]]
     assert shown(image, mean=0, std=0.25)[0].tolist() == [[0, 0, 0, 0.5, 1]]
     assert shown(torch.full((1, 1, 1, 2), math.nan))[0].tolist() == [[0, 0]]
-
-
-# -- finding ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -353,9 +338,6 @@ def test_what_does_not_fit_is_an_error_that_names_its_shapes() -> None:
         grid_of(torch.ones(1, 1, 2, 2), mean=(0.5, 0.5), std=(0.1, 0.1))
     with pytest.raises(DataError, match="a text for each of 2 images; got 1"):
         grid_of(torch.ones(2, 1, 1, 1), titles=lambda batch, outputs: ["one"])
-
-
-# -- when ---------------------------------------------------------------------------------------------
 
 
 def test_training_batches_are_shown_at_the_cadence_or_once_an_epoch() -> None:
@@ -397,9 +379,6 @@ def test_an_evaluation_that_fails_at_its_second_batch_is_shown_once() -> None:
     assert len(asked) == 1
 
 
-# -- titles -------------------------------------------------------------------------------------------
-
-
 def test_with_titles_it_is_a_figure_and_nothing_is_left_behind(tmp_path: Path) -> None:
     before = matplotlib.pyplot.get_fignums()
     batch = (torch.rand(3, 3, 8, 8), torch.tensor([4, 5, 6]))
@@ -424,6 +403,3 @@ def test_an_image_comes_back_from_tensorboard_pixel_by_pixel(tmp_path: Path) -> 
     batch = torch.randint(256, (1, 3, 5, 6), dtype=torch.uint8)
     logged(SampleImages(), TensorBoard(tmp_path), batches=[batch])
     assert (drawn_in(tmp_path, "train/images")[2:-2, 2:-2] == batch[0].permute(1, 2, 0).numpy()).all()
-
-
-# -- what cannot be counted ----------------------------------------------------------------------------

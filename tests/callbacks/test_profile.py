@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.profiling.spans import BETWEEN
 from cadenza.profiling.timings import Timings
 from cadenza.status.decisions import decide
-from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 from tests.callbacks.parts import failing
 
 NAP_S = 0.02  # a bound from below: sleep never returns earlier, and load can only make it longer
@@ -68,24 +69,23 @@ class Backward(torch.autograd.Function):
         return gradients[0]
 
 
-class Sleepy:
-    """A loader that takes its time for each batch."""
+class Moved:
+    """A batch that takes its time on the way to the device."""
 
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        for batch in tiny_loader(self.batches):
-            nap()
-            yield batch
+    def to(self, *_: Any, **__: Any) -> Tensor:
+        nap()
+        return torch.ones(2, 1)
 
 
 def test_time_goes_to_the_phase_in_which_it_passes() -> None:
-    model = tiny_model()
+    def slow_batches() -> Iterator[Moved]:
+        for _ in range(4):
+            nap()
+            yield Moved()
 
-    def slow_loss(model: nn.Module, batch: Any) -> Tensor:
+    def slow_loss(model: nn.Module, batch: Tensor) -> Tensor:
         nap()
-        loss: Tensor = Backward.apply(model(batch[0]).sum())  # type: ignore[no-untyped-call]  # torch has no types there
+        loss: Tensor = Backward.apply(model(batch).sum())  # type: ignore[no-untyped-call]  # torch has no types there
         return loss
 
     class SlowSGD(torch.optim.SGD):
@@ -97,12 +97,9 @@ def test_time_goes_to_the_phase_in_which_it_passes() -> None:
             nap()
             super().zero_grad(set_to_none)
 
-    optimizer = SlowSGD(model.parameters(), lr=0.0)
-    run = tiny_run(
-        callbacks=[Profile()], model=model, optimizer=optimizer, loader=Sleepy(4), compute_loss=slow_loss, accumulate=2
-    )
-    spent = phases(run)
-    for name, times in {"fetch": 4, "forward": 4, "backward": 4, "optimizer": 2, "zero_grad": 2}.items():
+    slow: dict[str, Any] = {"optimizer": lambda parameters: SlowSGD(parameters, lr=0.0), "compute_loss": slow_loss}
+    spent = phases(tiny_run(callbacks=[Profile()], loader=slow_batches(), accumulate=2, **slow))
+    for name, times in {"fetch": 4, "transfer": 4, "forward": 4, "backward": 4, "optimizer": 2, "zero_grad": 2}.items():
         assert spent[name] >= times * NAP_S, name
 
 
@@ -111,19 +108,6 @@ def test_calls_are_those_of_the_loop() -> None:
     batches = dict.fromkeys(("transfer", "forward", "backward"), 10)
     assert calls(run) == {"setup": 1, "fetch": 12, **batches, "optimizer": 6, "zero_grad": 6, "loop": 6}
     assert timings(run).steps == 6
-
-
-def test_a_move_to_the_device_is_a_transfer() -> None:
-    class Batch:
-        def to(self, *_: Any, **__: Any) -> Tensor:
-            nap()
-            return torch.ones(2, 1)
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        summed: Tensor = model(batch).sum()
-        return summed
-
-    assert phases(tiny_run(callbacks=[Profile()], loader=[Batch(), Batch()], compute_loss=loss))["transfer"] >= 2 * NAP_S
 
 
 def test_each_evaluation_has_its_name_and_a_sanity_check_as_well() -> None:
@@ -209,18 +193,16 @@ def test_each_callback_at_each_moment_has_its_own_time() -> None:
         assert spent[who_and_moment][1] >= count * NAP_S, who_and_moment
 
 
+class Pruned(PruneMoments):
+    def on_prune(self, run: Run, ratio: float) -> None:
+        nap()
+
+
 def test_what_happens_inside_of_a_callback_is_not_counted_twice() -> None:
-    class Outer(PruneMoments):
-        def on_step_end(self, run: Run) -> None:
-            run.fire(PruneMoments.on_prune, 0.1)
-
-    class Inner(PruneMoments):
-        def on_prune(self, run: Run, ratio: float) -> None:
-            nap()
-
-    run = tiny_run(callbacks=[Profile(), Outer(), Inner()], steps=3)
+    outer = on(Callback.on_step_end)(lambda run: run.fire(PruneMoments.on_prune, 0.1))
+    run = tiny_run(callbacks=[Profile(), outer, Pruned()], steps=3)
     spent = callbacks(run)
-    assert spent["Inner", "on_prune"] >= (3, 3 * NAP_S)
+    assert spent["Pruned", "on_prune"] >= (3, 3 * NAP_S)
     inside = sum(seconds for _, seconds in spent.values()) + sum(phases(run).values())
     assert inside == pytest.approx(timings(run).wall_s, abs=1e-6)
 
@@ -233,15 +215,11 @@ def test_a_moment_inside_of_the_forward_pass_does_not_end_it() -> None:
         summed: Tensor = model(batch[0]).sum()
         return summed
 
-    class Inner(PruneMoments):
-        def on_prune(self, run: Run, ratio: float) -> None:
-            nap()
-
     live: list[Run] = []
     take = on(Callback.on_fit_start)(live.append)
-    run = tiny_run(callbacks=[Profile(), Inner(), take], steps=2, compute_loss=loss)
+    run = tiny_run(callbacks=[Profile(), Pruned(), take], steps=2, compute_loss=loss)
     assert phases(run)["forward"] >= 4 * NAP_S
-    assert callbacks(run)["Inner", "on_prune"] >= (2, 2 * NAP_S)
+    assert callbacks(run)["Pruned", "on_prune"] >= (2, 2 * NAP_S)
 
 
 def test_two_in_one_list_are_both_right_and_write_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,6 @@ def saved(path: Path, batches: list[dict[str, Any]], **arguments: Any) -> list[d
     save = SavePredictions(path, evaluation="eval", **arguments)
     tiny_trainer(callbacks=[save]).evaluate(batches, compute=as_it_is)
     return read(path)
-
-
-# -- columns ------------------------------------------------------------------------------------------
 
 
 def test_a_prediction_is_written_row_by_row_with_the_very_values(tmp_path: Path) -> None:
@@ -122,9 +120,6 @@ def test_parquet_keeps_the_kinds_of_values(tmp_path: Path) -> None:
     assert table["id"].to_pylist() == ["a", "b", "a", "b"]
 
 
-# -- where and when -----------------------------------------------------------------------------------
-
-
 def test_in_a_fit_the_file_lies_in_the_runs_directory_and_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
     save = SavePredictions("valid/last.csv", evaluation="eval")
     run = tiny_run(callbacks=[Evaluate(tiny_loader(2)), save], compute_loss=MSE, epochs=3, directory=tmp_path / "run")
@@ -136,25 +131,20 @@ def test_in_a_fit_the_file_lies_in_the_runs_directory_and_is_that_of_the_last_ev
     assert run.why("saved predictions").endswith(f"4 rows of 'eval' in {path}")
 
 
-def test_fields_in_the_path_give_each_evaluation_a_file_of_its_own(tmp_path: Path) -> None:
-    save = SavePredictions(tmp_path / "{epoch}-{step:03}.csv", evaluation="eval")
-    tiny_run(callbacks=[Evaluate(tiny_loader(1)), save], compute_loss=MSE, epochs=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-005.csv", "2-010.csv"]
-
-
-def test_other_evaluations_are_not_written(tmp_path: Path) -> None:
+def test_only_the_named_evaluation_is_written_each_time_to_its_own_file_if_the_path_has_fields(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = tiny_trainer(callbacks=[SavePredictions(tmp_path / "a.csv", evaluation="test")], compute_loss=MSE)
     trainer.evaluate(tiny_loader(1))
     trainer.predict(tiny_loader(1))
+    tiny_run(callbacks=[Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "b.csv", evaluation="evall")], compute_loss=MSE)
+    assert "expects an evaluation 'evall'; this run has ['eval']. Did you mean 'eval'?" in caplog.text
     assert list(tmp_path.iterdir()) == []
     trainer.evaluate(tiny_loader(1), name="test")
     assert len(read(tmp_path / "a.csv")) == 2
-
-
-def test_a_run_without_the_evaluation_names_the_nearest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callbacks = [Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "a.csv", evaluation="evall")]
-    tiny_run(callbacks=callbacks, compute_loss=MSE)
-    assert "expects an evaluation 'evall'; this run has ['eval']. Did you mean 'eval'?" in caplog.text
+    save = SavePredictions(tmp_path / "each" / "{epoch}-{step:03}.csv", evaluation="eval")
+    tiny_run(callbacks=[Evaluate(tiny_loader(1)), save], compute_loss=MSE, epochs=2)
+    assert sorted(path.name for path in (tmp_path / "each").iterdir()) == ["1-005.csv", "2-010.csv"]
 
 
 def test_the_batches_of_all_ranks_are_written_in_turn(tmp_path: Path) -> None:
@@ -167,9 +157,6 @@ def test_the_batches_of_all_ranks_are_written_in_turn(tmp_path: Path) -> None:
         [{"predictions": [1, 2]}, {"predictions": [3]}], compute=as_it_is
     )
     assert [row["prediction"] for row in read(tmp_path / "a.csv")] == ["1", "2", "1", "2", "3", "3"]
-
-
-# -- files that are there -----------------------------------------------------------------------------
 
 
 def test_a_file_that_was_there_is_refused_before_the_work_and_stays_as_it_is(tmp_path: Path) -> None:
@@ -197,48 +184,38 @@ def test_the_file_of_an_earlier_call_is_replaced_only_on_request(tmp_path: Path,
 
 def test_a_run_replaces_its_own_file_and_so_does_the_same_run_continued(tmp_path: Path) -> None:
     def fit(steps: int, resume: bool | str) -> list[dict[str, str]]:
-        callbacks = [
-            Evaluate(tiny_loader(1), every="1 step"),
-            SavePredictions(tmp_path / "outside.csv", evaluation="eval"),
-            Checkpoint(every="1 step"),
-        ]
+        save = SavePredictions(tmp_path / "outside.csv", evaluation="eval")
+        callbacks = [Evaluate(tiny_loader(1), every="1 step"), save, Checkpoint(every="1 step")]
         tiny_trainer(callbacks=callbacks, compute_loss=MSE, steps=steps, directory=tmp_path / "run").fit(resume=resume)
         return read(tmp_path / "outside.csv")
 
     assert fit(2, resume=False) != fit(4, resume="auto")
 
 
-# -- errors -------------------------------------------------------------------------------------------
+def broken_batches() -> Iterator[Any]:
+    yield from tiny_loader(2)
+    raise OSError("the disk is gone")
 
 
-class Broken:
-    def __iter__(self) -> Any:
-        yield from tiny_loader(2)
-        raise OSError("the disk is gone")
+def broken_compute(model: nn.Module, batch: Any) -> Any:
+    raise OSError("the disk is gone")
 
 
+@pytest.mark.parametrize("arguments", [{}, {"compute": broken_compute}], ids=["loader", "forward pass"])
 @pytest.mark.parametrize("call", ["predict", "eval"])
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
-def test_an_evaluation_that_fails_leaves_no_file_and_the_next_one_begins_anew(tmp_path: Path, call: str, name: str) -> None:
+def test_an_evaluation_that_fails_leaves_no_file_and_the_next_one_begins_anew(
+    tmp_path: Path, call: str, name: str, arguments: dict[str, Any]
+) -> None:
     trainer = tiny_trainer(callbacks=[SavePredictions(tmp_path / name, evaluation=call)], compute_loss=MSE)
-    do = trainer.predict if call == "predict" else trainer.evaluate
+    do: Any = trainer.predict if call == "predict" else trainer.evaluate
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        do(Broken())
+        do(broken_batches(), **arguments)
     assert [note.partition(":")[0] for note in caught.value.__notes__] == ["context"], "no second error is attached"
     assert list(tmp_path.iterdir()) == []
     do(tiny_loader(1))
     rows = read(tmp_path / name) if name == "a.csv" else pyarrow.parquet.read_table(tmp_path / name).to_pylist()
     assert len(rows) == 2
-
-
-def test_a_forward_pass_that_fails_is_the_only_error(tmp_path: Path) -> None:
-    def fail(model: nn.Module, batch: Any) -> Any:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        tiny_trainer(callbacks=[SavePredictions(tmp_path / "a.csv")]).predict(tiny_loader(1), compute=fail)
-    assert [note.partition(":")[0] for note in caught.value.__notes__] == ["context"], "no second error is attached"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_values_that_cannot_be_written_leave_only_the_earlier_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from cadenza.checkpoint.store import Store
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError
 from cadenza.records import read_decisions
-from cadenza.testing import launch, prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.testing import launch, prove_resume, tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.parts import two_optimizers
 from tests.long import LONG
 
@@ -203,14 +203,12 @@ def test_a_run_that_continues_inside_of_a_warm_up_has_the_same_bits(shape: Any, 
 
 
 def test_with_a_limit_that_is_raised_later_it_does_not_begin_again(tmp_path: Path) -> None:
-    def trainer(steps: int) -> Any:
-        return tiny_trainer(callbacks=[Warmup(0.5), Checkpoint()], directory=tmp_path, steps=steps)
-
-    trainer(4).fit()
     rates: list[float] = []
-    longer = trainer(40)
-    longer.callbacks.append(on(Callback.on_step_start)(lambda run: rates.extend(session_of(run).rates.of(run))))
-    longer.fit(resume="auto")
+    look = on(Callback.on_step_start)(lambda run: rates.extend(session_of(run).rates.of(run)))
+    for steps in (4, 40):
+        rates.clear()
+        callbacks = [Warmup(0.5), Checkpoint(), look]
+        tiny_trainer(callbacks=callbacks, directory=tmp_path, steps=steps).fit(resume="auto")
     assert set(rates) == {0.1}
 
 
@@ -227,10 +225,6 @@ def test_an_update_left_out_by_fp16_counts_as_a_step() -> None:
     assert updated == [True, False, True]
     assert steps.rates == pytest.approx([1e-4 / 3, 0.0, 1e-4], rel=1e-3)
     assert run.optimizers[0].param_groups[0]["lr"] == 0.1
-
-
-def test_max_steps_is_a_length_where_the_loader_has_none() -> None:
-    assert tiny_run(callbacks=[Warmup(0.5)], loader=(batch for batch in tiny_loader()), steps=4).progress.step == 4
 
 
 # -- ScheduleValue ------------------------------------------------------------------------------------
