@@ -195,7 +195,7 @@ def test_the_result_is_that_of_the_model_with_the_averaged_weights() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_the_average_has_the_weights_of_this_step_wherever_it_stands_in_the_list(first: bool) -> None:
-    ema, evaluate = Ema(0.5), judged(every="1 step", weights="ema")
+    ema, evaluate, best = Ema(0.5), judged(every="1 step", weights="ema"), BestWeights("eval/loss", "min")
     updates: list[int] = []
 
     @on(Callback.on_eval_end)
@@ -203,8 +203,10 @@ def test_the_average_has_the_weights_of_this_step_wherever_it_stands_in_the_list
         assert ema.average is not None
         updates.append(ema.average.updates)
 
-    tiny_run(steps=3, callbacks=[look, ema, evaluate] if first else [look, evaluate, ema])
-    assert updates == [1, 2, 3]
+    run = tiny_run(steps=5, callbacks=[look, *([ema, evaluate] if first else [evaluate, ema]), best])
+    assert updates == [1, 2, 3, 4, 5]
+    assert best.step == 5
+    assert same(dict(run.model.state_dict()), averaged(ema))  # listeners see the evaluated weights
 
 
 def test_after_an_error_in_the_evaluation_the_model_has_its_own_weights_in_on_exception() -> None:
@@ -249,14 +251,6 @@ def test_the_trial_before_the_first_epoch_takes_the_same_way() -> None:
     assert seen[0] == 2 * first
 
 
-def test_listeners_of_the_evaluation_see_the_evaluated_weights() -> None:
-    ema, best = Ema(0.5), BestWeights("eval/loss", "min")
-    run = tiny_run(steps=5, callbacks=[ema, judged(every="1 step", weights="ema"), best])
-    assert best.step == 5
-    assert ema.average is not None
-    assert same(dict(run.model.state_dict()), dict(ema.average.module.state_dict()))
-
-
 def test_what_is_saved_for_the_best_result_are_the_weights_with_which_the_run_goes_on(tmp_path: Path) -> None:
     def make(directory: Path) -> Trainer:
         saving = Checkpoint("2 steps", keep_best=("eval/loss", "min"))
@@ -271,12 +265,6 @@ def test_before_swa_begins_the_model_itself_is_judged() -> None:
     run = tiny_run(epochs=4, callbacks=callbacks)
     alike = [one == other for one, other in zip(run.history["eval/loss"], run.history["swa/loss"], strict=True)]
     assert alike == [True, True, False, False]  # after 2 epochs the average is that of one set of weights
-
-
-def test_the_plan_names_the_evaluated_weights() -> None:
-    plan = str(tiny_trainer(callbacks=[judged(weights="ema", limit=2), Ema()]).plan())
-    assert "Evaluate (every epoch, 2 batches, weights 'ema')" in plan
-    assert "order: Evaluate comes after Ema" in plan
 
 
 def test_a_loader_without_batches_is_named_and_the_weights_are_put_back() -> None:
@@ -504,7 +492,10 @@ def test_with_a_step_fn_swa_cannot_update_the_statistics() -> None:
     assert all(math.isfinite(value.sum()) for value in run.model.state_dict().values())
 
 
-def test_the_plan_says_from_when_on() -> None:
-    plan = str(tiny_trainer(epochs=8, callbacks=[Swa(), Swa("6 epochs", "10 steps", name="late")]).plan())
+def test_the_plan_names_the_evaluated_weights_and_from_when_on_they_are_averaged() -> None:
+    callbacks = [judged(weights="ema", limit=2), Ema(), Swa(), Swa("6 epochs", "10 steps", name="late")]
+    plan = str(tiny_trainer(epochs=8, callbacks=callbacks).plan())
+    assert "Evaluate (every epoch, 2 batches, weights 'ema')" in plan
+    assert "order: Evaluate comes after Ema" in plan
     assert "Swa (every epoch, after 0.75 of the run)" in plan
     assert "Swa(late) (every 10 steps, at epoch 6)" in plan

@@ -147,7 +147,7 @@ def test_when_a_run_is_over_or_fails_all_is_as_it_was(fails: bool) -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_every_change_is_a_decision() -> None:
+def test_every_change_is_a_decision_and_the_plan_shows_the_points_and_one_that_never_comes() -> None:
     run = tiny_run(model=Network(), epochs=2, callbacks=[Freeze({"backbone.stem": "1 epoch", "scale": "7 steps"})])
     assert [str(decision) for decision in run.decisions] == [
         "frozen by Freeze at epoch 0, step 0, batch 0: 'backbone.stem', 8 parameters, at epoch 1",
@@ -155,9 +155,6 @@ def test_every_change_is_a_decision() -> None:
         "unfrozen by Freeze at epoch 1, step 5, batch 5: 'backbone.stem', 8 parameters, at epoch 1",
         "unfrozen by Freeze at epoch 1, step 7, batch 7: 'scale', 4 parameters, at step 7",
     ]
-
-
-def test_the_plan_shows_the_points_and_one_that_never_comes() -> None:
     plan = str(tiny_trainer(epochs=2, callbacks=[Freeze({"weight": "1 epoch", "bias": "3 epochs"})]).plan())
     assert "Freeze (at epoch 1) > Freeze (at epoch 3)" in plan
     assert "! Freeze (at epoch 3) never fires: the run ends after 2 epochs" in plan
@@ -173,16 +170,12 @@ def test_it_continues_to_the_same_bits_before_at_and_after_each_point() -> None:
 
 
 def test_what_is_frozen_follows_from_the_counters_when_a_run_goes_on(tmp_path: Path) -> None:
-    requires: dict[int, bool] = {}
-
-    @on(Callback.on_step_start)
-    def look(run: Run) -> None:
-        requires[run.progress.step] = run.model.get_parameter("weight").requires_grad
-
+    requires: list[bool] = []
+    look = on(Callback.on_step_start)(lambda run: requires.append(run.model.get_parameter("weight").requires_grad))
     for steps in (2, 4, 6):
         callbacks = [Freeze("weight", until="3 steps"), look, Checkpoint()]
         tiny_trainer(directory=tmp_path, steps=steps, seed=1, callbacks=callbacks).fit(resume="auto")
-    assert requires == {0: False, 1: False, 2: False, 3: True, 4: True, 5: True}
+    assert requires == [False, False, False, True, True, True]
 
 
 def test_a_name_that_fits_nothing_is_an_error_and_a_model_that_cannot_learn_is_let_go() -> None:
@@ -290,14 +283,10 @@ def test_on_many_ranks_batch_norm_is_converted_once_and_what_it_held_stays() -> 
     assert [id(module) for module in model.modules()] == layers
 
 
-def test_the_converted_layers_are_trained_and_compute_the_same_where_there_is_no_other_rank() -> None:
+def test_converted_layers_compute_the_same_where_there_is_no_other_rank_and_on_one_rank_the_model_is_left_alone() -> None:
     converted = tiny_run(model=network(), driver=OneOfTwo("cpu"), epochs=2, callbacks=[ConvertSyncBatchNorm(), Ema(0.9)])
-    plain = tiny_run(model=network(), epochs=2)
+    plain = tiny_run(model=network(), epochs=2, callbacks=[ConvertSyncBatchNorm()])
+    assert kinds(plain.model) == ["BatchNorm1d", "BatchNorm1d"]
+    assert plain.why("left alone").endswith("BatchNorm, as there is one rank")
     for name, value in plain.model.state_dict().items():
         assert torch.equal(converted.model.state_dict()[name], value), name
-
-
-def test_on_one_rank_the_model_is_left_alone() -> None:
-    run = tiny_run(model=network(), callbacks=[ConvertSyncBatchNorm()])
-    assert kinds(run.model) == ["BatchNorm1d", "BatchNorm1d"]
-    assert run.why("left alone").endswith("BatchNorm, as there is one rank")

@@ -154,19 +154,12 @@ def test_all_batches_since_the_checkpoint_are_left_out(tmp_path: Path) -> None:
 def test_further_back_and_with_a_lower_rate(tmp_path: Path) -> None:
     rates: list[float] = []
 
-    class Rates(Callback):
-        before = ()
-
-        def on_before_optimizer_step(self, run: Run) -> None:
-            rates.append(run.optimizers[0].param_groups[0]["lr"])
-
+    look = on(Callback.on_before_optimizer_step)(lambda run: rates.append(run.optimizers[0].param_groups[0]["lr"]))
     recover = Recover(back="25 steps", then=LowerRate(0.1, "10 steps"), skip=None, when=Spike(), times=1)
-    run = trainer_in(tmp_path, {100: 1e4}, recover, Warmup("5 steps", start=0.5), Rates(), epochs=1).fit()
+    run = trainer_in(tmp_path, {100: 1e4}, recover, Warmup("5 steps", start=0.5), look, epochs=1).fit()
     (went,) = decided(run, "went back")
     assert went["to"] <= went["step"] - 25
-    assert run.outcome is not None
-    assert run.outcome.kind == "stopped"  # the batch was not left out, so the sign came again
-    assert "after 1 rollback" in run.outcome.reason
+    assert "after 1 rollback" in run.why("stopped")  # the batch was not left out, so the sign came again
     again = rates[went["step"] :]
     assert again[5:] == pytest.approx([1e-3] * len(again[5:]))
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2)
@@ -190,9 +183,7 @@ def test_a_run_that_breaks_each_time_stops(tmp_path: Path) -> None:
 
     calls: list[int] = []
     run = tiny_run(compute_loss=broken, directory=tmp_path, callbacks=[Recover(times=2), Checkpoint("1 step")], batches=4)
-    assert run.outcome is not None
-    assert run.outcome.kind == "stopped"
-    assert "the loss is nan at step 4, after 2 rollbacks" in run.outcome.reason
+    assert "the loss is nan at step 4, after 2 rollbacks" in run.why("stopped")
 
 
 def test_the_state_of_an_earlier_version_is_loaded() -> None:
@@ -204,9 +195,7 @@ def test_the_state_of_an_earlier_version_is_loaded() -> None:
 
 def test_without_a_checkpoint_to_go_back_to_the_run_stops_and_says_what_is_missing(tmp_path: Path) -> None:
     def reason(name: str, *callbacks: Callback, bad: int) -> str:
-        run = tiny_run(loader=bad_at(bad, of=8), directory=tmp_path / name, callbacks=callbacks)
-        assert run.outcome is not None
-        return run.outcome.reason
+        return tiny_run(loader=bad_at(bad, of=8), directory=tmp_path / name, callbacks=callbacks).why("stopped")
 
     assert reason("without", Recover(), bad=1).endswith(
         "the loss is nan at step 2, and there is no checkpoint to go back to: add Checkpoint(...) to callbacks"

@@ -284,16 +284,12 @@ def test_a_run_that_continues_between_two_changes_has_the_same_bits(every: str, 
 
 def test_a_run_that_continues_sets_what_no_checkpoint_holds(tmp_path: Path) -> None:
     seen: list[float] = []
-
-    def fit(steps: int, resume: Any) -> None:
+    for steps in (2, 4):
         dropout = nn.Dropout(0.9)
-        model = nn.Sequential(nn.Linear(1, 1), dropout)
-        look = on(Callback.on_step_start)(lambda run: seen.append(dropout.p))
+        look = on(Callback.on_step_start)(lambda run, dropout=dropout: seen.append(dropout.p))
         callbacks = [ScheduleValue(dropout, "p", {0: 0.5, 5: 0.0}), look, Checkpoint()]
-        tiny_trainer(model=model, callbacks=callbacks, steps=steps, directory=tmp_path).fit(resume=resume)
-
-    fit(2, False)
-    fit(4, "auto")
+        model = nn.Sequential(nn.Linear(1, 1), dropout)
+        tiny_trainer(model=model, callbacks=callbacks, steps=steps, directory=tmp_path).fit(resume="auto")
     assert seen == pytest.approx([0.5, 0.4, 0.3, 0.2])
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +17,7 @@ from optuna.trial import FixedTrial
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from cadenza import Callback, Run, SingleDriver, callbacks
+from cadenza import Callback, SingleDriver, callbacks
 from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, LowerRate, NonFinite, Spike
 from cadenza.errors import CallbackError, DirectoryError, MissingExtraError, MonitorError, OutputError, ScheduleError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run
@@ -27,16 +29,22 @@ def trial(*directions: Any) -> Any:
     return optuna.create_study(directions=directions or ["minimize"]).ask()
 
 
-def first_rows(size: int) -> Any:
-    return tiny_loader(1, size)
-
-
 def halving(optimizer: Any) -> LRScheduler:
     return StepLR(optimizer, step_size=1, gamma=0.5)
 
 
 # -- when it is made ------------------------------------------------------------------------------------
 
+
+def rows(make: Callable[[Any], object], wrong: Iterable[Any], message: str) -> list[tuple[Callable[[], object], str]]:
+    """Return a row for each value that is wrong for the same reason."""
+    return [(partial(make, value), message) for value in wrong]
+
+
+KEEP_LAST = "keep_last must be a whole number of at least 1, or None to keep all; got"
+PAIRS: list[Any] = ["eval/acc", [("eval/acc",)], [["eval/acc", "max", 1]]]
+RAMPUP = "rampup must be True, False or a whole number of at least 2; got"
+WITHOUT_STEPS: list[Any] = ["1 epoch", "0.5 epoch", "100 samples", "1 min", lambda run: True]
 PATTERN = r"must be a pattern such as 'encoder\.\*', a sequence of patterns, or a function"
 FORMATS = r"needs a path ending in \.parquet, \.csv or \.jsonl; got 'a\.txt', with the suffix '\.txt'"
 DURATION = r'duration must be a time such as "90 s", "30 min" or "2 h"; got \'5 steps\''
@@ -52,12 +60,8 @@ MADE: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: shipped.BestWeights("acc"), r"BestWeights needs mode='min' or mode='max'.*BestWeights\('acc', 'min'\)"),
         (lambda: shipped.Capsule(last=0), "last must be a whole number"),
         (lambda: shipped.Capsule(weights="1 epoch"), "weights must be a number of steps"),
-        (lambda: shipped.Checkpoint(keep_last=0), "keep_last must be a whole number of at least 1, or None to keep all; got"),
-        (lambda: shipped.Checkpoint(keep_last=-1), "keep_last must be a whole number of at least 1, or None to keep all; got"),
-        (lambda: shipped.Checkpoint(keep_last=1.5), "keep_last must be a whole number of at least 1, or None to keep all; got"),
-        (lambda: shipped.Checkpoint(keep_best="eval/acc"), "keep_best must be a pair"),
-        (lambda: shipped.Checkpoint(keep_best=[("eval/acc",)]), "keep_best must be a pair"),
-        (lambda: shipped.Checkpoint(keep_best=[["eval/acc", "max", 1]]), "keep_best must be a pair"),
+        *rows(lambda wrong: shipped.Checkpoint(keep_last=wrong), (0, -1, 1.5), KEEP_LAST),
+        *rows(lambda wrong: shipped.Checkpoint(keep_best=wrong), PAIRS, "keep_best must be a pair"),
         (lambda: shipped.ClipGradients(), "expected max_norm or max_value, not both; got max_norm="),
         (lambda: shipped.ClipGradients(1.0, max_value=1.0), "expected max_norm or max_value, not both; got max_norm="),
         (lambda: shipped.ClipGradients(0), "max_norm must be greater than 0; got 0"),
@@ -75,18 +79,13 @@ MADE: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: shipped.EarlyStopping("x", "min", min_delta=math.nan), "min_delta must be 0 or more; got nan"),
         (lambda: shipped.EarlyStopping("x", "min", threshold=1.0, diverged=0.5),
          r"diverged must be worse than threshold=1\.0; got 0\.5"),
-        (lambda: shipped.Ema(-0.1), "decay must be at least 0 and less than 1; got"),
-        (lambda: shipped.Ema(1.0), "decay must be at least 0 and less than 1; got"),
-        (lambda: shipped.Ema(2.0), "decay must be at least 0 and less than 1; got"),
-        (lambda: shipped.Ema(rampup=1), "rampup must be True, False or a whole number of at least 2; got"),
-        (lambda: shipped.Ema(rampup=-3), "rampup must be True, False or a whole number of at least 2; got"),
-        (lambda: shipped.Ema(rampup=0), "rampup must be True, False or a whole number of at least 2; got"),
-        (lambda: shipped.Ema(rampup=2.5), "rampup must be True, False or a whole number of at least 2; got"),
+        *rows(lambda wrong: shipped.Ema(wrong), (-0.1, 1.0, 2.0), "decay must be at least 0 and less than 1; got"),
+        *rows(lambda wrong: shipped.Ema(rampup=wrong), (1, -3, 0, 2.5), RAMPUP),
         (lambda: shipped.Ema(name=""), "Ema: name must be a text such as 'ema'; got ''"),
-        (lambda: shipped.FindBatchSize(first_rows, start=0), "start must be a whole number of at least 1; got 0"),
-        (lambda: shipped.FindBatchSize(first_rows, max_size=2.5),
+        (lambda: shipped.FindBatchSize(tiny_loader, start=0), "start must be a whole number of at least 1; got 0"),
+        (lambda: shipped.FindBatchSize(tiny_loader, max_size=2.5),
          r"max_size must be None or a whole number of at least 1; got 2\.5"),
-        (lambda: shipped.FindBatchSize(first_rows, start=8, max_size=4), "max_size must be at least start, 8; got 4"),
+        (lambda: shipped.FindBatchSize(tiny_loader, start=8, max_size=4), "max_size must be at least start, 8; got 4"),
         (lambda: shipped.FindLearningRate(start=0.0),
          r"start must be greater than 0 and less than end; got start=0\.0, end=10"),
         (lambda: shipped.FindLearningRate(start=1.0, end=0.1), "less than end"),
@@ -96,9 +95,8 @@ MADE: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: shipped.LearningRate(ReduceLROnPlateau, mode="min"), "LearningRate: mode='min' needs monitor="),
         (lambda: shipped.LearningRate(halving, stretch=True), r"expected a function \(optimizer, total\) -> scheduler"),
         (lambda: shipped.LearningRate(ReduceLROnPlateau, ("eval/acc", "most")), "mode must be 'min' or 'max'"),
-        (lambda: shipped.Limit(train=0), "train must be None or a whole number of at least 1; got"),
+        *rows(lambda wrong: shipped.Limit(train=wrong), (0, 1.5), "train must be None or a whole number of at least 1; got"),
         (lambda: shipped.Limit(evaluation=-1), "evaluation must be None or a whole number of at least 1; got"),
-        (lambda: shipped.Limit(train=1.5), "train must be None or a whole number of at least 1; got"),
         (lambda: shipped.LogTraining(throughput=("token",)), r"throughput has no 'token'; expected .* Did you mean 'tokens'\?"),
         (lambda: shipped.LogTraining(peak_flops=0), "peak_flops must be above 0; got 0"),
         (lambda: shipped.LogTraining(flops=math.nan), "flops must be above 0; got nan"),
@@ -110,8 +108,7 @@ MADE: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: shipped.OptunaPruning(trial(), ("x", "max")), "contradicts the study"),
         (lambda: shipped.OptunaPruning(trial("minimize", "maximize"), "x"),
          "one objective, because Optuna does not prune studies with several; got 2"),
-        (lambda: shipped.Profile(window=(0, 0)), "window must be"),
-        (lambda: shipped.Profile(window=5), "window must be"),
+        *rows(lambda wrong: shipped.Profile(window=wrong), ((0, 0), 5), "window must be"),
         (lambda: shipped.Profile(trace=3), "trace must be"),
         (lambda: shipped.Profile(torch_profiler={"actve": 3}), "torch_profiler takes .*'actve'"),
         (lambda: shipped.Recover(skip=None), "skip=None repeats the same steps"),
@@ -146,9 +143,7 @@ MADE: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: shipped.TimeLimit("5 steps"), DURATION),
         (lambda: shipped.Timer().elapsed_s("trian"), r"Timer has no 'trian'; it has 'fit', 'train',.*mean 'train'\?"),
         (lambda: shipped.Warmup(500), r'length must be such as "500 steps" .*; got 500\. Did you mean "500 steps"\?'),
-        (lambda: shipped.Warmup(0.0), r"got 0\.0\."),
-        (lambda: shipped.Warmup(1.5), r"got 1\.5\."),
-        (lambda: shipped.Warmup("10 min"), "got '10 min'"),
+        *((lambda wrong=wrong: shipped.Warmup(wrong), re.escape(f"got {wrong!r}")) for wrong in (0.0, 1.5, "10 min")),
         (lambda: shipped.Warmup("5 steps", shape="square"), "shape must be 'linear', 'constant' or 'cosine'; got 'square'"),
         (lambda: shipped.Warmup("5 steps", start=2.0), r"start must be a factor from 0 to 1; got 2\.0"),
         (lambda: shipped.Warmup("5 steps", shape="constant"), "a constant warm-up with start=0 has a rate of 0"),
@@ -161,14 +156,8 @@ MADE: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: shipped.Fingerprint("1 epoch"), r"so Fingerprint\(every=...\) needs an interval in steps"),
         (lambda: shipped.Freeze("head", "3 epoks"), "unknown unit 'epoks'"),
         (lambda: shipped.Freeze("head", "10 min"), "no point of a run that is the same after a resume"),
-        (lambda: shipped.Histograms("1 epoch", gradients=True), GRADIENTS),
-        (lambda: shipped.Histograms("0.5 epoch", gradients=True), GRADIENTS),
-        (lambda: shipped.Histograms("100 samples", gradients=True), GRADIENTS),
-        (lambda: shipped.Histograms("1 min", gradients=True), GRADIENTS),
-        (lambda: shipped.Histograms(lambda run: True, gradients=True), GRADIENTS),
-        (lambda: shipped.ReplayCheck("1 epoch"), r"so ReplayCheck\(every=...\) needs an interval in steps"),
-        (lambda: shipped.ReplayCheck("50 samples"), r"so ReplayCheck\(every=...\) needs an interval in steps"),
-        (lambda: shipped.ReplayCheck(lambda run: True), r"so ReplayCheck\(every=...\) needs an interval in steps"),
+        *rows(lambda wrong: shipped.Histograms(wrong, gradients=True), WITHOUT_STEPS, GRADIENTS),
+        *rows(shipped.ReplayCheck, WITHOUT_STEPS, r"so ReplayCheck\(every=...\) needs an interval in steps"),
         (lambda: shipped.SampleImages(every="2 stps"), "unknown unit 'stps'"),
         (lambda: shipped.ScheduleValue(nn.Dropout(), "p", {0: 1.0}, every="2 stps"), "unknown unit 'stps'"),
         (lambda: shipped.Swa("8 epoks"), "unknown unit 'epoks'"),
@@ -191,8 +180,7 @@ MADE: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: shipped.Freeze({"head": "1 epoch"}, "3 epochs"), "modules is a mapping, .* Leave out until='3 epochs'"),
         (lambda: shipped.Freeze(nn.Linear(1, 1)), "a function of the model such as lambda model: model.backbone; got Linear"),
         (lambda: shipped.Freeze([nn.Linear(1, 1)]), "got Linear"),
-        (lambda: shipped.Histograms(parameters=[]), PATTERN),
-        (lambda: shipped.Histograms(parameters=[3]), PATTERN),
+        *rows(lambda wrong: shipped.Histograms(parameters=wrong), ([], [3]), PATTERN),
         (lambda: shipped.LogTraining(throughput="tokens"),
          "throughput must be True, False or a sequence of 'steps', .*; got 'tokens'"),
         (lambda: shipped.LogTraining(outputs="loss"),
@@ -272,20 +260,8 @@ def total_steps(optimizer: Any, total: int) -> LRScheduler:
     return StepLR(optimizer, total)
 
 
-def six_steps(optimizer: Any) -> LRScheduler:
-    return OneCycleLR(optimizer, 0.1, total_steps=6)
-
-
 def stray() -> LearningRate:
     return LearningRate(halving(torch.optim.SGD(tiny_model().parameters(), 0.1)))
-
-
-def first_group(run: Run) -> Any:
-    return run.optimizers[0].param_groups[0]
-
-
-def own_step(run: Run, batch: Any) -> Any:
-    return {"loss": torch.zeros(())}
 
 
 JUDGE = Evaluate(tiny_loader(1))
@@ -325,13 +301,13 @@ SET_UP: dict[type[Exception], list[tuple[Callable[[], list[Callback]], dict[str,
          "monitor= is for ReduceLROnPlateau; got a StepLR, which reads no result"),
         (lambda: [JUDGE, LearningRate(ReduceLROnPlateau, ("eval/loss", "max"))], {},
          r"has mode='max', but its ReduceLROnPlateau has mode='min'\. Make both"),
-        (lambda: [LearningRate(six_steps)], {"steps": 7},
+        (lambda: [LearningRate(lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=6))], {"steps": 7},
          r"LearningRate has total_steps=6, and the run has 7 steps: torch would raise an"),
         (lambda: [shipped.StopOnNonFinite(gradients=True)], {"precision": "fp16"},
          r"in fp16 the scaler already skips .* expected StopOnNonFinite\(gradients=False"),
-        (lambda: [shipped.ReplayCheck()], {"step_fn": own_step}, "in a step_fn only your code computes them"),
-        (lambda: [shipped.FindBatchSize(first_rows)], {}, "FindBatchSize needs max_size= on the CPU"),
-        (lambda: [shipped.FindBatchSize(first_rows, max_size=4)], {"driver": TwoRanks("cpu")},
+        (lambda: [shipped.ReplayCheck()], {"step_fn": lambda run, batch: None}, "in a step_fn only your code computes them"),
+        (lambda: [shipped.FindBatchSize(tiny_loader)], {}, "FindBatchSize needs max_size= on the CPU"),
+        (lambda: [shipped.FindBatchSize(tiny_loader, max_size=4)], {"driver": TwoRanks("cpu")},
          "FindBatchSize works in one process; got 2"),
         (lambda: [Ema(), Evaluate([]), Evaluate([], weights="ema")], {}, "two evaluations have the name 'eval'"),
         (lambda: [Ema(), Ema(name="fast"), Evaluate([], weights="emma")], {}, NO_WEIGHTS + r".*Did you mean 'ema'\?"),
@@ -351,7 +327,7 @@ SET_UP: dict[type[Exception], list[tuple[Callable[[], list[Callback]], dict[str,
     AttributeError: [
         (lambda: [shipped.ScheduleValue(nn.Dropout(), "pp", {0: 0.5})], {},
          r"cannot set 'pp': a Dropout has no such option\. Did you mean 'p'\?"),
-        (lambda: [shipped.ScheduleValue(first_group, "momemtum", {0: 0.5})], {},
+        (lambda: [shipped.ScheduleValue(lambda run: run.optimizers[0].param_groups[0], "momemtum", {0: 0.5})], {},
          r"a dict has no such option\. Did you mean 'momentum'\?"),
     ],
     CallbackError: [

@@ -288,8 +288,7 @@ def test_each_rank_resumes_with_the_gradients_that_it_has_accumulated_over_steps
 
 
 def make(directory: Path) -> Loop:
-    torch.manual_seed(0)
-    policy = nn.Linear(2, 1)
+    policy = seeded()
     return attach(policy, torch.optim.Adam(policy.parameters(), 0.01), max_steps=6, seed=1, directory=directory, progress=False)
 
 
@@ -299,9 +298,7 @@ def steps_of(attached: Loop, *, keeps: bool = True) -> None:
         if keeps:
             loop.keep("world", world)
         while not loop.over():
-            with loop.step(), loop.batch(world.rollout()) as batch:
-                loop.backward(loop.run.model(batch).square().mean())
-                loop.update()
+            one_step(loop, world.rollout())
 
 
 @pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -311,15 +308,6 @@ def test_prove_resume_finds_what_a_loop_does_not_keep(in_process: bool) -> None:
         prove_resume(make, at=[2], loop=partial(steps_of, keeps=False), in_process=True)
     with pytest.raises(TypeError, match="needs loop="):
         prove_resume(make, at=[2], in_process=True)
-
-
-NEEDS_A_LOADER = [Limit(train=3), FindLearningRate(), FindBatchSize(lambda size: [torch.ones(size, 2)], max_size=4)]
-
-
-@pytest.mark.parametrize("callback", NEEDS_A_LOADER)
-def test_a_callback_that_needs_the_loader_of_a_trainer_is_refused_before_the_first_step(callback: Callback) -> None:
-    with pytest.raises(ValueError, match=r"a loop of cadenza\.attach"):
-        play(callbacks=[callback])
 
 
 def played(*, data: Any = None, **arguments: Any) -> Loop:
@@ -351,20 +339,21 @@ def test_without_a_limit_the_run_ends_when_the_loop_is_left_or_asked_to_stop(tmp
     assert loop.run.why("stopped") == "stopped by the script at step 3: enough"  # it has no epochs, and no batches
 
 
-def test_schedules_of_what_a_loop_does_not_have_and_limits_in_epochs_are_refused() -> None:
+def test_schedules_limits_and_callbacks_that_need_what_a_loop_does_not_have_are_refused() -> None:
     with pytest.raises(ScheduleError, match="max_steps="), attached(callbacks=[LogTraining("50%")]):
         pass
     with pytest.raises(ScheduleError, match=r"LogTraining: .* a loop of cadenza\.attach has no epochs"):
         played(max_steps=2, callbacks=[LogTraining("0.5 epoch")])
     with pytest.raises(TypeError, match=r"takes no max_epochs=: the loop has no epochs\. Give max_steps="):
         attached(max_epochs=3)
-
-
-def test_tokens_are_a_limit_for_batches_alone() -> None:
     run = played(data=torch.ones(4, 2), max_tokens=20, tokens=lambda batch: int(batch.numel())).run
     assert (run.progress.step, run.progress.tokens) == (3, 24)
     with pytest.raises(DataError, match=r"max_tokens=20 counts the tokens of batches, and this step has none"):
         played(max_tokens=20)
+    needs_a_loader = [Limit(train=3), FindLearningRate(), FindBatchSize(lambda size: [torch.ones(size, 2)], max_size=4)]
+    for callback in needs_a_loader:
+        with pytest.raises(ValueError, match=r"a loop of cadenza\.attach"):
+            played(max_steps=8, callbacks=[callback])
 
 
 @pytest.mark.parametrize(

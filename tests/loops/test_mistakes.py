@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
-from cadenza import Loop, Trainer, attach
+from cadenza import Loop, Steps, Trainer, attach
 from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, Swa
 from cadenza.errors import CallbackError, CheckpointMismatchError, LossError, StateError
+from cadenza.status.decisions import Outcome
 from cadenza.testing import launch
 
 BATCHES = [torch.ones(4, 2) for _ in range(6)]
@@ -50,9 +51,6 @@ def over_steps(one: Trainer) -> None:
     for step in one.steps():
         for _ in step:
             step.backward(loss_of(one))
-
-
-# -- trainer.steps() -----------------------------------------------------------------------------------
 
 
 def test_a_step_without_a_backward_pass_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,9 +136,6 @@ def test_two_runs_of_one_trainer_at_once_are_refused_and_two_trainers_may_take_t
     assert other.run.outcome.kind == "finished"
 
 
-# -- attach --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", ["model", [nn.Linear(1, 1), 3], {"a": None}, torch.optim.SGD])
 def test_the_model_must_be_a_module_or_several(model: Any) -> None:
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, or a sequence or mapping"):
@@ -178,21 +173,18 @@ def test_steps_without_gradients_or_updates_are_reported(caplog: pytest.LogCaptu
     assert caplog.text.count("no step of this loop called loop.update(...)") == 1
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_backward_pass_by_hand_is_reported_and_refused_in_fp16(precision: str, caplog: pytest.LogCaptureFixture) -> None:
-    def train() -> None:
+def test_a_backward_pass_by_hand_is_reported_and_refused_in_fp16(caplog: pytest.LogCaptureFixture) -> None:
+    def train(precision: str) -> None:
         with attached(precision=precision) as loop:
             while not loop.over():
                 with loop.step():
                     loss_of(loop).backward()
                     loop.update()
 
-    if precision == "fp16":
-        with pytest.raises(LossError, match=r"gradients that are not scaled for fp16.*Call loop\.backward\(loss\) instead"):
-            train()
-    else:
-        train()
-        assert caplog.text.count("loop.backward(...) was not called, so callbacks do not see the loss") == 1
+    train("fp32")
+    assert caplog.text.count("loop.backward(...) was not called, so callbacks do not see the loss") == 1
+    with pytest.raises(LossError, match=r"gradients that are not scaled for fp16.*Call loop\.backward\(loss\) instead"):
+        train("fp16")
 
 
 def test_updates_outside_of_steps_are_an_error_and_not_an_endless_loop() -> None:
@@ -212,35 +204,27 @@ def test_updates_outside_of_steps_are_an_error_and_not_an_endless_loop() -> None
     assert updates(steps=True).run.progress.step == 2
 
 
-def exhausted_between_steps() -> None:
-    with attached() as loop:
-        while not loop.over():
-            next(iter(()))
+@pytest.mark.parametrize("make", [attached, lambda: trainer().steps()], ids=["attach", "steps"])
+def test_the_end_of_an_iterator_in_a_loop_stays_what_it_is(make: Callable[[], Any]) -> None:
+    def exhausted() -> None:
+        with make() as loop:
+            for _ in loop if isinstance(loop, Steps) else iter(loop.over, True):
+                next(iter(()))
 
-
-def exhausted_in_steps() -> None:
-    with trainer().steps() as steps:
-        for _ in steps:
-            next(iter(()))
-
-
-@pytest.mark.parametrize("loop", [exhausted_between_steps, exhausted_in_steps])
-def test_the_end_of_an_iterator_in_a_loop_stays_what_it_is(loop: Callable[[], None]) -> None:
     with pytest.raises(StopIteration):
-        loop()
+        exhausted()
 
 
 def test_a_loop_that_does_all_its_steps_has_finished_without_asking_over() -> None:
-    def train() -> str:
+    def train() -> Outcome | None:
         with attached() as loop:
             for _ in range(2):
                 with loop.step():
                     loop.backward(loss_of(loop))
                     loop.update()
-        assert loop.run.outcome is not None
-        return loop.run.outcome.kind
+        return loop.run.outcome
 
-    assert [train(), *launch(train)] == ["finished"] * 3
+    assert [one and one.kind for one in (train(), *launch(train))] == ["finished"] * 3
 
 
 @pytest.mark.parametrize(
@@ -304,24 +288,20 @@ class Script:
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
 
-    def loss(self) -> Tensor:
-        return self.model(BATCHES[0]).mean()  # type: ignore[no-any-return]
-
-    def over_steps(self, before: Callable[[], Any], after: Callable[[], Any], **arguments: Any) -> Trainer:
+    def over_steps(self, before: Callable[[], Any], after: Callable[[], Any], **arguments: Any) -> None:
         trainer = Trainer(self.model, self.optimizer, BATCHES, **{"max_epochs": 1, "progress": False, **arguments})
         for step in trainer.steps():
-            for _ in step:
-                loss = self.loss()
+            for batch in step:
+                loss = self.model(batch).mean()
                 before()
                 step.backward(loss)
                 after()
-        return trainer
 
     def attached(self, before: Callable[[], Any], after: Callable[[], Any], **arguments: Any) -> None:
         with attach(self.model, self.optimizer, **{"max_steps": 3, "progress": False, **arguments}) as loop:
             while not loop.over():
                 with loop.step():
-                    loss = self.loss()
+                    loss = self.model(BATCHES[0]).mean()
                     before()
                     loop.backward(loss)
                     after()
