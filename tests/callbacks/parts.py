@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cadenza import Callback, Run, load_weights, on
@@ -57,6 +58,10 @@ def two_layers() -> nn.Sequential:
 def two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
     """Return an optimizer for each parameter of the tiny model."""
     return [torch.optim.SGD([parameter], 0.1) for parameter in parameters]
+
+
+def halving(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return StepLR(optimizer, step_size=1, gamma=0.5)
 
 
 class Clock:

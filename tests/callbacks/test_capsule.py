@@ -51,18 +51,14 @@ def network() -> nn.Sequential:
 
 
 def trainer_in(directory: Path | None, *callbacks: Callback, workers: int = 0) -> Trainer:
-    return Trainer(
-        network(),
-        lambda parameters: torch.optim.SGD(parameters, 0.05),
-        DataLoader(Augmented(), 4, shuffle=True, num_workers=workers),
-        supervised(nn.MSELoss()),
-        max_epochs=1,
-        seed=3,
-        directory=directory,
-        callbacks=callbacks,
-        device="cpu",
-        driver="single" if rank() is None else "ddp",
-        progress=False,
+    arguments: dict[str, Any] = {
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, 0.05),
+        "loader": DataLoader(Augmented(), 4, shuffle=True, num_workers=workers),
+        "driver": "single" if rank() is None else "ddp",
+    }
+    loss = supervised(nn.MSELoss())
+    return tiny_trainer(
+        model=network(), compute_loss=loss, seed=3, directory=directory, callbacks=callbacks, device="cpu", **arguments
     )
 
 
@@ -244,24 +240,20 @@ def test_a_model_that_changes_its_batch_is_reported_and_no_sample_is_named(tmp_p
     assert facts["guilty_samples"] == []
 
 
+class Own:
+    """A batch of a type that checkpoints cannot hold."""
+
+    values = torch.ones(1)
+
+
 def test_the_command_says_what_the_capsule_lacks_in_lines_that_fit(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Own:
-        """A batch of a type that checkpoints cannot hold."""
-
-        def __init__(self, values: Tensor) -> None:
-            self.values = values
-
     def fails(model: nn.Module, batch: Own) -> Tensor:
         raise ValueError("the labels are wrong.")
 
-    loader = [Own(torch.ones(1))]
     with pytest.raises(ValueError, match="labels"):
-        tiny_run(loader=loader, compute_loss=fails, directory=tmp_path, callbacks=[Capsule()])
+        tiny_run(loader=[Own()], compute_loss=fails, directory=tmp_path, callbacks=[Capsule()])
     assert "the labels are wrong. Written to" in caplog.text
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["capsule", str(tmp_path)]) == 0

@@ -255,8 +255,6 @@ def test_background_and_blocking_writes_give_the_same_files(tmp_path: Path) -> N
         assert same(one, other)
 
 
-# -- errors of the run --------------------------------------------------------------------------------
-
 INSIDE = [Callback.on_step_start, Callback.on_batch_start, Callback.on_before_backward, Callback.on_before_optimizer_step,
           Callback.on_after_optimizer_step, Callback.on_step_end, Callback.on_epoch_end]  # fmt: skip
 

@@ -62,7 +62,7 @@ def test_it_stops_after_so_many_evaluations_without_gain(
     ],
 )
 def test_a_result_that_is_good_or_bad_enough_ends_the_run(
-    mode: Any, bound: dict[str, float], values: list[float], why: str
+    mode: Any, bound: dict[str, Any], values: list[float], why: str
 ) -> None:
     assert reason(EarlyStopping("eval/x", mode=mode, patience=9, **bound), values) == why
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, cast
 
 import pytest
@@ -330,7 +331,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_neither_weights_nor_o
     @on(Callback.on_step_end)
     def keep(run: Run) -> None:
         state = {"model": dict(run.model.state_dict()), "optimizer": run.optimizers[0].state_dict()["state"]}
-        kept.append(copied(state))
+        kept.append(deepcopy(state))
 
     callbacks = [StopOnNonFinite("skip", gradients=True), keep]
     run = tiny_run(compute_loss=poisoned_gradient(bad, at=2), callbacks=callbacks, optimizer=optimizer, steps=3)
@@ -339,12 +340,6 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_neither_weights_nor_o
     assert not same(poisoned["model"], after["model"])
     assert decided(run, "step skipped") == [f"the gradient of 'weight' is {bad}, first at index (0, 0)"]
     assert run.progress.step == 3
-
-
-def copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: copied(part) for key, part in value.items()}
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def test_it_stops_or_raises_for_a_gradient_too_and_nothing_is_applied() -> None:

@@ -36,7 +36,7 @@ from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, Limit, Warmup
 from cadenza.errors import CallbackError
 from cadenza.testing import prove_resume, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
-from tests.callbacks.parts import two_optimizers
+from tests.callbacks.parts import halving, two_optimizers
 from tests.long import LONG
 
 TOTAL = 12
@@ -117,10 +117,6 @@ def test_a_scheduler_made_outside_continues_with_the_same_bits(kind: str) -> Non
         return tiny_trainer(model=model, optimizer=optimizer, callbacks=callbacks, directory=directory, steps=TOTAL, seed=1)
 
     prove_resume(make, at=[5], in_process=True)
-
-
-def halving(optimizer: Optimizer) -> LRScheduler:
-    return StepLR(optimizer, step_size=1, gamma=0.5)
 
 
 def rate_after(run: Run) -> float:
@@ -299,13 +295,11 @@ def test_two_for_one_optimizer_are_refused_when_the_trainer_is_made() -> None:
     later = [LearningRate(halving), LearningRate(halving(optimizers[0]))]  # known when the optimizers are made
     with pytest.raises(CallbackError, match=clash):
         tiny_trainer(model=model, optimizer=lambda parameters: optimizers, callbacks=later).fit()
-    for callbacks in (
-        [LearningRate(halving, optimizer=1)],
-        [Tracker(), LearningRate(halving), LearningRate(halving, optimizer=1)],
-    ):
-        run = tiny_run(optimizer=two_optimizers, callbacks=callbacks, steps=1)
-        first = 0.1 if len(callbacks) == 1 else 0.05
-        assert [one.param_groups[0]["lr"] for one in run.optimizers] == [first, 0.05]
+    second = LearningRate(halving, optimizer=1)
+    allowed: list[tuple[list[Callback], float]] = [([second], 0.1), ([Tracker(), LearningRate(halving), second], 0.05)]
+    for given, rate in allowed:
+        run = tiny_run(optimizer=two_optimizers, callbacks=given, steps=1)
+        assert [one.param_groups[0]["lr"] for one in run.optimizers] == [rate, 0.05]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
 
 from cadenza import Callback, Run, Trainer, attach, on, supervised
 from cadenza.callbacks import Checkpoint, DeviceStats, Evaluate, LearningRate, Limit, LogTraining, TimeLimit, Timer
@@ -18,7 +17,7 @@ from cadenza.callbacks.device_stats import _of_device
 from cadenza.engine.session import session_of
 from cadenza.engine.throughput import known_peak
 from cadenza.testing import Recorder, launch, tiny_loader, tiny_run, tiny_trainer
-from tests.callbacks.parts import Clock, failing, two_optimizers
+from tests.callbacks.parts import Clock, failing, halving, two_optimizers
 from tests.distributed.parts import driver
 
 
@@ -72,7 +71,7 @@ def test_the_rate_that_is_logged_is_the_one_of_the_next_update_with_all_factors(
     def double(run: Run) -> None:
         session_of(run).rates.factors[0] = [lambda step: 2.0 * step]
 
-    halve = LearningRate(lambda optimizer: StepLR(optimizer, 1, 0.5))
+    halve = LearningRate(halving)
     run = tiny_run(callbacks=[on(Callback.on_setup)(double), halve, LogTraining("1 step", throughput=False)], steps=2)
     assert dict(run.history["train/lr"]) == pytest.approx({1: 0.05 * 4, 2: 0.025 * 6})
 
@@ -121,9 +120,6 @@ def test_evaluations_and_saves_do_not_count(clock: Clock, tmp_path: Path) -> Non
     )
     assert [value for _, value in run.history["train/steps_per_s"]] == [2.0] * 5
     assert clock.now > 3000
-
-
-# -- the fraction of the peak ------------------------------------------------------------------------
 
 
 def trained(*callbacks: Callback, **arguments: Any) -> Run:

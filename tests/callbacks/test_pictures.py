@@ -22,7 +22,6 @@ from cadenza import Callback, Figure, Image, Run, on
 from cadenza.callbacks import ConfusionMatrix, Evaluate, SampleImages
 from cadenza.drivers import SingleDriver
 from cadenza.errors import DataError
-from cadenza.hooks.subscription import Subscription
 from cadenza.records.record import Media, Record
 from cadenza.sinks import TensorBoard
 from cadenza.testing import simulate, tiny_run, tiny_trainer
@@ -242,17 +241,14 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def looking(into: dict[tuple[int, str], Media]) -> Subscription:
-    @on(Callback.on_log)
-    def look(run: Run, record: Record) -> None:
-        into.update({(record.step, name): value for name, value in record.media.items()})
-
-    return look
-
-
 def logged(*callbacks: Callback, batches: list[Any], **arguments: Any) -> dict[tuple[int, str], Media]:
     media: dict[tuple[int, str], Media] = {}
-    tiny_run(callbacks=[*callbacks, looking(media)], loader=batches, compute_loss=loss_of, **arguments)
+
+    @on(Callback.on_log)
+    def look(run: Run, record: Record) -> None:
+        media.update({(record.step, name): value for name, value in record.media.items()})
+
+    tiny_run(callbacks=[*callbacks, look], loader=batches, compute_loss=loss_of, **arguments)
     return media
 
 

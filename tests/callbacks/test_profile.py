@@ -16,7 +16,6 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.callbacks.profile import Profile
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.profiling.spans import BETWEEN
 from cadenza.profiling.timings import Timings
 from cadenza.status.decisions import decide
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
@@ -167,11 +166,6 @@ def test_a_step_fn_has_its_phases_and_what_it_does_itself_a_row(by: str) -> None
         assert (counted["forward"], counted["backward"], counted["optimizer"]) == (4, 4, 4)
     else:
         assert "forward" not in spent
-
-
-def test_every_name_between_two_moments_is_one_of_the_table() -> None:
-    moments = {name for row in BETWEEN for name in row[:2]}
-    assert moments <= set(Callback.__moments__)
 
 
 def test_each_callback_at_each_moment_has_its_own_time() -> None:

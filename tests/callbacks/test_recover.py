@@ -17,7 +17,7 @@ from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Capsule, Checkpoint, LogTraining, LowerRate, NonFinite, Recover, Spike, Warmup
 from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.engine.session import session_of
-from cadenza.testing import launch, tiny_loader, tiny_run
+from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
 from tests.callbacks.breaking import Root, batches
 from tests.distributed.parts import rank
 
@@ -41,25 +41,16 @@ def network() -> nn.Sequential:
 
 def trainer_in(directory: Path, bad: dict[int, float], *callbacks: Callback, epochs: int = 2, **arguments: Any) -> Trainer:
     own = [one for one in callbacks if isinstance(one, Recover)] or [Recover()]
-    return Trainer(
-        network(),
-        lambda parameters: torch.optim.AdamW(parameters, 1e-2),
-        DataLoader(data(bad), BATCH, shuffle=True),
-        supervised(nn.MSELoss()),
-        max_epochs=epochs,
-        seed=1,
-        directory=directory,
-        callbacks=[
-            *own,
-            Checkpoint("20 steps"),
-            *(one for one in callbacks if one not in own),
-            LogTraining("1 step", throughput=False),
-        ],
-        device="cpu",
-        driver="single" if rank() is None else "ddp",
-        progress=False,
-        **arguments,
-    )
+    others = [*(one for one in callbacks if one not in own), LogTraining("1 step", throughput=False)]
+    given: dict[str, Any] = {
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, 1e-2),
+        "loader": DataLoader(data(bad), BATCH, shuffle=True),
+        "compute_loss": supervised(nn.MSELoss()),
+        "callbacks": [*own, Checkpoint("20 steps"), *others],
+        "driver": "single" if rank() is None else "ddp",
+        "device": "cpu",
+    }
+    return tiny_trainer(model=network(), epochs=epochs, seed=1, directory=directory, **given, **arguments)
 
 
 def decided(run: Run, what: str) -> list[dict[str, Any]]:

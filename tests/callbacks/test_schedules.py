@@ -6,7 +6,7 @@ import math
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -257,9 +257,10 @@ def test_each_step_has_the_value_of_the_schedule(schedule: Any, arguments: dict[
 
 
 def test_the_target_may_be_a_module_a_tensor_or_a_mapping_and_the_last_value_stays_when_the_run_is_over() -> None:
-    dropout, model, strength = nn.Dropout(0.9), nn.Linear(1, 1), torch.tensor(0.0)
+    model: Any = nn.Linear(1, 1)
+    dropout, strength = nn.Dropout(0.9), torch.tensor(0.0)
     model.register_buffer("strength", strength)
-    model.level = 0.0  # type: ignore[assignment]  # modules take any attribute
+    model.level = 0.0
     several = [
         ScheduleValue(dropout, "p", {0: 0.5, 10: 0.0}),
         ScheduleValue(model, "strength", {0: 0.0, 4: 1.0}),
@@ -286,9 +287,9 @@ def test_a_run_that_continues_sets_what_no_checkpoint_holds(tmp_path: Path) -> N
     seen: list[float] = []
     for steps in (2, 4):
         dropout = nn.Dropout(0.9)
-        look = on(Callback.on_step_start)(lambda run, dropout=dropout: seen.append(dropout.p))
-        callbacks = [ScheduleValue(dropout, "p", {0: 0.5, 5: 0.0}), look, Checkpoint()]
         model = nn.Sequential(nn.Linear(1, 1), dropout)
+        look = on(Callback.on_step_start)(lambda run: seen.append(cast("nn.Dropout", run.model.get_submodule("1")).p))
+        callbacks = [ScheduleValue(dropout, "p", {0: 0.5, 5: 0.0}), look, Checkpoint()]
         tiny_trainer(model=model, callbacks=callbacks, steps=steps, directory=tmp_path).fit(resume="auto")
     assert seen == pytest.approx([0.5, 0.4, 0.3, 0.2])
 

@@ -21,16 +21,13 @@ from cadenza import Callback, SingleDriver, callbacks
 from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, LowerRate, NonFinite, Spike
 from cadenza.errors import CallbackError, DirectoryError, MissingExtraError, MonitorError, OutputError, ScheduleError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run
+from tests.callbacks.parts import halving
 
 shipped: Any = callbacks  # untyped: these arguments are wrong on purpose
 
 
 def trial(*directions: Any) -> Any:
-    return optuna.create_study(directions=directions or ["minimize"]).ask()
-
-
-def halving(optimizer: Any) -> LRScheduler:
-    return StepLR(optimizer, step_size=1, gamma=0.5)
+    return optuna.create_study(directions=[*directions] or ["minimize"]).ask()
 
 
 # -- when it is made ------------------------------------------------------------------------------------
