@@ -258,4 +258,4 @@ def test_a_run_that_continues_has_the_same_bits() -> None:
         callbacks = [FindBatchSize(make_loader, max_size=4), FindLearningRate(start=1e-3, steps=10)]
         return tiny_trainer(callbacks=callbacks, directory=directory, epochs=2, seed=3)
 
-    prove_resume(make, at=[1, 5], in_process=True)
+    prove_resume(make, at=[5], in_process=True)

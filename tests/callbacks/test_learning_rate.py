@@ -95,8 +95,12 @@ def test_every_kind_that_torch_has_is_among_them() -> None:
     assert {kind.partition(" ")[0] for kind in KINDS} == {*lr_scheduler.__all__} - {"LRScheduler"}
 
 
+STATEFUL = ("SequentialLR", "ChainedScheduler", "LambdaLR with a memory", "ReduceLROnPlateau", "OneCycleLR", "MultiStepLR")
+RESUMED = [one if one in STATEFUL else pytest.param(one, marks=pytest.mark.long) for one in KINDS]
+
+
 @pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESUMED)
 def test_a_run_that_continues_has_the_same_bits(kind: str, warm: bool) -> None:
     def make(directory: Path) -> Trainer:
         callbacks = [*([Warmup("6 steps")] if warm else []), *scheduled(kind, KINDS[kind])]
@@ -105,10 +109,7 @@ def test_a_run_that_continues_has_the_same_bits(kind: str, warm: bool) -> None:
     prove_resume(make, at=[3, 8] if LONG else [3], in_process=True)
 
 
-STATEFUL = ("SequentialLR", "ChainedScheduler", "LambdaLR with a memory", "ReduceLROnPlateau", "OneCycleLR")
-
-
-@pytest.mark.parametrize("kind", [one if one in STATEFUL else pytest.param(one, marks=pytest.mark.long) for one in KINDS])
+@pytest.mark.parametrize("kind", RESUMED)
 def test_a_scheduler_made_outside_continues_with_the_same_bits(kind: str) -> None:
     def make(directory: Path) -> Trainer:
         model = tiny_model()

@@ -166,7 +166,7 @@ def test_it_continues_to_the_same_bits_before_at_and_after_each_point() -> None:
         callbacks = [gradual, Freeze(["backbone.block2", "scale"], until="7 steps", batch_norm=False)]
         return tiny_trainer(model=Network(), optimizer=adamw, directory=directory, epochs=3, seed=1, callbacks=callbacks)
 
-    prove_resume(make, at=[3, 5, 7, 11], in_process=True)
+    prove_resume(make, at=[5, 7], in_process=True)
 
 
 def test_what_is_frozen_follows_from_the_counters_when_a_run_goes_on(tmp_path: Path) -> None:
