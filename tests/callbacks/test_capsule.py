@@ -1,9 +1,10 @@
-"""`Capsule`: a step that breaks is written, named and repeated."""
+"""`Capsule`: a step that breaks is written, named and repeated. The signs in a loss, and the cost of watching it."""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
-from cadenza.callbacks import Capsule, Evaluate, NonFinite, Spike, StopOnNonFinite
+from cadenza.callbacks import Capsule, Checkpoint, Evaluate, NonFinite, Recover, Spike, StopOnNonFinite
+from cadenza.callbacks.loss_signs import Sign, Watch
 from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, DataError, NonFiniteError
 from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
 from cadenza.timetravel import replay_capsule
 from tests.callbacks.breaking import Root, batches
+from tests.callbacks.parts import failing
 from tests.distributed.parts import rank
 
 BAD = 13
@@ -48,18 +51,14 @@ def network() -> nn.Sequential:
 
 
 def trainer_in(directory: Path | None, *callbacks: Callback, workers: int = 0) -> Trainer:
-    return Trainer(
-        network(),
-        lambda parameters: torch.optim.SGD(parameters, 0.05),
-        DataLoader(Augmented(), 4, shuffle=True, num_workers=workers),
-        supervised(nn.MSELoss()),
-        max_epochs=1,
-        seed=3,
-        directory=directory,
-        callbacks=callbacks,
-        device="cpu",
-        driver="single" if rank() is None else "ddp",
-        progress=False,
+    arguments: dict[str, Any] = {
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, 0.05),
+        "loader": DataLoader(Augmented(), 4, shuffle=True, num_workers=workers),
+        "driver": "single" if rank() is None else "ddp",
+    }
+    loss = supervised(nn.MSELoss())
+    return tiny_trainer(
+        model=network(), compute_loss=loss, seed=3, directory=directory, callbacks=callbacks, device="cpu", **arguments
     )
 
 
@@ -123,12 +122,12 @@ def test_the_step_is_repeated_to_the_bit_and_the_run_goes_on_as_without_a_capsul
 
 
 def test_an_exception_leaves_a_capsule_that_raises_it_again(tmp_path: Path) -> None:
-    def failing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def too_large(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if batch[0].min() > 0.5:
             raise ValueError("too large")
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    trainer = tiny_trainer(compute_loss=failing, directory=tmp_path, callbacks=[Capsule()])
+    trainer = tiny_trainer(compute_loss=too_large, directory=tmp_path, callbacks=[Capsule()])
     with pytest.raises(ValueError, match="too large"):
         trainer.fit()
     facts = facts_of_capsule(capsules_in(tmp_path)[0])
@@ -137,28 +136,27 @@ def test_an_exception_leaves_a_capsule_that_raises_it_again(tmp_path: Path) -> N
         replay_capsule(trainer, tmp_path)
 
 
-def test_losses_are_compared_as_far_as_both_are_known(tmp_path: Path) -> None:
-    @on(Callback.on_before_backward, at=4)
-    def fails(run: Run, outputs: Any) -> None:
-        raise ArithmeticError
-
-    for accumulate, text in ((2, "same losses"), (1, "no losses to compare")):
-        trainer = tiny_trainer(directory=tmp_path / text, accumulate=accumulate, callbacks=[fails, Capsule()])
-        with pytest.raises(ArithmeticError):
-            trainer.fit()
-        again = replay_capsule(trainer, tmp_path / text)
-        assert again.same
-        assert text in repr(again)
+@pytest.mark.parametrize(("accumulate", "text"), [(2, "same losses"), (1, "no losses to compare")])
+def test_losses_are_compared_as_far_as_both_are_known(tmp_path: Path, accumulate: int, text: str) -> None:
+    fails = failing(Callback.on_before_backward, at=4)
+    trainer = tiny_trainer(directory=tmp_path, accumulate=accumulate, callbacks=[fails, Capsule()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    again = replay_capsule(trainer, tmp_path)
+    assert again.same
+    assert text in repr(again)
 
 
-def test_an_error_before_the_batch_is_seen_is_not_that_of_the_step_before(tmp_path: Path) -> None:
-    @on(Callback.on_batch_start, at=3)
-    def fails(run: Run, batch: Any) -> None:
-        raise ValueError("not of step 2")
+def test_an_error_between_two_steps_or_before_the_batch_is_seen_is_not_that_of_the_step_before(tmp_path: Path) -> None:
+    def compute(model: nn.Module, batch: Any) -> Any:
+        raise ZeroDivisionError
 
-    with pytest.raises(ValueError, match="not of step 2"):
-        tiny_run(directory=tmp_path, callbacks=[fails, Capsule()])
-    assert not capsules_in(tmp_path)
+    before = [failing(Callback.on_batch_start, at=3), Capsule()]
+    between = [Capsule(), Evaluate(tiny_loader(), compute=compute, every="2 steps")]
+    for name, callbacks in {"before": before, "between": between}.items():
+        with pytest.raises(ZeroDivisionError):
+            tiny_run(directory=tmp_path / name, callbacks=callbacks)
+        assert not capsules_in(tmp_path / name)
 
 
 class Incomplete(Augmented):
@@ -196,15 +194,9 @@ def test_an_error_of_a_worker_is_told_in_one_line(tmp_path: Path, capsys: pytest
 def test_an_error_of_the_loader_names_the_samples_that_it_could_not_load(
     tmp_path: Path, accumulate: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = tiny_trainer(
-        model=network(),
-        loader=DataLoader(Incomplete(), 4, shuffle=True),
-        seed=3,
-        accumulate=accumulate,
-        compute_loss=supervised(nn.MSELoss()),
-        directory=tmp_path,
-        callbacks=[Capsule()],
-    )
+    loader, loss = DataLoader(Incomplete(), 4, shuffle=True), supervised(nn.MSELoss())
+    arguments: dict[str, Any] = {"seed": 3, "accumulate": accumulate, "compute_loss": loss, "directory": tmp_path}
+    trainer = tiny_trainer(model=network(), loader=loader, callbacks=[Capsule()], **arguments)
     with pytest.raises(KeyError):
         trainer.fit()
     (path,) = capsules_in(tmp_path)
@@ -217,15 +209,6 @@ def test_an_error_of_the_loader_names_the_samples_that_it_could_not_load(
     if not facts["batches"]:
         with pytest.raises(DataError, match="the loader failed with the first batch of the step"):
             replay_capsule(trainer, tmp_path)
-
-
-def test_an_error_between_two_steps_is_not_that_of_the_step_before(tmp_path: Path) -> None:
-    def fails(model: nn.Module, batch: Any) -> Any:
-        raise ValueError("of an evaluation")
-
-    with pytest.raises(ValueError, match="of an evaluation"):
-        tiny_run(directory=tmp_path, callbacks=[Capsule(), Evaluate(tiny_loader(), compute=fails, every="2 steps")])
-    assert not capsules_in(tmp_path)
 
 
 def test_a_gradient_that_breaks_the_weights_is_found_with_copies_of_each_step(tmp_path: Path) -> None:
@@ -257,24 +240,20 @@ def test_a_model_that_changes_its_batch_is_reported_and_no_sample_is_named(tmp_p
     assert facts["guilty_samples"] == []
 
 
+class Own:
+    """A batch of a type that checkpoints cannot hold."""
+
+    values = torch.ones(1)
+
+
 def test_the_command_says_what_the_capsule_lacks_in_lines_that_fit(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Own:
-        """A batch of a type that checkpoints cannot hold."""
-
-        def __init__(self, values: Tensor) -> None:
-            self.values = values
-
     def fails(model: nn.Module, batch: Own) -> Tensor:
         raise ValueError("the labels are wrong.")
 
-    loader = [Own(torch.ones(1))]
     with pytest.raises(ValueError, match="labels"):
-        tiny_run(loader=loader, compute_loss=fails, directory=tmp_path, callbacks=[Capsule()])
+        tiny_run(loader=[Own()], compute_loss=fails, directory=tmp_path, callbacks=[Capsule()])
     assert "the labels are wrong. Written to" in caplog.text
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["capsule", str(tmp_path)]) == 0
@@ -291,16 +270,8 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["capsule", str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "step-00000004: NonFiniteError: the loss is nan in batch 4" in shown[0]
-    assert [line.split()[0] for line in shown[1:]] == [
-        "step",
-        "batch",
-        "loss",
-        "module",
-        "parameter",
-        "tensor",
-        "not",
-        "weights",
-    ]
+    rows = ["step", "batch", "loss", "module", "parameter", "tensor", "not", "weights"]
+    assert [line.split()[0] for line in shown[1:]] == rows
     assert main(["capsule", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["guilty_samples"] == [1]
     damaged = tmp_path / "capsules/step-00000001"
@@ -314,19 +285,7 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "there is no capsule" in capsys.readouterr().err
 
 
-def test_wrong_arguments_and_capsules_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="last must be a whole number"):
-        Capsule(last=0)
-    with pytest.raises(TypeError, match="when must be NonFinite"):
-        Capsule(when=lambda loss: True)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(TypeError, match=r"when must be NonFinite\(\), .*got <class '.*Spike'>"):
-        Capsule(when=NonFinite() | Spike)  # type: ignore[arg-type]  # the class
-    with pytest.raises(ValueError, match="weights must be a number of steps"):
-        Capsule(weights="1 epoch")
-    with pytest.raises(ValueError, match="ratio must be above 1"):
-        Spike(ratio=1.0)
-    with pytest.raises(ValueError, match="give Trainer"):
-        tiny_run(callbacks=[Capsule()])
+def test_what_is_no_capsule_of_this_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no capsule"):
         replay_capsule(tiny_trainer(), tmp_path)
     with pytest.raises(TypeError, match="takes a Trainer first; got a Linear"):
@@ -342,13 +301,6 @@ def test_wrong_arguments_and_capsules_are_told(tmp_path: Path) -> None:
     tensors.write_bytes(tensors.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointDamagedError, match=r"tensors.safetensors has .*crc32"):
         replay_capsule(tiny_trainer(), tmp_path)
-
-
-def test_no_more_capsules_than_asked_for_are_written(tmp_path: Path) -> None:
-    losses = [1.0 + 0.01 * (number % 5) for number in range(20)]
-    losses[12] = losses[14] = losses[16] = 50.0  # of steps 13, 15 and 17
-    tiny_run(losses=losses, directory=tmp_path, callbacks=[Capsule(most=2, last=1)])
-    assert [facts_of_capsule(path)["step"] for path in capsules_in(tmp_path)] == [13, 15]
 
 
 def test_a_layer_in_evaluation_mode_stays_in_it_when_the_step_is_repeated(tmp_path: Path) -> None:
@@ -371,11 +323,16 @@ def test_a_layer_in_evaluation_mode_stays_in_it_when_the_step_is_repeated(tmp_pa
     assert again.located.weight == "'2.running_mean' is nan, first at index (1)"
 
 
-def test_a_disk_that_rejects_capsules_is_reported_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "capsules").write_text("a file")
-    loader = [(torch.full((2, 1), math.nan), torch.ones(2, 1)) for _ in range(6)]
-    run = tiny_run(loader=loader, directory=tmp_path, callbacks=[Capsule(most=2)])
-    assert run.progress.step == 6
+def test_no_more_capsules_than_asked_for_are_written_and_a_disk_that_rejects_them_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = [1.0 + 0.01 * (number % 5) for number in range(20)]
+    losses[12] = losses[14] = losses[16] = 50.0  # of steps 13, 15 and 17
+    tiny_run(losses=losses, directory=tmp_path / "two", callbacks=[Capsule(most=2, last=1)])
+    assert [facts_of_capsule(path)["step"] for path in capsules_in(tmp_path / "two")] == [13, 15]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "capsules").write_text("a file")
+    assert tiny_run(losses=losses, directory=tmp_path / "full", callbacks=[Capsule(most=2)]).progress.step == 20
     assert caplog.text.count("could not be written") == 2
 
 
@@ -392,3 +349,111 @@ def test_a_step_fn_has_no_second_pass_and_the_batch_is_searched_all_the_same(tmp
     facts = facts_of_capsule(capsules_in(tmp_path)[0])
     assert (facts["step"], facts["tensor"], facts["guilty_samples"]) == (4, "batch[1] is inf, first at index (1, 0)", [1])
     assert facts["module"] is None
+
+
+# -- the signs in a loss ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [NonFinite, Spike, lambda: NonFinite() | Spike(window=7), lambda: Spike(ratio=1.1, window=4)])
+def test_a_watched_sign_sees_what_it_sees_in_each_loss_alone(make: type[Sign]) -> None:
+    draw = random.Random(1)
+    sign, watch, seen = make(), Watch(make()), 0
+    for _ in range(3000):
+        loss = draw.choice([draw.gauss(1, 0.1)] * 40 + [draw.gauss(0, 3), 9.0, math.nan, math.inf, -math.inf, 1e308])
+        expected = sign.seen_in(loss)
+        if expected is None:
+            sign.add(loss)
+        assert watch.look(loss) == expected
+        seen += expected is not None
+    assert seen > 50
+
+
+def test_a_sign_of_a_user_gets_each_loss() -> None:
+    class Rising(NonFinite):
+        last = math.inf
+
+        def seen_in(self, loss: float) -> str | None:
+            return "it rose" if loss > self.last else None
+
+        def add(self, loss: float) -> None:
+            self.last = loss
+
+    watch = Watch(Rising() | Spike())
+    assert [watch.look(loss) for loss in (3.0, 2.0, 2.5, 2.0)] == [None, None, "it rose", None]
+
+
+def squared(draw: random.Random, count: int) -> float:
+    return sum(draw.gauss(0, 1) ** 2 for _ in range(count)) / count
+
+
+def entropy(draw: random.Random, count: int) -> float:
+    """Return the mean cross entropy of samples that a model knows well, of which 3 % have a wrong label."""
+    margins = [draw.gauss(4, 2) * (-1 if draw.random() < 0.03 else 1) for _ in range(count)]
+    return sum(math.log1p(math.exp(-margin)) for margin in margins) / count
+
+
+@pytest.mark.parametrize(
+    ("loss", "count"), [(squared, 1), (squared, 2), (squared, 16), (entropy, 16)], ids=["one", "two", "many", "labels"]
+)
+def test_losses_of_small_batches_and_wrong_labels_are_no_spikes_and_a_broken_batch_is_one(loss: Any, count: int) -> None:
+    draw, spike = random.Random(3), Spike()
+    for number in range(3000):
+        if number % 500 == 499:
+            assert spike.seen_in(400 * max(1.0, *(loss(draw, count) for _ in range(50)))) is not None
+        value = loss(draw, count)
+        assert spike.seen_in(value) is None, (number, value)
+        spike.add(value)
+    for tiny in (5e-324, 1e308, 5e-324, 1e308) * 20:
+        spike.add(tiny)
+    assert spike.seen_in(1.0) is None
+
+
+def mean_target(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).sum() * 0 + batch[1].mean()
+    return loss
+
+
+def seen_after_a_resume(path: Path, before: Callback, after: Callback) -> list[tuple[str, int]]:
+    """Return what is decided after a resume at step 12, five steps before a spike."""
+    loader = [(torch.ones(2, 1), torch.full((2, 1), 1 + number % 3 / 10 + 50 * (number == 16))) for number in range(20)]
+    for steps, callback in ((12, before), (20, after)):
+        callbacks = [callback, Checkpoint("4 steps")]
+        made = tiny_trainer(steps=steps, loader=loader, directory=path, compute_loss=mean_target, callbacks=callbacks)
+        run = made.fit(resume="auto")
+    return [(one.what, one.when.step) for one in run.decisions if one.what in ("capsule written", "rolled back")]
+
+
+@pytest.mark.parametrize("after", [Spike(), NonFinite() | Spike(), Spike(window=12), Spike(ratio=2) | Spike(window=90)])
+@pytest.mark.parametrize(("callback", "what"), [(Capsule, "capsule written"), (Recover, "rolled back")])
+def test_a_continued_run_goes_on_with_the_losses_of_its_checkpoint(
+    callback: Any, what: str, after: Sign, tmp_path: Path
+) -> None:
+    for before in (Spike(), NonFinite() | Spike(window=30)):
+        assert seen_after_a_resume(tmp_path / repr(before), callback(when=before), callback(when=after)) == [(what, 16)]
+    # A sign that the checkpoint does not have begins without losses.
+    assert seen_after_a_resume(tmp_path / "none", callback(when=NonFinite()), callback(when=Spike())) == []
+
+
+def test_on_two_ranks_each_goes_on_with_its_own_losses(tmp_path: Path) -> None:
+    loader = [(torch.ones(2, 1), torch.full((2, 1), float(number))) for number in range(1, 25)]
+
+    def losses(steps: int) -> list[float]:
+        capsule = Capsule(when=Spike())
+        arguments: dict[str, Any] = {"loader": loader, "compute_loss": mean_target, "driver": "auto", "directory": tmp_path}
+        tiny_trainer(steps=steps, callbacks=[capsule, Checkpoint("2 steps")], **arguments).fit(resume="auto")
+        kept: list[float] = capsule.state_dict()["Spike 1"]["losses"]
+        return kept
+
+    for own, kept in enumerate(launch(lambda: [losses(6), losses(9), losses(9)])):
+        seen = [float(number) for number in range(1 + own, 19, 2)]
+        assert kept == [seen[:6], seen, seen]
+
+
+def test_callbacks_with_the_same_sign_do_not_see_the_losses_of_each_other() -> None:
+    sign = NonFinite() | Spike(window=4)
+    capsule, recover = Capsule(when=sign), Recover(when=sign)
+    for _ in range(4):
+        capsule.when.add(1.0)
+    assert capsule.when.seen_in(9.0) is not None
+    assert recover.when.seen_in(9.0) is None
+    assert sign.seen_in(9.0) is None

@@ -1,27 +1,29 @@
-"""Checkpoint: when it writes, what it keeps, and what it does about errors."""
+"""Checkpoint: when it writes, what it keeps and holds, and what it does about errors."""
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
-from cadenza import Callback, Run, Trainer, on
+from cadenza import Callback, Run, Trainer, load_weights, on
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.engine.session import session_of
-from cadenza.errors import MonitorError
+from cadenza.errors import CheckpointError, CheckpointMismatchError, StateError
 from cadenza.files.disk import Unflushed
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment
 from cadenza.status.plain import same
-from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.waiting import until
 
 
@@ -43,9 +45,6 @@ def bests(keep: Checkpoint) -> dict[str, tuple[str, float]]:
     return {one["monitor"]: (one["checkpoint"], one["value"]) for one in keep.writer.retention.bests()}
 
 
-# -- when ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(
     ("every", "steps", "expected"),
@@ -56,7 +55,8 @@ def bests(keep: Checkpoint) -> dict[str, tuple[str, float]]:
 def test_it_writes_at_its_cadence_and_at_the_end(
     tmp_path: Path, every: str | Callable[[Run], bool], steps: int, expected: list[str], background: bool
 ) -> None:
-    tiny_run(directory=tmp_path, steps=steps, callbacks=[Checkpoint(every, keep_last=None, background=background)])
+    own = Checkpoint(every, keep_last=None, background=background, directory=tmp_path / "checkpoints")  # enough without a run's
+    tiny_run(steps=steps, callbacks=[own])
     assert names(tmp_path) == expected
 
 
@@ -76,11 +76,13 @@ def test_the_last_one_holds_the_end_of_the_last_epoch_and_what_was_evaluated_the
 
 
 def test_a_save_can_be_asked_for_and_is_done_at_the_border(tmp_path: Path) -> None:
-    @on(Callback.on_batch_start, at=3)
-    def ask(run: Run, batch: Any) -> None:
-        run.save("I want it")
-
-    run = tiny_run(directory=tmp_path, accumulate=2, batches=6, callbacks=[ask, Checkpoint("9 steps", keep_last=None)])
+    ask = on(Callback.on_batch_start, at=3)(lambda run, batch: run.save("I want it"))
+    with pytest.raises(
+        RuntimeError, match=r"run\.save\(...\) needs a callback that writes checkpoints\. Add Checkpoint\(...\)"
+    ):
+        tiny_run(callbacks=[ask])
+    keep = Checkpoint("9 steps", keep_last=None)
+    run = tiny_run(directory=tmp_path, accumulate=2, batches=6, callbacks=[ask, keep])
     assert names(tmp_path) == ["02", "03"]
     assert manifest(tmp_path, "02")["reason"] == "I want it"
     assert manifest(tmp_path, "02")["exact"] is True
@@ -88,68 +90,27 @@ def test_a_save_can_be_asked_for_and_is_done_at_the_border(tmp_path: Path) -> No
 
 
 def test_a_save_that_is_asked_for_in_the_end_is_waited_for(tmp_path: Path) -> None:
-    @on(Callback.on_fit_end)
-    def ask(run: Run) -> None:
-        run.save("late")
-
-    class Failing(Callback):
-        def on_step_end(self, run: Run) -> None:
-            if run.progress.step == 2:
-                raise ZeroDivisionError
-
+    ask = on(Callback.on_fit_end)(lambda run: run.save("late"))
     with pytest.raises(ZeroDivisionError):
-        tiny_run(directory=tmp_path, callbacks=[Checkpoint("9 steps", on_exception=False), ask, Failing()])
+        tiny_run(
+            directory=tmp_path, callbacks=[Checkpoint("9 steps", on_exception=False), ask, failing(Callback.on_step_end, 2)]
+        )
     assert names(tmp_path) == ["02"]
     assert "saved" in (tmp_path / "decisions.jsonl").read_text()
     assert not [thread for thread in threading.enumerate() if thread.name == "cadenza-checkpoint"]
 
 
-def test_without_a_callback_that_writes_a_save_is_an_error() -> None:
-    ask = on(Callback.on_step_end)(lambda run: run.save("please"))
-    with pytest.raises(
-        RuntimeError, match=r"run\.save\(...\) needs a callback that writes checkpoints\. Add Checkpoint\(...\)"
-    ):
-        tiny_run(callbacks=[ask])
-
-
-def test_without_a_directory_it_says_where_to_give_one() -> None:
-    with pytest.raises(ValueError, match=r"needs a folder: give Trainer\(directory=...\) or Checkpoint\(directory=...\)"):
-        tiny_run(callbacks=[Checkpoint()])
-
-
-def test_its_own_directory_is_enough(tmp_path: Path) -> None:
-    tiny_run(steps=2, callbacks=[Checkpoint(directory=tmp_path)])
-    assert [saved.step for saved in Store(tmp_path).saved()] == [2]
-
-
-@pytest.mark.parametrize("keep_last", [0, -1, 1.5])
-def test_a_wrong_number_to_keep_is_an_error(keep_last: Any) -> None:
-    with pytest.raises(ValueError, match="keep_last must be a whole number of at least 1, or None to keep all; got"):
-        Checkpoint(keep_last=keep_last)
-
-
-@pytest.mark.parametrize("keep_best", ["eval/acc", [("eval/acc",)], [["eval/acc", "max", 1]]])
-def test_a_wrong_pair_is_an_error(keep_best: Any) -> None:
-    with pytest.raises(ValueError, match="keep_best must be a pair"):
-        Checkpoint(keep_best=keep_best)
-
-
-# -- what is kept -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("keep_last", "expected"), [(1, ["06"]), (2, ["05", "06"]), (4, ["03", "04", "05", "06"])])
-def test_the_last_are_kept(tmp_path: Path, keep_last: int, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("keep_last", "expected"), [(1, ["06", "99"]), (2, ["05", "06", "99"]), (4, ["03", "04", "05", "06", "99"])]
+)
+def test_the_last_are_kept_and_a_damaged_one_takes_no_place_among_them(
+    tmp_path: Path, keep_last: int, expected: list[str]
+) -> None:
+    (tmp_path / "checkpoints" / "step-00000099").mkdir(parents=True)
     run = tiny_run(directory=tmp_path, steps=6, callbacks=[Checkpoint("1 step", keep_last=keep_last)])
     assert names(tmp_path) == expected
     assert len(decided(run, "pruned")) == 6 - keep_last
     assert not list((tmp_path / "checkpoints").glob(".t*"))
-
-
-def test_damaged_and_foreign_ones_take_no_place_among_the_last(tmp_path: Path) -> None:
-    for name in ("step-00000098", "step-00000099"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    tiny_run(directory=tmp_path, steps=4, callbacks=[Checkpoint("1 step", keep_last=2)])
-    assert names(tmp_path) == ["03", "04", "98", "99"]
 
 
 class Scripted(Callback):
@@ -179,35 +140,27 @@ class Scripted(Callback):
 
 def test_the_best_is_saved_at_the_evaluation_that_got_better_and_kept(tmp_path: Path) -> None:
     script = Scripted(acc=[0.1, 0.5, 0.4, 0.9, 0.9, 0.2, 0.3])
-    run = tiny_run(
-        directory=tmp_path, steps=7, callbacks=[script, Checkpoint("100 steps", keep_last=1, keep_best=("eval/acc", "max"))]
-    )
+    keep = Checkpoint("100 steps", keep_last=1, keep_best=("eval/acc", "max"))
+    run = tiny_run(directory=tmp_path, steps=7, callbacks=[script, keep])
     assert names(tmp_path) == ["04", "07"]
     assert manifest(tmp_path, "04")["reason"] == "eval/acc is 0.9, the best so far"
     assert [why.split(":")[0][-2:] for why in decided(run, "saved")] == ["01", "02", "04", "07"]
 
 
-def test_several_bests_are_kept_each(tmp_path: Path) -> None:
-    script = Scripted(acc=[0.1, 0.9, 0.2, 0.3, 0.4, 0.5], loss=[5.0, 4.0, 1.0, 2.0, 2.0, 2.0])
-    keep = Checkpoint("1 step", keep_last=1, keep_best=[("eval/acc", "max"), ("eval/loss", "min")])
-    tiny_run(directory=tmp_path, steps=6, callbacks=[script, keep])
-    assert names(tmp_path) == ["02", "03", "06"]
-    assert bests(keep) == {"eval/acc": ("step-00000002", 0.9), "eval/loss": ("step-00000003", 1.0)}
-
-
-def test_the_best_survives_a_resume_by_the_name_of_its_value(tmp_path: Path) -> None:
+def test_several_bests_are_kept_each_and_survive_a_resume_by_the_names_of_their_values(tmp_path: Path) -> None:
     values = {"acc": [0.1, 0.9, 0.2, 0.3, 0.4, 0.5], "loss": [5.0, 4.0, 1.0, 2.0, 2.0, 0.5]}
     pairs: list[Any] = [("eval/acc", "max"), ("eval/loss", "min")]
 
-    def trainer(steps: int, keep_best: Any) -> Trainer:
+    def fit(steps: int, keep_best: Any) -> dict[str, tuple[str, float]]:
         keep = Checkpoint("1 step", keep_last=1, keep_best=keep_best)
-        return tiny_trainer(directory=tmp_path, steps=steps, seed=1, callbacks=[Scripted(**values), keep])
+        tiny_trainer(directory=tmp_path, steps=steps, seed=1, callbacks=[Scripted(**values), keep]).fit(resume="auto")
+        return bests(keep)
 
-    trainer(4, pairs).fit()
+    assert fit(4, pairs) == {"eval/acc": ("step-00000002", 0.9), "eval/loss": ("step-00000003", 1.0)}
     assert names(tmp_path) == ["02", "03", "04"]
-    trainer(5, pairs[::-1]).fit(resume="auto")
+    fit(5, pairs[::-1])
     assert names(tmp_path) == ["02", "03", "05"]
-    trainer(6, pairs).fit(resume="auto")
+    fit(6, pairs)
     assert names(tmp_path) == ["02", "06"]  # the loss got better, the accuracy did not
 
 
@@ -220,37 +173,16 @@ def test_weights_that_are_not_finite_are_saved_and_flagged_and_never_the_best(tm
     assert bests(keep) == {"eval/acc": ("step-00000003", 0.5)}
 
 
-def test_a_best_that_nobody_will_report_is_an_error_at_the_start(tmp_path: Path) -> None:
-    recorder = Recorder(Callback.on_step_end)
-    with pytest.raises(MonitorError, match="Checkpoint watches 'valid/acc', but no evaluation will report it"):
-        tiny_run(directory=tmp_path, callbacks=[recorder, Evaluate(tiny_loader(1)), Checkpoint(keep_best=("valid/acc", "max"))])
-    assert recorder.names == []
-
-
-def test_the_same_callback_begins_anew_with_another_run(tmp_path: Path) -> None:
-    keep = Checkpoint("1 step", keep_last=1, keep_best=("eval/acc", "max"))
-    tiny_run(directory=tmp_path / "a", steps=2, callbacks=[Scripted(acc=[0.9, 0.1]), keep])
-    tiny_run(directory=tmp_path / "b", steps=2, callbacks=[Scripted(acc=[0.5, 0.1]), keep])
-    assert names(tmp_path / "a") == names(tmp_path / "b") == ["01", "02"]
-
-
-def test_two_in_one_run_share_a_place_and_each_keeps_its_own(tmp_path: Path) -> None:
-    run = tiny_run(
-        directory=tmp_path, steps=6, callbacks=[Checkpoint("3 steps", keep_last=None), Checkpoint("1 step", keep_last=1)]
-    )
+def test_two_share_a_place_and_each_keeps_its_own(tmp_path: Path) -> None:
+    both = [Checkpoint("3 steps", keep_last=None), Checkpoint("1 step", keep_last=1)]
+    run = tiny_run(directory=tmp_path, steps=6, callbacks=both)
     assert decided(run, "not saved") == []
     assert names(tmp_path) == ["03", "06"]
     store = Store(tmp_path / "checkpoints")
     assert [store.verify(saved)["asked_by"] for saved in store.saved()] == [["Checkpoint", "Checkpoint#2"]] * 2
-
-
-def test_runs_without_an_id_that_share_a_place_leave_each_others_alone(tmp_path: Path) -> None:
-    tiny_run(steps=3, callbacks=[Checkpoint("1 step", keep_last=1, directory=tmp_path)])
-    tiny_run(steps=2, callbacks=[Checkpoint("1 step", keep_last=1, directory=tmp_path)])
-    assert [saved.step for saved in Store(tmp_path).saved()] == [2, 3]
-
-
-# -- in the background --------------------------------------------------------------------------------
+    for steps in (3, 2):  # of two runs without an id
+        tiny_run(steps=steps, callbacks=[Checkpoint("1 step", keep_last=1, directory=tmp_path / "other")])
+    assert [saved.step for saved in Store(tmp_path / "other").saved()] == [2, 3]
 
 
 class SlowFiles(LocalFiles):
@@ -311,9 +243,8 @@ def test_at_most_one_is_being_written_the_next_waits_and_says_so(tmp_path: Path)
 
 def test_background_and_blocking_writes_give_the_same_files(tmp_path: Path) -> None:
     for folder, background in (("a", True), ("b", False)):
-        tiny_run(
-            directory=tmp_path / folder, steps=4, seed=1, callbacks=[Ema(0.5), Checkpoint("2 steps", background=background)]
-        )
+        callbacks = [Ema(0.5), Checkpoint("2 steps", background=background)]
+        tiny_run(directory=tmp_path / folder, steps=4, seed=1, callbacks=callbacks)
     for step in ("step-00000002", "step-00000004"):
         left, right = (tmp_path / folder / "checkpoints" / step for folder in ("a", "b"))
         for file in ("model.safetensors", "state.safetensors"):
@@ -323,8 +254,6 @@ def test_background_and_blocking_writes_give_the_same_files(tmp_path: Path) -> N
             del state["offsets"]  # decisions are told at the next border when written in the background
         assert same(one, other)
 
-
-# -- errors of the run --------------------------------------------------------------------------------
 
 INSIDE = [Callback.on_step_start, Callback.on_batch_start, Callback.on_before_backward, Callback.on_before_optimizer_step,
           Callback.on_after_optimizer_step, Callback.on_step_end, Callback.on_epoch_end]  # fmt: skip
@@ -337,9 +266,15 @@ def failing(moment: Moment, step: int) -> Callback:
     return on(moment, when=lambda run: run.progress.step == step)(fail)
 
 
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Any]:
+    """The weights after two epochs without an error."""
+    return dict(tiny_run(epochs=2, seed=1).model.state_dict())
+
+
 @pytest.mark.parametrize("moment", INSIDE)
 def test_an_error_in_mid_step_leaves_a_checkpoint_that_is_marked_and_not_continued_by_itself(
-    tmp_path: Path, moment: Moment, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, moment: Moment, caplog: pytest.LogCaptureFixture, whole: dict[str, Any]
 ) -> None:
     step = 5 if moment is Callback.on_epoch_end else 3
     with pytest.raises(ZeroDivisionError):
@@ -351,46 +286,35 @@ def test_an_error_in_mid_step_leaves_a_checkpoint_that_is_marked_and_not_continu
     assert run.why("resumed").endswith(f"at step-0000000{step - 1}")
     reason = f"step-0000000{step}: written in the middle of a step (an error: ZeroDivisionError())"
     assert f"skipped a checkpoint: {reason}" in caplog.messages
-    whole = tiny_trainer(epochs=2, seed=1)
-    whole.fit()
-    assert same(dict(run.model.state_dict()), dict(whole.model.state_dict()))
+    assert same(dict(run.model.state_dict()), whole)
 
 
 @pytest.mark.parametrize("moment", [Callback.on_fetch_start, Callback.on_fetch_end])
-def test_an_error_between_two_steps_leaves_one_that_is_exact(tmp_path: Path, moment: Moment) -> None:
+def test_an_error_between_two_steps_leaves_one_that_is_exact(tmp_path: Path, moment: Moment, whole: dict[str, Any]) -> None:
     with pytest.raises(ZeroDivisionError):
         tiny_run(directory=tmp_path, epochs=2, seed=1, callbacks=[failing(moment, 3), Checkpoint("2 steps")])
     assert manifest(tmp_path, "03")["exact"] is True
     run = tiny_trainer(directory=tmp_path, epochs=2, seed=1, callbacks=[Checkpoint("2 steps")]).fit(resume="auto")
     assert run.why("resumed").endswith("at step-00000003")
-    whole = tiny_trainer(epochs=2, seed=1)
-    whole.fit()
-    assert same(dict(run.model.state_dict()), dict(whole.model.state_dict()))
+    assert same(dict(run.model.state_dict()), whole)
 
 
-def test_one_that_is_not_exact_can_be_continued_by_its_path(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        tiny_run(directory=tmp_path, steps=5, callbacks=[failing(Callback.on_batch_start, 3), Checkpoint("9 steps")])
-    trainer = tiny_trainer(directory=tmp_path, steps=5, callbacks=[Checkpoint()])
-    assert trainer.fit(resume=tmp_path / "checkpoints" / "step-00000003").progress.step == 5
+def test_one_that_is_not_exact_can_be_left_out_or_continued_by_its_path(tmp_path: Path) -> None:
+    for name, on_exception, steps in (("without", False, ["02"]), ("with", True, ["02", "03"])):
+        keep = Checkpoint("2 steps", on_exception=on_exception)
+        with pytest.raises(ZeroDivisionError):
+            tiny_run(directory=tmp_path / name, steps=5, callbacks=[failing(Callback.on_batch_start, 3), keep])
+        assert names(tmp_path / name) == steps
+    trainer = tiny_trainer(directory=tmp_path / "with", steps=5, callbacks=[Checkpoint()])
+    assert trainer.fit(resume=tmp_path / "with" / "checkpoints" / "step-00000003").progress.step == 5
 
 
 def test_a_save_that_was_asked_for_before_an_error_is_marked_as_well(tmp_path: Path) -> None:
-    class Both(Callback):
-        def on_batch_start(self, run: Run, batch: Any) -> None:
-            if run.progress.step == 2:
-                run.save("before the error")
-                raise ZeroDivisionError
-
+    ask = on(Callback.on_batch_start, at=3)(lambda run, batch: run.save("before the error"))
+    callbacks = [ask, failing(Callback.on_batch_start, 2), Checkpoint("9 steps", on_exception=False)]
     with pytest.raises(ZeroDivisionError):
-        tiny_run(directory=tmp_path, callbacks=[Both(), Checkpoint("9 steps", on_exception=False)])
+        tiny_run(directory=tmp_path, callbacks=callbacks)
     assert manifest(tmp_path, "02")["exact"] is False
-
-
-def test_on_exception_can_be_left_out(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        tiny_run(directory=tmp_path, callbacks=[failing(Callback.on_batch_start, 3), Checkpoint("2 steps", on_exception=False)])
-    assert names(tmp_path) == ["02"]
 
 
 def test_what_it_copies_for_the_background_is_its_own() -> None:
@@ -398,3 +322,27 @@ def test_what_it_copies_for_the_background_is_its_own() -> None:
     content = Content.of({"weight": weight}, {"list": [weight]}, {"step": 1})
     weight.fill_(math.inf)
     assert [content.is_finite(), *map(float, (content.model["weight"].sum(), content.tensors["list[0]"].sum()))] == [True, 0, 0]
+
+
+def test_weights_only_writes_the_model_alone_and_no_run_continues_there(tmp_path: Path) -> None:
+    run = tiny_run(directory=tmp_path, callbacks=[Checkpoint("5 steps", weights_only=True)], seed=1)
+    saved = tmp_path / "checkpoints" / "step-00000005"
+    assert json.loads((saved / "state.json").read_text(encoding="utf-8")) == {}
+    model = tiny_model()
+    load_weights(saved, model)
+    assert torch.equal(model.weight, cast("nn.Linear", run.model).weight)
+    with pytest.raises(CheckpointError, match="step-00000005: it holds weights only"):
+        tiny_trainer(directory=tmp_path, epochs=2, seed=1).fit(resume="auto")
+    with pytest.raises(CheckpointMismatchError, match="holds weights only, and a run cannot continue there: use load_weights"):
+        tiny_trainer(directory=tmp_path / "other", epochs=2, seed=1).fit(resume=saved)
+
+
+def test_a_state_that_cannot_be_saved_is_named_before_the_first_step(tmp_path: Path) -> None:
+    class Odd(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"open": {"file": print}}
+
+    recorder = Recorder(Callback.on_step_start)
+    with pytest.raises(StateError, match=r"Odd\.open\.file cannot be saved: .* got builtin_function_or_method"):
+        tiny_run(directory=tmp_path, callbacks=[recorder, Odd(), Checkpoint()])
+    assert not recorder.seen

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
+import optuna
 import pytest
-from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from cadenza import callbacks, sinks
@@ -28,8 +28,8 @@ from cadenza.callbacks import (
     Swa,
     TimeLimit,
 )
-from cadenza.errors import ScheduleError
-from cadenza.testing import tiny_loader, tiny_model, tiny_run
+from cadenza.status.plain import same
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 
 PUBLIC: dict[str, Any] = {name: getattr(module, name) for module in (callbacks, sinks) for name in module.__all__}
 SUBJECTS = {  # what stands before the interval or the monitor, because the callback is about it
@@ -106,24 +106,32 @@ def test_a_monitor_is_a_name_and_a_mode_or_a_pair(make: Callable[..., Any]) -> N
         make(("eval/loss", "min"), "max")
 
 
-@pytest.mark.parametrize("kind", [BestWeights, EarlyStopping])
-def test_a_monitor_without_a_mode_is_an_error_that_says_what_to_write(kind: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"{kind.__name__} needs mode='min' or mode='max'.*{kind.__name__}\('eval/acc', 'min'\)"
-    ):
-        kind("eval/acc")
-
-
-def test_a_mode_without_a_monitor_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"LearningRate: mode='min' needs monitor="):
-        LearningRate(lambda optimizer: ReduceLROnPlateau(optimizer), mode="min")
-
-
 def test_an_interval_may_stand_after_the_subject() -> None:
     run = tiny_run(callbacks=[Evaluate(tiny_loader(), 2)], steps=5)
     assert [step for step, _ in run.history["eval/loss"]] == [2, 4]
-    with pytest.raises(ScheduleError, match="is no schedule"):
-        Evaluate(tiny_loader(), -1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BestWeights("eval/loss", "min"),
+        lambda: EarlyStopping("eval/loss", "min", patience=3),
+        lambda: LearningRate(lambda optimizer: ReduceLROnPlateau(optimizer, patience=0), "eval/loss"),
+        lambda: callbacks.OptunaPruning(optuna.create_study().ask(), "eval/loss"),
+    ],
+)
+def test_an_evaluation_on_request_does_not_count(make: Callable[[], Any]) -> None:
+    callback = make()
+    trainer = tiny_trainer(callbacks=[Evaluate(tiny_loader(1)), callback], epochs=2)
+    trainer.evaluate(tiny_loader(1))  # before any fit
+    run = trainer.fit()
+    before = callback.state_dict()
+    trainer.evaluate(tiny_loader(1), compute=lambda model, batch: {"predictions": 1})
+    trainer.evaluate(tiny_loader(1))
+    assert same(callback.state_dict(), before)
+    assert run.optimizers[0].param_groups[0]["lr"] == 0.1
+    if isinstance(callback, callbacks.OptunaPruning):
+        assert len(callback.trial.study.trials[0].intermediate_values) == 2
 
 
 OLD: list[tuple[str, Callable[..., Any], dict[str, Any], str, Any]] = [
@@ -151,11 +159,6 @@ def test_an_old_name_works_for_one_release_with_a_warning(
     }
     with pytest.raises(TypeError, match=rf"{name} got {new}= and {old}=, its old name"):
         kind(**arguments, **{new: value})
-
-
-def test_the_plateau_takes_the_mode_of_its_scheduler() -> None:
-    optimizer = SGD(tiny_model().parameters(), 0.1)
-    assert LearningRate(ReduceLROnPlateau(optimizer, mode="max"), "eval/acc").monitor is not None
 
 
 WHOLE: list[tuple[Callable[[Any], object], str]] = [

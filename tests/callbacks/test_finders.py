@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +14,12 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import (
-    Checkpoint,
-    FindBatchSize,
-    FindLearningRate,
-    LearningRate,
-    Limit,
-    StopOnNonFinite,
-)
+from cadenza.callbacks import Checkpoint, FindBatchSize, FindLearningRate, LearningRate, Limit, StopOnNonFinite
 from cadenza.callbacks.find_batch_size import is_out_of_memory
 from cadenza.callbacks.find_learning_rate import suggested
-from cadenza.drivers import SingleDriver
 from cadenza.errors import DataError
 from cadenza.testing import prove_resume, tiny_model, tiny_run, tiny_trainer
+from tests.callbacks.parts import two_optimizers
 
 # -- FindLearningRate ---------------------------------------------------------------------------------
 
@@ -41,21 +34,22 @@ def parabola(**arguments: Any) -> Run:
     return tiny_run(compute_loss=compute_loss, **arguments)
 
 
-def test_it_suggests_a_rate_with_which_the_loss_falls() -> None:
+def test_it_suggests_a_rate_with_which_the_loss_falls_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     find = FindLearningRate(start=1e-5, end=100)
     run = parabola(callbacks=[find])
     assert find.suggestion is not None
     assert 1e-3 < find.suggestion < 1
     assert run.optimizers[0].param_groups[0]["lr"] == 0.1, "it is only a suggestion"
     assert "the run keeps its rate" in run.why("learning rate found")
-
-
-def test_what_was_found_is_said_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    find = FindLearningRate(start=1e-5, end=100)
-    run = parabola(callbacks=[find])
-    assert find.suggestion is not None
     assert capsys.readouterr().out == f"FindLearningRate: {run.decisions[-1].why}\n"
     assert f"{find.suggestion:.3g}: " in run.decisions[-1].why
+    # The rates grow by a factor, and the test ends when the loss does not come back.
+    growth = [after / before for before, after in zip(find.rates, find.rates[1:], strict=False)]
+    assert find.rates[0] == 1e-5
+    assert growth == pytest.approx([(100 / 1e-5) ** (1 / 99)] * len(growth))
+    assert 1 < find.rates[-1] < 100
+    assert len(find.losses) == len(find.smoothed) == len(find.rates)
+    assert find.smoothed[-1] > 4 * min(find.smoothed)
 
 
 def test_the_plot_shows_the_smoothed_losses_and_a_last_one_that_is_lost_does_not_flatten_them() -> None:
@@ -66,28 +60,17 @@ def test_the_plot_shows_the_smoothed_losses_and_a_last_one_that_is_lost_does_not
     assert max(find.smoothed) < top < 1e6
 
 
-def test_the_rates_grow_by_a_factor_and_the_test_ends_when_the_loss_does_not_come_back() -> None:
-    find = FindLearningRate(start=1e-5, end=100)
-    parabola(callbacks=[find])
-    growth = [after / before for before, after in zip(find.rates, find.rates[1:], strict=False)]
-    assert find.rates[0] == 1e-5
-    assert growth == pytest.approx([(100 / 1e-5) ** (1 / 99)] * len(growth))
-    assert 1 < find.rates[-1] < 100
-    assert len(find.losses) == len(find.smoothed) == len(find.rates)
-    assert find.smoothed[-1] > 4 * min(find.smoothed)
-
-
-def test_a_loss_that_is_no_number_ends_it() -> None:
-    find = FindLearningRate()
-    losses = [1.0] * 20 + [math.nan] + [1.0] * 100
-    tiny_run(losses=losses, callbacks=[find, StopOnNonFinite("raise")], steps=1)
-    assert len(find.losses) == 21
-
-
-def test_losses_below_zero_are_judged_alike() -> None:
-    find = FindLearningRate(steps=20)
-    tiny_run(losses=[-1.0] * 40, callbacks=[find], steps=1)
-    assert len(find.losses) == 20
+@pytest.mark.parametrize(
+    ("losses", "steps", "tested"),
+    [([1.0] * 20 + [math.nan] + [1.0] * 100, 100, 21), ([-1.0] * 40, 20, 20)],
+    ids=["no number ends the test", "below zero"],
+)
+def test_the_test_alone_needs_a_stop(losses: list[float], steps: int, tested: int) -> None:
+    find = FindLearningRate(steps=steps)
+    stop = on(Callback.on_fit_start)(lambda run: run.stop("only the test"))
+    run = tiny_run(losses=losses, callbacks=[find, StopOnNonFinite("raise"), stop])
+    assert run.progress.step == 0
+    assert len(find.losses) == tested
 
 
 def test_where_no_rate_helps_there_is_no_suggestion() -> None:
@@ -107,26 +90,17 @@ def test_the_suggestion_is_where_the_smoothed_loss_falls_most_or_a_tenth_of_its_
     assert suggested([], []) is None
 
 
-def test_groups_keep_their_proportion() -> None:
+def test_applied_it_is_the_rate_from_which_a_schedule_starts_and_groups_keep_their_proportion() -> None:
     def groups(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": [one], "lr": rate} for one, rate in zip(parameters, (0.1, 0.01), strict=True)])
 
     find = FindLearningRate(start=1e-4, end=1, apply=True)
     run = parabola(callbacks=[find], optimizer=groups)
     first, second = (group["lr"] for group in run.optimizers[0].param_groups)
-    assert first == find.suggestion
-    assert second == pytest.approx(first / 10)
-
-
-def test_applied_it_is_the_rate_from_which_a_schedule_starts() -> None:
-    find = FindLearningRate(start=1e-4, end=1, apply=True)
+    assert (first, second) == (find.suggestion, pytest.approx(first / 10))
     halve = LearningRate(lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step))
     cycle = LearningRate(lambda o, total: OneCycleLR(o, o.param_groups[0]["lr"], total_steps=total, pct_start=0.5), optimizer=1)
-
-    def two(parameters: Any) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(parameters[:1], 0.1), torch.optim.SGD(parameters[1:], 0.1)]
-
-    run = parabola(callbacks=[halve, cycle, find], optimizer=two, steps=3)
+    run = parabola(callbacks=[halve, cycle, find], optimizer=two_optimizers, steps=3)
     assert find.suggestion is not None
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(find.suggestion / 8)
     assert run.optimizers[1].param_groups[0]["initial_lr"] == pytest.approx(0.1 / 25)
@@ -167,26 +141,6 @@ def test_the_curve_is_drawn_and_logged_if_a_callback_listens_to_records() -> Non
     assert "learning_rate/range_test" not in parabola(callbacks=[FindLearningRate(steps=10)]).history
 
 
-def test_the_test_alone_needs_a_stop() -> None:
-    find = FindLearningRate(steps=10)
-    run = tiny_run(callbacks=[find, on(Callback.on_fit_start)(lambda run: run.stop("only the test"))])
-    assert run.progress.step == 0
-    assert len(find.losses) == 10
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"start": 0.0}, r"start must be greater than 0 and less than end; got start=0\.0, end=10"),
-        ({"start": 1.0, "end": 0.1}, "less than end"),
-        ({"steps": 5}, "steps must be a whole number of at least 10"),
-    ],
-)
-def test_wrong_bounds_are_errors(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FindLearningRate(**arguments)
-
-
 # -- FindBatchSize ------------------------------------------------------------------------------------
 
 
@@ -210,32 +164,26 @@ class Greedy(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("most", "start", "max_size", "size"),
+    ("most", "start", "max_size", "size", "why"),
     [
-        (20, 1, 64, 16),
-        (16, 4, 64, 16),
-        (100, 4, 32, 32),  # max_size fits
-        (100, 3, 20, 20),  # 3, 6, 12, and max_size itself
-        (20, 8, 8, 8),
+        (20, 1, 64, 16, "32 is too large: out of memory (RuntimeError)"),
+        (16, 4, 64, 16, "32 is too large: out of memory (RuntimeError)"),
+        (100, 4, 32, 32, "max_size fits"),
+        (100, 3, 20, 20, "max_size fits"),  # 3, 6, 12, and max_size itself
+        (20, 8, 8, 8, "max_size fits"),
     ],
 )
-def test_the_largest_size_that_fits_is_used(most: int, start: int, max_size: int, size: int) -> None:
+def test_the_largest_size_that_fits_is_used(most: int, start: int, max_size: int, size: int, why: str) -> None:
     trained: list[int] = []
     look = on(Callback.on_batch_start)(lambda run, batch: trained.append(len(batch[0])))
     find = FindBatchSize(samples, start=start, max_size=max_size)
     model = Greedy(most)
     run = tiny_run(model=model, callbacks=[look, find], loader=samples(1))
     assert find.size == size
+    assert run.why("batch size found").endswith(f"{size}: {why}")
     assert set(trained[:-1]) == {size}
     assert run.progress.samples == 64
     assert model.asked == trained, "what the model counted in the trials is undone as well"
-
-
-def test_it_says_what_it_found_and_why_it_was_not_more() -> None:
-    run = tiny_run(model=Greedy(20), callbacks=[FindBatchSize(samples, start=4, max_size=64)])
-    assert run.why("batch size found").endswith("16: 32 is too large: out of memory (RuntimeError)")
-    run = tiny_run(callbacks=[FindBatchSize(samples, start=4, max_size=8)])
-    assert run.why("batch size found").endswith("8: max_size fits")
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -247,15 +195,13 @@ def test_more_than_the_data_set_holds_is_not_tried_for_ever(drop_last: bool) -> 
     assert run.why("batch size found").endswith(f"16: 32 is too large: {reason}")
 
 
-def test_not_even_the_first_size_is_an_error_that_says_so() -> None:
+def test_not_even_the_first_size_is_an_error_that_says_so_and_another_error_stays_itself() -> None:
     with pytest.raises(RuntimeError, match=r"can't allocate memory|out of memory") as caught:
         tiny_run(model=Greedy(3), callbacks=[FindBatchSize(samples, start=4, max_size=8)])
     assert any("which does not fit. Lower it" in note for note in caught.value.__notes__)
     with pytest.raises(DataError, match=r"make_loader\(8\) returned an empty loader\. Lower start="):
         tiny_run(callbacks=[FindBatchSize(lambda size: samples(size, count=4, drop_last=True), start=8, max_size=8)])
 
-
-def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
     def broken(model: nn.Module, batch: Any) -> Tensor:
         raise RuntimeError("shapes differ")
 
@@ -312,25 +258,4 @@ def test_a_run_that_continues_has_the_same_bits() -> None:
         callbacks = [FindBatchSize(make_loader, max_size=4), FindLearningRate(start=1e-3, steps=10)]
         return tiny_trainer(callbacks=callbacks, directory=directory, epochs=2, seed=3)
 
-    prove_resume(make, at=[1, 5], in_process=True)
-
-
-class TwoRanks(SingleDriver):
-    world_size = 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "run_arguments", "message"),
-    [
-        ({"start": 0}, {}, "start must be a whole number of at least 1; got 0"),
-        ({"max_size": 2.5}, {}, r"max_size must be None or a whole number of at least 1; got 2\.5"),
-        ({"start": 8, "max_size": 4}, {}, "max_size must be at least start, 8; got 4"),
-        ({}, {}, "FindBatchSize needs max_size= on the CPU"),
-        ({"max_size": 4}, {"driver": TwoRanks("cpu")}, "FindBatchSize works in one process; got 2"),
-    ],
-)
-def test_what_cannot_be_searched_is_an_error(arguments: Any, run_arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny_run(callbacks=[FindBatchSize(samples, **arguments)], **run_arguments)
-    with pytest.raises(TypeError, match="make_loader must be a function"):
-        FindBatchSize(cast("Any", [1]))
+    prove_resume(make, at=[5], in_process=True)

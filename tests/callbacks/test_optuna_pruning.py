@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from optuna.trial import FixedTrial, Trial, TrialState
+from optuna_integration import TorchDistributedTrial
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, OptunaPruning
-from cadenza.errors import MonitorError
 from cadenza.testing import launch, simulate, tiny_loader, tiny_run, tiny_trainer
+from tests.callbacks.parts import failing
 from tests.callbacks.test_checkpoint import Scripted
 from tests.distributed.parts import loader, own_rank, rank, trainer
 
@@ -31,13 +33,26 @@ def values_of(one: optuna.Study, number: int = 0) -> dict[int, float]:
     return one.trials[number].intermediate_values
 
 
-# -- what it reports ----------------------------------------------------------------------------------
+def error(results: Mapping[str, float]) -> float:
+    return 1 - results["eval/x"]
 
 
-def test_each_evaluation_is_reported_with_the_step_of_the_run() -> None:
-    one = study()
-    simulate([OptunaPruning(one.ask(), "eval/x")], metrics={"eval/x": [3.0, 2.0, 1.0], "test/x": [7.0, 7.0, 7.0]})
-    assert values_of(one) == {2: 3.0, 4: 2.0, 6: 1.0}
+@pytest.mark.parametrize(
+    ("direction", "monitor", "values", "reported", "best"),
+    [
+        ("minimize", "eval/x", [3.0, 1.0, 2.0], {2: 3.0, 4: 1.0, 6: 2.0}, 1.0),
+        ("maximize", "eval/x", [2.0, 3.0, 1.0], {2: 2.0, 4: 3.0, 6: 1.0}, 3.0),
+        ("minimize", error, [0.5, 0.75], {2: 0.5, 4: 0.25}, 0.25),
+    ],
+)
+def test_each_evaluation_is_reported_with_the_step_of_the_run_and_the_best_is_the_result(
+    direction: str, monitor: Any, values: list[float], reported: dict[int, float], best: float
+) -> None:
+    one = study(direction=direction)
+    pruning = OptunaPruning(one.ask(), monitor)
+    others = {"test/x": [7.0] * len(values)} if isinstance(monitor, str) else {}
+    run = simulate([pruning], metrics={"eval/x": values, **others})
+    assert (values_of(one), pruning.result(run)) == (reported, best)
 
 
 def test_the_epoch_can_be_reported_instead_once_an_epoch() -> None:
@@ -46,35 +61,6 @@ def test_the_epoch_can_be_reported_instead_once_an_epoch() -> None:
     run = tiny_run(callbacks=[Scripted(loss=[5.0, 4.0, 3.0, 2.0]), watch], steps=4, batches=2)
     assert values_of(one) == {0: 5.0, 1: 3.0}  # evaluated after each step; an epoch has two
     assert watch.result(run) == 2.0
-
-
-def test_a_function_of_the_results_can_be_reported() -> None:
-    def error(results: Mapping[str, float]) -> float:
-        return 1 - results["eval/acc"]
-
-    one = study()
-    pruning = OptunaPruning(one.ask(), error)
-    run = simulate([pruning], metrics={"eval/acc": [0.5, 0.75]})
-    assert (values_of(one), pruning.result(run)) == ({2: 0.5, 4: 0.25}, 0.25)
-
-
-def test_the_best_value_is_the_result_by_the_direction_of_the_study() -> None:
-    for direction, best in (("minimize", 1.0), ("maximize", 3.0)):
-        pruning = OptunaPruning(study(direction=direction).ask(), "eval/x")
-        assert pruning.result(simulate([pruning], metrics={"eval/x": [2.0, 3.0, 1.0, 2.0]})) == best
-
-
-def test_an_evaluation_on_request_is_not_reported() -> None:
-    one = study()
-    trainer = tiny_trainer(callbacks=[Evaluate(tiny_loader(1)), OptunaPruning(one.ask(), "eval/loss")], epochs=1)
-    trainer.fit()
-    before = values_of(one)
-    trainer.evaluate(tiny_loader(1))
-    assert len(before) == 1
-    assert values_of(one) == before
-
-
-# -- how a pruned run ends ----------------------------------------------------------------------------
 
 
 def test_a_pruned_run_ends_cleanly_and_the_objective_raises(tmp_path: Path) -> None:
@@ -128,7 +114,7 @@ def test_an_objective_that_returns_the_value_of_a_pruned_run_is_named_in_the_nex
     assert "Optuna records 1 trial as complete that the pruner stopped: 0. End the objective with return" in caplog.text
 
 
-def test_a_reason_that_reads_like_that_of_a_pruned_run_is_no_pruning() -> None:
+def test_a_stop_of_another_callback_is_no_pruning_even_if_its_reason_reads_so() -> None:
     @on(Callback.on_eval_end)
     def stop(run: Run, evaluation: object) -> None:
         run.stop("pruned by Optuna, or so it says")
@@ -137,9 +123,6 @@ def test_a_reason_that_reads_like_that_of_a_pruned_run_is_no_pruning() -> None:
     pruning = OptunaPruning(one.ask(), "eval/x")
     assert pruning.result(simulate([stop, pruning], metrics={"eval/x": [9.0, 2.0]})) == 9.0  # both stop it
     assert one.trials[0].user_attrs == {}
-
-
-def test_a_stop_of_another_callback_is_no_pruning() -> None:
     pruning = OptunaPruning(study().ask(), "eval/x")
     run = simulate([EarlyStopping("eval/x", "min"), pruning], metrics={"eval/x": [1.0, 2.0, 0.0]})
     assert run.outcome is not None
@@ -152,21 +135,19 @@ def test_the_plan_names_it() -> None:
     assert any(line.strip().startswith("on_eval_end") and "trial" in line for line in lines), lines
 
 
-# -- resume -------------------------------------------------------------------------------------------
-
-
 def test_a_trial_that_continues_reports_each_step_once(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     one = study(storage=storage, study_name="resumed")
     trial = one.ask()
 
-    def fit(steps: int, fail_at: int | None = None) -> tuple[OptunaPruning, Run]:
-        @on(Callback.on_step_start, at=fail_at or 99)
-        def fail(run: Run) -> None:
-            raise ZeroDivisionError
-
+    def fit(steps: int, fail_at: int = 99) -> tuple[OptunaPruning, Run]:
         pruning = OptunaPruning(Trial(optuna.load_study(study_name="resumed", storage=storage), trial._trial_id), "eval/loss")
-        callbacks = [Scripted(loss=[5.0, 1.0, 3.0, 4.0, 3.5]), pruning, Checkpoint("2 steps", on_exception=False), fail]
+        callbacks = [
+            Scripted(loss=[5.0, 1.0, 3.0, 4.0, 3.5]),
+            pruning,
+            Checkpoint("2 steps", on_exception=False),
+            failing(Callback.on_step_start, fail_at),
+        ]
         return pruning, tiny_trainer(callbacks=callbacks, directory=tmp_path / "run", steps=steps, seed=1).fit(resume="auto")
 
     with pytest.raises(ZeroDivisionError):
@@ -178,77 +159,32 @@ def test_a_trial_that_continues_reports_each_step_once(tmp_path: Path) -> None:
     assert pruning.result(run) == 1.0
 
 
-def test_a_run_that_was_over_already_gives_the_same_result(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pruned", [False, True])
+def test_a_run_that_is_over_gives_the_same_result_when_it_is_started_again(tmp_path: Path, pruned: bool) -> None:
     results = []
     for _ in range(2):
-        pruning = OptunaPruning(study().ask(), "eval/loss")
-        callbacks = [Evaluate(tiny_loader(1), every="1 step"), pruning, Checkpoint()]
-        results.append(
-            pruning.result(tiny_trainer(callbacks=callbacks, directory=tmp_path, steps=3, seed=1).fit(resume="auto"))
-        )
-    assert results[0] == results[1] < 10
-
-
-def test_a_run_that_was_pruned_stays_pruned_when_it_is_started_again(tmp_path: Path) -> None:
-    for _ in range(2):
         pruning = OptunaPruning(study(upper=5.0).ask(), "eval/loss")
-        callbacks = [Scripted(loss=[1.0, 9.0, 1.0]), pruning, Checkpoint("1 step")]
+        judge = Scripted(loss=[1.0, 9.0, 1.0]) if pruned else Evaluate(tiny_loader(1), every="1 step")
+        callbacks = [judge, pruning, Checkpoint("1 step")]
         run = tiny_trainer(callbacks=callbacks, directory=tmp_path, steps=3, seed=1).fit(resume="auto")
-        with pytest.raises(optuna.TrialPruned, match="is 9 at step 2"):
-            pruning.result(run)
-
-
-# -- wrong arguments ----------------------------------------------------------------------------------
-
-
-def test_a_mode_that_contradicts_the_study_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"mode='max' contradicts the study, which wants the minimum.*direction='maximize'"):
-        OptunaPruning(study().ask(), "eval/x", "max")
-    with pytest.raises(ValueError, match="contradicts the study"):
-        OptunaPruning(study().ask(), ("eval/x", "max"))
-
-
-def test_a_study_with_two_objectives_cannot_prune() -> None:
-    with pytest.raises(ValueError, match="one objective, because Optuna does not prune studies with several; got 2"):
-        OptunaPruning(optuna.create_study(directions=["minimize", "maximize"]).ask(), "eval/x")
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: OptunaPruning(study(), "eval/x"), TypeError, "trial must be the trial that Optuna passes to the objective"),
-        (lambda: OptunaPruning(FixedTrial({}), "eval/x"), ValueError, "OptunaPruning needs mode='min' or mode='max'"),
-        (lambda: OptunaPruning(study().ask(), "eval/x", per="batch"), ValueError, "per must be 'step' or 'epoch'"),  # type: ignore[arg-type]
-    ],
-)
-def test_wrong_arguments_are_errors(make: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_a_result_that_no_evaluation_reports_is_an_error_at_the_start() -> None:
-    with pytest.raises(MonitorError, match="OptunaPruning watches 'eval/acc', but no evaluation will report it"):
-        tiny_run(callbacks=[OptunaPruning(study().ask(), "eval/acc")])
+        with pytest.raises(optuna.TrialPruned, match="is 9 at step 2") if pruned else nullcontext():
+            results.append(pruning.result(run))
+    assert pruned or results[0] == results[1] < 10
 
 
 def test_the_objective_runs_without_a_study() -> None:
     pruning = OptunaPruning(FixedTrial({"lr": 0.1}), "eval/x", "min")
     assert pruning.result(simulate([pruning], metrics={"eval/x": [2.0, 1.0]})) == 1.0
-    with pytest.raises(ValueError, match=r"needs a trial on the main process; got None.*FixedTrial"):
-        simulate([OptunaPruning(None, "eval/x")], metrics={"eval/x": [2.0, 1.0]})
 
 
-# -- several ranks ------------------------------------------------------------------------------------
-
-
-def on_two_ranks(wrap: Callable[[Trial | None], Any], folder: Path) -> list[tuple[int, str, float | str]]:
-    """Run one trial on two ranks; return the last step, the outcome and the result of each."""
-    storage = f"sqlite:///{folder / 'study.db'}"
+@pytest.mark.parametrize("distributed", [False, True], ids=["trial on rank 0", "TorchDistributedTrial"])
+def test_the_main_process_reports_and_all_ranks_end_together(distributed: bool, tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
 
     def objective() -> tuple[int, str, float | str]:
         one: Trainer = trainer(callbacks=[], max_epochs=4)  # the first trainer opens the process group
-        trial = study(upper=-1.0, storage=storage, study_name="ranks").ask() if own_rank() == 0 else None
-        pruning = OptunaPruning(wrap(trial), "eval/loss")
+        trial: Any = study(upper=-1.0, storage=storage, study_name="ranks").ask() if own_rank() == 0 else None
+        pruning = OptunaPruning(TorchDistributedTrial(trial) if distributed else trial, "eval/loss")
         one = trainer(callbacks=[Evaluate(loader(8, shuffle=False), every="1 epoch"), pruning], max_epochs=4)
         run = one.fit()
         assert run.outcome is not None
@@ -257,25 +193,12 @@ def on_two_ranks(wrap: Callable[[Trial | None], Any], folder: Path) -> list[tupl
         except optuna.TrialPruned as pruned:
             return run.progress.step, run.outcome.reason, f"pruned: {pruned}"
 
-    return launch(objective)
-
-
-@pytest.mark.parametrize("kind", ["trial on rank 0", "TorchDistributedTrial"])
-def test_the_main_process_reports_and_all_ranks_end_together(kind: str, tmp_path: Path) -> None:
-    def wrap(trial: Trial | None) -> Any:
-        if kind == "trial on rank 0":
-            return trial
-        from optuna_integration import TorchDistributedTrial
-
-        return TorchDistributedTrial(trial)
-
-    first, second = on_two_ranks(wrap, tmp_path)
+    first, second = launch(objective)
     assert first == second
     assert first[0] == 3  # steps: of the four epochs, only the first was trained
     assert first[1].startswith("pruned by Optuna: 'eval/loss' of trial 0 is ")
     assert first[2] == f"pruned: {first[1]}"
-    one = optuna.load_study(study_name="ranks", storage=f"sqlite:///{tmp_path / 'study.db'}")
-    assert list(values_of(one)) == [3]
+    assert list(values_of(optuna.load_study(study_name="ranks", storage=storage))) == [3]
 
 
 def test_on_two_ranks_an_error_of_the_storage_ends_both() -> None:

@@ -1,7 +1,10 @@
-"""A profile you can trust: every nanosecond is counted once, where it belongs."""
+"""A profile you can trust: every nanosecond is counted once, where it belongs, and the run does what it does unwatched."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,39 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.callbacks.profile import Profile
-from cadenza.profiling.spans import BETWEEN
-from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
-from tests.callbacks.profiled import NAP_S, callbacks, calls, nap, phases, timings
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.profiling.timings import Timings
+from cadenza.status.decisions import decide
+from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
+from tests.callbacks.parts import failing
+
+NAP_S = 0.02  # a bound from below: sleep never returns earlier, and load can only make it longer
+
+
+def nap(*_: Any) -> None:
+    time.sleep(NAP_S)
+
+
+def timings(run: Run) -> Timings:
+    """Return the run's profile; the rows sum to the wall time, always."""
+    assert run.profile is not None
+    profile = run.profile
+    rows = [row.seconds for row in profile.rows]
+    assert sum(rows) == pytest.approx(profile.wall_s, abs=1e-6)
+    assert all(seconds >= 0 for seconds in rows)
+    return profile
+
+
+def phases(run: Run) -> dict[str, float]:
+    return {phase.name: phase.seconds for phase in timings(run).phases}
+
+
+def calls(run: Run) -> dict[str, int]:
+    return {phase.name: phase.calls for phase in timings(run).phases}
+
+
+def callbacks(run: Run) -> dict[tuple[str, str], tuple[int, float]]:
+    return {(one.callback, one.moment): (one.calls, one.seconds) for one in timings(run).callbacks}
 
 
 class PruneMoments(Callback, declares=True):
@@ -35,27 +68,23 @@ class Backward(torch.autograd.Function):
         return gradients[0]
 
 
-class Sleepy:
-    """A loader that takes its time for each batch."""
+class Moved:
+    """A batch that takes its time on the way to the device."""
 
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        for batch in tiny_loader(self.batches):
-            nap()
-            yield batch
-
-
-# -- phases -------------------------------------------------------------------------------------------
+    def to(self, *_: Any, **__: Any) -> Tensor:
+        nap()
+        return torch.ones(2, 1)
 
 
 def test_time_goes_to_the_phase_in_which_it_passes() -> None:
-    model = tiny_model()
+    def slow_batches() -> Iterator[Moved]:
+        for _ in range(4):
+            nap()
+            yield Moved()
 
-    def slow_loss(model: nn.Module, batch: Any) -> Tensor:
+    def slow_loss(model: nn.Module, batch: Tensor) -> Tensor:
         nap()
-        loss: Tensor = Backward.apply(model(batch[0]).sum())  # type: ignore[no-untyped-call]  # torch has no types there
+        loss: Tensor = Backward.apply(model(batch).sum())  # type: ignore[no-untyped-call]  # torch has no types there
         return loss
 
     class SlowSGD(torch.optim.SGD):
@@ -67,42 +96,17 @@ def test_time_goes_to_the_phase_in_which_it_passes() -> None:
             nap()
             super().zero_grad(set_to_none)
 
-    optimizer = SlowSGD(model.parameters(), lr=0.0)
-    run = tiny_run(
-        callbacks=[Profile()], model=model, optimizer=optimizer, loader=Sleepy(4), compute_loss=slow_loss, accumulate=2
-    )
-    spent = phases(run)
-    for name, times in {"fetch": 4, "forward": 4, "backward": 4, "optimizer": 2, "zero_grad": 2}.items():
+    slow: dict[str, Any] = {"optimizer": lambda parameters: SlowSGD(parameters, lr=0.0), "compute_loss": slow_loss}
+    spent = phases(tiny_run(callbacks=[Profile()], loader=slow_batches(), accumulate=2, **slow))
+    for name, times in {"fetch": 4, "transfer": 4, "forward": 4, "backward": 4, "optimizer": 2, "zero_grad": 2}.items():
         assert spent[name] >= times * NAP_S, name
 
 
 def test_calls_are_those_of_the_loop() -> None:
     run = tiny_run(callbacks=[Profile()], batches=5, accumulate=2, epochs=2)
-    counted = calls(run)
-    assert counted == {
-        "setup": 1,
-        "fetch": 12,
-        "transfer": 10,
-        "forward": 10,
-        "backward": 10,
-        "optimizer": 6,
-        "zero_grad": 6,
-        "loop": 6,
-    }
+    batches = dict.fromkeys(("transfer", "forward", "backward"), 10)
+    assert calls(run) == {"setup": 1, "fetch": 12, **batches, "optimizer": 6, "zero_grad": 6, "loop": 6}
     assert timings(run).steps == 6
-
-
-def test_a_move_to_the_device_is_a_transfer() -> None:
-    class Batch:
-        def to(self, *_: Any, **__: Any) -> Tensor:
-            nap()
-            return torch.ones(2, 1)
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        summed: Tensor = model(batch).sum()
-        return summed
-
-    assert phases(tiny_run(callbacks=[Profile()], loader=[Batch(), Batch()], compute_loss=loss))["transfer"] >= 2 * NAP_S
 
 
 def test_each_evaluation_has_its_name_and_a_sanity_check_as_well() -> None:
@@ -164,14 +168,6 @@ def test_a_step_fn_has_its_phases_and_what_it_does_itself_a_row(by: str) -> None
         assert "forward" not in spent
 
 
-def test_every_name_between_two_moments_is_one_of_the_table() -> None:
-    moments = {name for row in BETWEEN for name in row[:2]}
-    assert moments <= set(Callback.__moments__)
-
-
-# -- callbacks ----------------------------------------------------------------------------------------
-
-
 def test_each_callback_at_each_moment_has_its_own_time() -> None:
     class Slow(Callback):
         def on_batch_start(self, run: Run, batch: Any) -> None:
@@ -182,26 +178,25 @@ def test_each_callback_at_each_moment_has_its_own_time() -> None:
 
     second = Slow()
     second.name = "second"
-    spent = callbacks(tiny_run(callbacks=[Profile(), Slow(), second], steps=2))
-    for who in ("Slow", "second"):
-        for moment in ("on_batch_start", "on_step_end"):
-            count, seconds = spent[who, moment]
-            assert count == 2
-            assert seconds >= 2 * NAP_S
+    filtered, closing = on(Callback.on_step_end, every=2)(nap), on(Callback.on_fit_start)(lambda run: run.at_end(nap))
+    spent = callbacks(tiny_run(callbacks=[Profile(), Slow(), second, filtered, closing], steps=5))
+    expected = {(who, moment): 5 for who in ("Slow", "second") for moment in ("on_batch_start", "on_step_end")}
+    expected |= {("nap", "on_step_end"): 2, ("<lambda>", "at_end"): 1}
+    for who_and_moment, count in expected.items():
+        assert spent[who_and_moment][0] == count, who_and_moment
+        assert spent[who_and_moment][1] >= count * NAP_S, who_and_moment
+
+
+class Pruned(PruneMoments):
+    def on_prune(self, run: Run, ratio: float) -> None:
+        nap()
 
 
 def test_what_happens_inside_of_a_callback_is_not_counted_twice() -> None:
-    class Outer(PruneMoments):
-        def on_step_end(self, run: Run) -> None:
-            run.fire(PruneMoments.on_prune, 0.1)
-
-    class Inner(PruneMoments):
-        def on_prune(self, run: Run, ratio: float) -> None:
-            nap()
-
-    run = tiny_run(callbacks=[Profile(), Outer(), Inner()], steps=3)
+    outer = on(Callback.on_step_end)(lambda run: run.fire(PruneMoments.on_prune, 0.1))
+    run = tiny_run(callbacks=[Profile(), outer, Pruned()], steps=3)
     spent = callbacks(run)
-    assert spent["Inner", "on_prune"] >= (3, 3 * NAP_S)
+    assert spent["Pruned", "on_prune"] >= (3, 3 * NAP_S)
     inside = sum(seconds for _, seconds in spent.values()) + sum(phases(run).values())
     assert inside == pytest.approx(timings(run).wall_s, abs=1e-6)
 
@@ -214,30 +209,11 @@ def test_a_moment_inside_of_the_forward_pass_does_not_end_it() -> None:
         summed: Tensor = model(batch[0]).sum()
         return summed
 
-    class Inner(PruneMoments):
-        def on_prune(self, run: Run, ratio: float) -> None:
-            nap()
-
     live: list[Run] = []
     take = on(Callback.on_fit_start)(live.append)
-    run = tiny_run(callbacks=[Profile(), Inner(), take], steps=2, compute_loss=loss)
+    run = tiny_run(callbacks=[Profile(), Pruned(), take], steps=2, compute_loss=loss)
     assert phases(run)["forward"] >= 4 * NAP_S
-    assert callbacks(run)["Inner", "on_prune"] >= (2, 2 * NAP_S)
-
-
-def test_a_filtered_listener_is_called_when_the_filter_lets_it_through() -> None:
-    run = tiny_run(callbacks=[Profile(), on(Callback.on_step_end, every=2)(nap)], steps=5)
-    count, seconds = callbacks(run)["nap", "on_step_end"]
-    assert count == 2
-    assert seconds >= 2 * NAP_S
-
-
-def test_closing_at_the_end_is_a_callbacks_time_too() -> None:
-    closing = on(Callback.on_fit_start)(lambda run: run.at_end(nap))
-    assert callbacks(tiny_run(callbacks=[Profile(), closing], steps=1))["<lambda>", "at_end"] >= (1, NAP_S)
-
-
-# -- several, again, and what is asked for ------------------------------------------------------------
+    assert callbacks(run)["Pruned", "on_prune"] >= (2, 2 * NAP_S)
 
 
 def test_two_in_one_list_are_both_right_and_write_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,12 +223,8 @@ def test_two_in_one_list_are_both_right_and_write_two_files(tmp_path: Path, caps
         assert sum(row.seconds for row in profile.table.rows) == pytest.approx(profile.table.wall_s, abs=1e-6)
         assert {one.callback for one in profile.table.callbacks} >= {"nap"}
     assert capsys.readouterr().out.count("profile: ") == 2
-    assert {path.name for path in tmp_path.glob("*.json")} >= {
-        "profile.json",
-        "profile-2.json",
-        "trace.json",
-        "trace-2.json",
-    }
+    written = {"profile.json", "profile-2.json", "trace.json", "trace-2.json"}
+    assert {path.name for path in tmp_path.glob("*.json")} >= written
 
 
 def test_each_fit_is_measured_anew_also_one_that_continues(tmp_path: Path) -> None:
@@ -266,8 +238,10 @@ def test_each_fit_is_measured_anew_also_one_that_continues(tmp_path: Path) -> No
     assert callbacks(resumed)["nap", "on_load"] >= (1, NAP_S)
 
 
-def test_the_table_shows_every_row_and_can_be_read_while_the_run_goes_on() -> None:
+def test_the_table_shows_every_row_and_can_be_read_while_the_run_goes_on_but_not_before() -> None:
     profile, shown = Profile(), []
+    with pytest.raises(RuntimeError, match="no table before its run is set up"):
+        _ = profile.table
     look = on(Callback.on_step_end, at=2)(lambda run: shown.append(str(profile.table)))
     run = tiny_run(callbacks=[profile, look], steps=3)
     assert shown[0].startswith("profile: ")
@@ -276,12 +250,78 @@ def test_the_table_shows_every_row_and_can_be_read_while_the_run_goes_on() -> No
     assert "\n<lambda>, on_step_end " in str(run.profile)
 
 
-def test_without_a_run_there_is_no_table() -> None:
-    with pytest.raises(RuntimeError, match="no table before its run is set up"):
-        _ = Profile().table
+# -- a run that is watched does what it does unwatched ------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [{"window": (0, 0)}, {"window": 5}, {"trace": 3}, {"torch_profiler": {"actve": 3}}])
-def test_wrong_arguments_are_errors_at_once(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"window must be|trace must be|torch_profiler takes .*'actve'"):
-        Profile(**wrong)
+def test_moments_counters_and_weights_are_the_same() -> None:
+    plain, watched = Recorder(), Recorder()
+    before = tiny_run(callbacks=[plain, Evaluate(tiny_loader(2))], epochs=2, accumulate=2, seed=1)
+    after = tiny_run(callbacks=[Profile(), watched, Evaluate(tiny_loader(2))], epochs=2, accumulate=2, seed=1)
+    assert watched.seen == plain.seen
+    assert all(map(torch.equal, before.model.parameters(), after.model.parameters()))
+
+
+def test_the_profile_of_a_run_that_failed_is_complete_and_errors_are_named_as_ever() -> None:
+    @on(Callback.on_step_end, at=2)
+    def fail(run: Run) -> None:
+        nap()
+        decide(run, "noticed", "just so")
+        raise ValueError("broken")
+
+    profile, live = Profile(), list[Run]()
+    with pytest.raises(ValueError, match="broken") as caught:
+        tiny_run(callbacks=[profile, on(Callback.on_fit_start)(live.append), fail])
+    assert caught.value.__notes__ == ["raised in fail.on_step_end (callback 3 of 3) at epoch 0, step 2, batch 2"]
+    assert callbacks(live[0])["fail", "on_step_end"] >= (1, NAP_S)
+    assert profile.table == live[0].profile
+
+
+def test_a_callback_that_is_disabled_is_called_no_more_and_keeps_its_row(caplog: pytest.LogCaptureFixture) -> None:
+    class Fragile(Callback):
+        on_fault = "disable"
+
+        def on_step_end(self, run: Run) -> None:
+            nap()
+            raise OSError("tracker down")
+
+        def on_fit_end(self, run: Run) -> None:
+            raise AssertionError("called though it is disabled")
+
+    after = Recorder(Callback.on_step_end)
+    with caplog.at_level(logging.CRITICAL, logger="cadenza"):
+        run = tiny_run(callbacks=[Profile(), Fragile(), after], steps=4)
+    assert len(run.faults) == 1
+    assert len(after.names) == 4
+    count, seconds = callbacks(run)["Fragile", "on_step_end"]
+    assert count == 1
+    assert seconds >= NAP_S
+    assert ("Fragile", "on_fit_end") not in callbacks(run)
+
+
+def test_an_end_moment_reaches_all_though_one_failed() -> None:
+    after = Recorder(Callback.on_fit_end)
+    with pytest.raises(ZeroDivisionError):
+        tiny_run(callbacks=[Profile(), failing(Callback.on_fit_end, at=1), after], steps=1)
+    assert after.names == ["on_fit_end"]
+
+
+def test_an_evaluation_that_fails_ends_its_span() -> None:
+    def compute(model: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("broken")
+
+    judge = Evaluate(tiny_loader(2), compute=compute)
+
+    @on(Callback.on_step_end)
+    def careful(run: Run) -> None:
+        with pytest.raises(ValueError, match="broken"):
+            judge.evaluate(run)
+        nap()
+
+    run = tiny_run(callbacks=[Profile(), careful], steps=2)
+    assert callbacks(run)["careful", "on_step_end"] >= (2, 2 * NAP_S)
+
+
+def test_when_the_run_is_over_its_hooks_are_no_longer_measured() -> None:
+    run = tiny_run(callbacks=[Profile(), Callback()], steps=1)
+    assert hooks_of(run).profiler is None
+    assert hooks_of(run).on_step_start.__func__ is Callback.on_step_start  # type: ignore[attr-defined]  # a method again

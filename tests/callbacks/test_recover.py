@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Capsule, Checkpoint, LogTraining, LowerRate, NonFinite, Recover, Spike, Warmup
 from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.engine.session import session_of
-from cadenza.testing import launch, tiny_loader, tiny_run
+from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
 from tests.callbacks.breaking import Root, batches
 from tests.distributed.parts import rank
 
@@ -43,25 +41,16 @@ def network() -> nn.Sequential:
 
 def trainer_in(directory: Path, bad: dict[int, float], *callbacks: Callback, epochs: int = 2, **arguments: Any) -> Trainer:
     own = [one for one in callbacks if isinstance(one, Recover)] or [Recover()]
-    return Trainer(
-        network(),
-        lambda parameters: torch.optim.AdamW(parameters, 1e-2),
-        DataLoader(data(bad), BATCH, shuffle=True),
-        supervised(nn.MSELoss()),
-        max_epochs=epochs,
-        seed=1,
-        directory=directory,
-        callbacks=[
-            *own,
-            Checkpoint("20 steps"),
-            *(one for one in callbacks if one not in own),
-            LogTraining("1 step", throughput=False),
-        ],
-        device="cpu",
-        driver="single" if rank() is None else "ddp",
-        progress=False,
-        **arguments,
-    )
+    others = [*(one for one in callbacks if one not in own), LogTraining("1 step", throughput=False)]
+    given: dict[str, Any] = {
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, 1e-2),
+        "loader": DataLoader(data(bad), BATCH, shuffle=True),
+        "compute_loss": supervised(nn.MSELoss()),
+        "callbacks": [*own, Checkpoint("20 steps"), *others],
+        "driver": "single" if rank() is None else "ddp",
+        "device": "cpu",
+    }
+    return tiny_trainer(model=network(), epochs=epochs, seed=1, directory=directory, **given, **arguments)
 
 
 def decided(run: Run, what: str) -> list[dict[str, Any]]:
@@ -145,45 +134,6 @@ def test_on_two_ranks_all_do_the_same_beside_a_capsule_of_one_rank(tmp_path: Pat
     assert facts_of_capsule(capsule)["guilty_samples"] == [100]
 
 
-class Kill(Callback):
-    """Kills the process at a step of the part of the run with this many rollbacks."""
-
-    def __init__(self, step: int, rollbacks: int, act: Callable[[], object]) -> None:
-        self.step, self.rollbacks, self.act = step, rollbacks, act
-
-    def on_step_end(self, run: Run) -> None:
-        if run.progress.step == self.step and len(decided(run, "went back")) == self.rollbacks:
-            self.act()
-
-    def on_setup(self, run: Run) -> None:
-        if self.step == 0 and json.loads((run.info.directory / "run.json").read_text())["continued"]:  # type: ignore[operator]
-            self.act()
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize(("step", "rollbacks"), [(0, 0), (3, 1), (38, 1)], ids=["between", "while repeating", "later"])
-def test_a_run_that_is_killed_in_a_rollback_ends_with_the_same_bits(tmp_path: Path, step: int, rollbacks: int) -> None:
-    bad = {100: math.nan}
-    whole = trainer_in(tmp_path / "whole", bad, epochs=1).fit()
-    (went,) = decided(whole, "went back")
-    at = went["to"] + 1 if step == 3 else step and went["step"] + 3
-    if (child := os.fork()) == 0:
-        try:
-            trainer_in(tmp_path / "killed", bad, Kill(at, rollbacks, killed), epochs=1).fit()
-        finally:
-            os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    run = trainer_in(tmp_path / "killed", bad, epochs=1).fit(resume="auto")
-    assert run.outcome is not None
-    assert run.outcome.kind == "finished"
-    assert equal(weights_of(run), weights_of(whole))
-    assert run.history["train/loss"] == whole.history["train/loss"]
-    assert recorded(run, "batch left out") == recorded(whole, "batch left out")
-
-
 def test_all_batches_since_the_checkpoint_are_left_out(tmp_path: Path) -> None:
     run = trainer_in(tmp_path, {100: math.nan}, Recover(when=NonFinite(), skip="batches of the steps since"), epochs=1).fit()
     (went,) = decided(run, "went back")
@@ -195,19 +145,12 @@ def test_all_batches_since_the_checkpoint_are_left_out(tmp_path: Path) -> None:
 def test_further_back_and_with_a_lower_rate(tmp_path: Path) -> None:
     rates: list[float] = []
 
-    class Rates(Callback):
-        before = ()
-
-        def on_before_optimizer_step(self, run: Run) -> None:
-            rates.append(run.optimizers[0].param_groups[0]["lr"])
-
+    look = on(Callback.on_before_optimizer_step)(lambda run: rates.append(run.optimizers[0].param_groups[0]["lr"]))
     recover = Recover(back="25 steps", then=LowerRate(0.1, "10 steps"), skip=None, when=Spike(), times=1)
-    run = trainer_in(tmp_path, {100: 1e4}, recover, Warmup("5 steps", start=0.5), Rates(), epochs=1).fit()
+    run = trainer_in(tmp_path, {100: 1e4}, recover, Warmup("5 steps", start=0.5), look, epochs=1).fit()
     (went,) = decided(run, "went back")
     assert went["to"] <= went["step"] - 25
-    assert run.outcome is not None
-    assert run.outcome.kind == "stopped"  # the batch was not left out, so the sign came again
-    assert "after 1 rollback" in run.outcome.reason
+    assert "after 1 rollback" in run.why("stopped")  # the batch was not left out, so the sign came again
     again = rates[went["step"] :]
     assert again[5:] == pytest.approx([1e-3] * len(again[5:]))
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2)
@@ -231,9 +174,7 @@ def test_a_run_that_breaks_each_time_stops(tmp_path: Path) -> None:
 
     calls: list[int] = []
     run = tiny_run(compute_loss=broken, directory=tmp_path, callbacks=[Recover(times=2), Checkpoint("1 step")], batches=4)
-    assert run.outcome is not None
-    assert run.outcome.kind == "stopped"
-    assert "the loss is nan at step 4, after 2 rollbacks" in run.outcome.reason
+    assert "the loss is nan at step 4, after 2 rollbacks" in run.why("stopped")
 
 
 def test_the_state_of_an_earlier_version_is_loaded() -> None:
@@ -243,25 +184,19 @@ def test_the_state_of_an_earlier_version_is_loaded() -> None:
     assert again.state_dict() == Recover().state_dict()
 
 
-def test_wrong_arguments_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="skip=None repeats the same steps"):
-        Recover(skip=None)
-    with pytest.raises(ValueError, match="skip must be"):
-        Recover(skip="all")  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(TypeError, match="then must be LowerRate"):
-        Recover(then=0.5)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(ValueError, match="factor must be above 0"):
-        LowerRate(2.0, 10)
-    with pytest.raises(ValueError, match="back must be a number of steps"):
-        Recover(back="1 epoch")
-    with pytest.raises(ValueError, match="times must be"):
-        Recover(times=0)
-    with pytest.raises(ValueError, match="give Trainer"):
-        tiny_run(callbacks=[Recover()])
-    run = tiny_run(losses=[1.0, math.nan, 1.0], directory=tmp_path, callbacks=[Recover()])
-    assert run.why("stopped").endswith(
+def test_without_a_checkpoint_to_go_back_to_the_run_stops_and_says_what_is_missing(tmp_path: Path) -> None:
+    def reason(name: str, *callbacks: Callback, bad: int) -> str:
+        return tiny_run(loader=bad_at(bad, of=8), directory=tmp_path / name, callbacks=callbacks).why("stopped")
+
+    assert reason("without", Recover(), bad=1).endswith(
         "the loss is nan at step 2, and there is no checkpoint to go back to: add Checkpoint(...) to callbacks"
     )
+    pruned = reason("pruned", Recover(back="3 steps"), Checkpoint("1 step", keep_last=1), bad=6)
+    assert "no checkpoint with finite weights at step 4 or before: keep more checkpoints" in pruned
+    kept = [one.name for one in (tmp_path / "pruned" / "checkpoints").glob("step-*")]
+    assert kept == ["step-00000006"]  # the broken state replaces no checkpoint
+    early = reason("early", Recover(back="9 steps"), Checkpoint(), bad=3)
+    assert "at step 4, and there is no checkpoint to go back to: the first one is that of step 1" in early
 
 
 def bad_at(number: int | None, of: int) -> list[tuple[Tensor, Tensor]]:
@@ -272,33 +207,18 @@ def bad_at(number: int | None, of: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def test_the_broken_state_replaces_no_checkpoint_and_what_is_missing_is_told(tmp_path: Path) -> None:
-    callbacks = [Recover(back="3 steps"), Checkpoint("1 step", keep_last=1)]
-    run = tiny_run(loader=bad_at(6, of=8), directory=tmp_path, callbacks=callbacks)
-    assert run.outcome is not None
-    assert "no checkpoint with finite weights at step 4 or before: keep more checkpoints" in run.outcome.reason
-    assert [one.name for one in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000006"]
-    early = tiny_run(loader=bad_at(3, of=8), directory=tmp_path / "early", callbacks=[Recover(back="9 steps"), Checkpoint()])
-    assert early.outcome is not None
-    assert "at step 4, and there is no checkpoint to go back to: the first one is that of step 1" in early.outcome.reason
-
-
-def test_messages_tell_of_the_rollback_and_not_that_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tiny_run(loader=bad_at(6, of=8), directory=tmp_path, callbacks=[Recover(), Checkpoint("2 steps")])
-    told = [one.getMessage() for one in caplog.records]
-    assert told == [
+def test_messages_tell_of_the_rollback_and_of_capsules_once_and_not_that_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_run(loader=bad_at(6, of=8), directory=tmp_path / "plain", callbacks=[Recover(), Checkpoint("2 steps")])
+    assert caplog.messages == [
         "the loss is nan at step 7: back to step 6 (rollback 1, the most is 3)",
         "left out batch 7 of epoch 1: the loss is nan",
     ]
-
-
-def test_advice_and_capsules_are_told_once_though_the_run_begins_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer_in(tmp_path, {100: math.nan}, Capsule(), epochs=1).fit()
-    told = [one.getMessage() for one in caplog.records]
+    caplog.clear()
+    trainer_in(tmp_path / "capsule", {100: math.nan}, Capsule(), epochs=1).fit()
     parts = ["samples one by one", "Written to", "back to step 40", "left out batch"]
-    assert [next(part for part in parts if part in one) for one in told] == parts
+    assert [next(part for part in parts if part in one) for one in caplog.messages] == parts
 
 
 @pytest.mark.parametrize("saved", ["1 step", "1 epoch"])

@@ -1,7 +1,8 @@
-"""`ReplayCheck` finds flipped bits and nondeterministic operations before the update, and changes nothing of a run."""
+"""`ReplayCheck` finds flipped bits before the update; `Fingerprint` names the first step and tensor at which two runs part."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from cadenza import Callback, Run, Trainer, attach, on
-from cadenza.callbacks import Checkpoint, ClipGradients, Ema, ReplayCheck, StopOnNonFinite
-from cadenza.errors import ReplayError, ScheduleError
-from cadenza.testing import prove_resume, tiny_run, tiny_trainer
-from tests.callbacks.flips import KINDS, Flip, Kind, network, same, state_of, trainer
+from cadenza import Callback, Run, attach, on
+from cadenza.callbacks import Checkpoint, ClipGradients, Ema, Fingerprint, ReplayCheck, StopOnNonFinite
+from cadenza.commands.main import main
+from cadenza.drivers import DdpDriver, FsdpDriver
+from cadenza.errors import ReplayError
+from cadenza.records.fingerprints import FILE, Parting, parting, read_fingerprints
+from cadenza.testing import launch, tiny_run, tiny_trainer
+from tests.callbacks.flips import KINDS, Flip, Kind, bits, network, same, samples, state_of, trainer
+from tests.callbacks.parts import failing
 
 
 @pytest.mark.parametrize(
@@ -135,73 +141,44 @@ def test_what_a_forward_pass_changes_is_put_back() -> None:
     assert check.steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_weights_of_batches_and_parameters_of_the_loss_are_repeated() -> None:
-    centre = nn.Parameter(torch.zeros(3))
+def test_weights_of_batches_and_parameters_of_the_loss_are_repeated_in_the_steps_of_the_schedule() -> None:
+    centre, calls = nn.Parameter(torch.zeros(3)), []
 
     def loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        calls.append(1)
         inputs, targets = batch
         weight = (targets > 0).sum().float()
         return {"loss": nn.functional.cross_entropy(model(inputs) - centre, targets), "weight": weight}
 
-    model, check = network(), ReplayCheck(every=1)
-    made = trainer([check], model=model, accumulate=2)
-    made = Trainer(
-        model,
-        torch.optim.SGD([*model.parameters(), centre], 0.1, fused=False),
-        made.loader,
-        loss,
-        max_epochs=1,
-        accumulate=2,
-        seed=1,
-        driver="single",
-        device="cpu",
-        progress=False,
-        callbacks=[check],
-    )
-    made.fit()
-    assert check.steps == [1, 2, 3]
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*parameters, centre], 0.1, fused=False)
+
+    loader = DataLoader(samples(), batch_size=8, shuffle=True)
+    for every, steps in ((1, [1, 2, 3]), ("2 steps", [2])):
+        calls.clear()
+        check = ReplayCheck(every=every)
+        arguments: dict[str, Any] = {"compute_loss": loss, "optimizer": optimizer, "loader": loader, "accumulate": 2}
+        tiny_run(model=network(), seed=1, callbacks=[check], **arguments)
+        assert check.steps == steps
+        assert len(calls) == 5 + sum(1 if step == 3 else 2 for step in steps)
 
 
-def test_only_the_steps_of_the_schedule_are_repeated() -> None:
-    calls = []
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        calls.append(1)
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-    check = ReplayCheck(every="4 steps")
-    tiny_run(compute_loss=loss, batches=9, callbacks=[check])
-    assert check.steps == [4, 8]
-    assert len(calls) == 9 + 2
-
-
-def test_a_resumed_run_checks_the_same_steps() -> None:
-    def make(directory: Path) -> Trainer:
-        return trainer([ReplayCheck(every=3), Checkpoint(every="2 steps")], directory=directory)
-
-    prove_resume(make, at=[4], in_process=True)
-
-
-def test_a_step_that_cannot_be_repeated_is_not_checked(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_cannot_be_repeated_is_not_checked_and_one_without_an_update_leaves_no_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     @on(Callback.on_before_backward, at=2)
     def replace(run: Run, outputs: Any) -> None:
         outputs["loss"] = outputs["loss"] * 2
 
-    check = ReplayCheck(every=1)
-    run = tiny_run(callbacks=[StopOnNonFinite("skip"), replace, check], batches=4)
-    assert check.steps == [1, 3, 4]
-    assert "a callback replaced the loss" in run.why("not checked")
-    assert "ReplayCheck did not check step 2" in caplog.text
-
-
-def test_a_step_without_an_update_leaves_no_trace() -> None:
-    @on(Callback.on_batch_start, at=2)
+    @on(Callback.on_batch_start, at=4)
     def skip(run: Run, batch: Any) -> None:
         run.skip_batch("for the test")
 
-    check = ReplayCheck(every="2 steps")
-    run = tiny_run(callbacks=[skip, check], batches=5)
-    assert check.steps == [4]
+    check = ReplayCheck(every=1)
+    run = tiny_run(callbacks=[StopOnNonFinite("skip"), replace, skip, check], batches=5)
+    assert check.steps == [1, 3, 5]
+    assert "a callback replaced the loss" in run.why("not checked")
+    assert "ReplayCheck did not check step 2" in caplog.text
     assert not any(module._forward_hooks for module in run.model.modules())
 
 
@@ -216,21 +193,152 @@ def test_gradients_that_a_callback_changed_are_attributed_to_it() -> None:
         tiny_run(callbacks=[halve, ReplayCheck(every=1)])
 
 
-def test_code_of_the_user_that_computes_the_losses_cannot_be_repeated() -> None:
-    with pytest.raises(ValueError, match="in a step_fn only your code computes them"):
-        tiny_run(step_fn=lambda run, batch: {"loss": torch.zeros(())}, callbacks=[ReplayCheck()])
+def test_the_losses_of_a_loop_of_the_users_own_cannot_be_repeated() -> None:
     with pytest.raises(ValueError, match="in a loop of your own only your code"):
-        for _ in tiny_trainer(callbacks=[ReplayCheck()]).steps():
-            pass
+        [*tiny_trainer(callbacks=[ReplayCheck()]).steps()]
     model = nn.Linear(1, 1)
     loop = attach(model, torch.optim.SGD(model.parameters(), 0.1), progress=False, callbacks=[ReplayCheck()])
     with pytest.raises(ValueError, match="in a loop of your own only your code"), loop:
         pass
 
 
-def test_wrong_arguments_are_errors() -> None:
-    with pytest.raises(ValueError, match="action must be one of 'raise', 'warn', 'majority'; got 'stop'"):
-        ReplayCheck(action="stop")  # type: ignore[arg-type]
-    for every in ("1 epoch", "50 samples", lambda run: True):
-        with pytest.raises(ScheduleError, match=r"so ReplayCheck\(every=...\) needs an interval in steps"):
-            ReplayCheck(every=every)
+# -- Fingerprint --------------------------------------------------------------------------------------
+
+
+def fingerprints(directory: Path, *callbacks: Any, **arguments: Any) -> Path:
+    """Train 10 steps with a fingerprint of each; return the directory."""
+    trainer([*callbacks, Fingerprint("1 step")], directory=directory, **arguments).fit()
+    return directory
+
+
+def parted(first: Path, second: Path) -> Parting:
+    found = parting(read_fingerprints(first / FILE), read_fingerprints(second / FILE))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fingerprints(tmp_path_factory.mktemp("runs") / "clean")
+
+
+def test_equal_runs_have_equal_files(clean: Path, tmp_path: Path) -> None:
+    again = fingerprints(tmp_path / "again", ClipGradients(max_norm=1e9))
+    assert (clean / FILE).read_text() == (again / FILE).read_text()
+    assert list(read_fingerprints(clean / FILE)) == list(range(11))
+    assert str(parted(clean, again)) == "11 steps equal"
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "expected"),
+    [
+        ("gradient", 4, "the gradient of"),
+        ("activation", 3, "outputs"),
+        ("buffer", 7, "the buffer"),
+        ("weight", 6, "the weight"),
+    ],
+)
+def test_a_flipped_bit_is_named_with_its_step_and_tensor(
+    clean: Path, tmp_path: Path, kind: Any, step: int, expected: str
+) -> None:
+    flips = Flip([kind], [step])
+    found = parted(clean, fingerprints(tmp_path / "flipped", flips))
+    assert found.step == found.equal == step
+    assert expected in str(found)
+    if kind != "activation":
+        assert found.name == flips.done[0][2]
+
+
+def test_other_data_other_weights_and_another_rate_are_told_apart(clean: Path, tmp_path: Path) -> None:
+    @on(Callback.on_batch_start, at=3)
+    def add(run: Run, batch: Any) -> None:
+        batch[0].add_(1)
+
+    @on(Callback.on_before_optimizer_step, at=5)
+    def faster(run: Run) -> None:
+        run.optimizers[0].param_groups[0]["lr"] = 0.5
+
+    model = network()
+    bits(model[4].weight.detach())[0] ^= 1  # type: ignore[operator]
+    data = parted(clean, fingerprints(tmp_path / "data", add))
+    assert str(data) == "the runs part at step 3: the batch; 3 steps before it equal"
+    start = parted(clean, fingerprints(tmp_path / "start", model=model))
+    rate = parted(clean, fingerprints(tmp_path / "rate", faster))
+    assert (data.step, data.kind) == (3, "batch")
+    assert (start.step, start.kind, start.name) == (0, "weights", "4.weight")
+    assert (rate.step, rate.kind, rate.name) == (5, "weights", "0.weight")
+
+
+def test_a_run_that_continues_has_the_file_of_the_whole_run(clean: Path, tmp_path: Path) -> None:
+    callbacks = [Fingerprint("1 step"), Checkpoint(every="5 steps")]
+    with pytest.raises(ZeroDivisionError):
+        trainer([*callbacks, failing(Callback.on_step_end, at=7)], directory=tmp_path).fit()
+    assert max(read_fingerprints(tmp_path / FILE)) >= 6
+    trainer(callbacks, directory=tmp_path).fit(resume=True)
+    assert (tmp_path / FILE).read_text() == (clean / FILE).read_text()
+
+
+def test_compare_says_where_runs_part_and_which_run_has_no_fingerprints(
+    clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flips = Flip(["gradient"], [4])
+    flipped = fingerprints(tmp_path / "flipped", flips, max_epochs=1)
+    assert main(["compare", str(clean), str(flipped)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    name = flips.done[0][2]
+    assert f"fingerprints: the runs part at step 4: the gradient of {name!r}; 4 steps before it equal" in shown
+    assert "only the first has 5 steps from 6 to 10" in shown
+    main(["compare", str(clean), str(flipped), "--json"])
+    told = json.loads(capsys.readouterr().out)["runs"]
+    assert told[0]["fingerprints"]["step"] is None
+    assert (told[1]["fingerprints"]["step"], told[1]["fingerprints"]["name"]) == (4, name)
+    without = [tiny_run(directory=tmp_path / name).info.directory for name in ("without", "neither")]
+    main(["compare", str(clean), str(without[0])])
+    assert "fingerprints: without has none" in capsys.readouterr().out
+    main(["compare", *map(str, without)])
+    assert "fingerprints" not in capsys.readouterr().out
+
+
+def test_a_tensor_of_one_run_alone_and_a_run_beside_itself_are_told(
+    clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = network()
+    larger.register_buffer("more", torch.zeros(2))
+    other = fingerprints(tmp_path / "larger", model=larger)
+    assert str(parted(clean, other)).startswith(
+        "the runs part at step 0: the buffer 'more', which only the second has; 0 steps"
+    )
+    assert main(["compare", str(clean), str(clean)]) == 0
+    told = capsys.readouterr().out
+    assert told.splitlines()[0].split() == ["run", "clean", "clean"]
+    assert "11 steps equal" in told
+
+
+def test_broken_lines_are_reported_and_the_last_one_may_be_incomplete(
+    clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = fingerprints(tmp_path / "other")
+    lines = (clean / FILE).read_text().splitlines()
+    lines[2], lines[-1] = '{"step": 2}', lines[-1][:40]
+    (other / FILE).write_text("\n".join(lines))
+    main(["compare", str(clean), str(other)])
+    out, error = capsys.readouterr()
+    assert "1 lines cannot be read, the first is line 3" in error or "line 3" in error
+    assert "9 steps equal; only the first has 2 steps from 2 to 10" in " ".join(out.split())
+
+
+def test_runs_on_several_ranks_are_compared_and_their_layouts_are_told(clean: Path, tmp_path: Path) -> None:
+    def run() -> None:
+        for name in ("ddp", "ddp again"):
+            fingerprints(tmp_path / name, driver=DdpDriver("cpu", timeout_s=100))
+        torch.manual_seed(0)
+        fingerprints(tmp_path / "fsdp", driver=FsdpDriver("cpu", timeout_s=100))
+        fingerprints(tmp_path / "fsdp again", driver=FsdpDriver("cpu", timeout_s=100))
+
+    launch(run)
+    ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
+    assert str(parted(ddp, tmp_path / "ddp again")) == str(parted(fsdp, tmp_path / "fsdp again")) == "11 steps equal"
+    assert str(parted(ddp, fsdp)).endswith("not comparable: the weights are in other shards (2 ranks and 2 ranks, sharded)")
+    one = parted(clean, ddp)
+    assert (one.step, one.equal) == (1, 1)
+    assert "(1 rank and 2 ranks). Other numbers of ranks add gradients in another order" in str(one)

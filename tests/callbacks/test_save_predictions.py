@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import numpy
 import pyarrow.parquet
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cadenza import Callback, supervised
 from cadenza.callbacks import Checkpoint, Evaluate, SavePredictions
 from cadenza.drivers import SingleDriver
-from cadenza.errors import DataError, DirectoryError, MissingExtraError
+from cadenza.errors import DataError
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 
 MSE = supervised(nn.functional.mse_loss)
@@ -37,14 +37,6 @@ def saved(path: Path, batches: list[dict[str, Any]], **arguments: Any) -> list[d
     save = SavePredictions(path, evaluation="eval", **arguments)
     tiny_trainer(callbacks=[save]).evaluate(batches, compute=as_it_is)
     return read(path)
-
-
-def first_input(batch: Any, outputs: Mapping[str, Any]) -> Tensor:
-    values: Tensor = batch[0][:, 0]
-    return values
-
-
-# -- columns ------------------------------------------------------------------------------------------
 
 
 def test_a_prediction_is_written_row_by_row_with_the_very_values(tmp_path: Path) -> None:
@@ -69,25 +61,21 @@ def test_the_classes_and_targets_of_an_evaluation_are_one_line(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("predictions", "expected"),
+    ("outputs", "expected"),
     [
-        (torch.tensor([1, 2]), {"prediction": "2"}),
-        (torch.tensor([[1.5], [2.5]]), {"prediction/0": "2.5"}),
-        (torch.tensor([[1, 2], [3, 4]]), {"prediction/0": "3", "prediction/1": "4"}),
-        (torch.tensor([0.5, 0.25], dtype=torch.bfloat16), {"prediction": "0.25"}),
-        (torch.tensor([True, False]), {"prediction": "False"}),
-        (["one", 'a "word", and\nmore'], {"prediction": 'a "word", and\nmore'}),
-        (numpy.array([[1, 2], [3, 4]]), {"prediction/0": "3", "prediction/1": "4"}),
-        ({"a": torch.tensor([1, 2]), "b": torch.tensor([[3], [4]])}, {"prediction/a": "2", "prediction/b/0": "4"}),
+        ({"predictions": torch.tensor([1, 2])}, {"prediction": "2"}),
+        ({"predictions": torch.tensor([[1.5], [2.5]])}, {"prediction/0": "2.5"}),
+        ({"predictions": torch.tensor([[1, 2], [3, 4]])}, {"prediction/0": "3", "prediction/1": "4"}),
+        ({"predictions": torch.tensor([0.5, 0.25], dtype=torch.bfloat16)}, {"prediction": "0.25"}),
+        ({"predictions": torch.tensor([True, False])}, {"prediction": "False"}),
+        ({"predictions": ["one", 'a "word", and\nmore']}, {"prediction": 'a "word", and\nmore'}),
+        ({"predictions": numpy.array([[1, 2], [3, 4]])}, {"prediction/0": "3", "prediction/1": "4"}),
+        ({"predictions": {"a": [1, 2], "b": torch.tensor([[3], [4]])}}, {"prediction/a": "2", "prediction/b/0": "4"}),
+        ({"logits": torch.tensor([0.25, 0.5]), "labels": torch.tensor([0, 3])}, {"prediction": "0.5", "target": "3"}),
     ],
 )
-def test_the_shape_says_which_columns_there_are(tmp_path: Path, predictions: Any, expected: dict[str, str]) -> None:
-    assert saved(tmp_path / "a.csv", [{"predictions": predictions}])[1] == {"sample": "1", **expected}
-
-
-def test_logits_and_labels_serve_as_predictions_and_targets(tmp_path: Path) -> None:
-    rows = saved(tmp_path / "a.csv", [{"logits": torch.tensor([0.5]), "labels": torch.tensor([3])}])
-    assert rows == [{"sample": "0", "prediction": "0.5", "target": "3"}]
+def test_the_shape_says_which_columns_there_are(tmp_path: Path, outputs: dict[str, Any], expected: dict[str, str]) -> None:
+    assert saved(tmp_path / "a.csv", [outputs])[1] == {"sample": "1", **expected}
 
 
 def test_own_columns_are_added_and_one_with_a_known_name_replaces_it(tmp_path: Path) -> None:
@@ -132,9 +120,6 @@ def test_parquet_keeps_the_kinds_of_values(tmp_path: Path) -> None:
     assert table["id"].to_pylist() == ["a", "b", "a", "b"]
 
 
-# -- where and when -----------------------------------------------------------------------------------
-
-
 def test_in_a_fit_the_file_lies_in_the_runs_directory_and_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
     save = SavePredictions("valid/last.csv", evaluation="eval")
     run = tiny_run(callbacks=[Evaluate(tiny_loader(2)), save], compute_loss=MSE, epochs=3, directory=tmp_path / "run")
@@ -146,25 +131,20 @@ def test_in_a_fit_the_file_lies_in_the_runs_directory_and_is_that_of_the_last_ev
     assert run.why("saved predictions").endswith(f"4 rows of 'eval' in {path}")
 
 
-def test_fields_in_the_path_give_each_evaluation_a_file_of_its_own(tmp_path: Path) -> None:
-    save = SavePredictions(tmp_path / "{epoch}-{step:03}.csv", evaluation="eval")
-    tiny_run(callbacks=[Evaluate(tiny_loader(1)), save], compute_loss=MSE, epochs=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-005.csv", "2-010.csv"]
-
-
-def test_other_evaluations_are_not_written(tmp_path: Path) -> None:
+def test_only_the_named_evaluation_is_written_each_time_to_its_own_file_if_the_path_has_fields(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = tiny_trainer(callbacks=[SavePredictions(tmp_path / "a.csv", evaluation="test")], compute_loss=MSE)
     trainer.evaluate(tiny_loader(1))
     trainer.predict(tiny_loader(1))
+    tiny_run(callbacks=[Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "b.csv", evaluation="evall")], compute_loss=MSE)
+    assert "expects an evaluation 'evall'; this run has ['eval']. Did you mean 'eval'?" in caplog.text
     assert list(tmp_path.iterdir()) == []
     trainer.evaluate(tiny_loader(1), name="test")
     assert len(read(tmp_path / "a.csv")) == 2
-
-
-def test_a_run_without_the_evaluation_names_the_nearest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callbacks = [Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "a.csv", evaluation="evall")]
-    tiny_run(callbacks=callbacks, compute_loss=MSE)
-    assert "expects an evaluation 'evall'; this run has ['eval']. Did you mean 'eval'?" in caplog.text
+    save = SavePredictions(tmp_path / "each" / "{epoch}-{step:03}.csv", evaluation="eval")
+    tiny_run(callbacks=[Evaluate(tiny_loader(1)), save], compute_loss=MSE, epochs=2)
+    assert sorted(path.name for path in (tmp_path / "each").iterdir()) == ["1-005.csv", "2-010.csv"]
 
 
 def test_the_batches_of_all_ranks_are_written_in_turn(tmp_path: Path) -> None:
@@ -179,87 +159,63 @@ def test_the_batches_of_all_ranks_are_written_in_turn(tmp_path: Path) -> None:
     assert [row["prediction"] for row in read(tmp_path / "a.csv")] == ["1", "2", "1", "2", "3", "3"]
 
 
-# -- files that are there -----------------------------------------------------------------------------
-
-
 def test_a_file_that_was_there_is_refused_before_the_work_and_stays_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
+    path, recorder = tmp_path / "a.csv", Recorder(Callback.on_eval_batch_start, Callback.on_epoch_start)
     path.write_text("precious")
-    save, recorder = SavePredictions(path), Recorder(Callback.on_eval_batch_start)
     with pytest.raises(FileExistsError, match=r"a\.csv' exists.*overwrite=True"):
-        tiny_trainer(callbacks=[save, recorder], compute_loss=MSE).predict(tiny_loader(1))
+        tiny_trainer(callbacks=[SavePredictions(path), recorder], compute_loss=MSE).predict(tiny_loader(1))
+    callbacks = [Evaluate(tiny_loader(1)), SavePredictions(path, evaluation="eval"), recorder]
+    with pytest.raises(FileExistsError):
+        tiny_run(callbacks=callbacks, compute_loss=MSE)
     assert recorder.names == []
     assert path.read_text() == "precious"
 
 
-def test_a_fit_does_not_begin_if_the_file_is_there(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").touch()
-    recorder = Recorder(Callback.on_epoch_start)
-    callbacks = [Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "a.csv", evaluation="eval"), recorder]
-    with pytest.raises(FileExistsError):
-        tiny_run(callbacks=callbacks, compute_loss=MSE)
-    assert recorder.names == []
-
-
-def test_the_file_of_an_earlier_call_is_replaced_only_on_request(tmp_path: Path) -> None:
-    for overwrite in (False, True):
-        trainer = tiny_trainer(
-            callbacks=[SavePredictions(tmp_path / f"{overwrite}.csv", overwrite=overwrite)], compute_loss=MSE
-        )
-        trainer.predict(tiny_loader(1))
-        if overwrite:
-            trainer.predict(tiny_loader(3))
-            assert len(read(tmp_path / "True.csv")) == 6
-        else:
-            with pytest.raises(FileExistsError):
-                trainer.predict(tiny_loader(3))
-            assert len(read(tmp_path / "False.csv")) == 2
+@pytest.mark.parametrize(("overwrite", "rows"), [(False, 2), (True, 6)])
+def test_the_file_of_an_earlier_call_is_replaced_only_on_request(tmp_path: Path, overwrite: bool, rows: int) -> None:
+    save = SavePredictions(tmp_path / "a.csv", overwrite=overwrite)
+    trainer = tiny_trainer(callbacks=[save], compute_loss=MSE)
+    trainer.predict(tiny_loader(1))
+    assert save._parts == []  # what was gathered is let go of
+    with nullcontext() if overwrite else pytest.raises(FileExistsError):
+        trainer.predict(tiny_loader(3))
+    assert len(read(tmp_path / "a.csv")) == rows
 
 
 def test_a_run_replaces_its_own_file_and_so_does_the_same_run_continued(tmp_path: Path) -> None:
     def fit(steps: int, resume: bool | str) -> list[dict[str, str]]:
-        callbacks = [
-            Evaluate(tiny_loader(1), every="1 step"),
-            SavePredictions(tmp_path / "outside.csv", evaluation="eval"),
-            Checkpoint(every="1 step"),
-        ]
+        save = SavePredictions(tmp_path / "outside.csv", evaluation="eval")
+        callbacks = [Evaluate(tiny_loader(1), every="1 step"), save, Checkpoint(every="1 step")]
         tiny_trainer(callbacks=callbacks, compute_loss=MSE, steps=steps, directory=tmp_path / "run").fit(resume=resume)
         return read(tmp_path / "outside.csv")
 
     assert fit(2, resume=False) != fit(4, resume="auto")
 
 
-# -- errors -------------------------------------------------------------------------------------------
+def broken_batches() -> Iterator[Any]:
+    yield from tiny_loader(2)
+    raise OSError("the disk is gone")
 
 
-class Broken:
-    def __iter__(self) -> Any:
-        yield from tiny_loader(2)
-        raise OSError("the disk is gone")
+def broken_compute(model: nn.Module, batch: Any) -> Any:
+    raise OSError("the disk is gone")
 
 
+@pytest.mark.parametrize("arguments", [{}, {"compute": broken_compute}], ids=["loader", "forward pass"])
 @pytest.mark.parametrize("call", ["predict", "eval"])
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
-def test_an_evaluation_that_fails_leaves_no_file_and_the_next_one_begins_anew(tmp_path: Path, call: str, name: str) -> None:
+def test_an_evaluation_that_fails_leaves_no_file_and_the_next_one_begins_anew(
+    tmp_path: Path, call: str, name: str, arguments: dict[str, Any]
+) -> None:
     trainer = tiny_trainer(callbacks=[SavePredictions(tmp_path / name, evaluation=call)], compute_loss=MSE)
-    do = trainer.predict if call == "predict" else trainer.evaluate
+    do: Any = trainer.predict if call == "predict" else trainer.evaluate
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        do(Broken())
+        do(broken_batches(), **arguments)
     assert [note.partition(":")[0] for note in caught.value.__notes__] == ["context"], "no second error is attached"
     assert list(tmp_path.iterdir()) == []
     do(tiny_loader(1))
     rows = read(tmp_path / name) if name == "a.csv" else pyarrow.parquet.read_table(tmp_path / name).to_pylist()
     assert len(rows) == 2
-
-
-def test_a_forward_pass_that_fails_is_the_only_error(tmp_path: Path) -> None:
-    def fail(model: nn.Module, batch: Any) -> Any:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        tiny_trainer(callbacks=[SavePredictions(tmp_path / "a.csv")]).predict(tiny_loader(1), compute=fail)
-    assert [note.partition(":")[0] for note in caught.value.__notes__] == ["context"], "no second error is attached"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_values_that_cannot_be_written_leave_only_the_earlier_file(tmp_path: Path) -> None:
@@ -271,52 +227,22 @@ def test_values_that_cannot_be_written_leave_only_the_earlier_file(tmp_path: Pat
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.parquet", "earlier")]
 
 
-def test_what_cannot_be_laid_out_in_columns_is_an_error_that_says_what_can(tmp_path: Path) -> None:
-    for value, came in ((torch.zeros(2, 3, 4), r"shape \(2, 3, 4\)"), (torch.tensor(1.0), r"shape \(\)"), ("text", "str")):
-        with pytest.raises(DataError, match=rf"expected values of shape \(N,\) or \(N, C\).*got {came}"):
-            saved(tmp_path / "a.csv", [{"predictions": value}])
-
-
-def test_outputs_without_predictions_are_an_error_that_names_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no 'predictions'.*got \['prediction'\]. Did you mean 'prediction'"):
-        saved(tmp_path / "a.csv", [{"prediction": torch.zeros(2)}])
-    with pytest.raises(DataError, match="nothing to write"):
-        saved(tmp_path / "a.csv", [{}])
-
-
-def test_columns_that_do_not_fit_together_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"got {'prediction': 2, 'target': 3}"):
-        saved(tmp_path / "a.csv", [{"predictions": torch.zeros(2), "targets": torch.zeros(3)}])
-    with pytest.raises(DataError, match=r"the first has \['prediction/0'\], a later one \['prediction/0', 'prediction/1'\]"):
-        saved(tmp_path / "a.csv", [{"predictions": torch.zeros(2, 1)}, {"predictions": torch.zeros(2, 2)}])
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([{"predictions": torch.zeros(2, 3, 4)}], r"expected values of shape \(N,\) or \(N, C\).*got shape \(2, 3, 4\)"),
+        ([{"predictions": torch.tensor(1.0)}], r"expected values of shape \(N,\) or \(N, C\).*got shape \(\)"),
+        ([{"predictions": "text"}], r"expected values of shape \(N,\) or \(N, C\).*got str"),
+        ([{"prediction": torch.zeros(2)}], r"no 'predictions'.*got \['prediction'\]. Did you mean 'prediction'"),
+        ([{}], "nothing to write"),
+        ([{"predictions": torch.zeros(2), "targets": torch.zeros(3)}], r"got {'prediction': 2, 'target': 3}"),
+        (
+            [{"predictions": torch.zeros(2, 1)}, {"predictions": torch.zeros(2, 2)}],
+            r"the first has \['prediction/0'\], a later one \['prediction/0', 'prediction/1'\]",
+        ),
+    ],
+)
+def test_what_cannot_be_laid_out_in_columns_is_an_error(batches: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        saved(tmp_path / "a.csv", batches)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_wrong_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ValueError, match=r"needs a path ending in \.parquet, \.csv or \.jsonl; got 'a\.txt', with the suffix '\.txt'"
-    ):
-        SavePredictions("a.txt")
-    with pytest.raises(ValueError, match=r"may have the fields {epoch} and {step}; got {batch}"):
-        SavePredictions("{batch}.csv")
-    with pytest.raises(ValueError, match=r"cannot be parsed: .*Double a brace that is not part of a field"):
-        SavePredictions("{epoch.csv")
-    with pytest.raises(TypeError, match=r"columns\['a'\] must be a function \(batch, outputs\) -> values; got 3"):
-        SavePredictions("a.csv", columns={"a": 3})  # type: ignore[dict-item]  # wrong on purpose
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=r"needs the package 'pyarrow'.*pip install 'cadenza\[parquet\]'"):
-        SavePredictions("a.parquet")
-
-
-def test_what_was_gathered_is_let_go_of_when_the_evaluation_is_over(tmp_path: Path) -> None:
-    save = SavePredictions(tmp_path / "a.csv")
-    tiny_trainer(callbacks=[save], compute_loss=MSE).predict(tiny_loader(1))
-    assert save._parts == []
-
-
-def test_a_path_that_cannot_be_written_is_an_error_before_the_first_step() -> None:
-    recorder = Recorder(Callback.on_step_start)
-    callbacks = [Evaluate(tiny_loader(1)), SavePredictions("/proc/predictions.csv", evaluation="eval"), recorder]
-    with pytest.raises(DirectoryError, match=r"SavePredictions cannot write to .*/proc.*Give"):
-        tiny_run(callbacks=callbacks)
-    assert recorder.seen == []

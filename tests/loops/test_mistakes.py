@@ -1,4 +1,4 @@
-"""Mistakes in a loop of the user's own are reported when they are made, with what to do."""
+"""Mistakes in a loop of the user's own are reported when they are made, with what to do: also lines that were left in it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
 
-from cadenza import Loop, Trainer, attach
-from cadenza.callbacks import Checkpoint, Evaluate, Swa
+from cadenza import Loop, Steps, Trainer, attach
+from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, Swa
 from cadenza.errors import CallbackError, CheckpointMismatchError, LossError, StateError
+from cadenza.status.decisions import Outcome
 from cadenza.testing import launch
 
 BATCHES = [torch.ones(4, 2) for _ in range(6)]
 
 
-def trainer(**arguments: Any) -> Trainer:
+def trainer(loader: Any = BATCHES, **arguments: Any) -> Trainer:
     model = nn.Linear(2, 1)
-    arguments = {"max_epochs": 1, "progress": False, **arguments}
-    return Trainer(model, torch.optim.SGD(model.parameters(), 0.1), BATCHES, **arguments)
+    return Trainer(model, torch.optim.SGD(model.parameters(), 0.1), loader, **{"max_epochs": 1, "progress": False, **arguments})
 
 
-def attached(**arguments: Any) -> Loop:
-    model = nn.Linear(2, 1)
+def attached(model: nn.Module | None = None, **arguments: Any) -> Loop:
+    model = model or nn.Linear(2, 1)
     arguments = {"max_steps": 2, "progress": False, **arguments}
     return attach(model, torch.optim.SGD(model.parameters(), 0.1), **arguments)
 
@@ -37,83 +38,66 @@ def loss_of(one: Trainer | Loop) -> Tensor:
     return one.run.model(BATCHES[0]).mean()  # type: ignore[no-any-return]
 
 
-def finish(loop: Loop) -> None:
+def finish(loop: Loop, *, backward: bool = True, update: bool = True) -> None:
     while not loop.over():
         with loop.step():
-            loop.backward(loss_of(loop))
-            loop.update()
+            if backward:
+                loop.backward(loss_of(loop))
+            if update:
+                loop.update()
 
 
-def warnings_in(caplog: pytest.LogCaptureFixture) -> str:
-    return "\n".join(one.getMessage() for one in caplog.records)
-
-
-# -- trainer.steps() -----------------------------------------------------------------------------------
+def over_steps(one: Trainer) -> None:
+    for step in one.steps():
+        for _ in step:
+            step.backward(loss_of(one))
 
 
 def test_a_step_without_a_backward_pass_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    one = trainer()
-    for step in one.steps():
+    for step in trainer().steps():
         for _ in step:
             pass
-    assert warnings_in(caplog).count("had no step.backward(...)") == 1
+    assert caplog.text.count("had no step.backward(...)") == 1
 
 
-def plain_backward(one: Trainer) -> None:
+def misplaced(place: str, one: Trainer) -> None:
     for step in one.steps():
-        for _ in step:
-            loss_of(one).backward()
-
-
-def before_the_batches(one: Trainer) -> None:
-    for step in one.steps():
-        step.backward(loss_of(one))
-
-
-def after_the_batches(one: Trainer) -> None:
-    for step in one.steps():
+        if place == "before the batches":
+            step.backward(loss_of(one))
         for _ in step:
             loss = loss_of(one)
-        step.backward(loss)
-
-
-def a_number(one: Trainer) -> None:
-    for step in one.steps():
-        for _ in step:
-            step.backward(1.0)
+            if place == "of the loss":
+                loss.backward()
+            elif place == "of a number":
+                step.backward(1.0)
+        if place == "after the batches":
+            step.backward(loss)
 
 
 @pytest.mark.parametrize(
-    ("loop", "message"),
+    ("place", "message"),
     [
-        (plain_backward, r"Call step\.backward\(loss\) instead of loss\.backward\(\)"),
-        (before_the_batches, "must be called inside of `for batch in step:`"),
-        (after_the_batches, "must be called inside of `for batch in step:`"),
-        (a_number, r"step\.backward\(\.\.\.\) expects the loss .*got 'float'"),
+        ("of the loss", r"Call step\.backward\(loss\) instead of loss\.backward\(\)"),
+        ("before the batches", "must be called inside of `for batch in step:`"),
+        ("after the batches", "must be called inside of `for batch in step:`"),
+        ("of a number", r"step\.backward\(\.\.\.\) expects the loss .*got 'float'"),
     ],
 )
-def test_a_misplaced_backward_pass_is_an_error_in_the_first_step(loop: Callable[[Trainer], None], message: str) -> None:
+def test_a_misplaced_backward_pass_is_an_error_in_the_first_step(place: str, message: str) -> None:
     one = trainer()
     with pytest.raises(LossError, match=message) as caught:
-        loop(one)
+        misplaced(place, one)
     assert one.run.progress.step == 0
     assert "compute_loss" not in "".join(caught.value.__notes__ if hasattr(caught.value, "__notes__") else ())
 
 
-def test_an_update_that_skips_batches_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_that_skips_batches_is_reported_once_and_the_last_step_is_over(caplog: pytest.LogCaptureFixture) -> None:
     one = trainer(accumulate=3)
     for step in one.steps():
         for _ in step:
             step.backward(loss_of(one))
             step.update()
-    assert warnings_in(caplog).count("step.update() skipped 2 batches of step 1") == 1
-
-
-def test_the_last_step_is_over_when_the_run_is() -> None:
-    one = trainer(max_steps=1)
-    for step in one.steps():
-        for _ in step:
-            step.backward(loss_of(one))
+    assert caplog.text.count("step.update() skipped 2 batches of step 1") == 1
     assert repr(step) == "<Step: over>"
     for use in (step.update, lambda: step.backward(loss_of(one))):
         with pytest.raises(RuntimeError, match="this step is over"):
@@ -134,13 +118,10 @@ def test_a_name_of_the_run_that_is_read_of_a_step_or_of_a_loop_says_where_it_is(
     assert "log" not in dir(loop)
 
 
-def test_a_step_fn_is_refused_because_the_loop_does_its_work() -> None:
-    with pytest.raises(TypeError, match="takes no step_fn="):
-        trainer(step_fn=lambda run, batch: None).steps()
-
-
 def test_two_runs_of_one_trainer_at_once_are_refused_and_two_trainers_may_take_turns() -> None:
     one, other = trainer(), trainer(max_epochs=2)
+    with pytest.raises(RuntimeError, match="has a run that is not over"):
+        [*zip(one.steps(), one.steps(), strict=True)]
 
     def steps_of(given: Trainer) -> Iterator[None]:
         for step in given.steps():
@@ -148,16 +129,11 @@ def test_two_runs_of_one_trainer_at_once_are_refused_and_two_trainers_may_take_t
                 step.backward(loss_of(given))
             yield
 
-    with pytest.raises(RuntimeError, match="has a run that is not over"):
-        [*zip(one.steps(), one.steps(), strict=True)]
-    turns = [steps_of(trainer()), steps_of(other)]
-    for _ in turns[1]:
-        next(turns[0], None)
+    first = steps_of(trainer())
+    for _ in steps_of(other):
+        next(first, None)
     assert other.run.outcome is not None
     assert other.run.outcome.kind == "finished"
-
-
-# -- attach --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["model", [nn.Linear(1, 1), 3], {"a": None}, torch.optim.SGD])
@@ -166,12 +142,11 @@ def test_the_model_must_be_a_module_or_several(model: Any) -> None:
         attach(model, torch.optim.SGD, max_steps=1)
 
 
-def test_callbacks_must_be_a_list() -> None:
+def test_what_a_loop_does_itself_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes no step_fn="):
+        trainer(step_fn=lambda run, batch: None).steps()
     with pytest.raises(CallbackError, match="callbacks must be a list"):
         attached(callbacks=None)
-
-
-def test_a_loop_runs_once() -> None:
     with attached() as loop:
         finish(loop)
     for again in (loop.__enter__, lambda: loop.resuming("auto")):
@@ -179,93 +154,77 @@ def test_a_loop_runs_once() -> None:
             again()
     with pytest.raises(RuntimeError, match="the loop does its steps"):
         attached().trainer.fit()
-
-
-def test_updates_take_the_optimizers_of_the_run() -> None:
     other = torch.optim.SGD(nn.Linear(2, 1).parameters())
     with pytest.raises(ValueError, match="expected optimizers of the run"), attached() as loop, loop.step():
         loop.update(other)
+    with pytest.raises(ValueError, match=r"evaluation 'eval' does not say how to compute a batch.*compute=function"):
+        attached(callbacks=[Evaluate(BATCHES, every="1 step")]).__enter__()
+    normed = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match=r"loop of cadenza\.attach.*Swa\(update_batch_norm=0\)"):
+        attached(model=normed, max_steps=4, callbacks=[Swa(start="2 steps")]).__enter__()
 
 
 def test_steps_without_gradients_or_updates_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     with attached() as loop:
-        while not loop.over():
-            with loop.step():
-                loop.update()
+        finish(loop, backward=False)
     with attached() as loop:
-        while not loop.over():
-            with loop.step():
-                loop.backward(loss_of(loop))
-    assert warnings_in(caplog).count("found no gradients") == 1
-    assert warnings_in(caplog).count("no step of this loop called loop.update(...)") == 1
+        finish(loop, update=False)
+    assert caplog.text.count("found no gradients") == 1
+    assert caplog.text.count("no step of this loop called loop.update(...)") == 1
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_backward_pass_by_hand_is_reported_and_refused_in_fp16(precision: str, caplog: pytest.LogCaptureFixture) -> None:
-    def train() -> None:
+def test_a_backward_pass_by_hand_is_reported_and_refused_in_fp16(caplog: pytest.LogCaptureFixture) -> None:
+    def train(precision: str) -> None:
         with attached(precision=precision) as loop:
             while not loop.over():
                 with loop.step():
                     loss_of(loop).backward()
                     loop.update()
 
-    if precision == "fp16":
-        with pytest.raises(LossError, match=r"gradients that are not scaled for fp16.*Call loop\.backward\(loss\) instead"):
-            train()
-    else:
-        train()
-        assert warnings_in(caplog).count("loop.backward(...) was not called, so callbacks do not see the loss") == 1
-
-
-def updates_outside_of_steps() -> None:
-    with attached() as loop:
-        while not loop.over():
-            loss_of(loop).backward()
-            loop.run.optimizers[0].step()
+    train("fp32")
+    assert caplog.text.count("loop.backward(...) was not called, so callbacks do not see the loss") == 1
+    with pytest.raises(LossError, match=r"gradients that are not scaled for fp16.*Call loop\.backward\(loss\) instead"):
+        train("fp16")
 
 
 def test_updates_outside_of_steps_are_an_error_and_not_an_endless_loop() -> None:
+    def updates(*, steps: bool) -> Loop:
+        with attached() as loop:
+            while not loop.over():
+                loss_of(loop).backward()
+                loop.run.optimizers[0].step()
+                if steps:  # updates before a step are the user's own
+                    with loop.step():
+                        loop.backward(loss_of(loop))
+                        loop.update()
+        return loop
+
     with pytest.raises(LossError, match=r"outside of a step, so the run would never end.*with loop\.step\(\)"):
-        updates_outside_of_steps()
-    with attached() as loop:  # updates before a step are the user's own
-        while not loop.over():
-            loop.run.optimizers[0].step()
-            with loop.step():
-                loop.backward(loss_of(loop))
-                loop.update()
-    assert loop.run.progress.step == 2
+        updates(steps=False)
+    assert updates(steps=True).run.progress.step == 2
 
 
-def exhausted_between_steps() -> None:
-    with attached() as loop:
-        while not loop.over():
-            next(iter(()))
+@pytest.mark.parametrize("make", [attached, lambda: trainer().steps()], ids=["attach", "steps"])
+def test_the_end_of_an_iterator_in_a_loop_stays_what_it_is(make: Callable[[], Any]) -> None:
+    def exhausted() -> None:
+        with make() as loop:
+            for _ in loop if isinstance(loop, Steps) else iter(loop.over, True):
+                next(iter(()))
 
-
-def exhausted_in_steps() -> None:
-    with trainer().steps() as steps:
-        for _ in steps:
-            next(iter(()))
-
-
-@pytest.mark.parametrize("loop", [exhausted_between_steps, exhausted_in_steps])
-def test_the_end_of_an_iterator_in_a_loop_stays_what_it_is(loop: Callable[[], None]) -> None:
     with pytest.raises(StopIteration):
-        loop()
+        exhausted()
 
 
 def test_a_loop_that_does_all_its_steps_has_finished_without_asking_over() -> None:
-    def train() -> str:
+    def train() -> Outcome | None:
         with attached() as loop:
             for _ in range(2):
                 with loop.step():
                     loop.backward(loss_of(loop))
                     loop.update()
-        assert loop.run.outcome is not None
-        return loop.run.outcome.kind
+        return loop.run.outcome
 
-    assert train() == "finished"
-    assert launch(train) == ["finished", "finished"]
+    assert [one and one.kind for one in (train(), *launch(train))] == ["finished"] * 3
 
 
 @pytest.mark.parametrize(
@@ -294,55 +253,94 @@ def continued(directory: Path, steps: int, strict: bool = False, **kept: Any) ->
         finish(loop)
 
 
-def test_what_is_kept_under_another_name_is_reported_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    continued(tmp_path, 2, env=random.Random(1))
+def test_what_is_kept_under_another_name_or_cannot_be_restored_is_reported_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    continued(tmp_path, 2, env=random.Random(1), dice=(dice := np.random.RandomState(1)))
     with pytest.raises(CheckpointMismatchError, match="which this loop does not keep"):
-        continued(tmp_path, 3, strict=True, world=random.Random(1))
-    continued(tmp_path, 3, world=random.Random(1))
-    assert "the checkpoint holds ['env'], which this loop does not keep" in warnings_in(caplog)
-    assert "this loop keeps ['world'], which the checkpoint does not hold" in warnings_in(caplog)
-
-
-def test_an_error_of_a_restoration_names_what_was_kept(tmp_path: Path) -> None:
-    continued(tmp_path, 2, env=random.Random(1))
+        continued(tmp_path, 3, strict=True, world=random.Random(1), dice=np.random.RandomState(1))
     with pytest.raises(TypeError) as caught:
-        continued(tmp_path, 3, env=torch.Generator())
+        continued(tmp_path, 3, env=torch.Generator(), dice=np.random.RandomState(1))
     assert "loop.keep('env', ...)" in "".join(caught.value.__notes__)
-
-
-def test_a_legacy_generator_of_numpy_is_kept(tmp_path: Path) -> None:
-    first, second = np.random.RandomState(1), np.random.RandomState(2)
-    continued(tmp_path, 2, dice=first)
-    continued(tmp_path, 3, dice=second)
-    assert first.randn(3).tolist() == second.randn(3).tolist()
-
-
-def test_an_evaluation_without_compute_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ValueError, match=r"evaluation 'eval' does not say how to compute a batch.*compute=function"):
-        attached(callbacks=[Evaluate(BATCHES, every="1 step")]).__enter__()
-
-
-def evaluated(batches: list[Any], **arguments: Any) -> None:
-    model = nn.Linear(2, 1)
-    callbacks = [Evaluate(batches, **arguments)]
-    one = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), batches, max_epochs=1, callbacks=callbacks, progress=False)
-    for step in one.steps():
-        for _ in step:
-            step.backward(model(BATCHES[0]).mean())
+    continued(tmp_path, 3, world=random.Random(1), dice=(again := np.random.RandomState(2)))
+    assert dice.randn(3).tolist() == again.randn(3).tolist()  # a legacy generator of NumPy
+    assert "the checkpoint holds ['env'], which this loop does not keep" in caplog.text
+    assert "this loop keeps ['world'], which the checkpoint does not hold" in caplog.text
 
 
 def test_an_evaluation_that_cannot_call_the_model_is_refused_in_the_first_step_of_a_loop_over_steps() -> None:
     pairs = [(batch, batch) for batch in BATCHES]
     with pytest.raises(ValueError, match=r"call the model with a whole batch.*Give Evaluate\(\.\.\., compute=function\)"):
-        evaluated(pairs)
+        over_steps(trainer(callbacks=[Evaluate(pairs)], loader=pairs))
     with pytest.raises(LossError, match="the loss of 'eval' must have shape") as caught:
-        evaluated(BATCHES)
+        over_steps(trainer(callbacks=[Evaluate(BATCHES)]))
     assert "Give Evaluate(..., compute=function)" in "".join(caught.value.__notes__)
-    evaluated(pairs, compute=lambda model, batch: model(batch[0]).mean())
+    over_steps(trainer(callbacks=[Evaluate(pairs, compute=lambda model, batch: model(batch[0]).mean())], loader=pairs))
 
 
-def test_the_average_of_batch_norm_layers_is_refused_before_the_first_step() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match=r"loop of cadenza\.attach.*Swa\(update_batch_norm=0\)"):
-        attach(model, optimizer, max_steps=4, callbacks=[Swa(start="2 steps")], progress=False).__enter__()
+# -- lines that were left in the loop -----------------------------------------------------------------
+
+
+class Script:
+    """A model, its optimizer, and the loops around them."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+    def over_steps(self, before: Callable[[], Any], after: Callable[[], Any], **arguments: Any) -> None:
+        trainer = Trainer(self.model, self.optimizer, BATCHES, **{"max_epochs": 1, "progress": False, **arguments})
+        for step in trainer.steps():
+            for batch in step:
+                loss = self.model(batch).mean()
+                before()
+                step.backward(loss)
+                after()
+
+    def attached(self, before: Callable[[], Any], after: Callable[[], Any], **arguments: Any) -> None:
+        with attach(self.model, self.optimizer, **{"max_steps": 3, "progress": False, **arguments}) as loop:
+            while not loop.over():
+                with loop.step():
+                    loss = self.model(BATCHES[0]).mean()
+                    before()
+                    loop.backward(loss)
+                    after()
+                    loop.update()
+
+
+def nothing() -> None:
+    """Stand for no line."""
+
+
+LOOPS = [Script.over_steps, Script.attached]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_update_by_hand_beside_that_of_the_run_is_an_error(loop: Callable[..., None], precision: str) -> None:
+    script = Script()
+    weights = script.model.weight.clone()
+    with pytest.raises(LossError, match=r"optimizer\.step\(\) was called in step 1, beside the update of the run\. Remove"):
+        loop(script, nothing, script.optimizer.step, precision=precision)
+    assert torch.equal(script.model.weight, weights)
+    script.optimizer.step()  # outside of the loop it is the user's own again
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_gradients_may_be_dropped_before_the_only_backward_pass_alone(loop: Callable[..., None]) -> None:
+    script = Script()
+    with pytest.raises(LossError, match=r"gradients of step 1 were dropped before .*Remove optimizer\.zero_grad\(\)"):
+        loop(script, nothing, script.optimizer.zero_grad)
+    script = Script()
+    loop(script, script.optimizer.zero_grad, nothing)
+    with pytest.raises(LossError, match=r"dropped before the next batch.*Remove optimizer\.zero_grad\(\)"):
+        script.over_steps(script.optimizer.zero_grad, nothing, accumulate=2)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_schedule_that_the_loop_steps_beside_the_run_is_an_error(loop: Callable[..., None]) -> None:
+    script = Script()
+    schedule = LinearLR(script.optimizer, 1.0, 0.5, total_iters=6)
+    with pytest.raises(RuntimeError, match=r"LearningRate.*Remove scheduler\.step\(\) from the loop"):
+        loop(script, nothing, schedule.step, callbacks=[LearningRate(schedule)])

@@ -11,6 +11,7 @@ import pytest
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, SlurmRequeue
+from cadenza.checkpoint import attempts
 from cadenza.checkpoint.store import Store
 from cadenza.errors import CheckpointLostError
 from cadenza.testing import tiny_trainer
@@ -45,23 +46,24 @@ def end(directory: Path, number: int = signal.SIGUSR1) -> list[str]:
     return [f"{one.what}: {one.why}" for one in runs[0].decisions if "queue" in one.what]
 
 
-def test_the_job_is_put_back_when_the_checkpoint_is_there(tmp_path: Path, scontrol: Path) -> None:
-    assert end(tmp_path) == ["requeued: scontrol requeue 41"]
-    assert scontrol.read_text() == "requeue 41 last step-00000003\n"
-
-
-def test_of_a_job_array_the_task_is_put_back(tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "40")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
-    assert end(tmp_path) == ["requeued: scontrol requeue 40_7"]
-
-
-def test_that_it_is_refused_is_said(
-    tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "13")
-    assert end(tmp_path) == ["not requeued: status 3"]
-    assert "the job 13 could not be requeued: status 3" in caplog.text
+@pytest.mark.parametrize(
+    ("variables", "job", "decided"),
+    [
+        ({}, "41", "requeued: scontrol requeue 41"),
+        ({"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "7"}, "40_7", "requeued: scontrol requeue 40_7"),
+        ({"SLURM_JOB_ID": "13"}, "13", "not requeued: status 3"),
+    ],
+    ids=["job", "task of an array", "refused"],
+)
+def test_the_job_is_put_back_when_the_checkpoint_is_there(
+    variables: dict[str, str], job: str, decided: str, tmp_path: Path, scontrol: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert end(tmp_path) == [decided]
+    assert scontrol.read_text() == f"requeue {job} last step-00000003\n"
+    assert ("the job 13 could not be requeued: status 3" in caplog.text) == (job == "13")
 
 
 def test_after_ctrl_c_and_at_an_ordinary_end_nothing_is_put_back(tmp_path: Path, scontrol: Path) -> None:
@@ -77,6 +79,7 @@ def test_a_job_without_its_last_checkpoint_is_not_requeued(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Store, "write", full)
+    monkeypatch.setattr(attempts, "LAST_PAUSES_S", (0.002, 0.004))
     with pytest.raises(CheckpointLostError):
         tiny_trainer(directory=tmp_path / "run", steps=9, callbacks=[Checkpoint("9 steps"), sends(), SlurmRequeue()]).fit()
     assert not scontrol.exists()
