@@ -25,11 +25,7 @@ from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFo
 from tests.compat.accelerated.parts import Dropping, Hooks, Noting, Rates, data, names, on_two, run_of, train, weights_of
 
 COSINE = CosineLrScheduler.create_scheduler_fn()
-
-
 ADAM: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=0.01)
-
-
 SGD: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 

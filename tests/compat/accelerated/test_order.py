@@ -32,14 +32,8 @@ from tests.compat.accelerated.parts import (
 )
 
 TRAIN_STEP = ["on_train_step_start", "[calculate_train_batch_loss]", "on_train_step_end", "[backward_step]"]
-
-
 UPDATE = ["[optimizer_step]", "[optimizer_zero_grad]"]
-
-
 EVAL_STEP = ["on_eval_step_start", "[calculate_eval_batch_loss]", "on_eval_step_end"]
-
-
 EVAL = ["[eval_epoch_start]", "on_eval_epoch_start", *EVAL_STEP * 2, "[eval_epoch_end]", "on_eval_epoch_end"]
 
 

@@ -128,7 +128,7 @@ def test_the_cosine_schedule_has_warm_up_decay_and_cool_down() -> None:
     assert rates == pytest.approx([0.0, 0.0, 0.01 / 6, 0.02 / 6])  # longer than the training
 
 
-def test_warm_up_may_start_at_a_fraction_of_the_rate() -> None:
+def test_warm_up_may_start_at_a_fraction_of_the_rate_and_each_group_has_its_own_rate() -> None:
     optimizer = optimizer_of(2.0)
     scheduler = CosineLrScheduler(optimizer, 10, 1, num_warmup_epochs=5, warmup_starting_lr_ratio=0.1, min_lr_ratio=0.05)
     rates = [scheduler.get_updated_values(update)[0] for update in range(12)]
@@ -140,17 +140,11 @@ def test_warm_up_may_start_at_a_fraction_of_the_rate() -> None:
     scheduler.load_state_dict(state)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[0])
-
-
-def test_each_group_has_its_own_rate() -> None:
-    optimizer = optimizer_of(0.01, 0.002)
-    scheduler = CosineLrScheduler(optimizer, 1, 4, k_decay=2, min_lr_ratio=0.1, num_cooldown_epochs=0.25)
-    rates = [[group["lr"] for group in optimizer.param_groups]]
-    for _ in range(4):
+    groups = optimizer_of(0.01, 0.002)
+    scheduler = CosineLrScheduler(groups, 1, 4, k_decay=2, min_lr_ratio=0.1, num_cooldown_epochs=0.25)
+    for rate in (0.01, 0.01, 0.00972862, 0.00628142, 0.001):
+        assert [group["lr"] for group in groups.param_groups] == pytest.approx([rate, rate / 5], abs=1e-8)
         scheduler.step()
-        rates.append([group["lr"] for group in optimizer.param_groups])
-    assert [one for one, _ in rates] == pytest.approx([0.01, 0.01, 0.00972862, 0.00628142, 0.001], abs=1e-8)
-    assert [other for _, other in rates] == pytest.approx([one / 5 for one, _ in rates])
 
 
 def test_after_a_warm_up_the_rates_of_the_original_are_an_option() -> None:
@@ -430,8 +424,6 @@ def test_a_checkpoint_of_the_trainer_restores_the_schedule(scheduler: Any, tmp_p
 
 
 QUARTER = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25)
-
-
 AGAIN = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25, is_continuation_from_checkpoint=True)
 
 

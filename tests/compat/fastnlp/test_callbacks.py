@@ -56,27 +56,22 @@ DOWN = [0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125, 0.0]
 
 
 @pytest.mark.parametrize(
-    ("warmup", "schedule", "rates"),
+    ("warmup", "schedule", "options", "rates"),
     [
-        (0.2, "linear", DOWN),
-        (2, "linear", DOWN),
-        (0.2, "constant", [0.05, *[0.1] * 9]),
-        (1.0, "linear", [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.1]),
-        (-3, "linear", [0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.0]),
+        (0.2, "linear", {}, DOWN),
+        (2, "linear", {}, DOWN),
+        (0.2, "constant", {}, [0.05, *[0.1] * 9]),
+        (0.5, "constant", {"count": 16, "accumulation_steps": 2}, [0.1, 0.075, 0.075, *[0.1] * 5]),  # with each update
+        (1.0, "linear", {}, [0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.1]),
+        (-3, "linear", {}, [0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.0]),
     ],
 )
 def test_case_28_a_warm_up_of_any_length_is_followed_by_decay_or_a_constant_rate(
-    warmup: float, schedule: Any, rates: list[float]
+    warmup: float, schedule: Any, options: Any, rates: list[float]
 ) -> None:
     notes = Rates()
-    trained(20, [TorchWarmupCallback(warmup, schedule=schedule), notes], n_epochs=2)
+    trained(**{"count": 20, **options}, callbacks=[TorchWarmupCallback(warmup, schedule=schedule), notes], n_epochs=2)
     assert notes.seen == rates
-
-
-def test_with_accumulation_a_warm_up_moves_with_each_update() -> None:
-    notes = Rates()
-    trained(16, [TorchWarmupCallback(0.5, "constant"), notes], accumulation_steps=2, n_epochs=2)
-    assert notes.seen == [0.1, 0.075, 0.075, *[0.1] * 5]
 
 
 def test_a_warm_up_scales_each_optimizer_by_its_own_rates() -> None:

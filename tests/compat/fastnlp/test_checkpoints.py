@@ -16,17 +16,7 @@ from cadenza.callbacks import Ema
 from cadenza.compat.fastnlp import Callback, Event, TrainBatchLoop, Trainer
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
 from cadenza.errors import CheckpointError, CheckpointMismatchError, StateError
-from tests.compat.fastnlp.toy import (
-    Raising,
-    Scribe,
-    Scripted,
-    Toy,
-    batches_seen,
-    loader,
-    toy_trainer,
-    trained,
-    weights_of,
-)
+from tests.compat.fastnlp.toy import Raising, Scribe, Scripted, Toy, batches_seen, loader, toy_trainer, trained, weights_of
 
 FILES = ("on_save_model", "on_load_model", "on_save_checkpoint", "on_load_checkpoint")
 

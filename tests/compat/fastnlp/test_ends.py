@@ -11,11 +11,7 @@ import torch
 
 from cadenza import Callback as NativeCallback
 from cadenza.callbacks import EarlyStopping, Evaluate, Limit
-from cadenza.compat.fastnlp import (
-    EarlyStopCallback,
-    EarlyStopException,
-    Event,
-)
+from cadenza.compat.fastnlp import EarlyStopCallback, EarlyStopException, Event
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 from tests.compat.fastnlp.toy import Hooks, Raising, Scribe, Scripted, Toy, live, toy_trainer, trained, weights_of
 
@@ -198,7 +194,7 @@ def test_a_checkpoint_restores_the_patience(tmp_path: Path) -> None:
         if not run:
             trainer.add_callback_fn(Event.on_train_epoch_end(once=2), lambda trainer: trainer.save_checkpoint(tmp_path))
         trainer.run(**run)
-        return trainer.cur_epoch_idx
+        return int(trainer.cur_epoch_idx)
 
     assert stopped(0.1, 0.2, 0.3, 0.4, 0.5) == 4
     assert stopped(0.3, 0.2, 0.1, resume_from=tmp_path) == 3  # one was without gain before, two are now

@@ -97,13 +97,6 @@ def test_a_step_or_a_loop_of_the_trainers_parts_equals_the_trainers(parts: dict[
     assert torch.allclose(weights_of(trainers[0]), weights_of(trainers[1]), atol=1e-7)
 
 
-def test_the_loop_is_called_once_an_epoch() -> None:
-    trainer = toy_trainer(8, n_epochs=2)
-    trainer.train_batch_loop = loop = Calls()
-    trainer.run()
-    assert loop.epochs == 2
-
-
 def test_events_that_a_batch_step_fn_does_not_cause_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     scribe = Scribe("on_before_backward", "on_train_begin")
     trainer = trained(callbacks=scribe, batch_step_fn=lambda trainer, batch: None, n_batches=2)
@@ -161,9 +154,11 @@ def test_the_trainer_evaluates_after_a_loop_that_does_not_and_after_a_callback_t
     trainer.run()
     assert scribe.seen == [("on_evaluate_end", 0, 0, 2), ("on_evaluate_end", 1, 0, 4)]
     trainer = toy_trainer(8, requested, {"acc": Scripted(*range(9))}, n_epochs=2)
+    trainer.train_batch_loop = loop = Calls()
     trainer.add_callback_fn(Event.on_train_batch_end(once=1), lambda trainer: trainer.epoch_evaluate())
     trainer.run()
     assert [g for _, _, g in requested.at("on_evaluate_end")] == [1, 2, 4]
+    assert loop.epochs == 2
 
 
 def test_a_loop_with_a_batch_step_fn_is_the_trainers_loop_with_it() -> None:

@@ -40,12 +40,7 @@ def test_case_1_two_epochs_of_two_batches_give_this_sequence() -> None:
     trainer = toy_trainer(8, [scribe], {"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=2)
     trainer.run()
     start = ["on_after_trainer_initialized", "on_sanity_check_begin", "on_sanity_check_end", "on_train_begin"]
-    assert scribe.seen == [
-        *((name, 0, 0, 0) for name in start),
-        *epoch(0, 0),
-        *epoch(1, 2),
-        ("on_train_end", 2, 0, 4),
-    ]
+    assert scribe.seen == [*((name, 0, 0, 0) for name in start), *epoch(0, 0), *epoch(1, 2), ("on_train_end", 2, 0, 4)]
     assert trainer.callback_manager.callback_counter["on_fetch_data_begin"] == 6
     assert trainer.callback_manager.callback_counter["on_train_batch_end"] == 4
 
@@ -170,13 +165,7 @@ def test_a_native_trainer_calls_the_same_events_but_for_those_of_the_trainer_its
     assert run.progress.batch == 4
     tiny_run(callbacks=[limited], steps=7, batches=5)  # the limit ends the last epoch
     assert limited.seen == [("on_train_epoch_end", 1, 0, 5), ("on_train_epoch_end", 2, 0, 7), ("on_train_end", 2, 0, 7)]
-
-
-def test_a_callback_without_hooks_has_only_the_listener_of_the_start() -> None:
-    class Idle(Callback):
-        """Overrides nothing."""
-
-    assert [listener.moment.__name__ for listener in Idle().listeners()] == ["on_setup"]
+    assert [listener.moment.__name__ for listener in Hooks().listeners()] == ["on_setup"]  # one without hooks
 
 
 def test_the_evaluation_after_the_last_incomplete_window_sees_the_epoch_before_it_is_counted() -> None:
@@ -232,10 +221,14 @@ def test_case_7_and_8_every_once_and_filter_fn_of_which_the_first_is_used(
     assert ("is ignored" in caplog.text) == bool(ignored)
 
 
-def test_case_7_a_filter_counts_calls_and_passed_calls() -> None:
+def test_case_7_a_filter_counts_calls_and_passed_calls_and_its_function_sees_this_execution_not_yet() -> None:
     @Filter(every=10)
     def function(trainer: Any) -> None:
         """Do nothing."""
+
+    def second(filter: Filter, trainer: Any) -> bool:
+        seen.append((filter.num_called, filter.num_executed))
+        return True
 
     executed = []
     for _ in range(100):
@@ -244,15 +237,7 @@ def test_case_7_a_filter_counts_calls_and_passed_calls() -> None:
     assert executed[:9] == [0] * 9
     assert executed[9:19] == [1] * 10
     assert executed[-1] == 10
-
-
-def test_a_filter_fn_sees_this_call_counted_and_its_execution_not_yet() -> None:
     seen: list[tuple[int, int]] = []
-
-    def second(filter: Filter, trainer: Any) -> bool:
-        seen.append((filter.num_called, filter.num_executed))
-        return True
-
     done(Event.on_train_epoch_end(filter_fn=second))
     assert seen == [(1, 0), (2, 1)]
 
@@ -274,7 +259,7 @@ def test_case_8_wrong_numbers_are_errors_in_the_trainers_constructor(event: Even
         toy_trainer().add_callback_fn(event, lambda trainer: None)
 
 
-def test_case_9_markers_choose_the_functions_of_a_trainer() -> None:
+def test_case_9_and_10_markers_choose_the_functions_of_a_trainer_and_each_has_a_fresh_filter() -> None:
     order: list[str] = []
 
     def called(marker: str | None) -> list[str]:
@@ -282,6 +267,12 @@ def test_case_9_markers_choose_the_functions_of_a_trainer() -> None:
         trained(n_epochs=1, marker=marker)
         return list(order)
 
+    seen: list[int] = []
+    Trainer.on(Event.on_train_batch_end(every=3), marker="all")(lambda trainer: seen.append(trainer.global_forward_batches))
+    for _ in range(2):
+        trained(20, n_epochs=1)
+    assert seen == [3, 3]
+    Trainer._custom_callbacks.clear()
     for name, marker in (("none1", None), ("all1", "all"), ("a1", "a"), ("none2", None), ("b1", "b"), ("all2", "all")):
         Trainer.on(Event.on_train_begin(), marker=marker)(lambda trainer, name=name: order.append(name))
     assert called(None) == ["all1", "all2", "none1", "none2"]
@@ -290,14 +281,6 @@ def test_case_9_markers_choose_the_functions_of_a_trainer() -> None:
     assert called("b") == ["all1", "all2", "b1"]
     assert called(None) == ["all1", "all2"]
     assert called("all") == ["all1", "all2"]  # deviation: fastNLP calls them twice
-
-
-def test_case_10_each_trainer_has_a_fresh_filter() -> None:
-    seen: list[int] = []
-    Trainer.on(Event.on_train_batch_end(every=3), marker="all")(lambda trainer: seen.append(trainer.global_forward_batches))
-    for _ in range(2):
-        trained(20, n_epochs=1)
-    assert seen == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -309,16 +292,15 @@ def test_case_10_each_trainer_has_a_fresh_filter() -> None:
         (lambda a, b, c, *, needed: None, False),
     ],
 )
-def test_case_12_a_function_must_accept_the_arguments_of_its_event(function: Callable[..., None], fits: bool) -> None:
+def test_case_12_a_function_must_accept_the_arguments_of_its_event_which_must_exist(
+    function: Callable[..., None], fits: bool
+) -> None:
     subscribe = Trainer.on(Event.on_train_batch_begin())
     if fits:
         assert subscribe(function) is function
     else:
         with pytest.raises(TypeError, match="on_train_batch_begin calls a function with \\(trainer, batch, indices\\)"):
             subscribe(function)
-
-
-def test_case_12_an_unknown_event_is_an_error() -> None:
     with pytest.raises(AttributeError, match="expected an event"):
         Trainer.on("on_train_begin")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match="expected an event"):

@@ -32,11 +32,7 @@ from cadenza.compat.fastnlp import (
 from cadenza.loading import Shard, resumable
 
 TEN = range(10)
-
-
 LENGTHS = [3, 1, 4, 0, 5, 9, 2, 6, 8, 7]
-
-
 Sampler = Any
 
 

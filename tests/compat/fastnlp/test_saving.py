@@ -16,8 +16,6 @@ from cadenza.compat.fastnlp.core.callbacks.topk_saver import TopkQueue
 from tests.compat.fastnlp.toy import Hooks, Raising, Scribe, Scripted, Toy, toy_trainer, trained, weights_of
 
 pytestmark = pytest.mark.usefixtures("launch")
-
-
 MODEL, CHECKPOINT, RESULTS = "fastnlp_model.pkl.tar", "fastnlp_checkpoint.pkl.tar", "fastnlp_evaluate_results.json"
 
 

@@ -130,7 +130,7 @@ class Typed(Toy):
 
 
 def test_batches_and_outputs_go_through_the_mappings_and_outputs_may_be_of_a_dataclass() -> None:
-    mappings = {"input_mapping": {"x": "features", "y": "aim"}, "output_mapping": {"cost": "loss"}}
+    mappings: dict[str, Any] = {"input_mapping": {"x": "features", "y": "aim"}, "output_mapping": {"cost": "loss"}}
     plain = weights_of(trained(n_epochs=1))
     assert torch.equal(weights_of(trained(model=Renamed(), **mappings, n_epochs=1)), plain)
     assert torch.equal(weights_of(trained(model=Typed(), n_epochs=1)), plain)

@@ -49,8 +49,6 @@ from cadenza.compat.fastnlp.models.torch import CNNText
 from tests import forked
 
 pytestmark = pytest.mark.usefixtures("fresh_logger")
-
-
 Pair = namedtuple("Pair", ["first", "second"])  # as users write it
 
 
