@@ -178,7 +178,11 @@ def test_the_given_parameters_are_clipped_and_no_others() -> None:
     ("made", "error", "message"),
     [
         (lambda: TorchWarmupCallback(schedule="cosine"), RuntimeError, "schedule must be 'constant' or 'linear'; got 'cosine'"),  # type: ignore[arg-type]
-        (lambda: TorchWarmupCallback("x"), TypeError, "a fraction of the training, or a number of batches; got 'x'"),  # type: ignore[arg-type]
+        (
+            lambda: TorchWarmupCallback("x"),
+            TypeError,
+            "warmup must be a fraction of the training, or a number of batches; got 'x'",
+        ),  # type: ignore[arg-type]
         (lambda: LRSchedCallback(object()), AssertionError, "must be an object with a method step"),
         (lambda: LRSchedCallback(LambdaLR), AssertionError, "got <class .*LambdaLR"),
         (lambda: TorchGradClipCallback(1, "max"), ValueError, "clip_type must be 'norm' or 'value'; got 'max'"),  # type: ignore[arg-type]
@@ -203,10 +207,18 @@ def test_a_wrong_argument_is_an_error_in_the_constructor(
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
-        (lambda mine: LRSchedCallback(halving(optimizer_of(Toy()))), ValueError, "an optimizer that this run does not have"),
+        (
+            lambda mine: LRSchedCallback(halving(optimizer_of(Toy()))),
+            ValueError,
+            "belongs to an optimizer that this run does not have",
+        ),
         (lambda mine: LRSchedCallback(ReduceLROnPlateau(mine)), ValueError, "ReduceLROnPlateau needs a result"),
-        (lambda mine: TorchGradClipCallback(parameters=[*Toy().parameters()]), ValueError, "no parameter of the model"),
-        (lambda mine: RawTextCallback(extra_show_keys=["cube"]), KeyError, "needs 'cube' in the outputs of the model"),
+        (lambda mine: TorchGradClipCallback(parameters=[*Toy().parameters()]), ValueError, "chose no parameter of the model"),
+        (
+            lambda mine: RawTextCallback(extra_show_keys=["cube"]),
+            KeyError,
+            "extra_show_keys needs 'cube' in the outputs of the model",
+        ),
         (lambda mine: more_of(watch_monitor="acc"), AssertionError, "needs evaluations of the trainer"),
         (lambda mine: more_of(evaluate_fn="judge"), RuntimeError, "no method 'judge'"),
     ],

@@ -217,9 +217,17 @@ def ids() -> DataSet:
         (lambda: Collator("paddle"), ValueError, "backend must be one of"),
         (lambda: prepare_dataloader(ids(), backend="paddle"), ValueError, "backend must be 'auto' or 'torch'"),  # type: ignore[arg-type]
         (lambda: prepare_dataloader(ids(), collate_fn="pad"), ValueError, "collate_fn"),  # type: ignore[arg-type]
-        (lambda: TorchDataLoader(ids(), collate_fn=len).set_pad("ids"), ValueError, "needs collate_fn='auto' or a Collator"),
+        (
+            lambda: TorchDataLoader(ids(), collate_fn=len).set_pad("ids"),
+            ValueError,
+            "set_pad needs collate_fn='auto' or a Collator",
+        ),
         (lambda: TorchDataLoader(ids(), collate_fn=None), ValueError, "cannot collate the rows of a DataSet"),
-        (lambda: prepare_torch_dataloader({"dev": ids()}, sampler=[0]), AssertionError, "batch_sampler are for one data set"),
+        (
+            lambda: prepare_torch_dataloader({"dev": ids()}, sampler=[0]),
+            AssertionError,
+            "sampler and batch_sampler are for one data set",
+        ),
         (lambda: prepare_torch_dataloader(3), ValueError, "needs __getitem__ and __len__; got a int"),
         (lambda: collators.Padder()([1]), NotImplementedError, "needs a static method pad"),
     ],

@@ -115,7 +115,11 @@ WHOLE = "must be a whole number of at least 1; got 0"
         (lambda: RandomBatchSampler(TEN, batch_size=0), ValueError, f"batch_size {WHOLE}"),
         (lambda: BucketedBatchSampler(TEN, LENGTHS, num_batch_per_bucket=0), ValueError, f"num_batch_per_bucket {WHOLE}"),
         (lambda: begun(RandomSampler(TEN)).set_distributed(2, 0), AssertionError, "set_distributed must not be called while"),
-        (lambda: RandomSampler(TEN).set_distributed(2, 2), AssertionError, "less than num_replicas; got 2 and 2"),
+        (
+            lambda: RandomSampler(TEN).set_distributed(2, 2),
+            AssertionError,
+            "rank must be at least 0, and less than num_replicas; got 2 and 2",
+        ),
         (lambda: begun(ReproduceBatchSampler(TEN, 2, False)).set_distributed(2, 0), RuntimeError, "has no shards"),
         (lambda: RandomSampler(range(11)).load_state_dict(STATES), AssertionError, "length=10, but this sampler has 11"),
         (

@@ -128,7 +128,7 @@ TOKENS = torch.tensor([[4, 4]])
     ("use", "error", "message"),
     [
         (lambda: SpanFPreRecMetric(vocabulary("B-x", "X-x")), RuntimeError, r"\['b', 'x'\], are not those of one of \['bio'"),
-        (lambda: bio(encoding_type="bmes"), AssertionError, r"='bmes' has no tags that begin with \['i', 'o'\]"),
+        (lambda: bio(encoding_type="bmes"), AssertionError, r"encoding_type='bmes' has no tags that begin with \['i', 'o'\]"),
         (lambda: bio(f_type="mean"), ValueError, "f_type must be"),
         (lambda: SpanFPreRecMetric({0: "B"}), TypeError, "tag_vocab must be a Vocabulary; got a dict"),  # type: ignore[arg-type]
         (lambda: ClassifyFPreRecMetric({0: "B"}), TypeError, "tag_vocab must be a Vocabulary or None"),  # type: ignore[arg-type]
