@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +14,13 @@ from torch.utils.data import Dataset, TensorDataset
 
 from cadenza.compat.accelerated.callbacks import TrainerCallback
 from cadenza.compat.accelerated.events import EVENTS
+from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.trainer import Trainer
 from cadenza.hooks.moments import BaseCallback
+from cadenza.run import Run
+from cadenza.testing import launch
 
+T = TypeVar("T")
 HERE = {"num_workers": 0}  # loaders in this process
 
 
@@ -42,6 +49,18 @@ class Scripted(Dataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return len(self.losses)
+
+
+class Dropping(nn.Module):
+    """A model that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return outputs
 
 
 class ScriptedTrainer(Trainer):
@@ -84,6 +103,24 @@ for _name in EVENTS:
 
 class Again(Noting):
     """A second one, because a list may hold one callback of each class."""
+
+
+class Hooks(TrainerCallback):
+    """Calls functions at events: ``Hooks(on_train_epoch_end=lambda trainer, **_: ...)``."""
+
+    def __init__(self, **functions: Callable[..., object]) -> None:
+        for event, function in functions.items():
+            setattr(self, event, function)
+
+
+class Rates(TrainerCallback):
+    """Records the learning rate of each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        self.seen.append(round(trainer.optimizer.param_groups[0]["lr"], 9))
 
 
 HOOKS = (
@@ -140,9 +177,44 @@ def trainer_of(kind: type[Trainer] = Trainer, callbacks: Iterable[Any] = (), lr:
     return kind(linear, nn.MSELoss(), torch.optim.SGD(linear.parameters(), lr=lr), callbacks=tuple(callbacks))
 
 
-def train(trainer: Trainer, epochs: int, train_data: Any, eval_data: Any = None, batch_size: int = 2, **more: Any) -> None:
-    """Train with loaders in this process, without shuffling."""
-    kwargs = {"num_workers": 0, "shuffle": False}
-    more.setdefault("train_dataloader_kwargs", kwargs)
-    more.setdefault("eval_dataloader_kwargs", kwargs)
+def train(trainer: Trainer, epochs: int, train_data: Any, eval_data: Any = None, batch_size: int = 2, **more: Any) -> Trainer:
+    """Train with loaders in this process, without shuffling; return the trainer."""
+    for kind in ("train", "eval"):
+        more.setdefault(f"{kind}_dataloader_kwargs", {**HERE, "shuffle": False})
     trainer.train(train_data, epochs, eval_data, per_device_batch_size=batch_size, **more)
+    return trainer
+
+
+def run_of(trainer: Trainer) -> Run:
+    """Return the native run of a training."""
+    assert trainer.native_run is not None
+    return trainer.native_run
+
+
+def config_of(trainer: Trainer) -> TrainerRunConfig:
+    assert trainer.run_config is not None
+    return trainer.run_config
+
+
+def weights_of(trainer: Trainer) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in trainer.get_model().state_dict().values()])
+
+
+def metrics_of(trainer: Trainer) -> dict[str, list[Any]]:
+    history = trainer.run_history
+    return {name: history.get_metric_values(name) for name in history.get_metric_names()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def on_two(function: Callable[[], T]) -> list[T]:
+    """Call a function in two processes without GPUs; return both results."""
+
+    def one() -> T:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        warnings.filterwarnings("ignore", "The last batch", UserWarning)  # of an uneven evaluation
+        return function()
+
+    return launch(one)

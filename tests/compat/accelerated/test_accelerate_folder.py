@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,7 @@ from cadenza.compat.accelerated.schedulers import CosineLrScheduler, WSDLrSchedu
 from cadenza.compat.accelerated.trainer import Trainer
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, CheckpointMismatchError
-from tests.compat.accelerated.parts import HERE, Noting, data
-from tests.compat.accelerated.test_history import Rates
-from tests.compat.accelerated.test_training_state import Dropping
-from tests.compat.accelerated.test_two_processes import on_two
+from tests.compat.accelerated.parts import Dropping, Hooks, Noting, Rates, data, names, on_two, run_of, train, weights_of
 
 COSINE = CosineLrScheduler.create_scheduler_fn()
 ADAM: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=0.01)
@@ -51,9 +49,8 @@ class Write(TrainerCallback):
         self.count = 0
 
     def save(self, trainer: Trainer, name: str) -> None:
-        epoch = trainer.run_history.current_epoch
-        model = trainer.get_model().state_dict()
-        write(self.folder / name, model, trainer.optimizer, trainer.scheduler, current_epoch=epoch, global_step=self.count)
+        metadata = {"current_epoch": trainer.run_history.current_epoch, "global_step": self.count}
+        write(self.folder / name, trainer.get_model().state_dict(), trainer.optimizer, trainer.scheduler, **metadata)
 
     def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         self.count += 1
@@ -69,22 +66,12 @@ class Write(TrainerCallback):
 def trained(epochs: int, *callbacks: TrainerCallback, optimizer: Any = ADAM, create: Any = COSINE, **more: Any) -> Trainer:
     model: nn.Module = more.pop("model", None) or Dropping()
     trainer = Trainer(model, nn.MSELoss(), optimizer(model.parameters()), callbacks=callbacks)
-    order = {**HERE, "shuffle": False}
-    trainer.train(
-        data(5),
-        epochs,
-        data(2),
-        2,
-        create_scheduler_fn=create,
-        train_dataloader_kwargs=order,
-        eval_dataloader_kwargs=HERE,
-        **more,
-    )
-    return trainer
+    return train(trainer, epochs, data(5), data(2), create_scheduler_fn=create, **more)
 
 
-def weights_of(trainer: Trainer) -> list[Any]:
-    return [weight.tolist() for weight in trainer.get_model().state_dict().values()]
+def weights(trainer: Trainer) -> list[float]:
+    values: list[float] = weights_of(trainer).tolist()
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -96,23 +83,29 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["epoch_1", "epoch_2"])
+@pytest.fixture
+def state(states: Path, tmp_path: Path) -> Path:
+    """A copy of the state after the first epoch."""
+    return Path(shutil.copytree(states / "epoch_1", tmp_path / "state"))
+
+
 @pytest.mark.parametrize("optimizer", [ADAM, SGD])
 @pytest.mark.parametrize("create", [COSINE, None])
 def test_a_state_of_an_epoch_continues_with_the_next_one_to_the_same_weights(
-    name: str, optimizer: Any, create: Any, tmp_path: Path
+    optimizer: Any, create: Any, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    rates, rest, noting = Rates(), Rates(), Noting()
+    rates = Rates()
     whole = trained(3, Write(tmp_path), rates, optimizer=optimizer, create=create)
-    continued = trained(3, rest, noting, optimizer=optimizer, create=create, resume_from=tmp_path / name)
-    assert weights_of(continued) == weights_of(whole)
-    assert rest.seen == rates.seen[-len(rest.seen) :]
-    assert len(rest.seen) == (10 if name == "epoch_1" else 5)
-    assert continued.run_history.current_epoch == 4
-    assert noting.log.count("on_eval_epoch_end") == len(rest.seen) // 5
-    assert continued.native_run is not None
-    assert (continued.native_run.progress.epoch, continued.native_run.progress.step) == (3, 15)
+    for name, batches in (("epoch_1", 10), ("epoch_2", 5)):
+        rest, noting = Rates(), Noting()
+        continued = trained(3, rest, noting, optimizer=optimizer, create=create, resume_from=tmp_path / name)
+        assert weights(continued) == weights(whole)
+        assert len(rest.seen) == batches
+        assert rest.seen == rates.seen[-batches:]
+        assert continued.run_history.current_epoch == 4
+        assert noting.log.count("on_eval_epoch_end") == batches // 5
+        assert (run_of(continued).progress.epoch, run_of(continued).progress.step) == (3, 15)
 
 
 @pytest.mark.parametrize(("name", "batches"), [("step_6", 10), ("step_8", 10), ("step_10", 10), ("final", 0), ("step_1", 15)])
@@ -123,18 +116,10 @@ def test_a_state_from_inside_an_epoch_repeats_it_and_a_final_one_is_over(name: s
     assert trainer.run_history.current_epoch == 4
 
 
-def copy(states: Path, folder: Path, name: str = "epoch_1") -> Path:
-    folder.mkdir()
-    for file in (states / name).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
-
-
 @pytest.mark.parametrize("form", ["sharded", "torch", "sharded torch", "of DDP", "compiled"])
-def test_all_forms_of_the_weights_are_read(form: str, states: Path, tmp_path: Path) -> None:
-    folder = copy(states, tmp_path / "state")
-    expected = weights_of(trained(3, resume_from=folder))
-    whole = folder / "model.safetensors"
+def test_all_forms_of_the_weights_are_read(form: str, state: Path) -> None:
+    expected = weights(trained(3, resume_from=state))
+    whole = state / "model.safetensors"
     model = load_file(whole)
     whole.unlink()
     prefix = {"of DDP": "module.", "compiled": "module._orig_mod."}.get(form, "")
@@ -145,12 +130,12 @@ def test_all_forms_of_the_weights_are_read(form: str, states: Path, tmp_path: Pa
         parts = [dict(list(model.items())[:3]), dict(list(model.items())[3:])]
         shards = {stem.format(f"-{index + 1:05}-of-00002"): part for index, part in enumerate(parts)}
         for file, part in shards.items():
-            save(part, folder / file)
+            save(part, state / file)
         index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
-        (folder / stem.format("")).with_name(stem.format("") + ".index.json").write_text(json.dumps(index))
+        (state / (stem.format("") + ".index.json")).write_text(json.dumps(index))
     else:
-        save(model, folder / stem.format(""))
-    assert weights_of(trained(3, resume_from=folder)) == expected
+        save(model, state / stem.format(""))
+    assert weights(trained(3, resume_from=state)) == expected
 
 
 def test_tied_weights_are_in_the_file_once(tmp_path: Path) -> None:
@@ -186,80 +171,83 @@ class Executed:
 @pytest.mark.parametrize(
     "name", ["optimizer.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl", "trainer_metadata.pt", "scaler.pt"]
 )
-def test_a_file_with_code_is_an_error_before_anything_runs(name: str, states: Path, tmp_path: Path) -> None:
+def test_a_file_with_code_is_an_error_before_anything_runs(name: str, state: Path) -> None:
     class Fails(Trainer):
         def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
             raise AssertionError("the folder is read before")
 
-    folder = copy(states, tmp_path / "state")
-    torch.save({"state": Executed(tmp_path / "executed")}, folder / name)
+    torch.save({"state": Executed(state / "executed")}, state / name)
     model = Dropping()
     trainer = Fails(model, nn.MSELoss(), ADAM(model.parameters()), callbacks=())
     with pytest.raises(CheckpointFormatError, match=rf"{name}' cannot be read without executing code.*holds .*pathlib"):
-        trainer.train(data(5), 3, resume_from=folder)
-    assert not (tmp_path / "executed").exists()
+        trainer.train(data(5), 3, resume_from=state)
+    assert not (state / "executed").exists()
 
 
-def test_a_pickle_that_torch_did_not_write_is_not_read_and_the_error_says_how_to_convert_it(
-    states: Path, tmp_path: Path
-) -> None:
-    folder = copy(states, tmp_path / "state")
+def test_files_of_old_and_other_formats_are_read_or_an_error_without_executing_code(state: Path) -> None:
+    expected = weights(trained(3, resume_from=state))
+    optimizer, code = state / "optimizer.bin", {"state": Executed(state / "executed")}
+    original = optimizer.read_bytes()
+    torch.save(torch.load(optimizer), optimizer, _use_new_zipfile_serialization=False)
+    assert weights(trained(3, resume_from=state)) == expected
+    torch.save(code, optimizer, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointFormatError, match=r"optimizer.bin' cannot be read without.*getattr"):
+        trained(3, resume_from=state)
+    optimizer.write_bytes(original)
     for protocol in (2, 5):
-        (folder / "random_states_0.pkl").write_bytes(pickle.dumps({"state": Executed(tmp_path / "executed")}, protocol))
+        (state / "random_states_0.pkl").write_bytes(pickle.dumps(code, protocol))
         with pytest.raises(
             CheckpointFormatError, match=r"random_states_0.pkl'.*a pickle that torch.save did not.*convert it: load"
         ):
-            trained(3, resume_from=folder)
-    assert not (tmp_path / "executed").exists()
-
-
-def test_a_torch_file_of_the_old_format_is_read(states: Path, tmp_path: Path) -> None:
-    folder = copy(states, tmp_path / "state")
-    expected = weights_of(trained(3, resume_from=folder))
-    content = torch.load(folder / "optimizer.bin")
-    torch.save(content, folder / "optimizer.bin", _use_new_zipfile_serialization=False)
-    assert weights_of(trained(3, resume_from=folder)) == expected
-    torch.save({"state": Executed(tmp_path / "executed")}, folder / "optimizer.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointFormatError, match=r"optimizer.bin' cannot be read without.*getattr"):
-        trained(3, resume_from=folder)
-    assert not (tmp_path / "executed").exists()
+            trained(3, resume_from=state)
+    assert not (state / "executed").exists()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
-def test_a_damaged_file_is_named(name: str, states: Path, tmp_path: Path) -> None:
-    folder = copy(states, tmp_path / "state")
-    (folder / name).write_bytes((folder / name).read_bytes()[:100])
+def test_a_damaged_file_is_named(name: str, state: Path) -> None:
+    (state / name).write_bytes((state / name).read_bytes()[:100])
     with pytest.raises(CheckpointDamagedError, match=name):
-        trained(3, resume_from=folder)
+        trained(3, resume_from=state)
 
 
-def test_an_index_cannot_name_files_elsewhere(states: Path, tmp_path: Path) -> None:
-    folder = copy(states, tmp_path / "state")
-    (folder / "model.safetensors").unlink()
-    index = folder / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"weight": "../other.safetensors"}}')
-    with pytest.raises(CheckpointFormatError, match="files outside of its folder"):
-        trained(3, resume_from=folder)
-    index.write_text("[]")
-    with pytest.raises(CheckpointDamagedError, match="not an index of weights"):
-        trained(3, resume_from=folder)
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        ('{"weight_map": {"weight": "../other.safetensors"}}', CheckpointFormatError, "files outside of its folder"),
+        ("[]", CheckpointDamagedError, "not an index of weights"),
+    ],
+)
+def test_an_index_cannot_name_files_elsewhere(index: str, error: type[Exception], message: str, state: Path) -> None:
+    (state / "model.safetensors").unlink()
+    (state / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(error, match=message):
+        trained(3, resume_from=state)
 
 
-def test_what_does_not_fit_is_an_error_and_changes_nothing(states: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointMismatchError, match="holds the state of a scheduler, but the trainer has none"):
-        trained(3, create=None, resume_from=states / "epoch_1")
-    with pytest.raises(CheckpointMismatchError, match=r"no state of a StepLR: expected the keys \['_get_lr"):
-        trained(3, create=partial(torch.optim.lr_scheduler.StepLR, step_size=1), resume_from=states / "epoch_1")
-    model = nn.Linear(1, 1)
-    with pytest.raises(CheckpointMismatchError, match=r"another model.*weight: saved nothing, now \(1, 1\)"):
-        trained(3, model=model, resume_from=states / "epoch_1")
-    sharded, several = copy(states, tmp_path / "sharded"), copy(states, tmp_path / "several")
-    (sharded / "model.safetensors").rename(sharded / "pytorch_model_fsdp.bin")
-    with pytest.raises(CheckpointFormatError, match=r"no weights that can be read.*got \['pytorch_model_fsdp.bin'\]"):
-        trained(3, resume_from=sharded)
-    (several / "optimizer_1.bin").touch()
+STEPS = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"create": None}, "holds the state of a scheduler, but the trainer has none"),
+        ({"create": STEPS}, r"no state of a StepLR: expected the keys \['_get_lr"),
+        ({"model": nn.Linear(1, 1)}, r"another model.*weight: saved nothing, now \(1, 1\)"),
+    ],
+)
+def test_a_state_of_other_parts_is_an_error(options: Any, message: str, states: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match=message):
+        trained(3, resume_from=states / "epoch_1", **options)
+
+
+def test_a_folder_without_readable_weights_or_with_several_models_is_an_error(state: Path, tmp_path: Path) -> None:
+    (state / "optimizer_1.bin").touch()
     with pytest.raises(CheckpointFormatError, match=r"several models or optimizers.*optimizer_1.bin"):
-        trained(3, resume_from=several)
+        trained(3, resume_from=state)
+    (state / "optimizer_1.bin").unlink()
+    (state / "model.safetensors").rename(state / "pytorch_model_fsdp.bin")
+    with pytest.raises(CheckpointFormatError, match=r"no weights that can be read.*got \['pytorch_model_fsdp.bin'\]"):
+        trained(3, resume_from=state)
     with pytest.raises(FileNotFoundError, match="holds no training state"):
         trained(3, resume_from=tmp_path)
 
@@ -281,22 +269,19 @@ def test_a_wsd_training_of_the_original_resumes_inside_its_decay_or_begins_anoth
     save = WSDCheckpointCallback(tmp_path / "then", initial_checkpoint=tmp_path / "epoch_2")
     again = WSDLrScheduler.create_scheduler_fn(is_continuation_from_checkpoint=True)
     trainer = trained(2, then, save, optimizer=SGD, create=again)
-    assert then.seen == [0.01] * 5 + [0.01] + then.seen[6:]
+    assert then.seen[:6] == [0.01] * 6
     assert trainer.scheduler.get_checkpoint_steps() == [10]
     assert trainer.run_history.current_epoch == 3
 
 
-def test_the_scale_of_fp16_is_restored(monkeypatch: pytest.MonkeyPatch, states: Path, tmp_path: Path) -> None:
-    class Scale(TrainerCallback):
-        def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-            assert trainer.native_run is not None
-            seen.append(session_of(trainer.native_run).precision.state_dict()["scale"])
+def test_the_scale_of_fp16_is_restored(monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
+    def look(trainer: Trainer, **kwargs: Any) -> None:
+        seen.append(session_of(run_of(trainer)).precision.state_dict()["scale"])
 
     seen: list[float] = []
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    folder = copy(states, tmp_path / "state")
-    torch.save({**torch.amp.GradScaler("cpu").state_dict(), "scale": 64.0}, folder / "scaler.pt")
-    trained(1, Scale(), resume_from=folder)
+    torch.save({**torch.amp.GradScaler("cpu").state_dict(), "scale": 64.0}, state / "scaler.pt")
+    trained(1, Hooks(on_training_run_start=look), resume_from=state)
     assert seen == [64.0]
 
 
@@ -318,18 +303,16 @@ def test_the_updates_of_an_earlier_training_do_not_count(counted: str, tmp_path:
 
 
 def test_callbacks_that_save_states_continue_to_count(states: Path, tmp_path: Path) -> None:
-    save = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=4)
-    trained(2, save, resume_from=states / "epoch_1")
-    assert {one.name for one in (tmp_path / "states").iterdir()} == {"step_8", "final"}
+    trained(2, SaveTrainingStateCallback(tmp_path, save_every_n_steps=4), resume_from=states / "epoch_1")
+    assert names(tmp_path) == ["final", "step_8"]
 
 
-def test_a_file_that_one_of_two_processes_cannot_read_is_an_error_on_both(states: Path, tmp_path: Path) -> None:
-    folder = copy(states, tmp_path / "state")
-    torch.save({"state": Executed(tmp_path / "executed")}, folder / "random_states_1.pkl")
+def test_a_file_that_one_of_two_processes_cannot_read_is_an_error_on_both(state: Path) -> None:
+    torch.save({"state": Executed(state / "executed")}, state / "random_states_1.pkl")
 
     def both() -> str:
         with pytest.raises(CheckpointError) as caught:
-            trained(1, resume_from=folder)
+            trained(1, resume_from=state)
         return str(caught.value)
 
     first, second = on_two(both)

@@ -24,42 +24,55 @@ from cadenza.compat.accelerated.callbacks import (
 )
 from cadenza.compat.accelerated.events import EVENTS
 from cadenza.engine.session import session_of
-from cadenza.testing import prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
-from tests.compat.accelerated.parts import Again, Noting, data, train, trainer_of
+from cadenza.testing import Recorder, prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from tests.compat.accelerated.parts import Again, Hooks, Noting, data, metrics_of, train, trainer_of
+
+MEAN_SQUARE = supervised(nn.functional.mse_loss)
 
 
 def test_the_order_of_events_is_that_of_the_adapter_s_trainer() -> None:
     native, own = Noting(), Noting()
-    compute = supervised(nn.functional.mse_loss)
-    run = tiny_run(callbacks=[native, Evaluate(tiny_loader(2))], epochs=2, batches=3, compute_loss=compute)
-    trainer = trainer_of(callbacks=[own])
-    train(trainer, 2, data(3), data(2))
+    run = tiny_run(callbacks=[native, Evaluate(tiny_loader(2))], epochs=2, batches=3, compute_loss=MEAN_SQUARE)
+    trainer = train(trainer_of(callbacks=[own]), 2, data(3), data(2))
     assert native.log == own.log
     assert [epoch for _, _, epoch in native.seen] == [epoch for _, _, epoch in own.seen]
     assert [sorted(keywords) for _, keywords, _ in native.seen] == [sorted(keywords) for _, keywords, _ in own.seen]
-    history = session_of(run).adapters["accelerated"].trainer.run_history
-    assert history.get_metric_values("train_loss_epoch") == trainer.run_history.get_metric_values("train_loss_epoch")
-    losses = zip(
-        history.get_metric_values("eval_loss_epoch"), trainer.run_history.get_metric_values("eval_loss_epoch"), strict=True
-    )
-    assert all(one == pytest.approx(other) for one, other in losses)
+    metrics = metrics_of(session_of(run).adapters["accelerated"].trainer)
+    assert metrics["train_loss_epoch"] == metrics_of(trainer)["train_loss_epoch"]
+    assert metrics["eval_loss_epoch"] == pytest.approx(metrics_of(trainer)["eval_loss_epoch"])
     assert set(EVENTS) - set(native.log) == {"on_evaluation_run_start", "on_evaluation_run_end", "on_stop_training_error"}
 
 
 def test_the_steps_end_before_the_evaluation_and_the_epoch_ends_after_it_for_all_callbacks() -> None:
-    noting, again = Noting(), Again()
+    noting, again, between = Noting(), Again(), Noting()
     again.log = noting.log
     tiny_run(callbacks=[noting, Evaluate(tiny_loader(1)), again], batches=1)
     start = noting.log.index("on_train_epoch_end")
     evaluation = ["on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"]
     events = ["on_train_epoch_end", *evaluation, "on_training_run_epoch_end", "on_training_run_end"]
     assert noting.log[start:] == [event for event in events for _ in range(2)]
+    tiny_run(callbacks=[Evaluate(tiny_loader(1), every="2 steps"), between], batches=4)
+    assert [end["is_intermediate"] for end in between.of("on_eval_epoch_end")] == [True, True]
 
 
-def test_an_evaluation_inside_an_epoch_is_intermediate() -> None:
+def test_an_evaluation_without_a_training_is_an_evaluation_run() -> None:
     noting = Noting()
-    tiny_run(callbacks=[Evaluate(tiny_loader(1), every="2 steps"), noting], batches=4)
-    assert [end["is_intermediate"] for end in noting.of("on_eval_epoch_end")] == [True, True]
+    result = tiny_trainer(callbacks=[noting], compute_loss=MEAN_SQUARE).evaluate(tiny_loader(1))
+    step = ["on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"]
+    assert noting.log == ["on_evaluation_run_start", *step, "on_evaluation_run_end"]
+    assert result["eval/loss"] > 0
+
+
+def test_with_a_step_fn_each_batch_ends_once() -> None:
+    def step(run: Run, batch: Any) -> Any:
+        for _ in range(2):
+            run.backward(nn.functional.mse_loss(run.model(batch[0]), batch[1]))
+        run.update()
+        return torch.tensor(1.0)
+
+    noting = Noting()
+    tiny_run(callbacks=[noting], batches=3, step_fn=step)
+    assert [end["step"] for end in noting.of("on_train_step_end")] == [0, 1, 2]
 
 
 def test_the_trainer_argument_shows_the_run_with_the_names_of_pytorch_accelerated() -> None:
@@ -77,8 +90,7 @@ def test_the_trainer_argument_shows_the_run_with_the_names_of_pytorch_accelerate
 
     seen: dict[str, Any] = {}
     schedule = LearningRate(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-    compute = supervised(nn.functional.mse_loss)
-    tiny_run(callbacks=[Look(), schedule], batches=4, accumulate=2, epochs=3, compute_loss=compute)
+    tiny_run(callbacks=[Look(), schedule], batches=4, accumulate=2, epochs=3, compute_loss=MEAN_SQUARE)
     assert seen["outputs"] == ["batch_size", "loss", "model_outputs", "predictions", "targets"]
     assert seen["sizes"] == (2, (2, 1))
     config = seen["config"]
@@ -92,14 +104,9 @@ def test_a_stop_ends_the_native_run_as_a_stop_and_drops_the_batch() -> None:
             if step == 2:
                 raise StopTrainingError("enough")
 
-    @on(Callback.on_after_optimizer_step)
-    def count(run: Run) -> None:
-        updates.append(run.progress.step)
-
-    updates: list[int] = []
-    noting, again = Noting(), Again()
-    run = tiny_run(callbacks=[noting, Stop(), again, count], epochs=3)
-    assert updates == [0, 1]
+    noting, again, recorder = Noting(), Again(), Recorder(Callback.on_after_optimizer_step)
+    run = tiny_run(callbacks=[noting, Stop(), again, recorder], epochs=3)
+    assert [seen.at.step for seen in recorder.seen] == [0, 1]
     assert run.outcome is not None
     assert (run.outcome.kind, run.outcome.reason) == ("stopped", "enough")
     assert run.why("stopped").startswith("stopped by Stop at epoch 0, step 2")
@@ -107,40 +114,32 @@ def test_a_stop_ends_the_native_run_as_a_stop_and_drops_the_batch() -> None:
     assert again.log[-3:] == ["on_train_step_start", "on_stop_training_error", "on_training_run_end"]
 
 
-def test_on_stop_training_error_is_called_for_a_stop_of_a_native_callback() -> None:
-    noting = Noting()
-    tiny_run(callbacks=[StopOnNonFinite(), noting], losses=[1.0, float("nan"), 1.0])
+def test_a_loss_that_is_not_finite_is_a_stop_of_a_native_callback_and_ends_the_process_by_an_adapted_one() -> None:
+    noting, losses = Noting(), [1.0, float("nan"), 1.0]
+    tiny_run(callbacks=[StopOnNonFinite(), noting], losses=losses)
     assert noting.log[-2:] == ["on_stop_training_error", "on_training_run_end"]
     assert len(noting.of("on_train_step_end")) == 2
+    with pytest.raises(SystemExit, match="nan"):
+        tiny_run(callbacks=[TerminateOnNaNCallback()], losses=losses)
 
 
-def test_an_error_ends_all_events_and_a_callback_that_may_fail_is_disabled() -> None:
-    class Broken(TrainerCallback):
-        def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-            raise RuntimeError("broken")
-
-    noting = Noting()
-    with pytest.raises(RuntimeError, match="broken"):
-        tiny_run(callbacks=[noting, Broken()])
-    assert noting.log[-1] == "on_train_epoch_end"
-    noting, broken = Noting(), Broken()
-    broken.on_fault = "disable"
-    run = tiny_run(callbacks=[noting, broken])
-    assert [fault.callback for fault in run.faults] == ["Broken"]
-    assert noting.log[-1] == "on_training_run_end"
-
-
-def test_an_error_in_a_native_callback_ends_all_events_too() -> None:
-    @on(Callback.on_step_end)
-    def broken(run: Run) -> None:
+def test_an_error_also_in_a_native_callback_ends_all_events_and_a_callback_that_may_fail_is_disabled() -> None:
+    def broken(*_: Any, **kwargs: Any) -> None:
         raise RuntimeError("broken")
 
-    noting, own = Noting(), Noting()
+    native, adapted, own, disabled = on(Callback.on_step_end)(broken), Hooks(on_train_epoch_end=broken), Noting(), Noting()
+    for callback, last in ((native, "on_train_step_end"), (adapted, "on_train_epoch_end")):
+        noting = Noting()
+        with pytest.raises(RuntimeError, match="broken"):
+            tiny_run(callbacks=[noting, callback])
+        assert noting.log[-1] == last
     with pytest.raises(RuntimeError, match="broken"):
-        tiny_run(callbacks=[noting, broken])
-    with pytest.raises(RuntimeError, match="broken"):
-        train(trainer_of(callbacks=[own, broken]), 1, data(2))
-    assert noting.log[-1] == own.log[-1] == "on_train_step_end"
+        train(trainer_of(callbacks=[own, native]), 1, data(2))
+    assert own.log[-1] == "on_train_step_end"
+    adapted.on_fault = "disable"
+    run = tiny_run(callbacks=[disabled, adapted])
+    assert [fault.callback for fault in run.faults] == ["Hooks"]
+    assert disabled.log[-1] == "on_training_run_end"
 
 
 def test_built_in_callbacks_watch_native_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,11 +160,7 @@ def test_built_in_callbacks_watch_native_evaluations(tmp_path: Path, capsys: pyt
     stop = EarlyStoppingCallback(watch_metric="eval/rank", early_stopping_patience=1)
     best = SaveBestModelCallback(tmp_path / "best.pt", watch_metric="eval/rank")
     evaluate = Evaluate(tiny_loader(2), metrics={"rank": Rising()})
-    run = tiny_run(
-        callbacks=[best, stop, LogMetricsCallback(), evaluate],
-        epochs=9,
-        compute_loss=supervised(nn.functional.mse_loss),
-    )
+    run = tiny_run(callbacks=[best, stop, LogMetricsCallback(), evaluate], epochs=9, compute_loss=MEAN_SQUARE)
     assert run.progress.epoch == 3
     assert (best.best_metric, best.best_metric_epoch) == (1.0, 2)
     saved = torch.load(tmp_path / "best.pt", weights_only=True)
@@ -177,9 +172,9 @@ def test_averages_and_evaluations_between_steps_work_on_native_evaluations(tmp_p
     noting = Noting()
     ema = ModelEmaCallback(0.5, save_path=tmp_path / "ema.pt")
     adapted = [StepBasedEvaluationCallback(2), LimitEvalStepsCallback(1), ema, noting]
-    run = tiny_run(callbacks=[Evaluate(tiny_loader(2)), *adapted], epochs=2, compute_loss=supervised(nn.functional.mse_loss))
-    history = session_of(run).adapters["accelerated"].trainer.run_history
-    assert len(history.get_metric_values("ema_model_eval_loss_epoch")) == len(history.get_metric_values("eval_loss_epoch")) == 2
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(2)), *adapted], epochs=2, compute_loss=MEAN_SQUARE)
+    metrics = metrics_of(session_of(run).adapters["accelerated"].trainer)
+    assert len(metrics["ema_model_eval_loss_epoch"]) == len(metrics["eval_loss_epoch"]) == 2
     assert [end["is_intermediate"] for end in noting.of("on_eval_epoch_end")] == [True, True, False] * 2
     assert len(noting.of("on_eval_step_end")) == 2 * (1 + 1 + 2)
 
@@ -196,46 +191,14 @@ def test_a_checkpoint_offers_the_average_by_name(tmp_path: Path) -> None:
     assert trainer.evaluate(tiny_loader(), weights="ema_model") == stored
 
 
-def test_a_loss_that_is_not_finite_ends_the_process() -> None:
-    with pytest.raises(SystemExit, match="nan"):
-        tiny_run(callbacks=[TerminateOnNaNCallback()], losses=[1.0, float("nan"), 1.0])
-
-
-def test_with_a_step_fn_each_batch_ends_once() -> None:
-    def step(run: Run, batch: Any) -> Any:
-        for _ in range(2):
-            run.backward(nn.functional.mse_loss(run.model(batch[0]), batch[1]))
-        run.update()
-        return torch.tensor(1.0)
-
-    noting = Noting()
-    tiny_run(callbacks=[noting], batches=3, step_fn=step)
-    assert [end["step"] for end in noting.of("on_train_step_end")] == [0, 1, 2]
-
-
-def test_an_evaluation_without_a_training_is_an_evaluation_run() -> None:
-    noting = Noting()
-    trainer = tiny_trainer(callbacks=[noting], compute_loss=supervised(nn.functional.mse_loss))
-    result = trainer.evaluate(tiny_loader(1))
-    step = ["on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"]
-    assert noting.log == ["on_evaluation_run_start", *step, "on_evaluation_run_end"]
-    assert result["eval/loss"] > 0
-
-
 def test_a_resumed_run_with_these_callbacks_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
     def make(directory: Any) -> Any:
         adapted = [EarlyStoppingCallback(9), SaveBestModelCallback("best.pt"), ModelEmaCallback(0.5)]
-        return tiny_trainer(
-            callbacks=[Evaluate(tiny_loader(2)), *adapted],
-            epochs=3,
-            seed=1,
-            directory=directory,
-            compute_loss=supervised(nn.functional.mse_loss),
-        )
+        callbacks = [Evaluate(tiny_loader(2)), *adapted]
+        return tiny_trainer(callbacks=callbacks, epochs=3, seed=1, directory=directory, compute_loss=MEAN_SQUARE)
 
-    prove_resume(make, at=[2, 5, 7, 10, 14], in_process=True)
+    monkeypatch.chdir(tmp_path)
+    prove_resume(make, at=[2, 5, 7, 14], in_process=True)
 
 
 def test_a_callback_without_events_costs_a_native_run_nothing() -> None:

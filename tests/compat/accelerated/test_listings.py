@@ -6,13 +6,18 @@ import csv
 import json
 import os
 import re
+import runpy
 import sqlite3
-import subprocess
 import sys
+import warnings
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from tests import forked
 
 HERE = Path(__file__).parent / "listings"
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "fashion-mnist"
@@ -20,24 +25,31 @@ DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "fashion-mnist"
 pytestmark = pytest.mark.skipif(not DATA.exists(), reason=f"the data are not in {DATA}")
 
 
-def listing(
-    name: str, *arguments: object, folder: Path, warnings: str = "error", code: int = 0, **environment: str
-) -> tuple[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-W", warnings, HERE / f"{name}.py", str(DATA), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )
-    assert done.returncode == code, done.stderr
-    return done.stdout, done.stderr
+def listing(name: str, *arguments: object, folder: Path, warning: str = "error", status: int = 0, **environment: str) -> str:
+    """Run a listing in a folder; return what it wrote."""
+    script = [str(HERE / f"{name}.py"), str(DATA), *map(str, arguments)]
+    process = forked.start(_as_main, script, folder, warning, environment, output=folder / "said")
+    assert process.ended() == status, process.said()
+    return process.said()
 
 
-def test_case_1_metrics_are_in_the_run_history_and_logged(tmp_path: Path) -> None:
-    shown, _ = listing("metrics_in_the_history", tmp_path, folder=tmp_path)
+def _as_main(script: list[str], folder: Path, warning: Any, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    warnings.simplefilter(warning)
+    torch.set_num_threads(1)
+    sys.argv, sys.path[0] = script, str(HERE)
+    runpy.run_path(script[0], run_name="__main__")
+
+
+def test_case_1_metrics_are_in_the_run_history_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which torchmetrics takes seconds to import; its loaders have workers."""
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setattr(sys, "argv", ["", str(DATA), str(tmp_path)])
+    runpy.run_path(str(HERE / "metrics_in_the_history.py"), run_name="__main__")
+    shown = capsys.readouterr().out
     seen = json.loads((tmp_path / "metrics.json").read_text())
     assert seen["accuracy"][1] == pytest.approx(seen["counted"])
     assert seen["accuracy"][1] > 0.6  # a tenth, if it had learned nothing
@@ -47,9 +59,7 @@ def test_case_1_metrics_are_in_the_run_history_and_logged(tmp_path: Path) -> Non
 
 
 def test_case_2_a_custom_logger_writes_to_mlflow(tmp_path: Path) -> None:
-    shown, _ = listing(
-        "mlflow_logger", folder=tmp_path, warnings="default", MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/store.db"
-    )
+    shown = listing("mlflow_logger", folder=tmp_path, warning="default", MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/store.db")
     with closing(sqlite3.connect(tmp_path / "store.db")) as store:
         tags = dict(store.execute("select key, value from tags"))
         rows = store.execute("select key, value from metrics order by timestamp, rowid").fetchall()
@@ -63,7 +73,7 @@ def test_case_2_a_custom_logger_writes_to_mlflow(tmp_path: Path) -> None:
 
 def test_case_3_predictions_are_saved_as_csv(tmp_path: Path) -> None:
     (tmp_path / "outputs").mkdir()
-    shown = listing("save_predictions", folder=tmp_path)[0].splitlines()
+    shown = listing("save_predictions", folder=tmp_path).splitlines()
     with (tmp_path / "outputs" / "valid_predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["prediction"] for row in rows] == shown[-2].split()
@@ -72,7 +82,7 @@ def test_case_3_predictions_are_saved_as_csv(tmp_path: Path) -> None:
 
 
 def test_a_custom_event_is_called_for_each_batch(tmp_path: Path) -> None:
-    shown, said = listing("event_of_your_own", folder=tmp_path, code=1)
-    assert "all batches are as they should be" in shown
+    said = listing("event_of_your_own", folder=tmp_path, status=1)
+    assert "all batches are as they should be" in said
     assert "AssertionError" in said  # in the second training the last batch is too small
     assert "in verify_train_batch" in said

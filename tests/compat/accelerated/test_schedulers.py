@@ -1,15 +1,19 @@
-"""The schedules: rates and states equal those of pytorch-accelerated, whose figures stand here."""
+"""A22: schedules, whose rates and states equal those of pytorch-accelerated; placeholders; and checkpoints around decays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import ExponentialLR
 
-from cadenza.compat.accelerated import TrainerPlaceholderValues
+from cadenza.compat.accelerated.callbacks import SaveTrainingStateCallback, TrainerCallback, WSDCheckpointCallback
 from cadenza.compat.accelerated.schedulers import (
     CosineLrScheduler,
     ScheduleError,
@@ -17,9 +21,13 @@ from cadenza.compat.accelerated.schedulers import (
     StatefulSchedulerBase,
     WSDLrScheduler,
 )
-from cadenza.compat.accelerated.trainer import Trainer
-from tests.compat.accelerated.parts import data, train, trainer_of
-from tests.compat.accelerated.test_history import Rates
+from cadenza.compat.accelerated.trainer import (
+    Trainer,
+    TrainerPlaceholderValues,
+    TrainerWithTimmScheduler,
+    replace_trainer_placeholder_values,
+)
+from tests.compat.accelerated.parts import Rates, data, names, noting_trainer, train, trainer_of
 
 
 def optimizer_of(*rates: float) -> torch.optim.Optimizer:
@@ -36,27 +44,107 @@ def steps(scheduler: StatefulSchedulerBase, count: int) -> list[float]:
     return rates
 
 
-def rates_of(create: Callable[[torch.optim.Optimizer], Any], updates: int, **more: Any) -> list[float]:
-    """Return the rates that a training of one epoch uses."""
+def rates_of(create: Callable[[torch.optim.Optimizer], Any], updates: int, epochs: int = 1, lr: float = 0.01) -> list[float]:
+    """Return the rates that a training uses."""
     seen = Rates()
-    train(trainer_of(callbacks=[seen], lr=0.01), 1, data(updates), create_scheduler_fn=create, **more)
+    train(trainer_of(callbacks=[seen], lr=lr), epochs, data(updates), create_scheduler_fn=create)
     return seen.seen
 
 
-def test_the_first_two_updates_of_a_cosine_schedule_use_the_optimizers_rate() -> None:
-    rates = rates_of(CosineLrScheduler.create_scheduler_fn(), 6)
+def test_a22_a_scheduler_is_stepped_after_each_update_of_a_training_that_has_one() -> None:
+    rates = Rates()
+    trainer, noting = noting_trainer(rates, lr=1.0)
+    tenth = partial(ExponentialLR, gamma=0.1)
+    train(trainer, 1, data(3), create_scheduler_fn=tenth)
+    train(trainer, 1, data(6), create_scheduler_fn=tenth, gradient_accumulation_steps=2)
+    assert rates.seen == pytest.approx([1.0, 0.1, 0.01, 1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])
+    noting.log.clear()
+    train(trainer, 1, data(2))
+    assert trainer.scheduler is None
+    assert "[scheduler_step]" not in noting.log
+
+
+def test_schedulers_of_timm_are_stepped_after_updates_and_epochs() -> None:
+    class Told:
+        def __init__(self, optimizer: Any) -> None:
+            self.said: list[str] = []
+
+        def step_update(self, num_updates: int) -> None:
+            self.said.append(f"update {num_updates}")
+
+        def step(self, epoch: int) -> None:
+            self.said.append(f"epoch {epoch}")
+
+    trainer = train(trainer_of(TrainerWithTimmScheduler), 2, data(2), data(1), create_scheduler_fn=Told)
+    assert trainer.scheduler.said == ["update 1", "update 2", "epoch 1", "update 3", "update 4", "epoch 2"]
+
+
+def test_placeholders_are_values_of_the_run_or_of_any_object_with_its_settings() -> None:
+    class Keep:
+        def __init__(self, optimizer: Any, **values: Any) -> None:
+            self.values = values
+
+        def step(self) -> None:
+            pass
+
+    values = TrainerPlaceholderValues
+    lengths = {"train": values.TRAIN_DATALOADER_LEN - 1, "evaluation": values.EVAL_DATALOADER_LEN}
+    create = partial(
+        Keep,
+        epochs=values.NUM_EPOCHS,
+        updates=values.NUM_UPDATE_STEPS_PER_EPOCH * 2 + 1,
+        both=values.NUM_EPOCHS * values.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH,
+        **lengths,
+    )
+    trainer = train(trainer_of(), 3, data(5), data(4), gradient_accumulation_steps=2, create_scheduler_fn=create)
+    assert trainer.scheduler.values == {"epochs": 3, "updates": 7, "both": 9, "train": 4, "evaluation": 4}
+    with pytest.raises(ValueError, match="EVAL_DATALOADER_LEN"):
+        train(trainer, 3, data(5), create_scheduler_fn=create)
+    config = SimpleNamespace(num_epochs=5, num_update_steps_per_epoch=10, num_local_update_steps_per_epoch=10, num_processes=1)
+    other = SimpleNamespace(run_config=config, _train_dataloader=range(20), _eval_dataloader=range(7))
+    made = replace_trainer_placeholder_values(other, partial(dict, epochs=values.NUM_EPOCHS * 2, **lengths))()
+    assert made == {"epochs": 10, "train": 19, "evaluation": 7}
+    assert replace_trainer_placeholder_values(other, dict) is dict
+    assert "NUM_EPOCHS" in values.placeholder_set()
+
+
+# -- cosine -----------------------------------------------------------------------------------------------------
+
+
+def test_the_cosine_schedule_has_warm_up_decay_and_cool_down() -> None:
+    rates = rates_of(CosineLrScheduler.create_scheduler_fn(), 6)  # the first two updates use the optimizer's rate
     assert rates == pytest.approx([0.01, 0.01, 0.00933019, 0.00750025, 0.0050005, 0.00250075], abs=1e-8)
+    create = CosineLrScheduler.create_scheduler_fn(
+        num_warmup_epochs=2, num_cooldown_epochs=1, lr_min=0.1, warmup_starting_lr=0.2
+    )
+    rates = rates_of(create, 10, epochs=10, lr=1.0)
+    assert rates[:2] == [0.2, 0.2]  # the counter of the schedule starts at -1
+    assert rates[11] == pytest.approx(0.6)
+    assert rates[21] == pytest.approx(1.0)
+    assert rates[56] == pytest.approx(0.55)  # half of the way from 20 to 90
+    assert all(one > other for one, other in pairwise(rates[21:91]))
+    assert rates[91:] == [0.1] * 9
+    rates = steps(CosineLrScheduler(optimizer_of(0.01), 1, 3, num_warmup_epochs=2, warmup_starting_lr=0.0), 4)
+    assert rates == pytest.approx([0.0, 0.0, 0.01 / 6, 0.02 / 6])  # longer than the training
 
 
-def test_each_group_has_its_own_rate_and_field() -> None:
-    optimizer = optimizer_of(0.01, 0.002)
-    scheduler = CosineLrScheduler(optimizer, 1, 4, k_decay=2, min_lr_ratio=0.1, num_cooldown_epochs=0.25)
-    rates = [[group["lr"] for group in optimizer.param_groups]]
-    for _ in range(4):
+def test_warm_up_may_start_at_a_fraction_of_the_rate_and_each_group_has_its_own_rate() -> None:
+    optimizer = optimizer_of(2.0)
+    scheduler = CosineLrScheduler(optimizer, 10, 1, num_warmup_epochs=5, warmup_starting_lr_ratio=0.1, min_lr_ratio=0.05)
+    rates = [scheduler.get_updated_values(update)[0] for update in range(12)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[5] == pytest.approx(2.0)
+    assert rates[11] == pytest.approx(0.1)
+    state = scheduler.state_dict()
+    scheduler.step()
+    scheduler.load_state_dict(state)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[0])
+    groups = optimizer_of(0.01, 0.002)
+    scheduler = CosineLrScheduler(groups, 1, 4, k_decay=2, min_lr_ratio=0.1, num_cooldown_epochs=0.25)
+    for rate in (0.01, 0.01, 0.00972862, 0.00628142, 0.001):
+        assert [group["lr"] for group in groups.param_groups] == pytest.approx([rate, rate / 5], abs=1e-8)
         scheduler.step()
-        rates.append([group["lr"] for group in optimizer.param_groups])
-    assert [one for one, _ in rates] == pytest.approx([0.01, 0.01, 0.00972862, 0.00628142, 0.001], abs=1e-8)
-    assert [other for _, other in rates] == pytest.approx([one / 5 for one, _ in rates])
 
 
 def test_after_a_warm_up_the_rates_of_the_original_are_an_option() -> None:
@@ -71,11 +159,6 @@ def test_after_a_warm_up_the_rates_of_the_original_are_an_option() -> None:
     assert original[8:] == pytest.approx([0.00308658, 0.0, 0.0], abs=1e-8)
     ratio = steps(AsBefore(optimizer_of(1.0), 5, 2, num_warmup_epochs=2, warmup_starting_lr_ratio=0.5), 5)
     assert ratio == pytest.approx([1e-6, 0.5, 0.74999975, 0.9999995, 1.24999925])
-
-
-def test_a_warm_up_may_be_longer_than_the_training() -> None:
-    rates = steps(CosineLrScheduler(optimizer_of(0.01), 1, 3, num_warmup_epochs=2, warmup_starting_lr=0.0), 4)
-    assert rates == pytest.approx([0.0, 0.0, 0.01 / 6, 0.02 / 6])
 
 
 STATE = {
@@ -178,6 +261,9 @@ def test_a_wrong_length_is_an_error_that_the_original_raises_and_a_value_error(
         CosineLrScheduler(optimizer_of(0.01), **{"total_num_epochs": 1, "num_update_steps_per_epoch": 1, **arguments})
 
 
+# -- schedules of one's own -------------------------------------------------------------------------------------
+
+
 def test_a_schedule_of_ones_own_defines_its_state_and_counts_from_zero() -> None:
     class Halves(StatefulSchedulerBase):
         def get_updated_values(self, num_updates: int) -> list[float]:
@@ -190,49 +276,34 @@ def test_a_schedule_of_ones_own_defines_its_state_and_counts_from_zero() -> None
             self._num_updates = state_dict["num_updates"]
 
     assert rates_of(Halves, 4) == [0.01, 0.01, 0.005, 0.0025]
-    first = Halves(optimizer_of(0.01))
+    first, second = Halves(optimizer_of(0.01)), Halves(optimizer_of(0.01))
     steps(first, 3)
-    second = Halves(optimizer_of(0.01))
     second.load_state_dict(first.state_dict())
     assert steps(second, 2)[1] == 0.00125
 
 
-def test_a_later_schedule_of_an_optimizer_starts_from_its_first_value() -> None:
-    class Constant(SchedulerBase):
-        def get_updated_values(self, num_updates: int) -> float:
-            return 3.0
+def test_a_schedule_may_set_another_field_of_some_groups_and_starts_from_its_first_value() -> None:
+    class Momentum(SchedulerBase):
+        def get_updated_values(self, num_updates: int) -> Any:
+            return None if num_updates == 3 else [num_updates / 10]
 
-    optimizer = optimizer_of(0.01)
-    Constant(optimizer).step_update(0)
-    assert optimizer.param_groups[0]["lr"] == 3.0
-    assert Constant(optimizer).base_lr_values == [0.01]
-    assert optimizer.param_groups[0]["lr"] == 0.01
-
-
-def test_a_schedule_with_too_few_values_is_an_error() -> None:
-    class One(SchedulerBase):
-        def get_updated_values(self, num_updates: int) -> list[float]:
-            return [0.1]
-
-    with pytest.raises(ScheduleError, match="One must return one value for all groups or one for each of the 2 groups; got 1"):
-        One(optimizer_of(0.01, 0.002)).step_update(0)
+    optimizer = torch.optim.SGD(trainer_of().model.parameters(), lr=1.0, momentum=0.9)
+    scheduler = Momentum(optimizer, param_group_field="momentum")
+    scheduler.step_update(2)
+    scheduler.step_update(3)
+    assert optimizer.param_groups[0]["momentum"] == 0.2
+    assert optimizer.param_groups[0]["initial_momentum"] == 0.9
+    assert Momentum(optimizer, param_group_field="momentum").base_lr_values == [0.9]
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    with pytest.raises(KeyError, match="beta"):
+        Momentum(optimizer, param_group_field="beta")
+    with pytest.raises(
+        ScheduleError, match="Momentum must return one value for all groups or one for each of the 2 groups; got 1"
+    ):
+        Momentum(optimizer_of(0.01, 0.002)).step_update(0)
 
 
 # -- WSD ------------------------------------------------------------------------------------------------------
-
-
-def test_wsd_has_warm_up_a_stable_phase_and_a_decay() -> None:
-    rates = steps(WSDLrScheduler(optimizer_of(0.01), total_steps=10, num_warmup_steps=2, decay_phase_ratio=0.4), 12)
-    assert rates[:4] == pytest.approx([0.01, 1e-6, 0.0050005, 0.01])
-    assert rates[3:8] == [0.01] * 5
-    assert rates[8:] == pytest.approx([0.005000005, 0.002928939, 0.001339755, 1e-8])
-
-
-def test_wsd_decays_in_inverse_proportion_if_asked_to() -> None:
-    scheduler = WSDLrScheduler(
-        optimizer_of(0.01), total_steps=10, decay_phase_ratio=0.4, lr_min=0.1, use_inverse_sqrt_decay=False
-    )
-    assert steps(scheduler, 12)[7:] == pytest.approx([0.01, 0.003076923, 0.001818182, 0.001290323, 0.001])
 
 
 def test_wsd_has_a_decay_before_each_checkpoint() -> None:
@@ -267,6 +338,19 @@ def test_wsd_has_a_decay_before_each_checkpoint() -> None:
 def test_wrong_arguments_of_wsd_are_errors(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         WSDLrScheduler(optimizer_of(0.01), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "first", "last"),
+    [
+        ({"num_warmup_steps": 2}, [0.01, 1e-6, 0.0050005, *[0.01] * 5], [0.005000005, 0.002928939, 0.001339755, 1e-8]),
+        ({"lr_min": 0.1, "use_inverse_sqrt_decay": False}, [0.01] * 8, [0.003076923, 0.001818182, 0.001290323, 0.001]),
+    ],
+    ids=["inverse square root", "inverse proportion"],
+)
+def test_wsd_has_warm_up_a_stable_phase_and_a_decay(settings: Any, first: list[float], last: list[float]) -> None:
+    scheduler = WSDLrScheduler(optimizer_of(0.01), total_steps=10, decay_phase_ratio=0.4, **settings)
+    assert steps(scheduler, 12) == pytest.approx([*first, *last])
 
 
 def test_a_state_of_wsd_contains_its_counter() -> None:
@@ -319,24 +403,137 @@ def test_a_wsd_state_of_the_original_has_no_counter_so_it_only_begins_a_new_trai
 
 def test_the_lengths_of_a_wsd_schedule_are_those_of_the_run() -> None:
     create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5, decay_phase_ratio=0.25)
-    trainer = trainer_of(lr=0.01)
-    train(trainer, 2, data(8), create_scheduler_fn=create, gradient_accumulation_steps=2)
+    trainer = train(trainer_of(lr=0.01), 2, data(8), create_scheduler_fn=create, gradient_accumulation_steps=2)
     assert (trainer.scheduler.total_steps, trainer.scheduler.num_warmup_steps) == (8, 2)
-    twice = WSDLrScheduler.create_scheduler_fn(TrainerPlaceholderValues.NUM_EPOCHS * 2, 50)
-    train(trainer, 2, data(8), create_scheduler_fn=twice)
+    train(
+        trainer, 2, data(8), create_scheduler_fn=WSDLrScheduler.create_scheduler_fn(TrainerPlaceholderValues.NUM_EPOCHS * 2, 50)
+    )
     assert (trainer.scheduler.total_steps, trainer.scheduler.num_warmup_steps) == (200, 2)
 
 
 @pytest.mark.parametrize("scheduler", [CosineLrScheduler, WSDLrScheduler])
 def test_a_checkpoint_of_the_trainer_restores_the_schedule(scheduler: Any, tmp_path: Path) -> None:
-    def trained(epochs: int) -> Trainer:
-        trainer = trainer_of(lr=0.01)
-        train(trainer, epochs, data(5), create_scheduler_fn=scheduler.create_scheduler_fn(2))
-        return trainer
-
-    half = trained(1)
+    half, other = (
+        train(trainer_of(lr=0.01), epochs, data(5), create_scheduler_fn=scheduler.create_scheduler_fn(2)) for epochs in (1, 2)
+    )
     half.save_checkpoint(tmp_path / "half.pt")
-    other = trained(2)
     other.load_checkpoint(tmp_path / "half.pt")
     assert other.scheduler.state_dict() == half.scheduler.state_dict()
     assert other.scheduler.state_dict()["num_updates"] == 4
+
+
+# -- checkpoints around the decays of WSD ------------------------------------------------------------------------
+
+
+QUARTER = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25)
+AGAIN = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25, is_continuation_from_checkpoint=True)
+
+
+class Weights(TrainerCallback):
+    """Records the weight before each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_step_end(self, trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        self.seen.append(trainer.get_model().state_dict()["weight"].item())
+
+
+def trained(epochs: int, *callbacks: TrainerCallback, batches: int = 5, create: Any = QUARTER, **more: Any) -> Trainer:
+    return train(trainer_of(callbacks=callbacks, lr=0.01), epochs, data(batches), create_scheduler_fn=create, **more)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_state_is_saved_before_the_decay_and_a_file_after_it(accumulate: int, tmp_path: Path) -> None:
+    weights, save = Weights(), WSDCheckpointCallback(tmp_path)
+    trainer = trained(4, save, weights, gradient_accumulation_steps=accumulate, batches=5 * accumulate)
+    assert names(tmp_path) == ["checkpoint_15_wsd_pre_decay", "checkpoint_20_wsd_post_decay.pt"]
+    content = torch.load(tmp_path / "checkpoint_20_wsd_post_decay.pt")
+    facts = {name: content[name] for name in ("step", "checkpoint_type", "total_steps", "decay_fraction")}
+    assert facts == {"step": 20, "checkpoint_type": "wsd_post_decay", "total_steps": 20, "decay_fraction": 0.25}
+    assert content["model_state_dict"]["weight"] == trainer.model.state_dict()["weight"]
+    assert content["scheduler_state_dict"]["num_updates"] == 19
+    assert "optimizer_state_dict" in content
+    fresh = trained(1)
+    saved = fresh.load_training_state(tmp_path / "checkpoint_15_wsd_pre_decay")
+    assert (saved["step"], saved["checkpoint_type"], saved["decay_fraction"]) == (15, "wsd_pre_decay", 0.25)
+    assert fresh.model.state_dict()["weight"].item() == weights.seen[15 * accumulate]  # after 15 updates
+    assert fresh.scheduler.get_current_step() == 14
+
+
+def test_each_of_several_decays_has_its_checkpoints(tmp_path: Path) -> None:
+    create = WSDLrScheduler.create_scheduler_fn(num_checkpoints=3)
+    save = WSDCheckpointCallback(tmp_path, save_optimizer=False, save_scheduler=False)
+    trained(4, save, batches=20, create=create)
+    pre, post = (f"checkpoint_{step}_wsd_pre_decay" for step in (18, 38, 76)), (20, 40, 80)
+    assert names(tmp_path) == sorted([*pre, *(f"checkpoint_{step}_wsd_post_decay.pt" for step in post)])
+    assert save.checkpoint_steps == {*post}
+    content = torch.load(tmp_path / "checkpoint_40_wsd_post_decay.pt")
+    assert not {"optimizer_state_dict", "scheduler_state_dict"} & content.keys()
+
+
+def test_a_decay_may_take_the_whole_training(tmp_path: Path) -> None:
+    whole, again = Weights(), Weights()
+    create = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=1.0)
+    trained(1, WSDCheckpointCallback(tmp_path), whole, create=create)
+    assert names(tmp_path) == ["checkpoint_0_wsd_pre_decay", "checkpoint_5_wsd_post_decay.pt"]
+    trained(1, WSDCheckpointCallback(tmp_path), again, create=create, resume_from=tmp_path / "checkpoint_0_wsd_pre_decay")
+    assert again.seen == whole.seen
+
+
+@pytest.mark.parametrize("name", ["checkpoint_15_wsd_pre_decay", "checkpoint_20_wsd_post_decay.pt"])
+def test_a_new_training_begins_at_a_checkpoint_with_a_stable_phase_or_continues_inside_the_decay(
+    name: str, tmp_path: Path
+) -> None:
+    first, whole = Weights(), Rates()
+    trained(4, WSDCheckpointCallback(tmp_path / "first"), first, whole)
+    checkpoint = tmp_path / "first" / name
+    rates, weights = Rates(), Weights()
+    save = WSDCheckpointCallback(tmp_path / "then", initial_checkpoint=checkpoint)
+    trainer = trained(4, save, rates, weights, create=AGAIN)
+    end = torch.load(tmp_path / "first" / "checkpoint_20_wsd_post_decay.pt")["model_state_dict"]["weight"].item()
+    assert weights.seen[0] == (first.seen[15] if name.endswith("pre_decay") else end)
+    assert rates.seen[1:16] == [0.01] * 15
+    assert rates.seen[17] < 0.01
+    assert names(tmp_path / "then") == ["checkpoint_15_wsd_pre_decay", "checkpoint_20_wsd_post_decay.pt"]
+    assert trainer.run_history.current_epoch == 5
+    assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 4
+    if name.endswith("pre_decay"):
+        rest, inside = Rates(), WSDCheckpointCallback(tmp_path / "first", initial_checkpoint=checkpoint)
+        trained(1, inside, rest)  # without is_continuation_from_checkpoint
+        assert rest.seen == whole.seen[15:]
+        assert inside.last_checkpoint_step == 20
+        trained(4, WSDCheckpointCallback(tmp_path / "first", initial_checkpoint=checkpoint), create=AGAIN)  # replaces the files
+        assert len(names(checkpoint)) == 1
+        assert trained(1, create=AGAIN).load_training_state(checkpoint)["step"] == 15
+
+
+@pytest.mark.parametrize("name", ["step_7", "step_17"])
+@pytest.mark.parametrize("create", [QUARTER, AGAIN])
+def test_a_training_that_was_killed_resumes_inside_a_phase(name: str, create: Any, tmp_path: Path) -> None:
+    trained(4, WSDCheckpointCallback(tmp_path / "start"))
+    first = tmp_path / "start" / "checkpoint_15_wsd_pre_decay"
+
+    def once(folder: str, *more: TrainerCallback, **arguments: Any) -> tuple[list[float], Any]:
+        rates = Rates()
+        save = WSDCheckpointCallback(tmp_path / folder, initial_checkpoint=None if create is QUARTER else first)
+        trainer = trained(4, save, rates, *more, create=create, **arguments)
+        return rates.seen, [trainer.model.state_dict()["weight"].item(), trainer.scheduler.state_dict(), save.state_dict()]
+
+    rates, whole = once("whole", SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1))
+    rest, continued = once("rest", resume_from=tmp_path / "states" / name)
+    assert continued == whole
+    assert rest == rates[-len(rest) :]
+    missing = {"checkpoint_15_wsd_pre_decay"} if name == "step_17" else set()
+    assert set(names(tmp_path / "rest")) == set(names(tmp_path / "whole")) - missing
+
+
+def test_a_scheduler_without_checkpoints_is_an_error_and_a_missing_file_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"needs a scheduler with get_checkpoint_steps; got NoneType\. Use create_scheduler_fn"
+    ):
+        trained(1, WSDCheckpointCallback(tmp_path), create=None)
+    trained(1, WSDCheckpointCallback(tmp_path, initial_checkpoint=tmp_path / "nowhere"))
+    assert "nowhere' does not exist, so the training starts without it" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,14 +20,16 @@ from cadenza.compat.accelerated.trainer import Trainer
 from tests.compat.accelerated.parts import (
     HERE,
     Again,
+    Hooks,
     Noting,
-    NotingTrainer,
     Scripted,
     ScriptedTrainer,
     data,
     noting_trainer,
+    run_of,
     train,
     trainer_of,
+    weights_of,
 )
 
 
@@ -74,10 +77,14 @@ def test_a8_after_a_stop_on_stop_training_error_is_called_once_and_the_run_ends(
     assert after.log == before.log[:-3] + before.log[-2:]  # later callbacks do not get the event itself
     assert trainer.run_history.current_epoch == epoch
     assert "enough" in capsys.readouterr().out
-    assert trainer.native_run is not None
-    assert trainer.native_run.outcome is not None
-    assert (trainer.native_run.outcome.kind, trainer.native_run.outcome.reason) == ("stopped", "enough")
-    assert "Raises at epoch" in trainer.native_run.why("stopped")
+    outcome = run_of(trainer).outcome
+    assert outcome is not None
+    assert (outcome.kind, outcome.reason) == ("stopped", "enough")
+    assert "Raises at epoch" in run_of(trainer).why("stopped")
+
+
+def stop(self: Trainer, *_: Any) -> None:
+    raise StopTrainingError("enough")
 
 
 @pytest.mark.parametrize(
@@ -96,12 +103,8 @@ def test_a8_after_a_stop_on_stop_training_error_is_called_once_and_the_run_ends(
     ],
 )
 def test_a8_a_hook_may_stop_as_well(hook: str, last: str) -> None:
-    def stop(self: NotingTrainer, *_: Any) -> None:
-        raise StopTrainingError("enough")
-
     noting = Noting()
-    trainer = trainer_of(type("Stopping", (Trainer,), {hook: stop}), [noting])
-    train(trainer, 3, data(3), data(2))
+    trainer = train(trainer_of(type("Stopping", (Trainer,), {hook: stop}), [noting]), 3, data(3), data(2))
     assert noting.log[-3:] == [last, "on_stop_training_error", "on_training_run_end"]
     assert trainer.run_history.current_epoch == 1
 
@@ -117,57 +120,46 @@ def test_a8_after_a_stop_at_the_end_of_a_step_there_is_no_backward_and_no_update
     assert backward == [0]  # nor do native callbacks get the remaining batch of the window
     counts = Counter(noting.log)
     assert (counts["[calculate_train_batch_loss]"], counts["[backward_step]"], counts["[optimizer_step]"]) == (2, 1, 0)
-    assert [one.item() for one in trainer.model.parameters()] == [0.5, 0.0]
+    assert weights_of(trainer).tolist() == [0.5, 0.0]
 
 
-@pytest.mark.parametrize("event", ["on_training_run_start", "on_training_run_end"])
-def test_a9_a_stop_outside_the_epochs_is_an_error(event: str) -> None:
+ERRORS = (RuntimeError("broken"), KeyboardInterrupt())
+
+
+@pytest.mark.parametrize(
+    ("run", "event", "error"),
+    [
+        *(
+            (run, f"on_{run}_run_{end}", StopTrainingError("enough"))
+            for run in ("training", "evaluation")
+            for end in ("start", "end")
+        ),
+        *(("training", event, error) for event in ("on_train_step_end", "on_train_epoch_end") for error in ERRORS),
+        *((run, "on_eval_step_end", error) for run in ("training", "evaluation") for error in ERRORS),
+    ],
+)
+def test_a9_and_a10_a_stop_outside_the_epochs_and_any_other_error_are_raised_and_no_event_is_called(
+    run: str, event: str, error: BaseException
+) -> None:
     before, after = Noting(), Again()
-    trainer = trainer_of(callbacks=[before, Raises(event, StopTrainingError("enough")), after])
-    with pytest.raises(StopTrainingError, match="enough"):
-        train(trainer, 1, data(1))
+    trainer = trainer_of(callbacks=[before, Raises(event, error), after])
+    runs: dict[str, Callable[[], object]] = {
+        "training": lambda: train(trainer, 2, data(3), data(2)),
+        "evaluation": lambda: trainer.evaluate(data(1), dataloader_kwargs=HERE),
+    }
+    with pytest.raises(type(error)):
+        runs[run]()
     assert before.log[-1] == event
     assert event not in after.log
-
-
-@pytest.mark.parametrize("event", ["on_evaluation_run_start", "on_evaluation_run_end"])
-def test_a9_a_stop_around_an_evaluation_run_is_an_error(event: str) -> None:
-    before, after = Noting(), Again()
-    trainer = trainer_of(callbacks=[before, Raises(event, StopTrainingError("enough")), after])
-    with pytest.raises(StopTrainingError, match="enough"):
-        trainer.evaluate(data(1), dataloader_kwargs=HERE)
-    assert before.log[-1] == event
-    assert event not in after.log
+    assert "on_training_run_end" not in [*before.log[:-1], *after.log]
 
 
 @pytest.mark.parametrize("hook", ["evaluation_run_start", "evaluation_run_end"])
-def test_a9_a_stop_in_a_hook_around_an_evaluation_run_is_an_error(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(trainer: Trainer) -> None:
-        raise StopTrainingError("enough")
-
-    class Stopping(Trainer):
-        pass
-
-    monkeypatch.setattr(Stopping, hook, stop, raising=True)
+def test_a9_a_stop_in_a_hook_around_an_evaluation_run_or_in_the_constructor_is_an_error(hook: str) -> None:
     with pytest.raises(StopTrainingError, match="enough"):
-        trainer_of(Stopping).evaluate(data(1), dataloader_kwargs=HERE)
-
-
-def test_a9_a_stop_in_the_constructor_is_an_error() -> None:
+        trainer_of(type("Stopping", (Trainer,), {hook: stop})).evaluate(data(1), dataloader_kwargs=HERE)
     with pytest.raises(StopTrainingError):
         trainer_of(callbacks=[Raises("on_init_end", StopTrainingError("enough"))])
-
-
-@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
-@pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_step_end", "on_train_epoch_end"])
-def test_a10_after_any_other_error_no_event_is_called(event: str, error: BaseException) -> None:
-    before, after = Noting(), Again()
-    trainer = trainer_of(callbacks=[before, Raises(event, error), after])
-    with pytest.raises(type(error)):
-        train(trainer, 2, data(3), data(2))
-    assert before.log[-1] == event
-    assert event not in after.log
-    assert "on_training_run_end" not in before.log + after.log
 
 
 def test_a10_an_attribute_error_in_a_callback_is_not_swallowed() -> None:
@@ -181,7 +173,7 @@ def test_a10_an_attribute_error_in_a_callback_is_not_swallowed() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a11_a_loss_that_is_not_finite_ends_the_run_and_the_process(bad: float) -> None:
+def test_a11_a_loss_that_is_not_finite_ends_a_training_and_the_process_but_only_stops_an_evaluation_run(bad: float) -> None:
     class Counting(ScriptedTrainer):
         def backward_step(self, loss: torch.Tensor) -> None:
             backward.append(loss.item())
@@ -195,43 +187,34 @@ def test_a11_a_loss_that_is_not_finite_ends_the_run_and_the_process(bad: float) 
     assert backward == [1.0]
     assert before.log[-2:] == ["on_stop_training_error", "on_training_run_end"]
     assert after.log[-1] == "on_stop_training_error"
+    before.log.clear()
+    trainer.evaluate(Scripted(1.0, bad, 1.0), per_device_batch_size=1, dataloader_kwargs=HERE)
+    assert before.log.count("on_eval_step_end") == 2
+    assert before.log[-3:] == ["on_eval_step_end", "on_stop_training_error", "on_evaluation_run_end"]
 
 
-def test_a11_a_loss_that_is_not_finite_stops_an_evaluation_run_without_exit() -> None:
-    noting = Noting()
-    trainer = trainer_of(ScriptedTrainer, [noting, TerminateOnNaNCallback])
-    trainer.evaluate(Scripted(1.0, float("nan"), 1.0), per_device_batch_size=1, dataloader_kwargs=HERE)
-    assert Counter(noting.log)["on_eval_step_end"] == 2
-    assert noting.log[-3:] == ["on_eval_step_end", "on_stop_training_error", "on_evaluation_run_end"]
+@pytest.mark.parametrize(
+    ("metrics", "arguments", "epochs"),
+    [
+        ([1.0, 0.995, 0.1], {}, 2),
+        ([1.0, 0.995, 0.98, 0.975, 0.974, 0.1], {"early_stopping_patience": 2}, 5),
+        ([1.0, 0.1], {"early_stopping_patience": 0}, 1),
+        ([0.5, 0.52, 0.525, 0.9], {"greater_is_better": True}, 3),
+        ([1.0, 0.9, 0.8, 0.7], {}, 4),
+        ([1.0, 0.5, 0.1], {"early_stopping_threshold": 0.5}, 2),  # the threshold is strict
+        ([float("nan"), 1.0, 0.5, 0.6, 0.7], {"early_stopping_patience": 2, "early_stopping_threshold": 0.0}, 5),
+        ([float("nan"), float("nan"), 0.1], {"early_stopping_patience": 2}, 2),  # NaN is no improvement
+    ],
+)
+def test_a14_early_stopping_stops_after_the_sequences_of_the_original(
+    metrics: list[float], arguments: Any, epochs: int
+) -> None:
+    def report(trainer: Trainer, **kwargs: Any) -> None:
+        trainer.run_history.update_metric("result", metrics[trainer.run_history.current_epoch - 1])
 
-
-def stops_after(metrics: list[float], **arguments: Any) -> int:
-    """Return the number of epochs after which early stopping ends a training with these results."""
-
-    class Results(TrainerCallback):
-        def on_eval_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
-            trainer.run_history.update_metric("result", metrics[trainer.run_history.current_epoch - 1])
-
-    trainer = trainer_of(callbacks=[Results, EarlyStoppingCallback(watch_metric="result", **arguments)])
-    train(trainer, len(metrics), data(1), data(1))
-    return len(trainer.run_history.get_metric_values("result"))
-
-
-def test_a14_early_stopping_stops_after_the_sequences_of_the_original() -> None:
-    assert stops_after([1.0, 0.995, 0.1]) == 2
-    assert stops_after([1.0, 0.995, 0.98, 0.975, 0.974, 0.1], early_stopping_patience=2) == 5
-    assert stops_after([1.0, 0.1], early_stopping_patience=0) == 1
-    assert stops_after([0.5, 0.52, 0.525, 0.9], greater_is_better=True) == 3
-    assert stops_after([1.0, 0.9, 0.8, 0.7]) == 4
-
-
-def test_a14_the_threshold_is_strict() -> None:
-    assert stops_after([1.0, 0.5, 0.1], early_stopping_threshold=0.5) == 2
-
-
-def test_a14_nan_is_no_improvement() -> None:
-    assert stops_after([float("nan"), 1.0, 0.5, 0.6, 0.7], early_stopping_patience=2, early_stopping_threshold=0.0) == 5
-    assert stops_after([float("nan"), float("nan"), 0.1], early_stopping_patience=2) == 2
+    callbacks = [Hooks(on_eval_epoch_end=report), EarlyStoppingCallback(watch_metric="result", **arguments)]
+    trainer = train(trainer_of(callbacks=callbacks), len(metrics), data(1), data(1))
+    assert len(trainer.run_history.get_metric_values("result")) == epochs
 
 
 def test_a14_a_missing_metric_is_an_error_that_names_the_recorded_ones() -> None:
@@ -239,10 +222,10 @@ def test_a14_a_missing_metric_is_an_error_that_names_the_recorded_ones() -> None
         train(trainer_of(callbacks=[EarlyStoppingCallback]), 2, data(1))
 
 
-def test_another_training_resets_early_stopping_unless_reset_on_train_is_false() -> None:
-    for reset, best in ((True, 5.0), (False, 1.0)):
-        stop = EarlyStoppingCallback(early_stopping_patience=9, reset_on_train=reset, watch_metric="train_loss_epoch")
-        trainer = trainer_of(ScriptedTrainer, [stop])
-        for loss in (1.0, 5.0):
-            train(trainer, 1, Scripted(loss), batch_size=1)
-        assert stop.best_metric == best
+@pytest.mark.parametrize(("reset", "best"), [(True, 5.0), (False, 1.0)])
+def test_another_training_resets_early_stopping_unless_reset_on_train_is_false(reset: bool, best: float) -> None:
+    stop = EarlyStoppingCallback(early_stopping_patience=9, reset_on_train=reset, watch_metric="train_loss_epoch")
+    trainer = trainer_of(ScriptedTrainer, [stop])
+    for loss in (1.0, 5.0):
+        train(trainer, 1, Scripted(loss), batch_size=1)
+    assert stop.best_metric == best

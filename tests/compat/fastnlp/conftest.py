@@ -30,3 +30,9 @@ def fresh_logger() -> Iterator[None]:
     for handler in logger.handlers:
         handler.close()
     vars(logger).update(kept)
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of this launch have the name ``launch``."""
+    monkeypatch.setenv("FASTNLP_LAUNCH_TIME", "launch")

@@ -1,9 +1,10 @@
-"""Files, and going on at them: cases 23 and 25."""
+"""Files of models and of trainings, and trainings that continue at them: cases 23 to 25."""
 
 from __future__ import annotations
 
 import io
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,12 @@ import torch
 from torch import nn
 
 from cadenza.callbacks import Ema
-from cadenza.compat.fastnlp import Callback, Event, Trainer
+from cadenza.compat.fastnlp import Callback, Event, TrainBatchLoop, Trainer
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
 from cadenza.errors import CheckpointError, CheckpointMismatchError, StateError
-from tests.compat.fastnlp.toy import Raising, Scribe, Scripted, Toy, batches_seen, flat, loader, toy_trainer
+from tests.compat.fastnlp.toy import Raising, Scribe, Scripted, Toy, batches_seen, loader, toy_trainer, trained, weights_of
 
 FILES = ("on_save_model", "on_load_model", "on_save_checkpoint", "on_load_checkpoint")
-
-
-def weights_of(trainer: Trainer) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(trainer.model.parameters())
 
 
 def names(folder: Path) -> list[str]:
@@ -133,73 +130,86 @@ def shuffled(seen: list[list[float]], *callbacks: Any, batch: int = 4, **argumen
     )
 
 
-@pytest.mark.parametrize(("accumulate", "saved"), [(1, 7), (3, 7), (3, 10), (7, 5), (7, 6)])
-def test_case_23_a_resumed_training_is_bit_identical_also_inside_a_window(tmp_path: Path, accumulate: int, saved: int) -> None:
-    whole: list[list[float]] = []
-    first = shuffled(whole, Keeping(tmp_path, saved), accumulation_steps=accumulate)
-    first.run()
+def continued(folder: Path, *callbacks: Any, **arguments: Any) -> tuple[Trainer, list[list[float]]]:
+    """Return a trainer that continued at the checkpoint in a folder, and the batches that it read."""
     torch.manual_seed(99)
     rest: list[list[float]] = []
+    trainer = shuffled(rest, *callbacks, **arguments)
+    trainer.run(resume_from=folder)
+    return trainer, rest
+
+
+@pytest.mark.parametrize(("accumulate", "saved"), [(1, 7), (1, 5), (3, 7), (3, 10), (7, 5), (7, 6)])
+def test_case_23_a_resumed_training_is_bit_identical_also_inside_a_window(tmp_path: Path, accumulate: int, saved: int) -> None:
+    whole: list[list[float]] = []
+    native, restored = Ema(decay=0.5), Ema(decay=0.5)
+    first = shuffled(whole, native, Keeping(tmp_path, saved), accumulation_steps=accumulate)
+    first.run()
     keeping = Keeping(tmp_path)
-    second = shuffled(rest, keeping, accumulation_steps=accumulate)
-    second.run(resume_from=tmp_path)
+    second, rest = continued(tmp_path, restored, keeping, accumulation_steps=accumulate)
     assert rest == whole[saved:]
     assert keeping.loaded[1] == saved
     assert torch.equal(weights_of(first), weights_of(second))
+    assert str(native.state_dict()) == str(restored.state_dict())
 
 
 def test_case_23_hooks_see_the_restored_counters(tmp_path: Path) -> None:
     shuffled([], Keeping(tmp_path, 7)).run()
     scribe = Scribe("on_train_begin", "on_train_epoch_begin", "on_train_batch_begin", "on_train_end")
-    shuffled([], Keeping(tmp_path), scribe).run(resume_from=tmp_path)
+    continued(tmp_path, Keeping(tmp_path), scribe)
     assert scribe.seen[:3] == [(name, 1, 2, 7) for name in ("on_train_begin", "on_train_epoch_begin", "on_train_batch_begin")]
     assert len(scribe.at("on_train_batch_begin")) == 8
     assert scribe.seen[-1] == ("on_train_end", 3, 0, 15)
 
 
-def test_case_23_a_filter_continues_at_9_12_15(tmp_path: Path) -> None:
-    def ends(callbacks: Any) -> tuple[Trainer, list[int]]:
+@pytest.mark.parametrize(
+    ("event", "saved", "whole", "rest"),
+    [
+        ("on_train_batch_end", 7, [3, 6, 9, 12, 15], [9, 12, 15]),
+        ("on_before_backward", 10, [2, 5, 8, 11, 14], [11, 14]),  # at the end of an epoch
+    ],
+)
+def test_case_23_and_24_a_filter_continues_to_count(
+    event: str, saved: int, whole: list[int], rest: list[int], tmp_path: Path
+) -> None:
+    def ends(callback: Callback) -> tuple[Trainer, list[int]]:
         seen: list[int] = []
-        Trainer.on(Event.on_train_batch_end(every=3))(lambda trainer: seen.append(trainer.global_forward_batches))
-        return shuffled([], *callbacks), seen
+        Trainer.on(Event(event, every=3))(lambda trainer, *_: seen.append(trainer.global_forward_batches))
+        return shuffled([], callback), seen
 
-    trainer, seen = ends([Keeping(tmp_path, 7)])
+    trainer, seen = ends(Keeping(tmp_path, saved))
     trainer.run()
-    assert seen == [3, 6, 9, 12, 15]
-    trainer, seen = ends([Keeping(tmp_path)])
+    assert seen == whole
+    trainer, seen = ends(Keeping(tmp_path))
     trainer.run(resume_from=tmp_path)
-    assert seen == [9, 12, 15]
+    assert seen == rest
 
 
-def test_case_23_a_checkpoint_at_the_end_of_an_epoch_continues_with_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved", "event", "values", "ends", "evaluations"),
+    [
+        (
+            5,
+            "on_train_batch_end",
+            (0.0, 0.2, 0.3, 0.4),
+            [(1, 0, 5), (2, 0, 10), (3, 0, 15)],
+            [(0, 5, 5), (1, 5, 10), (2, 5, 15)],
+        ),
+        (10, "on_evaluate_end", (0.0, 0.3), [(2, 0, 10), (3, 0, 15)], [(2, 5, 15)]),
+    ],
+    ids=["before its evaluation", "in its evaluation"],
+)
+def test_case_23_a_checkpoint_at_the_end_of_an_epoch_ends_it_and_continues_with_the_next(
+    saved: int, event: str, values: Any, ends: Any, evaluations: Any, tmp_path: Path
+) -> None:
     """Deviation: fastNLP trains the epoch again."""
     whole: list[list[float]] = []
-    first = shuffled(whole, Keeping(tmp_path, 5))
+    first = shuffled(whole, Keeping(tmp_path, saved, event), metrics={"acc": Scripted(0.0, 0.1, 0.2, 0.3)})
     first.run()
-    rest: list[list[float]] = []
-    scribe = Scribe("on_train_epoch_begin", "on_train_epoch_end")
-    second = shuffled(rest, Keeping(tmp_path), scribe)
-    second.run(resume_from=tmp_path)
-    assert rest == whole[5:]
-    assert scribe.at("on_train_epoch_end") == [
-        (1, 0, 5),
-        (2, 0, 10),
-        (3, 0, 15),
-    ]  # epoch 1 was not complete
-    assert torch.equal(weights_of(first), weights_of(second))
-
-
-def test_a_checkpoint_from_the_evaluation_of_an_epoch_does_not_repeat_it(tmp_path: Path) -> None:
-    whole: list[list[float]] = []
-    metrics = {"acc": Scripted(0.0, 0.1, 0.2, 0.3)}
-    first = shuffled(whole, Keeping(tmp_path, 10, "on_evaluate_end"), metrics=metrics)
-    first.run()
-    rest: list[list[float]] = []
-    scribe = Scribe("on_evaluate_end")
-    second = shuffled(rest, Keeping(tmp_path), scribe, metrics={"acc": Scripted(0.0, 0.3)})
-    second.run(resume_from=tmp_path)
-    assert rest == whole[10:]
-    assert scribe.at("on_evaluate_end") == [(2, 5, 15)]
+    scribe = Scribe("on_train_epoch_end", "on_evaluate_end")
+    second, rest = continued(tmp_path, Keeping(tmp_path), scribe, metrics={"acc": Scripted(*values)})
+    assert rest == whole[saved:]
+    assert (scribe.at("on_train_epoch_end"), scribe.at("on_evaluate_end")) == (ends, evaluations)
     assert torch.equal(weights_of(first), weights_of(second))
 
 
@@ -233,7 +243,7 @@ def test_batches_of_another_size_continue_at_the_same_sample(tmp_path: Path) -> 
     rest: list[list[float]] = []
     trainer = shuffled(rest, Keeping(tmp_path), batch=8)
     trainer.run(resume_from=tmp_path)
-    assert list(flat(rest))[:12] == list(flat(whole))[8:20]
+    assert [*chain(*rest)][:12] == [*chain(*whole)][8:20]
     with pytest.raises(CheckpointMismatchError, match="do not end there"):
         shuffled([], batch=5).load_checkpoint(tmp_path)
 
@@ -249,27 +259,33 @@ def test_callbacks_with_one_name_have_separate_states(tmp_path: Path) -> None:
     assert list(CallbackManager([one, two]).on_save_checkpoint(trainer)) == ["Keeping", "Keeping#2"]
 
 
-def test_a_native_callbacks_state_is_in_fastnlps_checkpoint(tmp_path: Path) -> None:
-    whole, second = Ema(decay=0.5), Ema(decay=0.5)
-    shuffled([], whole, Keeping(tmp_path, 7)).run()
-    shuffled([], second, Keeping(tmp_path)).run(resume_from=tmp_path)
-    assert str(whole.state_dict()) == str(second.state_dict())
+class Calls(TrainBatchLoop):
+    """A loop of the user's own that calls the trainer's."""
+
+    def run(self, trainer: Any, dataloader: Any) -> None:
+        super().run(trainer, dataloader)
 
 
-@pytest.mark.parametrize("accumulate", [2, 3, 7])
-def test_a_resume_inside_an_accumulation_window_over_two_epochs_ends_with_the_same_bits(
-    tmp_path: Path, accumulate: int
+SAVED = (1, 3, 5, 6, 8, 9, 10)  # of ten batches, five in each epoch
+
+
+@pytest.mark.parametrize(("loop", "accumulate"), [(None, 2), (None, 3), (None, 7), (Calls(), 1), (Calls(), 2), (Calls(), 3)])
+def test_a_resume_at_batches_also_inside_a_window_over_two_epochs_ends_with_the_same_bits(
+    tmp_path: Path, accumulate: int, loop: TrainBatchLoop | None
 ) -> None:
     def made() -> Trainer:
-        return toy_trainer(20, n_epochs=2, accumulation_steps=accumulate)
+        trainer = toy_trainer(20, n_epochs=2, accumulation_steps=accumulate)
+        if loop is not None:
+            trainer.train_batch_loop = loop
+        return trainer
 
     whole = made()
-    for batch in range(1, 11):
+    for batch in SAVED:
         whole.add_callback_fn(
             Event.on_train_batch_end(once=batch), lambda trainer, at=batch: trainer.save_checkpoint(tmp_path / str(at))
         )
     whole.run()
-    for batch in range(1, 11):
+    for batch in SAVED:
         resumed = made()
         resumed.run(resume_from=tmp_path / str(batch))
         assert resumed.global_forward_batches == 10
@@ -280,15 +296,11 @@ def test_a_resume_inside_an_accumulation_window_over_two_epochs_ends_with_the_sa
 def test_a_checkpoint_in_on_exception_holds_the_incomplete_accumulation_window(
     tmp_path: Path, accumulate: int, failing: int
 ) -> None:
-    def made(*callbacks: Callback) -> Trainer:
-        return toy_trainer(20, list(callbacks), n_epochs=2, accumulation_steps=accumulate)
-
-    whole = made()
-    whole.run()
-    broken = made(Raising("on_before_backward", failing, RuntimeError("once")))
+    options: dict[str, Any] = {"n_epochs": 2, "accumulation_steps": accumulate}
+    broken = toy_trainer(20, Raising("on_before_backward", failing, RuntimeError("once")), **options)
     broken.add_callback_fn(Event.on_exception(), lambda trainer, error: trainer.save_checkpoint(tmp_path))
     with pytest.raises(RuntimeError, match="once"):
         broken.run()
-    resumed = made()
+    resumed = toy_trainer(20, **options)
     resumed.run(resume_from=tmp_path)
-    assert torch.equal(weights_of(whole), weights_of(resumed))
+    assert torch.equal(weights_of(trained(20, **options)), weights_of(resumed))

@@ -1,26 +1,30 @@
-"""fastNLP's loaders: padding, the order of the samples (case 28), and which samples are in a batch."""
+"""fastNLP's loaders: padding, the order of the samples (case 28), and which samples are in a batch; its collator."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, TensorDataset
 
+from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint
+from cadenza.compat.fastnlp import logger, prepare_torch_dataloader
+from cadenza.compat.fastnlp.core import collators
 from cadenza.compat.fastnlp.core.collators import Collator
 from cadenza.compat.fastnlp.core.collators.padding import padded
 from cadenza.compat.fastnlp.core.dataloaders import TorchDataLoader, prepare_dataloader
 from cadenza.compat.fastnlp.core.dataset import DataSet
 from cadenza.compat.fastnlp.core.samplers import RandomSampler
-from cadenza.hooks.moments import Callback
+from cadenza.compat.fastnlp.io import DataBundle
 from cadenza.loading import resumable
-from cadenza.run import Run
-from cadenza.testing import tiny_model
-from cadenza.trainer import Trainer
+from cadenza.testing import tiny_run, tiny_trainer
 
 FIRST_16_OF_T7 = [50, 5, 19, 66, 53, 9, 64, 36, 20, 11, 13, 52, 8, 65, 16, 74]
 
@@ -34,35 +38,26 @@ def epochs(loader: Any, *numbers: int) -> list[list[list[int]]]:
     return [[batch["target"].tolist() for batch in source.batches(number, 0)] for number in numbers]
 
 
-def joined(batches: list[list[int]]) -> list[int]:
-    return [one for batch in batches for one in batch]
-
-
 def test_case_28_the_first_batch_of_the_first_epoch_is_that_of_the_tutorial() -> None:
-    loader = prepare_dataloader(numbered(), batch_size=16, shuffle=True)
-    first, second = epochs(loader, 0, 1)
+    first, second = epochs(prepare_dataloader(numbered(), batch_size=16, shuffle=True), 0, 1)
     assert first[0] == FIRST_16_OF_T7
     assert second[0][:8] == [47, 55, 17, 34, 14, 31, 16, 63]
     assert [len(batch) for batch in first] == [16] * 5
-    assert sorted(joined(first)) == list(range(80))
+    assert sorted(chain(*first)) == list(range(80))
+    assert [*chain(*epochs(prepare_dataloader(numbered(), batch_size=7), 3)[0])] == list(range(80))  # without shuffling
 
 
 def test_without_a_trainer_each_pass_has_another_order() -> None:
     loader = prepare_dataloader(numbered(), shuffle=True)
     first, second = ([batch["target"].tolist() for batch in loader] for _ in range(2))
     assert first != second
-    assert sorted(joined(second)) == list(range(80))
-
-
-def test_without_shuffling_the_samples_are_in_order() -> None:
-    assert joined(epochs(prepare_dataloader(numbered(), batch_size=7), 3)[0]) == list(range(80))
+    assert sorted(chain(*second)) == list(range(80))
 
 
 def test_the_order_can_be_read_from_any_batch_on() -> None:
     loader = prepare_dataloader(numbered(), shuffle=True)
-    whole = epochs(loader, 2)[0]
     rest = [batch["target"].tolist() for batch in resumable(loader, seed=9).batches(2, 3)]
-    assert rest == whole[3:]
+    assert rest == epochs(loader, 2)[0][3:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -78,28 +73,58 @@ def test_a_batch_has_the_indices_of_its_samples(workers: int) -> None:
 def test_a_batch_has_the_indices_of_its_samples_in_a_native_run() -> None:
     seen: list[tuple[Any, Any]] = []
 
-    class Look(Callback):
-        def on_batch_start(self, run: Run, batch: Any) -> None:
-            seen.append((batch.indices, run.loader.get_batch_indices()))  # type: ignore[attr-defined]  # it is ours
+    @on(Callback.on_batch_start)
+    def look(run: Run, batch: Any) -> None:
+        seen.append((batch.indices, run.loader.get_batch_indices()))  # type: ignore[attr-defined]  # it is ours
 
-    model = tiny_model()
-    loader = prepare_dataloader(numbered(), shuffle=True)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    Trainer(
-        model, optimizer, loader, lambda model, batch: model.get_parameter("weight").sum(), max_steps=1, callbacks=[Look()]
-    ).fit()
+    def loss(model: torch.nn.Module, batch: Any) -> Tensor:
+        return model.get_parameter("weight").sum()
+
+    tiny_run(loader=prepare_dataloader(numbered(), shuffle=True), compute_loss=loss, steps=1, callbacks=[look])
     assert seen == [(FIRST_16_OF_T7, FIRST_16_OF_T7)]
 
 
-def test_shorter_samples_are_padded_with_0_of_their_type() -> None:
-    loader = prepare_dataloader(
-        DataSet({"ids": [[1], [2, 3]], "part": [0.5, 1.5], "flags": [[True], []], "raw": ["a", "b"], "mixed": [1, None]}),
-    )
-    batch = next(iter(loader))
-    assert batch["ids"].tolist() == [[1, 0], [2, 3]]
-    assert [batch[name].dtype for name in ("ids", "part", "flags")] == [torch.int64, torch.float32, torch.bool]
-    assert batch["flags"].tolist() == [[True], [False]]
-    assert (batch["raw"], batch["mixed"]) == (["a", "b"], [1, None])
+def test_a_mapping_gives_one_loader_each_and_training_data_is_shuffled() -> None:
+    loaders = prepare_dataloader({"train": numbered(), "dev": numbered(20)}, batch_size=8)
+    assert epochs(loaders["train"], 0)[0][0] == FIRST_16_OF_T7[:8]
+    assert epochs(loaders["dev"], 0)[0][0] == list(range(8))
+    assert epochs(prepare_dataloader({"train": numbered()}, shuffle=False)["train"], 0)[0][0] == list(range(16))
+    short = prepare_dataloader(numbered(10), batch_size=4, drop_last=True)
+    assert [len(batch) for batch in epochs(short, 0)[0]] == [4, 4]
+
+
+def test_other_data_sets_samplers_and_collate_functions_are_accepted() -> None:
+    pairs = TensorDataset(torch.arange(6), torch.arange(6) * 2)
+    loader = TorchDataLoader(pairs, batch_size=4, sampler=RandomSampler(pairs, seed=5), collate_fn=None)
+    inputs, doubled = next(iter(loader))
+    assert doubled.tolist() == (inputs * 2).tolist()
+    assert loader.get_batch_indices() == inputs.tolist()
+    assert list(TorchDataLoader(pairs, batch_sampler=BatchSampler(range(6), 3, drop_last=False), collate_fn=len)) == [3, 3]
+    assert loader.dataset.tensors is pairs.tensors  # type: ignore[attr-defined]  # it shows the data set
+
+
+def test_a_run_continues_inside_an_epoch_with_the_batches_that_are_left(tmp_path: Any) -> None:
+    def trained(name: str, steps: int, **resume: Any) -> tuple[Tensor, list[list[int]]]:
+        read: list[list[int]] = []
+
+        def loss(model: torch.nn.Module, batch: Any) -> Any:
+            read.append(batch.indices)
+            return (model.get_parameter("weight") * batch["target"].float().mean()).sum()
+
+        parts: dict[str, Any] = {"loader": prepare_dataloader(numbered(), shuffle=True), "compute_loss": loss}
+        callbacks = [Checkpoint("2 steps")]
+        trainer = tiny_trainer(**parts, steps=steps, seed=0, directory=tmp_path / name, callbacks=callbacks)
+        trainer.fit(**resume)
+        return trainer.model.get_parameter("weight").detach(), read
+
+    whole, all_read = trained("whole", 8)
+    trained("parts", 2)
+    again, rest_read = trained("parts", 8, resume="auto")
+    assert rest_read == all_read[2:]
+    assert torch.equal(again, whole)
+
+
+# -- padding ---------------------------------------------------------------------------------------------
 
 
 def test_a_field_that_cannot_be_padded_stays_a_list() -> None:
@@ -119,60 +144,180 @@ def test_tensors_and_arrays_are_padded_like_lists() -> None:
     assert padded([numpy.float64(0.5), 1.5]).dtype == torch.float32
 
 
-def test_a_mapping_gives_one_loader_each_and_training_data_is_shuffled() -> None:
-    loaders = prepare_dataloader({"train": numbered(), "dev": numbered(20)}, batch_size=8)
-    assert epochs(loaders["train"], 0)[0][0] == FIRST_16_OF_T7[:8]
-    assert epochs(loaders["dev"], 0)[0][0] == list(range(8))
-    assert epochs(prepare_dataloader({"train": numbered()}, shuffle=False)["train"], 0)[0][0] == list(range(16))
+ROWS = [
+    {"text": "a", "ids": [1], "deep": [[1]], "part": 1.5, "array": np.ones(1), "inner": {"x": 1, "y": [1, 2]}},
+    {"text": "b", "ids": [2, 3], "deep": [[1], [1, 2]], "part": 2.5, "array": np.zeros(2), "inner": {"x": 2, "y": [3]}},
+]
 
 
-def test_drop_last_drops_a_short_last_batch() -> None:
-    assert [len(batch) for batch in epochs(prepare_dataloader(numbered(10), batch_size=4, drop_last=True), 0)[0]] == [4, 4]
+LISTS = [[1, [1], "a", {"x": 1}], [2, [1, 2], "b", {"x": 2}]]
 
 
-def test_other_data_sets_samplers_and_collate_functions_are_accepted() -> None:
-    pairs = TensorDataset(torch.arange(6), torch.arange(6) * 2)
-    loader = TorchDataLoader(pairs, batch_size=4, sampler=RandomSampler(pairs, seed=5), collate_fn=None)
-    inputs, doubled = next(iter(loader))
-    assert doubled.tolist() == (inputs * 2).tolist()
-    assert loader.get_batch_indices() == inputs.tolist()
-    batched = TorchDataLoader(
-        pairs, batch_sampler=BatchSampler(range(6), 3, drop_last=False), collate_fn=lambda rows: len(rows)
-    )
-    assert list(batched) == [3, 3]
-    assert loader.dataset.tensors is pairs.tensors  # type: ignore[attr-defined]  # it shows the data set
+def plain(value: Any) -> Any:
+    """Return tensors and arrays as lists."""
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list) else getattr(value, "tolist", lambda: value)()
 
 
-def test_unknown_arguments_are_errors() -> None:
-    with pytest.raises(ValueError, match="backend must be 'auto' or 'torch'"):
-        prepare_dataloader(numbered(), backend="paddle")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="collate_fn"):
-        prepare_dataloader(numbered(), collate_fn="pad")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("torch", torch.Tensor), ("auto", torch.Tensor), ("numpy", np.ndarray), ("raw", list)]
+)
+def test_the_backend_is_the_type_of_padded_fields(backend: str, kind: type) -> None:
+    batch = Collator(backend)(ROWS)
+    assert plain(batch) == {
+        "text": ["a", "b"],
+        "ids": [[1, 0], [2, 3]],
+        "deep": [[[1, 0], [0, 0]], [[1, 0], [1, 2]]],
+        "part": [1.5, 2.5],
+        "array": [[1, 0], [0, 0]],
+        "inner": {"x": [1, 2], "y": [[1, 2], [3, 0]]},
+    }
+    assert all(type(batch[name]) is kind for name in ("ids", "deep", "part", "array"))
+    assert type(batch["inner"]["y"]) is kind
+    assert plain(Collator(backend)(LISTS)) == [[1, 2], [[1, 0], [1, 2]], ["a", "b"], [{"x": 1}, {"x": 2}]]
 
 
-def test_a_run_continues_inside_an_epoch_with_the_batches_that_are_left(tmp_path: Any) -> None:
-    def trained(name: str, steps: int, **resume: Any) -> tuple[Tensor, list[list[int]]]:
-        model, read = tiny_model(), []
+def test_shorter_samples_are_padded_with_0_of_their_type() -> None:
+    fields: dict[str, Any] = {
+        "ids": [[1], [2, 3]],
+        "part": [0.5, 1.5],
+        "flags": [[True], []],
+        "raw": ["a", "b"],
+        "mixed": [1, None],
+    }
+    batch = next(iter(prepare_dataloader(DataSet(fields))))
+    assert batch["ids"].tolist() == [[1, 0], [2, 3]]
+    assert [batch[name].dtype for name in ("ids", "part", "flags")] == [torch.int64, torch.float32, torch.bool]
+    assert batch["flags"].tolist() == [[True], [False]]
+    assert (batch["raw"], batch["mixed"]) == (["a", "b"], [1, None])
+    assert Collator(None)([{"ids": [1]}, {"ids": [2, 3]}]) == {"ids": [[1], [2, 3]]}  # without a backend
 
-        def loss(model: torch.nn.Module, batch: Any) -> Any:
-            read.append(batch.indices)
-            return (model.get_parameter("weight") * batch["target"].float().mean()).sum()
 
-        trainer = Trainer(
-            model,
-            torch.optim.SGD(model.parameters(), 1e-3),
-            prepare_dataloader(numbered(), shuffle=True),
-            loss,
-            max_steps=steps,
-            seed=0,
-            directory=tmp_path / name,
-            callbacks=[Checkpoint("2 steps")],
-        )
-        trainer.fit(**resume)
-        return model.get_parameter("weight").detach(), read
+def test_a_field_that_cannot_be_padded_is_an_error_only_if_it_has_a_value() -> None:
+    assert Collator().set_pad("text")(ROWS)["text"] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"can be padded; got \['str'\]") as caught:
+        Collator().set_pad("text", pad_val=1)(ROWS)
+    assert caught.value.__notes__ == [
+        "in the field ('text',), which has a setting of set_pad. Pass pad_val=None to keep a list."
+    ]
 
-    whole, all_read = trained("whole", 8)
-    trained("parts", 2)
-    again, rest_read = trained("parts", 8, resume="auto")
-    assert rest_read == all_read[2:]
-    assert torch.equal(again, whole)
+
+def ids() -> DataSet:
+    return DataSet({"ids": [[1], [2, 3]], "target": [0, 1]})
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda: Collator().set_ignore(("inner", "x")).set_pad("inner"), KeyError, "is ignored, and one contains the other"),
+        (lambda: Collator().set_pad("inner").set_pad(("inner", "x")), KeyError, "is padded, and one contains the other"),
+        (lambda: Collator().set_pad("inner").set_ignore(("inner", "x")), KeyError, "which contains it, is padded"),
+        (lambda: Collator().set_pad("ids").set_pad("_0"), AssertionError, "samples cannot have both"),
+        (lambda: Collator("paddle"), ValueError, "backend must be one of"),
+        (lambda: prepare_dataloader(ids(), backend="paddle"), ValueError, "backend must be 'auto' or 'torch'"),  # type: ignore[arg-type]
+        (lambda: prepare_dataloader(ids(), collate_fn="pad"), ValueError, "collate_fn"),  # type: ignore[arg-type]
+        (
+            lambda: TorchDataLoader(ids(), collate_fn=len).set_pad("ids"),
+            ValueError,
+            "set_pad needs collate_fn='auto' or a Collator",
+        ),
+        (lambda: TorchDataLoader(ids(), collate_fn=None), ValueError, "cannot collate the rows of a DataSet"),
+        (
+            lambda: prepare_torch_dataloader({"dev": ids()}, sampler=[0]),
+            AssertionError,
+            "sampler and batch_sampler are for one data set",
+        ),
+        (lambda: prepare_torch_dataloader(3), ValueError, "needs __getitem__ and __len__; got a int"),
+        (lambda: collators.Padder()([1]), NotImplementedError, "needs a static method pad"),
+    ],
+)
+def test_wrong_and_contradictory_settings_are_errors(use: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        use()
+
+
+def test_loaders_copy_the_settings_of_their_data_set() -> None:
+    rows = ids()
+    rows.set_pad("ids", pad_val=-1)
+    loader, other = TorchDataLoader(rows), prepare_dataloader(rows[:])
+    loader.set_ignore("target")
+    loader.set_pad("ids", 5)
+    batch = next(iter(loader))
+    assert (batch.keys(), batch["ids"].tolist()) == ({"ids"}, [[1, 5], [2, 3]])
+    batch = next(iter(other))
+    assert (batch.keys(), batch["ids"].tolist()) == ({"ids", "target"}, [[1, -1], [2, 3]])
+    assert loader.get_batch_indices() == loader.cur_batch_indices == [0, 1]
+
+
+@pytest.mark.parametrize("given", [DataBundle(datasets={"train": ids(), "dev": ids()}), {"train": ids(), "dev": ids()}])
+def test_several_data_sets_get_loaders_for_training_and_for_evaluation(given: Any) -> None:
+    loaders = prepare_torch_dataloader(given, batch_size=1, non_train_batch_size=2, non_train_sampler=[1], drop_last=False)
+    assert [len(list(loader)) for loader in loaders.values()] == [2, 1]
+    assert isinstance(loaders["train"].sampler, RandomSampler)
+    assert loaders["train"].sampler.shuffle
+    assert next(iter(loaders["dev"]))["target"].tolist() == [1]
+
+
+@pytest.mark.usefixtures("fresh_logger")
+def test_the_arguments_are_those_of_fastnlp(capsys: pytest.CaptureFixture[str]) -> None:
+    logger.set_stdout("raw")
+    loader = TorchDataLoader(ids(), 2, False, None, None, 0, "auto", False, True, 0, None, None, None, 2, False, as_numpy=True)
+    assert (loader.drop_last, loader.pin_memory, loader.prefetch_factor) == (True, False, None)
+    assert capsys.readouterr().out == "TorchDataLoader has no arguments ['as_numpy'], so they have no effect\n"
+
+
+def test_a_field_has_its_own_value_type_and_function() -> None:
+    collator = Collator().set_pad("ids", pad_val=-100).set_pad("part", dtype=int, backend="numpy").set_pad("deep", pad_val=None)
+    collator.set_pad(("inner", "y"), pad_fn=lambda values: [len(value) for value in values]).set_ignore("text", ("inner", "x"))
+    batch = collator(ROWS)
+    assert batch.keys() == {"ids", "deep", "part", "array", "inner"}
+    assert batch["ids"].tolist() == [[1, -100], [2, 3]]
+    assert (batch["part"].tolist(), batch["part"].dtype) == ([1, 2], np.int64)
+    assert (batch["deep"], batch["inner"]) == ([[[1]], [[1], [1, 2]]], {"y": [2, 1]})
+    assert Collator().set_pad("part", dtype=torch.float64)(ROWS)["part"].dtype is torch.float64
+    assert Collator().set_pad("ids", dtype=np.int32)(ROWS)["ids"].dtype is torch.int32
+
+
+def test_elements_of_sequences_have_numbers() -> None:
+    collator = Collator("raw").set_ignore("_0", "_3").set_pad("_1", pad_val=7)
+    assert collator(LISTS) == [[[1, 7], [1, 2]], ["a", "b"]]
+    assert Collator("raw").set_pad("_single")([[1], [2, 3]]) == [[1, 0], [2, 3]]
+
+
+@pytest.mark.usefixtures("fresh_logger")
+def test_the_last_setting_of_a_field_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    logger.set_stdout("raw")
+    collator = Collator().set_pad("ids").set_ignore("ids")
+    assert "ids" not in collator(ROWS)
+    assert "ids" in collator.set_pad("ids")(ROWS)
+    Collator().set_pad(("inner", "x")).set_pad(("inner", "y")).set_ignore("inner")
+    assert capsys.readouterr().out.splitlines() == [
+        "the field 'ids' was padded; now it is ignored",
+        "the field 'ids' was ignored; now it is padded",
+        "the field ('inner', 'x') was padded; now it is ignored",
+        "the field ('inner', 'y') was padded; now it is ignored",
+    ]
+
+
+@pytest.mark.parametrize("backend", ["Torch", "Numpy", "Raw"])
+def test_padders_make_a_field_of_a_batch(backend: str) -> None:
+    number, sequence, tensor = (getattr(collators, f"{backend}{kind}Padder") for kind in ("Number", "Sequence", "Tensor"))
+    assert type(number()([1, 2])) is {"Torch": torch.Tensor, "Numpy": np.ndarray, "Raw": list}[backend]
+    assert plain(sequence(pad_val=-1, dtype=float)([[1], [2, 3]])) == [[1.0, -1.0], [2.0, 3.0]]
+    assert plain(sequence.pad([[[1]], [[2], [3, 4]]])) == [[[1, 0], [0, 0]], [[2, 0], [3, 4]]]
+    assert plain(tensor(ele_dtype=float)([np.ones(1), np.ones(2)])) == [[1.0, 0.0], [1.0, 1.0]]
+    for options in ({"ele_dtype": str}, {"dtype": "text"}):
+        with pytest.raises(TypeError, match=f"{next(iter(options))} of {backend}NumberPadder must be a type of numbers"):
+            number(**options)
+
+
+def test_custom_padders_are_functions_of_fields() -> None:
+    class Lengths(collators.Padder):
+        @staticmethod
+        def pad(batch_field: list[Any], pad_val: Any = 0, dtype: Any = None) -> Any:
+            return [len(value) + pad_val for value in batch_field]
+
+    assert Collator().set_pad("ids", pad_fn=Lengths(10))(ROWS)["ids"] == [11, 12]
+    assert collators.NullPadder()([1, "a"]) == [1, "a"]
+    assert collators.get_padded_numpy_array([[1], [2, 3]], pad_val=7).tolist() == [[1, 7], [2, 3]]

@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from cadenza import drivers
-from cadenza.compat.fastnlp import Callback, Evaluator, torch_seed_everything
+from cadenza.compat.fastnlp import Evaluator, torch_seed_everything
 from cadenza.compat.fastnlp.core.drivers import TorchDriver, TorchFSDPDriver, TorchSingleDriver, optimizer_state_to_device
 from cadenza.compat.fastnlp.core.drivers.driver import REFUSED, Driver
-from tests.compat.fastnlp.toy import Error, Toy, loader, toy_trainer
+from cadenza.testing import tiny_run
+from tests.compat.fastnlp.toy import Error, Hooks, Toy, loader, toy_trainer, trained
 
 CPU = torch.device("cpu")
-
-# -- the choice of the driver ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("driver", ["auto", "torch", "single"])
@@ -38,6 +37,9 @@ def test_without_a_device_the_model_stays_where_it_is(monkeypatch: pytest.Monkey
     split = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
     with pytest.raises(ValueError, match=r"it is on several: \['cpu', 'meta'\]. Pass device="):
         toy_trainer(model=split, optimizers=torch.optim.SGD(split.parameters(), 0.1), device=None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="device=-1 means all GPUs, but there is none"):
+        toy_trainer(device=-1)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +67,6 @@ def test_without_a_device_the_model_stays_where_it_is(monkeypatch: pytest.Monkey
 def test_a_driver_or_device_that_does_not_exist_is_an_error(arguments: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         toy_trainer(**arguments)
-
-
-def test_device_minus_1_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="device=-1 means all GPUs, but there is none"):
-        toy_trainer(device=-1)
 
 
 def test_a_driver_object_may_be_passed_on() -> None:
@@ -138,20 +134,15 @@ def test_the_model_of_the_driver() -> None:
         plain.get_model_call_fn("judge")
 
 
-def test_a_model_file(tmp_path: Path) -> None:
+def test_a_model_file_and_objects_of_other_processes(tmp_path: Path) -> None:
     driver, other = toy_trainer().driver, toy_trainer().driver
-    with torch.no_grad():
-        driver.model.linear.bias.fill_(3)  # type: ignore[union-attr, operator]
+    nn.init.constant_(driver.model.linear.bias, 3)  # type: ignore[union-attr, arg-type]
     for whole in (False, True):
         driver.save_model(tmp_path / "model.pt", only_state_dict=not whole)
         other.load_model(tmp_path / "model.pt", only_state_dict=not whole)
         assert other.model.linear.bias.item() == 3  # type: ignore[union-attr, operator]
     with pytest.raises(FileNotFoundError, match="there is no file"):
         driver.load_model(tmp_path / "none.pt")
-
-
-def test_processes_exchange_objects() -> None:
-    driver = toy_trainer().driver
     assert (driver.all_gather({"a": 1}), driver.broadcast_object("text", src=0)) == ([{"a": 1}], "text")
     assert (driver.global_rank, driver.local_rank, driver.get_local_rank(), driver.world_size) == (0, 0, 0, 1)
     driver.barrier()
@@ -183,14 +174,12 @@ def test_a_step_of_the_drivers_parts_equals_that_of_torch() -> None:
 def test_a_callback_may_unscale_gradients_as_fastnlps_own_clipping_does(fp16: bool) -> None:
     norms: list[float] = []
 
-    class Clip(Callback):
-        def on_before_optimizers_step(self, trainer: Any, optimizers: Any) -> None:
-            for optimizer in trainer.driver.optimizers:
-                trainer.driver.grad_scaler.unscale_(optimizer)
-            norms.append(float(nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.5)))
+    def clip(trainer: Any, optimizers: Any) -> None:
+        for optimizer in trainer.driver.optimizers:
+            trainer.driver.grad_scaler.unscale_(optimizer)
+        norms.append(float(nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.5)))
 
-    trainer = toy_trainer(4, Clip(), n_epochs=20, fp16=fp16)
-    trainer.run()
+    trainer = trained(4, Hooks(on_before_optimizers_step=clip), n_epochs=20, fp16=fp16)
     assert trainer.driver.grad_scaler.is_enabled() == fp16
     finite = [norm for norm in norms if norm < float("inf")]  # the first loss scales of fp16 are too large
     assert finite[0] == pytest.approx(6.80, abs=0.02)  # that of the loss itself, and not of the scaled one
@@ -229,22 +218,12 @@ def test_a_method_without_a_native_equivalent_says_what_to_use(name: str) -> Non
         getattr(toy_trainer().driver, name)
 
 
-def test_an_unknown_method_names_the_closest_one() -> None:
+def test_an_unknown_method_names_the_closest_one_and_in_a_native_run_the_driver_has_the_same_methods() -> None:
     driver = toy_trainer().driver
     assert not hasattr(driver, "anything_else")
     with pytest.raises(AttributeError, match=r"no attribute 'is_global_rank_zero'. Did you mean 'is_global_zero'"):
         _ = driver.is_global_rank_zero  # type: ignore[attr-defined]
-
-
-def test_in_a_native_run_the_driver_has_the_same_methods() -> None:
-    from cadenza.testing import tiny_run
-
     seen: list[Driver] = []
-
-    class See(Callback):
-        def on_train_begin(self, trainer: Any) -> None:
-            seen.append(trainer.driver)
-
-    tiny_run(callbacks=[See()], steps=1)
+    tiny_run(callbacks=[Hooks(on_train_begin=lambda trainer: seen.append(trainer.driver))], steps=1)
     assert isinstance(seen[0], TorchSingleDriver)
     assert seen[0].tensor_to_numeric(torch.tensor(1.0)) == 1.0

@@ -1,9 +1,11 @@
-"""Judging a model: names of results, arguments by name, mappings; case 27."""
+"""Judging a model: names of results, arguments by name, mappings (case 27); and watching a result (case 22)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 
-from cadenza.compat.fastnlp import Evaluator
-from tests.compat.fastnlp.toy import Error, Rows, Toy, loader, rows
+from cadenza.callbacks import Evaluate
+from cadenza.compat.fastnlp import Evaluator, ExecuteOnceBetterMonitor, HasMonitorCallback, ResultsMonitor
+from cadenza.testing import tiny_loader, tiny_run
+from tests.compat.fastnlp.toy import Error, Rows, Scripted, Toy, loader, rows, toy_trainer, trained
 
 
 class Reports:
@@ -46,66 +50,24 @@ def test_case_27_results_are_named_by_key_metric_and_loader() -> None:
     assert evaluated({"f": Reports(acc)}, separator="/") == {"acc/f": 0.5}
 
 
-def test_a_result_of_none_is_omitted(caplog: pytest.LogCaptureFixture) -> None:
-    assert evaluated({"none": Reports(None), "one": Reports(torch.tensor(1.0))}) == {"one": 1.0}
-    assert "'none' returned None" in caplog.text
-
-
-def test_metrics_are_reset_before_and_after_each_loader() -> None:
+def test_metrics_are_reset_before_and_after_each_loader_which_may_be_limited() -> None:
     metric = Reports(1)
-    evaluated({"m": metric}, {"d1": loader(8), "d2": loader(8)})
+    evaluator = Evaluator(Toy(), {"d1": loader(8), "d2": loader(8)}, {"m": metric}, verbose=0)
+    evaluator.run()
     assert (metric.batches, metric.resets) == (4, 3)
-
-
-def test_each_loader_may_be_limited() -> None:
-    metric = Reports(1)
-    evaluator = Evaluator(Toy(), {"d1": loader(20), "d2": loader(20)}, {"m": metric}, verbose=0)
-    evaluator.run(num_eval_batch_per_dl=2)
-    assert metric.batches == 4
+    evaluator.run(num_eval_batch_per_dl=1)
+    assert metric.batches == 4 + 2
     with pytest.raises(AssertionError, match="-1 or more than 0"):
         evaluator.run(num_eval_batch_per_dl=0)
 
 
-def test_torchmetrics_are_accepted() -> None:
-    class Judge(nn.Module):
-        def evaluate_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-            return {"preds": x.sum(1, keepdim=True), "target": y}
-
-    assert evaluated({"mae": torchmetrics.MeanAbsoluteError()}, model=Judge())["mae"] == pytest.approx(0.0, abs=1e-6)
-
-
-def test_a_metric_gets_the_named_entries_of_outputs_and_batch() -> None:
-    assert evaluated({"error": Error()})["error"] > 0.1  # pred is the model's, y the batch's
-
-
-def test_a_name_in_both_must_be_the_same_object() -> None:
-    class Same(Toy):
-        def evaluate_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]  # another batch
-            return {"pred": self.linear(x), "y": y}
-
-    class Other(Toy):
-        def evaluate_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]  # another batch
-            return {"pred": self.linear(x), "y": y + 1}
-
-    evaluated({"e": Error()}, model=Same())
-    with pytest.raises(ValueError, match="two different values for it"):
-        evaluated({"e": Error()}, model=Other())
-
-
-def test_a_missing_argument_of_a_metric_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"needs \['y'\]; got \['pred', 'x'\]"):
-        evaluated({"e": Error()}, input_mapping=lambda batch: {"x": batch["x"]})
-
-
-def test_outputs_must_have_names_and_batches_need_not(caplog: pytest.LogCaptureFixture) -> None:
-    class Bare(nn.Module):
-        def forward(self, batch: Any) -> Any:
-            return batch
-
-    with pytest.raises(RuntimeError, match="a dict or a dataclass from the model"):
-        evaluated({"m": Reports(1)}, [torch.ones(2)], Bare())
-    evaluated({"m": Reports(1)}, [torch.ones(2)], Bare(), output_mapping=lambda out: {"pred": out})
-    assert "get no arguments from the batches" in caplog.text
+def test_results_are_printed_unless_verbose_is_0_and_none_is_omitted(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Evaluator(Toy(), loader(4), {"m": Reports(0.5)}).run()
+    assert evaluated({"none": Reports(None), "one": Reports(torch.tensor(1.0))}) == {"one": 1.0}
+    assert capsys.readouterr().out == '{"m": 0.5}\n'
+    assert "'none' returned None" in caplog.text
 
 
 @dataclass
@@ -114,49 +76,96 @@ class Output:
     loss: Tensor | None = None
 
 
-def test_a_dataclass_has_names() -> None:
-    class Typed(Toy):
-        def evaluate_step(self, x: Tensor) -> Output:  # type: ignore[override]  # another kind of output
-            return Output(self.linear(x))
-
-    assert evaluated({"e": Error()}, model=Typed()) == evaluated({"e": Error()})
+class Typed(Toy):
+    def evaluate_step(self, x: Tensor) -> Output:  # type: ignore[override]  # another kind of output
+        return Output(self.linear(x))
 
 
-def test_mappings_rename_the_parts_of_dicts_dataclasses_and_sequences() -> None:
-    def pairs() -> list[tuple[Tensor, Tensor]]:
-        return [(row["x"][None], row["y"][None]) for row in rows(8)]
+class Shadowing(Toy):
+    """Returns the targets of the batch too, as they are or changed."""
 
-    names = {"_0": "x", "_1": "y"}
-    assert evaluated({"e": Error()}, pairs(), input_mapping=names)["e"] == pytest.approx(evaluated({"e": Error()})["e"])
-    with pytest.raises(ValueError, match="a mapping of names needs"):
-        evaluated({"e": Error()}, [torch.ones(1)], input_mapping=names)
-    with pytest.raises(ValueError, match="must be a function, or a dict"):
-        evaluated({}, input_mapping=3)
+    def __init__(self, change: float) -> None:
+        super().__init__()
+        self.change = change
 
-
-def test_a_missing_method_of_the_model_is_an_error_that_names_it() -> None:
-    class Several(Toy):
-        def other(self, x: Tensor) -> dict[str, Tensor]:
-            return {"pred": 0 * self.linear(x)}
-
-    class Plain(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"pred": 0 * x.sum(1, keepdim=True)}
-
-    zero = sum(float(row["y"]) for row in rows(8)) / 8
-    assert evaluated({"e": Error()}, model=Several(), evaluate_fn="other")["e"] == pytest.approx(zero)
-    assert evaluated({"e": Error()}, model=Plain())["e"] == pytest.approx(zero)
-    with pytest.raises(RuntimeError, match="no method 'missing'"):
-        evaluated({}, evaluate_fn="missing")
+    def evaluate_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]  # another batch
+        return {"pred": self.linear(x), "y": y + self.change if self.change else y}
 
 
-def test_a_custom_function_may_do_the_step() -> None:
-    def step(evaluator: Evaluator, batch: Any) -> None:
-        evaluator.update(batch, {"pred": batch["y"]})
+class Whole(Toy):
+    def evaluate_step(self, batch: Rows) -> dict[str, Tensor]:  # type: ignore[override]  # the whole batch
+        return {"pred": self.linear(batch["x"])}  # type: ignore[call-overload]  # a dict of columns
 
-    assert evaluated({"e": Error()}, evaluate_batch_step_fn=step) == {"e": 0.0}
-    with pytest.raises(TypeError, match="evaluate_batch_step_fn"):
-        evaluated({}, evaluate_batch_step_fn=lambda evaluator: None)
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"pred": 0 * x.sum(1, keepdim=True)}
+
+
+class Bare(nn.Module):
+    def forward(self, batch: Any) -> Any:
+        return batch
+
+
+PAIRS = [(row["x"][None], row["y"][None]) for row in rows(8)]
+NAMES = {"_0": "x", "_1": "y"}
+ERROR = evaluated({"e": Error()})["e"]  # pred is the model's, y the batch's
+ZERO = sum(float(row["y"]) for row in rows(8)) / 8
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        (Typed(), {}, ERROR),
+        (Shadowing(0), {}, ERROR),
+        (Whole(), {"model_wo_auto_param_call": True}, ERROR),
+        (Toy(), {"dataloaders": PAIRS, "input_mapping": NAMES}, ERROR),
+        (Plain(), {}, ZERO),
+        (Plain(), {"evaluate_fn": "forward"}, ZERO),
+        (Toy(), {"evaluate_batch_step_fn": lambda evaluator, batch: evaluator.update(batch, {"pred": batch["y"]})}, 0.0),
+    ],
+    ids=["dataclass", "same object in both", "whole batch", "mapping of names", "forward", "named method", "own step"],
+)
+def test_a_metric_gets_the_named_entries_of_outputs_and_batch(model: nn.Module, options: Any, expected: float) -> None:
+    assert ERROR > 0.1
+    assert evaluated({"e": Error()}, model=model, **options)["e"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": Shadowing(1)}, ValueError, "two different values for it"),
+        ({"input_mapping": lambda batch: {"x": batch["x"]}}, ValueError, r"needs \['y'\]; got \['pred', 'x'\]"),
+        ({"dataloaders": [torch.ones(2)], "model": Bare()}, RuntimeError, "a dict or a dataclass from the model"),
+        ({"dataloaders": [torch.ones(1)], "input_mapping": NAMES}, ValueError, "a mapping of names needs"),
+        ({"input_mapping": 3}, ValueError, "must be a function, or a dict"),
+        ({"evaluate_fn": "missing"}, RuntimeError, "no method 'missing'"),
+        ({"evaluate_batch_step_fn": lambda evaluator: None}, TypeError, "evaluate_batch_step_fn"),
+        ({"metrics": [Reports(1)]}, TypeError, "metrics must be a dict"),
+        ({"metrics": {"m": 3}}, TypeError, r"metrics\['m'\] must have update"),
+        ({"evaluate_dataloaders": loader(4)}, ValueError, "are aliases; got both"),
+    ],
+)
+def test_missing_and_contradictory_parts_are_errors(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        evaluated(**{"metrics": {"e": Error()}, **arguments})
+
+
+def test_batches_need_no_names_and_unknown_arguments_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    evaluated({"m": Reports(1)}, [torch.ones(2)], Bare(), output_mapping=lambda out: {"pred": out})
+    assert "get no arguments from the batches" in caplog.text
+    Evaluator(Toy(), loader(4), {}, verbos=1)
+    assert "Evaluator ignores the unknown argument verbos=. Did you mean 'verbose'?" in caplog.text
+    with pytest.raises(ValueError, match="dataloaders must be a loader"):
+        Evaluator(Toy())
+
+
+def test_torchmetrics_are_accepted() -> None:
+    class Judge(nn.Module):
+        def evaluate_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"preds": x.sum(1, keepdim=True), "target": y}
+
+    assert evaluated({"mae": torchmetrics.MeanAbsoluteError()}, model=Judge())["mae"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_model_is_evaluated_without_gradient_and_its_mode_is_restored() -> None:
@@ -183,29 +192,132 @@ def test_an_evaluation_restores_the_rng_state() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_results_are_printed_unless_verbose_is_0(capsys: pytest.CaptureFixture[str]) -> None:
-    Evaluator(Toy(), loader(4), {"m": Reports(0.5)}).run()
-    assert capsys.readouterr().out == '{"m": 0.5}\n'
+# -- monitors ----------------------------------------------------------------------------------------------
 
 
-def test_wrong_arguments_are_errors(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="dataloaders must be a loader"):
-        Evaluator(Toy())
-    with pytest.raises(TypeError, match="metrics must be a dict"):
-        evaluated([Reports(1)])  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(TypeError, match=r"metrics\['m'\] must have update"):
-        evaluated({"m": 3})
-    with pytest.raises(ValueError, match="are aliases; got both"):
-        evaluated({}, loader(4), evaluate_dataloaders=loader(4))
-    Evaluator(Toy(), loader(4), {}, verbos=1)
-    assert "Evaluator ignores the unknown argument verbos=. Did you mean 'verbose'?" in caplog.text
-    assert "ignores the unknown argument verbos=" in caplog.text
+def results(*names: str) -> dict[str, Any]:
+    """Return results with their names as values."""
+    return {name: name for name in names}
 
 
-def test_a_batch_may_be_passed_unchanged() -> None:
-    class Whole(Toy):
-        def evaluate_step(self, batch: Rows) -> dict[str, Tensor]:  # type: ignore[override]  # the whole batch
-            return {"pred": self.linear(batch["x"])}  # type: ignore[call-overload]  # a dict of columns
+@pytest.mark.parametrize(
+    ("watched", "reported", "taken"),
+    [
+        ("acc", ("acc#acc",), "acc#acc"),
+        ("f1", ("acc#acc", "f#f1", "pre#f1"), "f#f1"),
+        ("acc#dev", ("acc#acc#test", "acc#acc#dev"), "acc#acc#dev"),
+        ("-loss", ("acc#acc", "loss#loss"), "loss#loss"),
+        ("acc#acc", ("loss#loss", "acc#acc"), "acc#acc"),
+    ],
+)
+def test_case_22_the_name_with_the_longest_common_substring_is_used(
+    watched: str, reported: tuple[str, ...], taken: str
+) -> None:
+    assert ResultsMonitor(watched).get_monitor_value(results(*reported)) == taken
 
-    model = Whole()
-    assert evaluated({"e": Error()}, model=model, model_wo_auto_param_call=True) == evaluated({"e": Error()})
+
+def test_case_22_without_a_common_substring_there_is_no_value(caplog: pytest.LogCaptureFixture) -> None:
+    """Deviation: fastNLP takes the first result."""
+    assert ResultsMonitor("loss").get_monitor_value(results("x", "y")) is None
+    assert "no result is similar to 'loss'" in caplog.text
+    monitor = ResultsMonitor("ACC")
+    assert monitor.get_monitor_value(results("b#b", "acc#acc")) is None
+
+
+def test_case_22_the_last_used_name_is_used_again() -> None:
+    monitor = ResultsMonitor("abc")
+    assert monitor.get_monitor_value(results("ab")) == "ab"
+    assert monitor.get_monitor_value(results("ab", "abcd")) == "ab"
+    assert monitor.get_monitor_value(results("abc", "ab")) == "abc"
+
+
+def test_a_warning_names_another_result_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = ResultsMonitor("acc")
+    for reported in ("acc#acc", "acc#acc", "acc#dev"):
+        monitor.get_monitor_value(results(reported))
+    assert [line.rpartition("; ")[2] for line in caplog.messages] == ["using 'acc#acc'", "using 'acc#dev'"]
+
+
+def test_case_22_equal_is_not_better_and_nan_and_none_never_are() -> None:
+    monitor = ResultsMonitor("acc", larger_better=True)
+    better = [monitor.is_better_monitor_value(value) for value in (0.1, 0.1, 0.2, math.nan, None, 0.1)]
+    assert better == [True, False, True, False, False, False]
+    smaller = ResultsMonitor("loss", larger_better=False)
+    assert [smaller.is_better_results({"loss": torch.tensor(value)}) for value in (0.5, 0.6, 0.4)] == [True, False, True]
+    assert smaller.monitor_value == pytest.approx(0.4)
+    assert smaller.is_better_results({"loss": 0.3}, keep_if_better=False)
+    assert smaller.is_better_results({"loss": 0.3})
+    first = ResultsMonitor("acc").is_former_monitor_value_better
+    assert [first(None, None), first(None, 0.1), first(0.1, None), first(0.2, 0.1)] == [True, False, True, True]
+
+
+def score(results: dict[str, Any], weight: int) -> float:
+    return float(weight * results["a"])
+
+
+def test_a_function_of_the_results_is_a_monitor() -> None:
+    monitor, named = (
+        ResultsMonitor(lambda results: results.get("a"), larger_better=False),
+        ResultsMonitor(partial(score, weight=2)),
+    )
+    assert [monitor.get_monitor_value({"a": 2.0}), monitor.get_monitor_value({"b": 2.0})] == [2.0, None]
+    assert monitor.get_monitor_value({}) is None
+    assert named.monitor_name == "score"
+    with pytest.raises(KeyError) as caught:
+        named.get_monitor_value({"b": 1})
+    assert "the monitor 'score' of ResultsMonitor" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match="must accept one argument"):
+        ResultsMonitor(lambda: 1)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(TypeError, match="name of a result"):
+        ResultsMonitor(3)  # type: ignore[arg-type]  # wrong on purpose
+
+
+class Watching(HasMonitorCallback):
+    """Notes each value, and whether it is better."""
+
+    def __init__(self, monitor: Any = None, larger_better: bool = True, must_have_monitor: bool = False) -> None:
+        super().__init__(monitor, larger_better, must_have_monitor)
+        self.seen: list[tuple[Any, bool]] = []
+
+    def on_evaluate_end(self, trainer: Any, results: dict[str, Any]) -> None:
+        self.seen.append((self.get_monitor_value(results), self.is_better_results(results)))
+
+
+def test_case_22_each_training_starts_anew_and_the_sanity_check_does_not_count() -> None:
+    watching = Watching("acc#acc")
+    trained(8, watching, {"acc": Scripted(0.9, 0.1, 0.3, 0.2)}, n_epochs=3)
+    assert watching.seen == [(0.1, True), (0.3, True), (0.2, False)]
+    watching.seen.clear()
+    trained(8, watching, {"acc": Scripted(0.0, 0.1)}, n_epochs=1)
+    assert watching.seen == [(0.1, True)]
+
+
+def test_callbacks_without_a_monitor_use_the_trainers() -> None:
+    class Forgets(Watching):
+        def on_after_trainer_initialized(self, trainer: Any, driver: Any) -> None:
+            """Call no super, as fastNLP's own progress bars did."""
+
+    own, none, forgets = Watching("acc"), Watching(), Forgets()
+    metrics = {"acc": Scripted(0.9, 0.1, 0.3)}
+    trained(8, [own, none, forgets], metrics, n_epochs=2, monitor="acc#acc", larger_better=False)
+    assert own.seen == [(0.1, True), (0.3, True)]
+    assert none.seen == forgets.seen == [(0.1, True), (0.3, False)]
+    with pytest.raises(RuntimeError, match="Watching needs a monitor"):
+        toy_trainer(8, [Watching(must_have_monitor=True)], {"acc": Scripted()})
+    with pytest.raises(RuntimeError, match="nothing is evaluated"):
+        toy_trainer(8, [Watching("acc", must_have_monitor=True)])
+    assert toy_trainer(8, [Watching(must_have_monitor=True)], {"acc": Scripted()}, monitor="acc").evaluates
+
+
+def test_case_22_a_function_is_called_at_each_improvement() -> None:
+    calls: list[int] = []
+    once = ExecuteOnceBetterMonitor("acc", True, lambda: calls.append(1))
+    trained(8, once, {"acc": Scripted(0.0, 0.1, 0.5, 0.3, 0.7)}, n_epochs=4)
+    assert len(calls) == 3
+
+
+def test_a_native_evaluation_can_be_monitored() -> None:
+    watching = Watching("loss", larger_better=False)
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(), sanity_batches=1), watching], epochs=2)
+    assert [value for value, _ in watching.seen] == [value for _, value in run.history["eval/loss"]]
+    assert watching.seen[0][1]

@@ -1,4 +1,4 @@
-"""fastNLP's callbacks in a native trainer, beside native callbacks and those of another system, in one list."""
+"""Callbacks of fastNLP and of your own in a native trainer: contract, state, checkpoints, names of results, mixed lists."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from cadenza import Trainer
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.compat.fastnlp import (
-    Callback,
     CheckpointCallback,
     EarlyStopCallback,
+    Event,
+    Filter,
     HasMonitorCallback,
     LoadBestModelCallback,
     LRSchedCallback,
@@ -28,32 +28,48 @@ from cadenza.compat.fastnlp import (
     TorchWarmupCallback,
     TqdmCallback,
 )
+from cadenza.compat.fastnlp.core.callbacks.callback import _CallbackWrapper
 from cadenza.compat.nemo.core.callbacks import NeMoCallback
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import BaseCallback
-from cadenza.run import Run
-from cadenza.testing import check_callback, simulate, tiny_loader, tiny_model, tiny_run
-from tests.compat.fastnlp.toy import Scripted, loader, toy_trainer
+from cadenza.testing import check_callback, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from tests.compat.fastnlp.toy import Hooks, Scribe, Scripted, loader, toy_trainer, trained, weights_of
+
+pytestmark = pytest.mark.usefixtures("launch")
 
 
-@pytest.fixture(autouse=True)
-def launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTNLP_LAUNCH_TIME", "launch")
+class Thorough(HasMonitorCallback):
+    """Has a monitor, a filter, a state of its own and one of the user's."""
 
+    def __init__(self) -> None:
+        super().__init__("eval/loss", larger_better=False)
+        self.sums: list[float] = []
+        self.better: list[bool] = []
+        self.thirds: list[int] = []
 
-BUILT_IN: dict[str, Callable[[Path], BaseCallback]] = {
-    "CheckpointCallback": lambda target_: CheckpointCallback(
-        target_, every_n_epochs=1, topk=1, monitor="eval/loss", larger_better=False
-    ),
-    "EarlyStopCallback": lambda target_: EarlyStopCallback("eval/loss", larger_better=False, patience=99),
-    "LoadBestModelCallback": lambda target_: LoadBestModelCallback("eval/loss", larger_better=False),
-    "LRSchedCallback": lambda target_: LRSchedCallback(Stepped()),
-    "RawTextCallback": lambda target_: RawTextCallback(monitor="eval/loss", larger_better=False),
-    "RichCallback": lambda target_: RichCallback(),
-    "TqdmCallback": lambda target_: TqdmCallback(),
-    "TimerCallback": lambda target_: TimerCallback(),
-    "TorchGradClipCallback": lambda target_: TorchGradClipCallback(0.1),
-    "TorchWarmupCallback": lambda target_: TorchWarmupCallback(0.5),
-}
+    def on_train_begin(self, trainer: Any) -> None:
+        if trainer.global_forward_batches == 0:
+            self.sums, self.better, self.thirds = [], [], []
+            trainer.state["count"] = 0
+
+    def on_before_backward(self, trainer: Any, outputs: Any) -> None:
+        self.sums.append(outputs["loss"].item())
+        trainer.state["count"] += 1
+
+    @Filter(every=3)
+    def on_train_batch_end(self, trainer: Any) -> None:
+        self.thirds.append(trainer.global_forward_batches)
+
+    def on_evaluate_end(self, trainer: Any, results: dict[str, Any]) -> None:
+        self.better.append(self.is_better_results(results))
+
+    def on_save_checkpoint(self, trainer: Any) -> dict[str, Any]:
+        return {"sums": self.sums, "better": self.better, "thirds": self.thirds, "best": self.monitor_value}
+
+    def on_load_checkpoint(self, trainer: Any, states: dict[str, Any] | None) -> None:
+        assert states is not None
+        self.sums, self.better, self.thirds = states["sums"], states["better"], states["thirds"]
+        self.monitor_value = states["best"]
 
 
 class Stepped:
@@ -63,77 +79,122 @@ class Stepped:
         """Do nothing."""
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+LOSS: dict[str, Any] = {"monitor": "eval/loss", "larger_better": False}
+
+CALLBACKS: dict[str, Callable[[Path], BaseCallback]] = {
+    "CheckpointCallback": lambda folder: CheckpointCallback(folder, every_n_epochs=1, topk=1, **LOSS),
+    "EarlyStopCallback": lambda folder: EarlyStopCallback(**LOSS, patience=99),
+    "LoadBestModelCallback": lambda folder: LoadBestModelCallback(**LOSS),
+    "LRSchedCallback": lambda folder: LRSchedCallback(Stepped()),
+    "RawTextCallback": lambda folder: RawTextCallback(**LOSS),
+    "RichCallback": lambda folder: RichCallback(),
+    "TqdmCallback": lambda folder: TqdmCallback(),
+    "TimerCallback": lambda folder: TimerCallback(),
+    "TorchGradClipCallback": lambda folder: TorchGradClipCallback(0.1),
+    "TorchWarmupCallback": lambda folder: TorchWarmupCallback(0.5),
+    "with all hooks": lambda folder: Scribe(),
+    "with a state": lambda folder: Thorough(),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
 def test_each_callback_keeps_the_contract_of_all_callbacks(name: str, tmp_path: Path) -> None:
-    check_callback(lambda: BUILT_IN[name](tmp_path), reads=True)  # some read the loss in each step, as the originals do
+    check_callback(lambda: CALLBACKS[name](tmp_path), reads=True)  # some read the loss in each step, as the originals do
 
 
-def test_an_early_stop_is_a_stop_of_the_run() -> None:
-    run = simulate(
-        [EarlyStopCallback("eval/loss", larger_better=False, patience=2)], metrics={"eval/loss": [3, 2, 2.1, 2.2, 1]}
-    )
+@pytest.mark.parametrize("step", [4, 5, 7])
+def test_a_native_checkpoint_holds_its_state_its_filters_and_the_users_state(tmp_path: Path, step: int) -> None:
+    def parts() -> tuple[Thorough, list[Any]]:
+        one = Thorough()
+        return one, [Evaluate(tiny_loader()), one, Checkpoint(every=f"{step} steps", keep_last=9, directory=tmp_path)]
+
+    (whole, callbacks), (rest, others) = parts(), parts()
+    run = tiny_run(callbacks=callbacks, epochs=3, batches=5)
+    name = next(path for path in tmp_path.iterdir() if path.name.endswith(f"{step:08d}"))
+    resumed = tiny_trainer(callbacks=others, epochs=3, batches=5).fit(resume=name)
+    assert (rest.sums, rest.better, rest.thirds) == (whole.sums, whole.better, whole.thirds)
+    assert whole.thirds == [3, 6, 9, 12, 15]
+    assert run.state == resumed.state == {"count": 15}
+    assert torch.equal(weights_of(run.model), weights_of(resumed.model))
+
+
+def test_the_trainer_argument_in_a_native_run(tmp_path: Path) -> None:
+    expected = {"n_epochs": 4, "n_batches": 20, "num_batches_per_epoch": 5, "cur_epoch_idx": 0, "accumulation_steps": 2}
+    expected |= {"monitor": None, "evaluator": None}  # type: ignore[dict-item]  # any values
+    seen: dict[str, Any] = {}
+
+    def look(trainer: Any) -> None:
+        seen.update({name: getattr(trainer, name) for name in expected})
+        assert trainer.optimizers is trainer.live.optimizers[0]
+        assert str(trainer.model_device) == "cpu"
+        trainer.save_model(tmp_path / "model")
+        trainer.save_checkpoint(tmp_path / "all")
+
+    scribe = Scribe("on_save_model", "on_save_checkpoint")
+    tiny_run(callbacks=[Hooks(on_train_begin=look), scribe], steps=12, batches=5, accumulate=2)
+    assert seen == expected
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["fastnlp_checkpoint.pkl.tar", "fastnlp_model.pkl.tar"]
+    assert scribe.names == ["on_save_model", "on_save_checkpoint"]
+
+
+def test_an_error_names_the_callback_like_any_other() -> None:
+    def fail(trainer: Any) -> None:
+        raise RuntimeError("oh")
+
+    breaks, scribe = Hooks(on_train_batch_end=fail), Scribe("on_train_batch_end")
+    with pytest.raises(RuntimeError) as caught:
+        tiny_run(callbacks=[breaks])
+    assert "raised in Hooks.on_step_end (callback 1 of 1)" in caught.value.__notes__[0]
+    breaks.on_fault = "disable"
+    run = tiny_run(callbacks=[breaks, scribe])
+    assert [fault.callback for fault in run.faults] == ["Hooks"]
+    assert len(scribe.seen) == 5
+
+
+def test_a_function_at_an_event_is_a_callback_with_its_name() -> None:
+    def note(trainer: Any) -> None:
+        """Do nothing."""
+
+    wrapper = _CallbackWrapper(Event.on_train_begin(), note)
+    assert (wrapper.callback_name, wrapper.name) == ("note", "note")
+    assert list(hooks_of(tiny_run(callbacks=[wrapper], steps=1)).callbacks) == ["note"]
+
+
+def test_an_early_stop_is_a_stop_of_the_run_and_the_best_model_is_loaded_at_its_end() -> None:
+    best, weights = LoadBestModelCallback(**LOSS), []
+    note = Hooks(on_evaluate_end=lambda trainer, results: weights.append(trainer.model.weight.item()))
+    stop = EarlyStopCallback(**LOSS, patience=2)
+    run = simulate([best, note, stop], metrics={"eval/loss": [3, 2, 2.1, 2.2, 1]})
     assert run.outcome is not None
     assert run.outcome.kind == "stopped"
     assert run.progress.epoch == 4
     assert "did not improve on 2" in run.why("stopped")
-
-
-def test_the_best_model_is_loaded_at_the_end_and_the_message_says_which() -> None:
-    best = LoadBestModelCallback("eval/loss", larger_better=False)
-    weights: list[float] = []
-
-    class Noting(Callback):
-        def on_evaluate_end(self, trainer: Any, results: dict[str, Any]) -> None:
-            weights.append(trainer.model.weight.item())
-
-    run = simulate([best, Noting()], metrics={"eval/loss": [3.0, 1.0, 2.0]})
-    assert len(set(weights)) == 3
+    assert len(set(weights)) == 4
     assert run.model.weight.item() == weights[1]  # type: ignore[operator]  # a Linear's is a tensor
     assert best.meta["epoch"] == 2  # natively an evaluation at the end of an epoch comes when the epoch is counted
 
 
 def test_warm_up_scheduler_and_clipping_work_in_a_native_run() -> None:
     seen: list[float] = []
-
-    class Rates(Callback):
-        def on_train_batch_end(self, trainer: Any) -> None:
-            seen.append(round(trainer.optimizers.param_groups[0]["lr"], 6))
-
-    tiny_run(callbacks=[TorchWarmupCallback(0.2), Rates()], epochs=2)
+    rates = Hooks(on_train_batch_end=lambda trainer: seen.append(round(trainer.optimizers.param_groups[0]["lr"], 6)))
+    tiny_run(callbacks=[TorchWarmupCallback(0.2), rates], epochs=2)
     assert seen == [0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125, 0.0]
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     halve = LRSchedCallback(LambdaLR(optimizer, lambda step: 0.5**step), "epoch")
-    native = Trainer(
-        model,
-        optimizer,
-        tiny_loader(),
-        mean_square,
-        max_epochs=3,
-        callbacks=[halve, TorchGradClipCallback(1e-3)],
-        progress=False,
-    )
-    native.fit()
+    tiny_run(model=model, optimizer=optimizer, epochs=3, callbacks=[halve, TorchGradClipCallback(1e-3)])
     assert optimizer.param_groups[0]["lr"] == 0.0125
     assert abs(model.weight.item() - 0.5) < 0.003  # it moved by no more than the clipped gradients allow
 
 
-def mean_square(model: torch.nn.Module, batch: Any) -> Any:
-    inputs, targets = batch
-    return ((model(inputs) - targets) ** 2).mean()
-
-
-def test_more_evaluate_callback_works_in_a_native_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_evaluations_run_and_checkpoints_of_fastnlp_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mapping: dict[str, Any] = {"output_mapping": lambda pred: {"pred": pred}}
     batches = [{"input": torch.zeros(2, 1)}]
-    more = MoreEvaluateCallback(
-        batches, {"f": Scripted(*[0.5] * 9)}, evaluate_every=2, output_mapping=lambda pred: {"pred": pred}
-    )
-    tiny_run(callbacks=[more], steps=4)
+    more = MoreEvaluateCallback(batches, {"f": Scripted(*[0.5] * 9)}, evaluate_every=2, **mapping)
+    tiny_run(callbacks=[more, CheckpointCallback(tmp_path, every_n_epochs=1, last=True)], epochs=2, batches=2)
     assert capsys.readouterr().out.count('{"acc#f": 0.5}') == 2
-
-
-def test_a_native_run_writes_checkpoints_of_fastnlp(tmp_path: Path) -> None:
-    tiny_run(callbacks=[CheckpointCallback(tmp_path, every_n_epochs=1, last=True)], epochs=2)
     assert {path.name for path in (tmp_path / "launch").iterdir()} == {"model-epoch_1", "model-epoch_2", "model-last"}
     (file,) = (tmp_path / "launch" / "model-last").iterdir()
     assert set(torch.load(file, weights_only=True)) == {"weight", "bias"}
@@ -146,39 +207,18 @@ def test_callbacks_of_three_systems_work_in_one_list(tmp_path: Path, capsys: pyt
         def on_epoch_end(self, state: Any) -> None:
             calls_seen.append(f"NeMo: epoch {state['epoch']}")
 
-    class OfFastNLP(Callback):
-        def on_train_epoch_end(self, trainer: Any) -> None:
-            calls_seen.append(f"fastNLP: epoch {trainer.cur_epoch_idx}")
-
-        def on_evaluate_end(self, trainer: Any, results: dict[str, Any]) -> None:
-            calls_seen.append(f"fastNLP: {sorted(results)}")
-
-    def callbacks() -> list[BaseCallback]:
-        return [
-            OfNeMo(),
-            OfFastNLP(),
-            RawTextCallback(print_every=5),
-            TorchWarmupCallback(0.5),
-            EarlyStopCallback("eval/loss", larger_better=False, patience=9),
-            Evaluate(tiny_loader(2)),
-            LogTraining(every="1 epoch", throughput=False),
-            Checkpoint("1 epoch"),
-        ]
-
-    def trained(name: str, epochs: int, **resume: Any) -> Run:
-        model = tiny_model()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        directory = tmp_path / name
-        return Trainer(
-            model, optimizer, tiny_loader(), mean_square, max_epochs=epochs, directory=directory, callbacks=callbacks(), seed=0
-        ).fit(**resume)
-
-    whole = trained("whole", 2)
+    of_fastnlp = Hooks(
+        on_train_epoch_end=lambda trainer: calls_seen.append(f"fastNLP: epoch {trainer.cur_epoch_idx}"),
+        on_evaluate_end=lambda trainer, results: calls_seen.append(f"fastNLP: {sorted(results)}"),
+    )
+    fastnlps = [of_fastnlp, RawTextCallback(print_every=5), TorchWarmupCallback(0.5), EarlyStopCallback(**LOSS, patience=9)]
+    native = [Evaluate(tiny_loader(2)), LogTraining(every="1 epoch", throughput=False), Checkpoint("1 epoch")]
+    run = tiny_run(callbacks=[OfNeMo(), *fastnlps, *native], epochs=2, directory=tmp_path, seed=0)
     assert calls_seen == [
         line for epoch in (0, 1) for line in (f"NeMo: epoch {epoch}", f"fastNLP: epoch {epoch + 1}", "fastNLP: ['loss']")
     ]
     assert "finished 100.0%." in capsys.readouterr().out
-    assert {"train/loss", "eval/loss"} <= set(whole.history.names)
+    assert {"train/loss", "eval/loss"} <= set(run.history.names)
 
 
 # -- mixed lists: the names of results ---------------------------------------------------------------------
@@ -216,9 +256,7 @@ def evaluated(*callbacks: BaseCallback) -> None:
         predictions = model(batch[0])
         return {"loss": predictions.mean() * 0, "predictions": predictions, "targets": batch[1]}
 
-    model = tiny_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    Trainer(model, optimizer, tiny_loader(1), compute, max_epochs=1, callbacks=list(callbacks), progress=False).fit()
+    tiny_run(callbacks=callbacks, batches=1, compute_loss=compute)
 
 
 @pytest.mark.parametrize(
@@ -234,29 +272,20 @@ def test_results_of_a_native_evaluation_have_fastnlps_names(monitor: str, value:
 
 
 def test_the_name_of_a_native_evaluation_is_that_of_a_loader() -> None:
-    metrics = [{"acc": Fixed({"acc": number})} for number in (0.1, 0.2, 0.3)]
-    evaluations = [Evaluate(tiny_loader(1), metrics=one, name=name) for one, name in zip(metrics, NAMES, strict=True)]
+    numbers = {"eval": 0.1, "dev": 0.2, "test": 0.3}
+    evaluations = [Evaluate(tiny_loader(1), metrics={"acc": Fixed({"acc": one})}, name=name) for name, one in numbers.items()]
     watches = [Watch(monitor) for monitor in ("acc#acc", "acc#acc#dev", "test/acc/acc", "acc")]
     evaluated(*watches, *evaluations)
-    keys = [sorted(["acc#acc" + suffix, "loss" + suffix]) for suffix in ("", "#dev", "#test")]
+    keys = [["acc#acc" + suffix, "loss" + suffix] for suffix in ("", "#dev", "#test")]
     assert [[found for found, _ in watch.seen] for watch in watches] == [keys] * 4
     # A result of one evaluation does not replace the monitored one of another.
-    assert [[value for _, value in watch.seen] for watch in watches] == [
-        [0.1, None, None],
-        [None, 0.2, None],
-        [None, None, 0.3],
-        [0.1, None, None],
-    ]
-
-
-NAMES = ("eval", "dev", "test")
+    taken = [[0.1, None, None], [None, 0.2, None], [None, None, 0.3], [0.1, None, None]]
+    assert [[value for _, value in watch.seen] for watch in watches] == taken
 
 
 def test_a_monitor_of_fastnlp_stops_a_native_run_and_saves_its_best(tmp_path: Path) -> None:
-    stop = EarlyStopCallback("acc#acc", patience=1)
-    save = CheckpointCallback(tmp_path, topk=1, monitor="acc#acc")
-    metrics = {"acc": Fixed({"acc": 0.5})}
-    evaluated(stop, save, Evaluate(tiny_loader(1), metrics=metrics, every="1 step"))
+    callbacks = [EarlyStopCallback("acc#acc", patience=1), CheckpointCallback(tmp_path, topk=1, monitor="acc#acc")]
+    evaluated(*callbacks, Evaluate(tiny_loader(1), metrics={"acc": Fixed({"acc": 0.5})}, every="1 step"))
     (folder,) = (tmp_path / "launch").iterdir()
     assert folder.name == "model-epoch_0-batch_1-acc#acc_0.5"
     assert sorted(json.loads((folder / "fastnlp_evaluate_results.json").read_text())) == ["acc#acc", "loss"]
@@ -268,9 +297,7 @@ def test_a_native_evaluation_in_fastnlps_trainer_reaches_its_monitors() -> None:
 
     metrics = {"acc": Fixed({"acc": 0.5}, {"acc": 0.4}, {"acc": 0.3})}
     watch, stop = Watch("acc#acc"), EarlyStopCallback("acc#acc", patience=2)
-    native = Evaluate(loader(4), metrics=metrics, compute=compute)
-    trainer = toy_trainer(8, [watch, stop, native], n_epochs=9)
-    trainer.run()
+    trainer = trained(8, [watch, stop, Evaluate(loader(4), metrics=metrics, compute=compute)], n_epochs=9)
     assert [value for _, value in watch.seen] == [0.5, 0.4, 0.3]
     assert trainer.cur_epoch_idx == 3
     assert toy_trainer(8, metrics={"acc": Scripted(0.5)}).evaluates

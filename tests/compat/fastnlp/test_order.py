@@ -1,14 +1,18 @@
-"""The order of the events, and the counters that they see: cases 1 to 6, 11, 26 and 29."""
+"""Events: their order, the counters that they see, filters, and functions at events: cases 1 to 12, 24, 26 and 29."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from cadenza import Run
-from cadenza.compat.fastnlp import Callback, Event, Trainer
+import pytest
+
+from cadenza.compat.fastnlp import Callback, Event, Filter, Trainer
 from cadenza.compat.fastnlp.adapted import AdaptedRun
+from cadenza.compat.fastnlp.core.callbacks.callback_event import filter_of
+from cadenza.compat.fastnlp.translation import EVENTS
 from cadenza.testing import Recorder, tiny_run
-from tests.compat.fastnlp.toy import Scribe, Scripted, Seen, toy_trainer
+from tests.compat.fastnlp.toy import Hooks, Scribe, Scripted, Seen, toy_trainer, trained
 
 BATCH = [
     "on_fetch_data_begin",
@@ -36,12 +40,7 @@ def test_case_1_two_epochs_of_two_batches_give_this_sequence() -> None:
     trainer = toy_trainer(8, [scribe], {"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=2)
     trainer.run()
     start = ["on_after_trainer_initialized", "on_sanity_check_begin", "on_sanity_check_end", "on_train_begin"]
-    assert scribe.seen == [
-        *((name, 0, 0, 0) for name in start),
-        *epoch(0, 0),
-        *epoch(1, 2),
-        ("on_train_end", 2, 0, 4),
-    ]
+    assert scribe.seen == [*((name, 0, 0, 0) for name in start), *epoch(0, 0), *epoch(1, 2), ("on_train_end", 2, 0, 4)]
     assert trainer.callback_manager.callback_counter["on_fetch_data_begin"] == 6
     assert trainer.callback_manager.callback_counter["on_train_batch_end"] == 4
 
@@ -56,19 +55,22 @@ def test_case_2_an_update_follows_three_batches_also_over_the_end_of_an_epoch() 
     assert steps == BATCH[-4:] * 4
 
 
-def test_case_3_evaluation_after_each_third_batch_counts_on_over_epochs() -> None:
+@pytest.mark.parametrize(
+    ("every", "n_epochs", "between", "at"),
+    [
+        (3, 2, ("on_train_batch_end", "on_fetch_data_begin"), [(0, 3, 3), (1, 1, 6), (1, 4, 9)]),
+        (-2, 5, ("on_fetch_data_end", "on_train_epoch_end"), [(1, 5, 10), (3, 5, 20)]),
+    ],
+    ids=["3, which counts on over epochs", "4, which sees the epoch before it is counted"],
+)
+def test_case_3_and_4_evaluations_are_after_each_third_batch_or_second_epoch(
+    every: int, n_epochs: int, between: tuple[str, str], at: Any
+) -> None:
     scribe = Scribe()
-    toy_trainer(20, [scribe], {"acc": Scripted(*range(9))}, n_epochs=2, evaluate_every=3).run()
-    assert scribe.at("on_evaluate_end") == [(0, 3, 3), (1, 1, 6), (1, 4, 9)]
-    for at in [at for at, name in enumerate(scribe.names) if name == "on_evaluate_begin"]:
-        assert scribe.names[at - 1] == "on_train_batch_end"
-        assert scribe.names[at + 2] == "on_fetch_data_begin"
-
-
-def test_case_4_evaluation_after_each_second_epoch_sees_the_epoch_before_it_is_counted() -> None:
-    scribe = Scribe("on_evaluate_begin", "on_evaluate_end")
-    toy_trainer(20, [scribe], {"acc": Scripted(*range(9))}, n_epochs=5, evaluate_every=-2).run()
-    assert scribe.at("on_evaluate_begin") == scribe.at("on_evaluate_end") == [(1, 5, 10), (3, 5, 20)]
+    trained(20, scribe, {"acc": Scripted(*range(9))}, n_epochs=n_epochs, evaluate_every=every)
+    assert scribe.at("on_evaluate_begin") == scribe.at("on_evaluate_end") == at
+    for index in [index for index, name in enumerate(scribe.names) if name == "on_evaluate_begin"]:
+        assert (scribe.names[index - 1], scribe.names[index + 2]) == between
 
 
 def test_case_5_a_function_decides_after_each_batch_whether_to_evaluate() -> None:
@@ -76,10 +78,10 @@ def test_case_5_a_function_decides_after_each_batch_whether_to_evaluate() -> Non
 
     def at_four(trainer: Trainer) -> bool:
         asked.append(trainer.global_forward_batches)
-        return bool(trainer.global_forward_batches == 4)
+        return asked[-1] == 4
 
     scribe = Scribe("on_evaluate_end")
-    toy_trainer(20, [scribe], {"acc": Scripted(*range(9))}, n_epochs=2, evaluate_every=at_four).run()
+    trained(20, scribe, {"acc": Scripted(*range(9))}, n_epochs=2, evaluate_every=at_four)
     assert asked == list(range(1, 11))
     assert scribe.at("on_evaluate_end") == [(0, 4, 4)]
 
@@ -87,36 +89,24 @@ def test_case_5_a_function_decides_after_each_batch_whether_to_evaluate() -> Non
 def test_case_6_forty_epochs_are_evaluated_at_ten_twenty_thirty_forty() -> None:
     said: list[str] = []
 
-    class Watch(Callback):
-        def on_sanity_check_end(self, trainer: Any, sanity_check_res: Any) -> None:
-            trial = AdaptedRun.of(trainer.live).trial
+    def checked(trainer: Any, results: Any) -> None:
+        trial = AdaptedRun.of(trainer.live).trial
+        assert trial is not None
+        said.append(f"trial of {trial.batch} batches")
 
-            assert trial is not None
-            said.append(f"trial of {trial.batch} batches")
-
-        def on_evaluate_end(self, trainer: Any, results: Any) -> None:
-            said.append(f"{trainer.cur_epoch_idx + 1}/{trainer.n_epochs}")
-
-    toy_trainer(12, [Watch()], {"acc": Scripted(*range(9))}, n_epochs=40, evaluate_every=-10).run()
+    watch = Hooks(
+        on_sanity_check_end=checked,
+        on_evaluate_end=lambda trainer, results: said.append(f"{trainer.cur_epoch_idx + 1}/{trainer.n_epochs}"),
+    )
+    trained(12, watch, {"acc": Scripted(*range(9))}, n_epochs=40, evaluate_every=-10)
     assert said == ["trial of 2 batches", "10/40", "20/40", "30/40", "40/40"]
 
 
 def test_case_11_functions_run_first_then_callbacks_then_added_functions() -> None:
     order: list[str] = []
-
-    class First(Callback):
-        def on_train_begin(self, trainer: Any) -> None:
-            order.append("first")
-
-    class Second(Callback):
-        def on_train_begin(self, trainer: Any) -> None:
-            order.append("second")
-
-    @Trainer.on(Event.on_train_begin())
-    def function(trainer: Any) -> None:
-        order.append("function")
-
-    trainer = toy_trainer(8, [First(), Second()], n_epochs=1)
+    Trainer.on(Event.on_train_begin())(lambda trainer: order.append("function"))
+    callbacks = [Hooks(on_train_begin=lambda trainer, name=name: order.append(name)) for name in ("first", "second")]
+    trainer = toy_trainer(8, callbacks, n_epochs=1)
     trainer.add_callback_fn(Event.on_train_begin(), lambda trainer: order.append("added"))
     trainer.run()
     assert order == ["function", "first", "second", "added"]
@@ -124,8 +114,7 @@ def test_case_11_functions_run_first_then_callbacks_then_added_functions() -> No
 
 def test_case_26_a_second_run_has_no_epoch_left() -> None:
     scribe = Scribe()
-    trainer = toy_trainer(8, [scribe], {"acc": Scripted(*range(9))}, n_epochs=1)
-    trainer.run()
+    trainer = trained(8, scribe, {"acc": Scripted(*range(9))}, n_epochs=1)
     scribe.seen.clear()
     trainer.run()
     assert scribe.names == ["on_sanity_check_begin", "on_sanity_check_end", "on_train_begin", "on_train_end"]
@@ -149,53 +138,233 @@ def test_case_29_n_batches_is_exact_and_the_last_epoch_is_shorter() -> None:
 
 def test_case_29_n_batches_may_end_inside_an_accumulation_window() -> None:
     scribe = Scribe("on_before_optimizers_step")
-    trainer = toy_trainer(20, [scribe], n_batches=7, accumulation_steps=3)
-    trainer.run()
-    assert trainer.global_forward_batches == 7
+    assert trained(20, scribe, n_batches=7, accumulation_steps=3).global_forward_batches == 7
     assert len(scribe.seen) == 3  # batches 1 to 3, 4 to 5, 6 to 7
 
 
 def test_the_lengths_of_the_training_are_known_in_on_train_begin() -> None:
     seen: dict[str, Any] = {}
 
-    class Look(Callback):
-        def on_after_trainer_initialized(self, trainer: Any, driver: Any) -> None:
-            seen["made"] = (trainer.n_epochs, trainer.n_batches, trainer.num_batches_per_epoch, driver is trainer.driver)
+    def lengths(trainer: Any, driver: Any = None) -> tuple[Any, ...]:
+        return trainer.n_epochs, trainer.n_batches, trainer.num_batches_per_epoch, driver is trainer.driver
 
-        def on_train_begin(self, trainer: Any) -> None:
-            seen["begin"] = (trainer.n_epochs, trainer.n_batches, trainer.num_batches_per_epoch)
-
-    toy_trainer(20, Look(), n_epochs=3).run(num_train_batch_per_epoch=2)
-    assert seen == {"made": (3, -1, None, True), "begin": (3, 6, 2)}
+    look = Hooks(
+        on_after_trainer_initialized=lambda trainer, driver: seen.update(made=lengths(trainer, driver)),
+        on_train_begin=lambda trainer: seen.update(begin=lengths(trainer)),
+    )
+    toy_trainer(20, look, n_epochs=3).run(num_train_batch_per_epoch=2)
+    assert seen == {"made": (3, -1, None, True), "begin": (3, 6, 2, False)}
 
 
 def test_a_native_trainer_calls_the_same_events_but_for_those_of_the_trainer_itself() -> None:
-    scribe, recorder = Scribe(), Recorder()
-    run: Run = tiny_run(callbacks=[scribe, recorder], epochs=2, batches=2)
+    scribe, limited = Scribe(), Scribe("on_train_epoch_end", "on_train_end")
+    run = tiny_run(callbacks=[scribe, Recorder()], epochs=2, batches=2)
     expected = [name for name, *_ in [*epoch(0, 0), *epoch(1, 2)] if "evaluate" not in name]
     assert scribe.names == ["on_after_trainer_initialized", "on_train_begin", *expected, "on_train_end"]
     assert scribe.at("on_train_epoch_end") == [(1, 0, 2), (2, 0, 4)]
     assert run.progress.batch == 4
-
-
-def test_in_a_native_run_a_limit_of_steps_ends_the_last_epoch() -> None:
-    scribe = Scribe("on_train_epoch_end", "on_train_end")
-    tiny_run(callbacks=[scribe], steps=7, batches=5)
-    assert scribe.seen == [("on_train_epoch_end", 1, 0, 5), ("on_train_epoch_end", 2, 0, 7), ("on_train_end", 2, 0, 7)]
-
-
-def test_a_callback_without_hooks_has_only_the_listener_of_the_start() -> None:
-    class Idle(Callback):
-        """Overrides nothing."""
-
-    assert [listener.moment.__name__ for listener in Idle().listeners()] == ["on_setup"]
+    tiny_run(callbacks=[limited], steps=7, batches=5)  # the limit ends the last epoch
+    assert limited.seen == [("on_train_epoch_end", 1, 0, 5), ("on_train_epoch_end", 2, 0, 7), ("on_train_end", 2, 0, 7)]
+    assert [listener.moment.__name__ for listener in Hooks().listeners()] == ["on_setup"]  # one without hooks
 
 
 def test_the_evaluation_after_the_last_incomplete_window_sees_the_epoch_before_it_is_counted() -> None:
     scribe = Scribe()
-    evaluations = {"acc": Scripted(*range(3))}
-    toy_trainer(12, [scribe], evaluations, n_epochs=2, accumulation_steps=4, evaluate_every=-2).run()
-    updates = ("on_before_optimizers_step", "on_after_optimizers_step", "on_before_zero_grad", "on_after_zero_grad")
-    assert [scribe.at(event)[-1] for event in updates] == [(1, 3, 6)] * 4
+    trained(12, scribe, {"acc": Scripted(*range(3))}, n_epochs=2, accumulation_steps=4, evaluate_every=-2)
+    assert [scribe.at(event)[-1] for event in BATCH[-4:]] == [(1, 3, 6)] * 4
     assert scribe.at("on_evaluate_begin") == scribe.at("on_evaluate_end") == [(1, 3, 6)]
     assert scribe.at("on_train_epoch_end")[-1] == (2, 0, 6)
+
+
+# -- filters ---------------------------------------------------------------------------------------------
+
+
+def done(event: Event) -> list[int]:
+    """Return at which batches a function at an event is called, in ten batches."""
+    called: list[int] = []
+    Trainer.on(event)(lambda trainer, *_: called.append(trainer.global_forward_batches))
+    trained(20, n_epochs=2)
+    return called
+
+
+def test_there_is_a_factory_and_a_trainers_method_for_each_of_the_24_events() -> None:
+    assert len(EVENTS) == 24
+    trainer = toy_trainer()
+    for name in EVENTS:
+        assert getattr(Event, name)(every=2) == Event(name, every=2)
+        assert callable(getattr(trainer, name))
+        assert str(getattr(Event, name)()) == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batches"),
+    [
+        ({"every": 2}, [2, 4, 6, 8, 10]),
+        ({"once": 2}, [2]),
+        ({"filter_fn": lambda filter, trainer: filter.num_called % 2 == 0}, [2, 4, 6, 8, 10]),
+        ({"once": True}, [1]),
+        ({"once": 1}, [1]),
+        ({"every": 4, "once": 2}, [4, 8]),
+        ({"once": 3, "filter_fn": lambda filter, trainer: True}, [3]),
+    ],
+    ids=["every", "once", "filter_fn", "once, the first time", "once, the first", "every and once", "once and filter_fn"],
+)
+def test_case_7_and_8_every_once_and_filter_fn_of_which_the_first_is_used(
+    arguments: Any, batches: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the tutorial promises; fastNLP refuses two arguments, and takes three."""
+    assert done(Event.on_train_batch_end(**arguments)) == batches
+    ignored = [
+        f"{first}= is used, and {second}= is ignored" for first, second in zip(arguments, [*arguments][1:], strict=False)
+    ]
+    assert [message for message in ignored if message not in caplog.text] == []
+    assert ("is ignored" in caplog.text) == bool(ignored)
+
+
+def test_case_7_a_filter_counts_calls_and_passed_calls_and_its_function_sees_this_execution_not_yet() -> None:
+    @Filter(every=10)
+    def function(trainer: Any) -> None:
+        """Do nothing."""
+
+    def second(filter: Filter, trainer: Any) -> bool:
+        seen.append((filter.num_called, filter.num_executed))
+        return True
+
+    executed = []
+    for _ in range(100):
+        function(None)
+        executed.append(function.__fastNLP_filter__.num_executed)
+    assert executed[:9] == [0] * 9
+    assert executed[9:19] == [1] * 10
+    assert executed[-1] == 10
+    seen: list[tuple[int, int]] = []
+    done(Event.on_train_epoch_end(filter_fn=second))
+    assert seen == [(1, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        (Event.on_train_begin(every=0), ValueError),
+        (Event.on_train_begin(every=-1), ValueError),
+        (Event.on_train_begin(once=1.0), ValueError),  # type: ignore[arg-type]  # wrong on purpose
+        (Event.on_train_begin(filter_fn=3), TypeError),  # type: ignore[arg-type]  # wrong on purpose
+    ],
+)
+def test_case_8_wrong_numbers_are_errors_in_the_trainers_constructor(event: Event, error: type[Exception]) -> None:
+    Trainer.on(event)(lambda trainer: None)
+    with pytest.raises(error, match=r"every must|once must|filter_fn must"):
+        toy_trainer()
+    with pytest.raises(error):
+        toy_trainer().add_callback_fn(event, lambda trainer: None)
+
+
+def test_case_9_and_10_markers_choose_the_functions_of_a_trainer_and_each_has_a_fresh_filter() -> None:
+    order: list[str] = []
+
+    def called(marker: str | None) -> list[str]:
+        order.clear()
+        trained(n_epochs=1, marker=marker)
+        return list(order)
+
+    seen: list[int] = []
+    Trainer.on(Event.on_train_batch_end(every=3), marker="all")(lambda trainer: seen.append(trainer.global_forward_batches))
+    for _ in range(2):
+        trained(20, n_epochs=1)
+    assert seen == [3, 3]
+    Trainer._custom_callbacks.clear()
+    for name, marker in (("none1", None), ("all1", "all"), ("a1", "a"), ("none2", None), ("b1", "b"), ("all2", "all")):
+        Trainer.on(Event.on_train_begin(), marker=marker)(lambda trainer, name=name: order.append(name))
+    assert called(None) == ["all1", "all2", "none1", "none2"]
+    assert called("a") == ["all1", "all2", "a1"]
+    assert called("a") == ["all1", "all2", "a1"]
+    assert called("b") == ["all1", "all2", "b1"]
+    assert called(None) == ["all1", "all2"]
+    assert called("all") == ["all1", "all2"]  # deviation: fastNLP calls them twice
+
+
+@pytest.mark.parametrize(
+    ("function", "fits"),
+    [
+        (lambda trainer, batch: None, False),
+        (lambda a, b, c, d=1: None, True),
+        (lambda *everything: None, True),
+        (lambda a, b, c, *, needed: None, False),
+    ],
+)
+def test_case_12_a_function_must_accept_the_arguments_of_its_event_which_must_exist(
+    function: Callable[..., None], fits: bool
+) -> None:
+    subscribe = Trainer.on(Event.on_train_batch_begin())
+    if fits:
+        assert subscribe(function) is function
+    else:
+        with pytest.raises(TypeError, match="on_train_batch_begin calls a function with \\(trainer, batch, indices\\)"):
+            subscribe(function)
+    with pytest.raises(AttributeError, match="expected an event"):
+        Trainer.on("on_train_begin")  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(ValueError, match="expected an event"):
+        toy_trainer().add_callback_fn("on_train_begin", lambda trainer: None)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_function_added_during_an_event_is_called_in_the_same_event() -> None:
+    order: list[str] = []
+    trainer = toy_trainer(n_epochs=1)
+
+    def add(trainer: Trainer) -> None:
+        order.append("first")
+        trainer.add_callback_fn(Event.on_train_epoch_begin(), lambda trainer: order.append("second"))
+
+    trainer.add_callback_fn(Event.on_train_epoch_begin(), add)
+    trainer.run()
+    assert order == ["first", "second"]
+
+
+class Counting(Callback):
+    """Has two filtered methods."""
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+        self.filters: list[str] = []
+
+    @Filter(every=3)
+    def on_train_batch_end(self, trainer: Any) -> None:
+        self.ends.append(trainer.global_forward_batches)
+
+    @Filter(filter_fn=lambda filter, trainer: bool(trainer.cur_epoch_idx == 2))
+    def on_train_epoch_end(self, trainer: Any) -> None:
+        self.filters.append("second")
+
+
+def test_a_filtered_method_counts_per_instance_and_passes_the_trainer_to_filter_fn() -> None:
+    """Deviation: in fastNLP all instances share a counter, and filter_fn gets the callback."""
+    one, other, native = Counting(), Counting(), Counting()
+    trained(20, [one, other], n_epochs=2)
+    tiny_run(callbacks=[native], epochs=2, batches=5)
+    assert one.ends == other.ends == native.ends == [3, 6, 9]
+    assert one.filters == ["second"]
+    filter = filter_of(Counting.on_train_batch_end)
+    assert filter is not None
+    assert filter.num_called == 0
+
+
+def test_a_method_named_almost_like_an_event_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Misspelled(Callback):
+        def on_train_batch_start(self, trainer: Any, batch: Any, indices: Any) -> None:
+            """Is never called."""
+
+        def on_purpose(self) -> None:
+            """Is a method of the user's own."""
+
+    assert Misspelled.__name__
+    assert [line.partition("Misspelled.")[2] for line in caplog.messages] == [
+        "on_train_batch_start is not an event, and is never called by a training. Did you mean 'on_train_batch_end'?"
+    ]
+
+
+def test_a_callable_without_source_is_a_hook() -> None:
+    """Deviation: fastNLP compares source texts, and fails."""
+    scope: dict[str, Any] = {"Callback": Callback, "seen": []}
+    exec("class Made(Callback):\n    def on_train_begin(self, trainer): seen.append(1)", scope)
+    tiny_run(callbacks=[scope["Made"]()])
+    assert scope["seen"] == [1]

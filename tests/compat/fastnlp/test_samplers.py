@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -85,14 +86,8 @@ def test_a_loaded_position_continues_the_epoch_also_on_other_ranks() -> None:
     sampler = at_epoch(RandomSampler(TEN))
     first = list(islice(sampler, 4))
     states = sampler.state_dict()
-    assert states == {
-        "seed": 0,
-        "epoch": 0,
-        "shuffle": True,
-        "num_consumed_samples": 4,
-        "sampler_type": "RandomSampler",
-        "length": 10,
-    }
+    position = {"seed": 0, "epoch": 0, "shuffle": True, "num_consumed_samples": 4}
+    assert states == {**position, "sampler_type": "RandomSampler", "length": 10}
     other = RandomSampler(TEN, shuffle=False, seed=7)
     other.load_state_dict(states)
     assert [*first, *other] == list(at_epoch(RandomSampler(TEN)))
@@ -105,25 +100,84 @@ def test_a_loaded_position_continues_the_epoch_also_on_other_ranks() -> None:
     assert sorted([*first, *rest]) == list(TEN)
 
 
-def test_wrong_uses_are_errors() -> None:
-    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1; got 0"):
-        RandomBatchSampler(TEN, batch_size=0)
-    with pytest.raises(ValueError, match="num_batch_per_bucket must be a whole number of at least 1; got 0"):
-        BucketedBatchSampler(TEN, length=LENGTHS, num_batch_per_bucket=0)
-    sampler = RandomSampler(TEN)
+def begun(sampler: Sampler) -> Sampler:
     next(iter(sampler))
-    with pytest.raises(AssertionError, match="set_distributed must not be called while"):
-        sampler.set_distributed(2, 0)
-    states = sampler.state_dict()
-    with pytest.raises(AssertionError, match="length=10, but this sampler has 11"):
-        RandomSampler(range(11)).load_state_dict(states)
-    with pytest.raises(AssertionError, match="sampler_type='RandomSampler', but this sampler has 'SequentialSampler'"):
-        SequentialSampler(TEN).load_state_dict(states)
-    with pytest.raises(AssertionError, match="rank must be at least 0, and less than num_replicas; got 2 and 2"):
-        RandomSampler(TEN).set_distributed(2, 2)
-    for base in (ReproducibleSampler, ReproducibleBatchSampler):
-        with pytest.raises(NotImplementedError, match=f"{base.__name__} needs a method __iter__"):
-            iter(base())
+    return sampler
+
+
+STATES = begun(RandomSampler(TEN)).state_dict()
+WHOLE = "must be a whole number of at least 1; got 0"
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda: RandomBatchSampler(TEN, batch_size=0), ValueError, f"batch_size {WHOLE}"),
+        (lambda: BucketedBatchSampler(TEN, LENGTHS, num_batch_per_bucket=0), ValueError, f"num_batch_per_bucket {WHOLE}"),
+        (lambda: begun(RandomSampler(TEN)).set_distributed(2, 0), AssertionError, "set_distributed must not be called while"),
+        (
+            lambda: RandomSampler(TEN).set_distributed(2, 2),
+            AssertionError,
+            "rank must be at least 0, and less than num_replicas; got 2 and 2",
+        ),
+        (lambda: begun(ReproduceBatchSampler(TEN, 2, False)).set_distributed(2, 0), RuntimeError, "has no shards"),
+        (lambda: RandomSampler(range(11)).load_state_dict(STATES), AssertionError, "length=10, but this sampler has 11"),
+        (
+            lambda: SequentialSampler(TEN).load_state_dict(STATES),
+            AssertionError,
+            "sampler_type='RandomSampler', but this sampler has 'SequentialSampler'",
+        ),
+        (
+            lambda: ReproduceBatchSampler([0], 1, False).load_state_dict(ReproduceBatchSampler(TEN, 2, False).state_dict()),
+            AssertionError,
+            "the checkpoint has the sampler and the length",
+        ),
+        (lambda: iter(ReproducibleSampler()), NotImplementedError, "ReproducibleSampler needs a method __iter__"),
+        (lambda: iter(ReproducibleBatchSampler()), NotImplementedError, "ReproducibleBatchSampler needs a method __iter__"),
+    ],
+)
+def test_wrong_uses_are_errors(use: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        use()
+
+
+def test_another_sampler_gets_a_position() -> None:
+    given = [[3, 1], [2, 0], [4]]
+    sampler = ReproduceBatchSampler(given, batch_size=2, drop_last=False)
+    assert next(iter(sampler)) == [3, 1]
+    assert (sampler.batch_idx_in_epoch, len(sampler)) == (1, 3)
+    other = ReproduceBatchSampler([0, 1, 2, 3, 4], batch_size=2, drop_last=False)
+    other.load_state_dict(sampler.state_dict())
+    assert (list(other), list(other)) == ([[2, 0], [4]], [[0, 1], [2, 3], [4]])
+    assert list(ReproduceBatchSampler(range(5), 2, True)) == [[0, 1], [2, 3]]
+
+
+def test_a_trainer_sets_the_epoch_of_a_batch_sampler_and_continues_inside_of_one(tmp_path: Path) -> None:
+    class Sum(torch.nn.Module):
+        """Notes the samples of each batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+            self.seen: list[list[int]] = []
+
+        def train_step(self, number: Tensor) -> dict[str, Tensor]:
+            self.seen.append(number.tolist())
+            return {"loss": self.weight.sum()}
+
+    def trained(**resume: Any) -> list[list[int]]:
+        """Return the batches of two epochs with buckets; save a checkpoint after three."""
+        model, dataset = Sum(), DataSet({"number": list(TEN)})
+        loader = TorchDataLoader(dataset, batch_sampler=BucketedBatchSampler(dataset, LENGTHS, 2, 2))
+        trainer = Trainer(model, loader, torch.optim.SGD(model.parameters(), 0.1), n_epochs=2, progress_bar=None)
+        trainer.add_callback_fn(Event.on_train_batch_end(once=3), lambda trainer: trainer.save_checkpoint(tmp_path))
+        trainer.run(**resume)
+        return model.seen
+
+    expected = BucketedBatchSampler(TEN, LENGTHS, 2, 2)
+    whole = trained()
+    assert whole == [*at_epoch(expected, 0), *at_epoch(expected, 1)]
+    assert trained(resume_from=tmp_path) == whole[3:]
 
 
 def test_batches_are_random_and_the_last_one_may_be_dropped() -> None:
@@ -173,58 +227,6 @@ def test_the_rest_of_an_epoch_may_have_another_batch_size(kind: str, shuffle: bo
     assert [len(batch) for batch in rest] == [3, 3]
     assert sorted(index for batch in (*first, *rest) for index in batch) == list(TEN)
     assert other.state_dict()["batch_size"] == 3
-
-
-def test_another_sampler_gets_a_position() -> None:
-    given = [[3, 1], [2, 0], [4]]
-    sampler = ReproduceBatchSampler(given, batch_size=2, drop_last=False)
-    assert next(iter(sampler)) == [3, 1]
-    assert (sampler.batch_idx_in_epoch, len(sampler)) == (1, 3)
-    other = ReproduceBatchSampler([0, 1, 2, 3, 4], batch_size=2, drop_last=False)
-    other.load_state_dict(sampler.state_dict())
-    assert (list(other), list(other)) == ([[2, 0], [4]], [[0, 1], [2, 3], [4]])
-    with pytest.raises(AssertionError, match="the checkpoint has the sampler and the length"):
-        ReproduceBatchSampler([0], 1, False).load_state_dict(sampler.state_dict())
-    with pytest.raises(RuntimeError, match="has no shards"):
-        sampler.set_distributed(2, 0)
-    assert list(ReproduceBatchSampler(range(5), 2, True)) == [[0, 1], [2, 3]]
-
-
-class Sum(torch.nn.Module):
-    """Notes the samples of each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-        self.seen: list[list[int]] = []
-
-    def train_step(self, number: Tensor) -> dict[str, Tensor]:
-        self.seen.append(number.tolist())
-        return {"loss": self.weight.sum()}
-
-
-def trained(save_at: int | None = None, **resume: Any) -> list[list[int]]:
-    """Return the batches of two epochs with buckets; optionally save a checkpoint after so many batches."""
-    model, dataset = Sum(), DataSet({"number": list(TEN)})
-    loader = TorchDataLoader(
-        dataset, batch_sampler=BucketedBatchSampler(dataset, LENGTHS, batch_size=2, num_batch_per_bucket=2)
-    )
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    trainer = Trainer(model, loader, optimizer, n_epochs=2, progress_bar=None)
-    if save_at is not None:
-        trainer.add_callback_fn(Event.on_train_batch_end(once=save_at), lambda trainer: trainer.save_checkpoint("saved"))
-    trainer.run(**resume)
-    return model.seen
-
-
-def test_a_trainer_sets_the_epoch_of_a_batch_sampler_and_continues_inside_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    expected = BucketedBatchSampler(TEN, LENGTHS, 2, 2)
-    whole = trained(save_at=3)
-    assert whole == [*at_epoch(expected, 0), *at_epoch(expected, 1)]
-    assert trained(resume_from="saved") == whole[3:]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The trainer's arguments, methods and properties; its steps; callbacks of several systems in one list."""
+"""The trainer's arguments, steps and state, its evaluator, and callbacks of several systems in one list."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from cadenza import Run, on
 from cadenza.callbacks import ClipGradients
 from cadenza.compat.fastnlp import Callback, EarlyStopException, Event, State, Trainer, TrainerState
 from cadenza.testing import tiny_run
-from tests.compat.fastnlp.toy import Error, Raising, Scribe, Scripted, Toy, batches_seen, loader, rows, toy_trainer
-
-
-def weights_of(trainer: Trainer) -> Tensor:
-    return nn.utils.parameters_to_vector(trainer.model.parameters())
-
+from tests.compat.fastnlp.toy import (
+    Error,
+    Hooks,
+    Raising,
+    Scribe,
+    Scripted,
+    Toy,
+    batches_seen,
+    live,
+    loader,
+    rows,
+    toy_trainer,
+    trained,
+    weights_of,
+)
 
 # -- arguments -----------------------------------------------------------------------------------------
 
@@ -59,7 +68,7 @@ def test_a_wrong_argument_is_an_error_in_the_trainers_constructor(arguments: Any
         toy_trainer(**arguments)
 
 
-def test_a_missing_loader_is_an_error_and_an_unknown_argument_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_loader_is_an_error_and_arguments_without_effect_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
     model = Toy()
     with pytest.raises(ValueError, match="got None"):
         Trainer(model, None, torch.optim.SGD(model.parameters(), 0.1))
@@ -69,9 +78,6 @@ def test_a_missing_loader_is_an_error_and_an_unknown_argument_a_warning(caplog: 
     assert "ignores the unknown argument evaluate_dataloader=. Did you mean 'evaluate_dataloaders'?" in caplog.text
     toy_trainer(use_dist_sampler=True)
     assert "Trainer ignores the argument use_dist_sampler=: pass one of Cadenza's drivers" in caplog.text
-
-
-def test_loaders_without_metrics_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     trainer = toy_trainer(evaluate_dataloaders=loader(4))
     assert (trainer.evaluator, trainer.evaluates) == (None, False)
     assert "nothing is evaluated" in caplog.text
@@ -83,23 +89,18 @@ def test_a_loader_without_length_is_an_error() -> None:
             return iter(rows(8))
 
     with pytest.raises(TypeError, match="must have a length"):
-        toy_trainer(train_dataloader=DataLoader(Stream(), batch_size=4)).run()
-    listed = toy_trainer(train_dataloader=[{"x": torch.ones(1, 5), "y": torch.ones(1, 1)}], check_dataloader_legality=False)
-    listed.run()
+        trained(train_dataloader=DataLoader(Stream(), batch_size=4))
+    listed = trained(train_dataloader=[{"x": torch.ones(1, 5), "y": torch.ones(1, 1)}], check_dataloader_legality=False)
     assert listed.global_forward_batches == 20  # fastNLP's default of epochs
 
 
 def test_hooks_get_the_optimizers_argument_of_the_trainer() -> None:
     seen: list[Any] = []
-
-    class See(Callback):
-        def on_before_optimizers_step(self, trainer: Any, optimizers: Any) -> None:
-            seen.append(optimizers)
-
+    see = Hooks(on_before_optimizers_step=lambda trainer, optimizers: seen.append(optimizers))
     model = Toy()
     one = torch.optim.SGD(model.parameters(), 0.1)
-    toy_trainer(model=model, optimizers=one, callbacks=See(), n_batches=1).run()
-    toy_trainer(model=model, optimizers=[one], callbacks=[See()], n_batches=1).run()
+    for optimizers in (one, [one]):
+        trained(model=model, optimizers=optimizers, callbacks=see, n_batches=1)
     assert seen[0] is one
     assert seen[1] == [one]
 
@@ -107,37 +108,15 @@ def test_hooks_get_the_optimizers_argument_of_the_trainer() -> None:
 # -- batches and outputs ---------------------------------------------------------------------------------
 
 
-def test_batches_and_outputs_go_through_the_mappings() -> None:
-    class Other(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = Toy().linear
+class Renamed(nn.Module):
+    """A `Toy` with other names."""
 
-        def forward(self, features: Tensor, aim: Tensor) -> dict[str, Tensor]:
-            return {"cost": nn.functional.mse_loss(self.linear(features), aim)}
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Toy().linear
 
-    names = {"x": "features", "y": "aim"}
-    mapped = toy_trainer(model=Other(), input_mapping=names, output_mapping={"cost": "loss"}, n_epochs=1)
-    mapped.run()
-    plain = toy_trainer(n_epochs=1)
-    plain.run()
-    assert torch.equal(weights_of(mapped), weights_of(plain))
-
-
-def test_a_change_of_the_batch_or_of_the_loss_reaches_the_training() -> None:
-    class Zero(Callback):
-        def on_train_batch_begin(self, trainer: Any, batch: Any, indices: Any) -> None:
-            batch["x"] = torch.zeros_like(batch["x"])
-
-    class Free(Callback):
-        def on_before_backward(self, trainer: Any, outputs: Any) -> None:
-            outputs["loss"] = outputs["loss"] * 0
-
-    zero, free = toy_trainer(callbacks=Zero(), n_epochs=1), toy_trainer(callbacks=Free(), n_epochs=1)
-    zero.run()
-    free.run()
-    assert torch.equal(zero.model.linear.weight, Toy().linear.weight)  # type: ignore[union-attr,arg-type]
-    assert torch.equal(weights_of(free), nn.utils.parameters_to_vector(Toy().parameters()))
+    def forward(self, features: Tensor, aim: Tensor) -> dict[str, Tensor]:
+        return {"cost": nn.functional.mse_loss(self.linear(features), aim)}
 
 
 @dataclass
@@ -145,22 +124,31 @@ class Output:
     loss: Tensor
 
 
-def test_hooks_get_a_dataclass_unchanged_and_may_replace_its_loss() -> None:
-    class Typed(Toy):
-        def train_step(self, x: Tensor, y: Tensor) -> Output:  # type: ignore[override]  # another kind of output
-            return Output(super().train_step(x, y)["loss"])
+class Typed(Toy):
+    def train_step(self, x: Tensor, y: Tensor) -> Output:  # type: ignore[override]  # another kind of output
+        return Output(super().train_step(x, y)["loss"])
 
-    class Free(Callback):
-        def on_before_backward(self, trainer: Any, outputs: Any) -> None:
-            assert isinstance(outputs, Output)
+
+def test_batches_and_outputs_go_through_the_mappings_and_outputs_may_be_of_a_dataclass() -> None:
+    mappings: dict[str, Any] = {"input_mapping": {"x": "features", "y": "aim"}, "output_mapping": {"cost": "loss"}}
+    plain = weights_of(trained(n_epochs=1))
+    assert torch.equal(weights_of(trained(model=Renamed(), **mappings, n_epochs=1)), plain)
+    assert torch.equal(weights_of(trained(model=Typed(), n_epochs=1)), plain)
+
+
+def test_a_change_of_the_batch_or_of_the_loss_reaches_the_training() -> None:
+    def free(trainer: Any, outputs: Any) -> None:
+        if isinstance(outputs, Output):
             outputs.loss = outputs.loss * 0
+        else:
+            outputs["loss"] = outputs["loss"] * 0
 
-    pairs: list[tuple[Toy, Callback | None]] = [(Typed(), None), (Toy(), None), (Typed(), Free())]
-    typed, plain, free = (toy_trainer(model=model, callbacks=callback, n_epochs=1) for model, callback in pairs)
-    for trainer in (typed, plain, free):
-        trainer.run()
-    assert torch.equal(weights_of(typed), weights_of(plain))
-    assert torch.equal(weights_of(free), nn.utils.parameters_to_vector(Toy().parameters()))
+    zero = Hooks(on_train_batch_begin=lambda trainer, batch, indices: batch.update(x=torch.zeros_like(batch["x"])))
+    assert torch.equal(trained(callbacks=zero, n_epochs=1).model.linear.weight, Toy().linear.weight)  # type: ignore[union-attr,arg-type]
+    for model in (Toy(), Typed()):
+        assert torch.equal(
+            weights_of(trained(model=model, callbacks=Hooks(on_before_backward=free), n_epochs=1)), weights_of(Toy())
+        )
 
 
 @pytest.mark.parametrize(
@@ -177,35 +165,24 @@ def test_outputs_without_a_loss_are_an_error(output: Any, error: type[Exception]
 
 def test_a_batch_without_a_required_argument_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"train_step needs \['y'\]; got \['x'\]"):
-        toy_trainer(input_mapping=lambda batch: {"x": batch["x"]}).run()
+        trained(input_mapping=lambda batch: {"x": batch["x"]})
 
 
-def test_hooks_get_the_indices_of_a_batch_if_the_loader_provides_them() -> None:
+class Knows(DataLoader[Any]):
+    def get_batch_indices(self) -> list[int]:
+        return [4, 2]
+
+
+def test_hooks_and_errors_get_the_indices_of_a_batch_if_the_loader_provides_them() -> None:
     seen: list[Any] = []
-
-    class See(Callback):
-        def on_train_batch_begin(self, trainer: Any, batch: Any, indices: Any) -> None:
-            seen.append(indices)
-
-    class Knows(DataLoader[Any]):
-        def get_batch_indices(self) -> list[int]:
-            return [4, 2]
-
-    toy_trainer(callbacks=See(), n_batches=1).run()
-    toy_trainer(train_dataloader=Knows(rows(4), batch_size=4), callbacks=See(), n_batches=1).run()  # type: ignore[arg-type]
+    see = Hooks(on_train_batch_begin=lambda trainer, batch, indices: seen.append(indices))
+    knowing: Any = Knows(rows(4), batch_size=4)  # type: ignore[arg-type]  # a list is a data set
+    trained(callbacks=see, n_batches=1)
+    trained(train_dataloader=knowing, callbacks=see, n_batches=1)
     assert seen == [None, [4, 2]]
-
-
-def test_an_error_in_a_batch_names_its_samples() -> None:
-    class Knows(DataLoader[Any]):
-        def get_batch_indices(self) -> list[int]:
-            return [4, 2]
-
     for event, notes in (("on_before_backward", 1), ("on_train_begin", 0)):
-        stop = Raising(event, 0, RuntimeError("oh"))
-        trainer = toy_trainer(train_dataloader=Knows(rows(4), batch_size=4), callbacks=stop)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError) as caught:
-            trainer.run()
+            trained(train_dataloader=knowing, callbacks=Raising(event, 0, RuntimeError("oh")))
         assert caught.value.__notes__.count("while training on the samples [4, 2]") == notes
 
 
@@ -213,25 +190,19 @@ def test_the_order_of_a_shuffled_loader_depends_on_the_users_seed() -> None:
     def order(seed: int) -> list[list[float]]:
         torch.manual_seed(seed)
         seen: list[list[float]] = []
-        toy_trainer(train_dataloader=loader(20, shuffle=True), callbacks=batches_seen(seen), n_epochs=2).run()
+        trained(train_dataloader=loader(20, shuffle=True), callbacks=batches_seen(seen), n_epochs=2)
         return seen
 
-    assert order(1) == order(1)
-    assert order(1) != order(2)
+    assert order(1) == order(1) != order(2)
     assert order(1)[:5] != order(1)[5:]
 
 
 def test_overfitting_trains_and_evaluates_on_the_first_batches() -> None:
-    seen: list[Tensor] = []
-
-    class See(Callback):
-        def on_train_batch_begin(self, trainer: Any, batch: Any, indices: Any) -> None:
-            seen.append(batch["y"])
-
-    trainer = toy_trainer(20, See(), {"e": Error()}, overfit_batches=2, n_epochs=3)
+    seen: list[list[float]] = []
+    trainer = toy_trainer(20, batches_seen(seen), {"e": Error()}, overfit_batches=2, n_epochs=3)
     trainer.run(num_eval_sanity_batch=0)
     assert len(seen) == 6
-    assert torch.equal(seen[0], seen[2])
+    assert seen[0] == seen[2]
     assert trainer.num_batches_per_epoch == 2
     assert trainer.evaluator is not None
     assert trainer.evaluator.dataloaders[""] is trainer.dataloader
@@ -240,7 +211,14 @@ def test_overfitting_trains_and_evaluates_on_the_first_batches() -> None:
 # -- state -----------------------------------------------------------------------------------------------
 
 
-def test_the_users_state_is_read_by_attribute_and_written_by_key() -> None:
+def test_the_users_state_is_read_by_attribute_and_written_by_key_also_in_a_native_run() -> None:
+    class Sum(Callback):
+        def on_train_begin(self, trainer: Any) -> None:
+            trainer.state["loss"] = 0.0
+
+        def on_before_backward(self, trainer: Any, outputs: Any) -> None:
+            trainer.state["loss"] += outputs["loss"].item()
+
     state = State()
     state["loss"] = {"sum": 1}
     state.loss["sum"] = 2
@@ -251,6 +229,7 @@ def test_the_users_state_is_read_by_attribute_and_written_by_key() -> None:
             _ = state.missing
     with pytest.raises(AttributeError, match=r"write state\['loss'\]"):
         state.loss = 1
+    assert tiny_run(callbacks=[Sum()], losses=[1.0, 2.0]).state.loss == 3.0
 
 
 def test_counters_can_be_set_and_an_unknown_one_is_an_error() -> None:
@@ -259,18 +238,6 @@ def test_counters_can_be_set_and_an_unknown_one_is_an_error() -> None:
     assert trainer.trainer_state.state_dict() == {"cur_epoch_idx": 3, "global_forward_batches": 0, "batch_idx_in_epoch": 0}
     with pytest.raises(AssertionError):
         trainer.trainer_state.load_state_dict({"n_epochs": 3})
-
-
-def test_in_a_native_run_the_state_is_run_state() -> None:
-    class Sum(Callback):
-        def on_train_begin(self, trainer: Any) -> None:
-            trainer.state["loss"] = 0.0
-
-        def on_before_backward(self, trainer: Any, outputs: Any) -> None:
-            trainer.state["loss"] += outputs["loss"].item()
-
-    run = tiny_run(callbacks=[Sum()], losses=[1.0, 2.0])
-    assert run.state.loss == 3.0
 
 
 # -- evaluation -------------------------------------------------------------------------------------------
@@ -285,54 +252,20 @@ def test_the_trainer_passes_its_arguments_to_the_evaluator() -> None:
         def train_step(self, batch: Any) -> dict[str, Tensor]:  # type: ignore[override]  # it takes batches whole
             return {"loss": self.linear(batch["x"]).mean()}
 
-    seen: list[bool] = []
+    seen: list[Any] = []
     options: dict[str, Any] = {"evaluate_fn": "judge", "model_wo_auto_param_call": True, "fp16": True}
-    toy_trainer(8, None, {"acc": Scripted(0.0, 0.5)}, model=Judges(), n_epochs=1, **options).run()
+    trained(8, None, {"acc": Scripted(0.0, 0.5)}, model=Judges(), n_epochs=1, **options)
     assert seen == [True] * 4  # two batches of the trial, two of the epoch
-    steps: list[Any] = []
-    options = {"evaluate_batch_step_fn": lambda evaluator, batch: steps.append(batch)}
-    toy_trainer(8, None, {"acc": Scripted(0.0, 0.5)}, n_epochs=1, **options).run()
-    assert len(steps) == 4
-
-
-def test_a_missing_evaluate_fn_is_an_error() -> None:
+    options = {"evaluate_batch_step_fn": lambda evaluator, batch: seen.append(batch)}
+    trained(8, None, {"acc": Scripted(0.0, 0.5)}, n_epochs=1, **options)
+    assert len(seen) == 4 + 4
     with pytest.raises(RuntimeError, match="has no method 'judge'"):
         toy_trainer(8, None, {"acc": Scripted()}, evaluate_fn="judge")
 
 
-# -- together with others --------------------------------------------------------------------------------
-
-
-def test_fastnlps_and_native_callbacks_run_in_the_order_of_one_list() -> None:
-    order: list[str] = []
-
-    class Native(NativeCallback):
-        def on_batch_start(self, run: Run, batch: Any) -> None:
-            order.append("native")
-
-    class Adapted(Callback):
-        def on_train_batch_begin(self, trainer: Any, batch: Any, indices: Any) -> None:
-            order.append("adapted")
-
-    @on(NativeCallback.on_batch_start)
-    def function(run: Run, batch: Any) -> None:
-        order.append("function")
-
-    toy_trainer(callbacks=[Native(), Adapted(), function, ClipGradients(max_norm=1.0)], n_batches=1).run()
-    assert order == ["native", "adapted", "function"]
-    order.clear()
-    tiny_run(callbacks=[function, Adapted(), Native()], steps=1)
-    assert order == ["function", "adapted", "native"]
-
-
-def test_results_of_the_evaluator_are_in_the_native_history() -> None:
-    trainer = toy_trainer(8, metrics={"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=2)
-    trainer.run()
-    assert trainer.live is not None
-    assert trainer.live.history["eval/acc#acc"] == [(2, 0.1), (4, 0.2)]
-
-
-def test_an_evaluation_can_be_requested_at_any_event() -> None:
+def test_results_of_the_evaluator_are_in_the_native_history_and_an_evaluation_can_be_requested() -> None:
+    trainer = trained(8, metrics={"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=2)
+    assert live(trainer).history["eval/acc#acc"] == [(2, 0.1), (4, 0.2)]
     seen: list[Any] = []
     trainer = toy_trainer(8, metrics={"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=1)
     trainer.add_callback_fn(Event.on_train_batch_end(once=1), lambda trainer: seen.append(trainer.run_evaluate()))
@@ -341,10 +274,25 @@ def test_an_evaluation_can_be_requested_at_any_event() -> None:
 
 
 def test_a_stop_in_the_evaluation_ends_the_training_before_the_epoch_is_counted() -> None:
-    class Stop(Callback):
-        def on_evaluate_end(self, trainer: Any, results: Any) -> None:
-            raise EarlyStopException("good enough")
-
-    scribe = Scribe("on_train_epoch_end", "on_exception", "on_train_end")
-    toy_trainer(8, [Stop(), scribe], {"acc": Scripted(0.0, 0.1)}, n_epochs=3).run()
+    scribe, stop = Scribe("on_train_epoch_end", "on_exception", "on_train_end"), EarlyStopException("good enough")
+    trained(8, [Raising("on_evaluate_end", 2, stop), scribe], {"acc": Scripted(0.0, 0.1)}, n_epochs=3)
     assert scribe.seen == [("on_exception", 0, 2, 2), ("on_train_end", 0, 2, 2)]
+
+
+# -- together with others --------------------------------------------------------------------------------
+
+
+def test_fastnlps_and_native_callbacks_run_in_the_order_of_one_list() -> None:
+    class Native(NativeCallback):
+        def on_batch_start(self, run: Run, batch: Any) -> None:
+            order.append("native")
+
+    @on(NativeCallback.on_batch_start)
+    def function(run: Run, batch: Any) -> None:
+        order.append("function")
+
+    order: list[str] = []
+    adapted = Hooks(on_train_batch_begin=lambda trainer, batch, indices: order.append("adapted"))
+    trained(callbacks=[Native(), adapted, function, ClipGradients(max_norm=1.0)], n_batches=1)
+    tiny_run(callbacks=[function, adapted, Native()], steps=1)
+    assert order == ["native", "adapted", "function", "function", "adapted", "native"]

@@ -1,19 +1,38 @@
-"""fastNLP's functions for user code: masks, collections, arguments by name, and bars."""
+"""fastNLP's functions for user code: masks, collections, arguments by name, bars, its logger and its environment; CNNText."""
 
 from __future__ import annotations
 
+import builtins
 import io
+import logging
+import os
+import re
 import sys
 from collections import defaultdict, namedtuple
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
-from cadenza.compat.fastnlp import auto_param_call, f_rich_progress, f_tqdm_progress, logger, seq_len_to_mask
+from cadenza.compat.fastnlp import (
+    all_rank_call_context,
+    auto_param_call,
+    envs,
+    f_rich_progress,
+    f_tqdm_progress,
+    get_global_rank,
+    is_cur_env_distributed,
+    logger,
+    print,
+    rank_zero_call,
+    seq_len_to_mask,
+)
+from cadenza.compat.fastnlp.core.log.logger import FastNLPLogger, parse_level
 from cadenza.compat.fastnlp.core.utils import (
     Option,
     apply_to_collection,
@@ -24,7 +43,12 @@ from cadenza.compat.fastnlp.core.utils import (
     match_and_substitute_params,
     torch_move_data_to_device,
 )
+from cadenza.compat.fastnlp.envs import FASTNLP_GLOBAL_RANK, FASTNLP_LAUNCH_TIME, FASTNLP_LOG_LEVEL, FASTNLP_NO_SYNC
+from cadenza.compat.fastnlp.envs.utils import get_global_seed
+from cadenza.compat.fastnlp.models.torch import CNNText
+from tests import forked
 
+pytestmark = pytest.mark.usefixtures("fresh_logger")
 Pair = namedtuple("Pair", ["first", "second"])  # as users write it
 
 
@@ -36,14 +60,10 @@ class Fields:
 
 def test_a_mask_is_true_inside_of_each_sample() -> None:
     wanted = [[True, False, False], [True, True, True]]
-    assert seq_len_to_mask(torch.tensor([1, 3])).tolist() == wanted
-    assert seq_len_to_mask(np.array([1, 3])).tolist() == wanted
+    assert seq_len_to_mask(torch.tensor([1, 3])).tolist() == seq_len_to_mask(np.array([1, 3])).tolist() == wanted
     assert seq_len_to_mask(torch.tensor([1, 3]), max_len=4).shape == (2, 4)
     assert seq_len_to_mask(np.array([1, 3]), max_len=2).tolist() == [[True, False], [True, True]]
     assert seq_len_to_mask(torch.tensor([1, 3])).dtype is torch.bool
-
-
-def test_a_mask_needs_lengths_of_one_dimension() -> None:
     with pytest.raises(AssertionError, match=r"one dimension; got the shape \(1, 2\)"):
         seq_len_to_mask(torch.ones(1, 2))
     with pytest.raises(TypeError, match="got a list"):
@@ -57,9 +77,6 @@ def test_a_function_is_applied_to_everything_of_a_type() -> None:
     assert data["e"] == Fields(4)
     counted = apply_to_collection(defaultdict(list, a=[1]), int, str)
     assert (counted, counted["new"]) == ({"a": ["1"], "new": []}, [])
-
-
-def test_results_of_none_can_be_dropped_and_a_type_can_be_excluded() -> None:
     assert apply_to_collection([1, 2], int, lambda number: None, include_none=False) == []
     assert apply_to_collection({"a": Fields(1)}, int, lambda number: None, include_none=False) == {"a": Fields(1)}
     assert apply_to_collection([1, True], int, str, wrong_dtype=bool) == ["1", True]
@@ -80,13 +97,10 @@ def test_everything_with_a_method_to_is_moved() -> None:
     assert (is_torch_module(nn.Linear(1, 1)), is_torch_module(own)) == (True, False)
 
 
-def test_nested_results_get_flat_names() -> None:
+def test_names_of_nested_results_options_dataclasses_and_sequences() -> None:
     nested = {"dev": {None: {"f": 1}, "acc": 2}, "loss": 3}
     assert flat_nest_dict(nested) == {"f#dev": 1, "acc#dev": 2, "loss": 3}
     assert flat_nest_dict(nested, separator=".", top_down=True) == {"dev.f": 1, "dev.acc": 2, "loss": 3}
-
-
-def test_options_are_attributes() -> None:
     option = Option(rate=1)
     option.size = 2
     del option.rate
@@ -94,9 +108,6 @@ def test_options_are_attributes() -> None:
     for touch in (lambda: option.rate, lambda: option.__delattr__("rate")):
         with pytest.raises(AttributeError, match="rate"):
             touch()
-
-
-def test_dataclasses_and_sequences_get_names() -> None:
     assert dataclass_to_dict(Fields([1])) == {"words": [1], "rest": None}
     assert match_and_substitute_params({"words": "x"}, Fields(1)) == {"x": 1, "rest": None}
     assert match_and_substitute_params(len, [1, 2]) == 2
@@ -171,3 +182,240 @@ def test_tqdm_bars_count_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     f_tqdm_progress.reset(task)
     f_tqdm_progress.destroy_task(task)
     assert not f_tqdm_progress.not_empty()
+
+
+# -- the environment --------------------------------------------------------------------------------------
+
+
+def test_the_import_sets_the_rank_that_torchrun_gave_and_keeps_the_launch_time_of_the_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if "FASTNLP" in name]:
+        monkeypatch.delenv(name)
+    script = tmp_path / "script.py"
+    script.write_text("import os, cadenza.compat.fastnlp\nfor item in os.environ.items():\n    print(*item, sep='=')\n")
+    torchrun = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    shown = forked.run(script, folder=tmp_path, FASTNLP_LAUNCH_TIME="earlier", **torchrun).splitlines()
+    monkeypatch.undo()
+    assert dict(line.split("=", 1) for line in shown if line.startswith("FASTNLP")) == {
+        "FASTNLP_LAUNCH_TIME": "earlier",
+        "FASTNLP_GLOBAL_RANK": "3",
+        "FASTNLP_BACKEND_LAUNCH": "1",
+        "FASTNLP_LOG_LEVEL": "AUTO",
+    }
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d\d_\d\d_\d\d_\d{6}", os.environ[FASTNLP_LAUNCH_TIME])
+
+
+def test_a_function_of_rank_zero_runs_on_the_main_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    @rank_zero_call
+    def rank_of(text: str) -> str:
+        """Return the rank with a text."""
+        return f"{text} {get_global_rank()} {os.environ[FASTNLP_NO_SYNC]}"
+
+    @rank_zero_call
+    def failing() -> None:
+        raise KeyError("inside")
+
+    assert (get_global_rank(), is_cur_env_distributed()) == (0, False)  # a process alone
+    assert (rank_of("rank"), rank_of.__name__, FASTNLP_NO_SYNC in os.environ) == ("rank 0 2", "rank_of", False)
+    with pytest.raises(KeyError, match="inside"):
+        failing()
+    assert FASTNLP_NO_SYNC not in os.environ
+    monkeypatch.setenv(FASTNLP_GLOBAL_RANK, "1")
+    assert rank_of("rank") is None
+    with all_rank_call_context():
+        assert rank_of("rank") == "rank 0 2"
+    assert (get_global_rank(), is_cur_env_distributed()) == (1, True)
+
+
+def test_the_seed_of_all_processes_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTNLP_GLOBAL_SEED", "7")
+    assert get_global_seed() == 7
+    monkeypatch.delenv("FASTNLP_GLOBAL_SEED")
+    assert get_global_seed() == get_global_seed() < 1_000_000
+
+
+def test_the_main_process_removes_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    (tmp_path / "folder" / "inner" / "file").touch()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(FASTNLP_GLOBAL_RANK, "1")
+    envs.rank_zero_rm(tmp_path / "file")
+    assert (tmp_path / "file").exists()
+    monkeypatch.setenv(FASTNLP_GLOBAL_RANK, "0")
+    for name in ("file", "folder", "missing"):
+        envs.rank_zero_rm(str(tmp_path / name))
+    envs.rank_zero_rm(None)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- the logger -------------------------------------------------------------------------------------------
+
+Shown = pytest.CaptureFixture[str]
+
+
+def test_without_a_choice_rich_shows_the_level_and_the_calling_file(capsys: Shown) -> None:
+    logger.warning_once("one")
+    logger.rank_zero_warning("two", once=True)
+    print("three")
+    shown = capsys.readouterr().out
+    assert shown.count("WARNING") == 2
+    assert shown.count("test_utils.py") == 3
+
+
+@pytest.mark.parametrize("stdout", ["raw", "naive", "tqdm"])
+def test_each_way_prints_the_text_from_its_level_on(stdout: Any, capsys: Shown) -> None:
+    assert isinstance(logger.set_stdout(stdout), logging.Handler)
+    logger.info("the %s", "message")
+    logger.debug("a detail")
+    logger.set_stdout(stdout, level="warning")
+    logger.warn("seen")
+    logger.info("below the level")
+    assert capsys.readouterr().out == "the message\nseen\n"
+
+
+def test_the_last_way_replaces_the_others_and_none_shows_nothing(capsys: Shown) -> None:
+    logger.info("by rich")
+    own = logging.NullHandler()
+    logger.addHandler(own)
+    logger.set_stdout("tqdm")
+    logger.set_stdout("raw")
+    capsys.readouterr()
+    logger.info("once")
+    assert capsys.readouterr().out == "once\n"
+    assert own in logger.handlers
+    assert logger.set_stdout("none") is None
+    logger.error("silent")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="stdout must be 'rich'"):
+        logger.set_stdout("paper")  # type: ignore[arg-type]
+
+
+def test_a_warning_once_is_shown_once(capsys: Shown) -> None:
+    logger.set_stdout("raw")
+    for text in ("a", "a", "b"):
+        logger.warning_once(text)
+        logger.rank_zero_warning(text, once=True)
+    assert capsys.readouterr().out == "a\nb\n"
+
+
+def test_other_processes_show_warnings_with_their_rank_only(monkeypatch: pytest.MonkeyPatch, capsys: Shown) -> None:
+    monkeypatch.setenv(FASTNLP_GLOBAL_RANK, "2")
+    other = FastNLPLogger("other")
+    other.set_stdout("raw")
+    other.info("the main process says this")
+    other.rank_zero_warning("this too")
+    other.warning("mine")
+    assert capsys.readouterr().out == "Rank: 2 - mine\n"
+
+
+def test_the_environment_chooses_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_level() == logging.INFO
+    monkeypatch.setenv(FASTNLP_LOG_LEVEL, "ERROR")
+    assert FastNLPLogger("other").level == logging.ERROR
+    monkeypatch.setenv(FASTNLP_LOG_LEVEL, "loud")
+    with pytest.raises(ValueError, match=r"level must be one of .* got 'loud'"):
+        FastNLPLogger("other")
+
+
+def test_set_level_changes_the_handlers_too_and_print_is_a_message_of_the_main_process(capsys: Shown) -> None:
+    logger.set_stdout("raw")
+    logger.setLevel("debug")
+    logger.debug("now visible")
+    print([1, 2], "a", 3.5, sep=", ")
+    logger.setLevel("warning")
+    print("hidden")
+    logger.setLevel(logging.ERROR)
+    logger.warning("now hidden")
+    builtins.print("plain")  # noqa: T201  # Python's own one still prints
+    assert capsys.readouterr().out == "now visible\n[1, 2], a, 3.5\nplain\n"
+
+
+@pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize(
+    ("where", "file"),
+    [
+        ("log.txt", "log.txt"),
+        ("new/log.txt", "new/log.txt"),
+        ("new", "new/launch.log"),
+        ("", "launch.log"),
+        (None, "launch.log"),
+    ],
+)
+def test_a_file_gets_the_messages(
+    where: str | None, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Shown
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logger.set_stdout("raw")
+    path = where if where is None else tmp_path / where
+    assert logger.add_file(path) is not None
+    assert logger.add_file(path) is None, "it is written already"
+    logger.warning("the message")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / file]
+    assert (tmp_path / file).read_text().endswith("- test_utils - [WARNING] - the message\n")
+    assert "the message" in capsys.readouterr().out
+
+
+def test_an_existing_file_is_replaced_with_a_warning_or_continued(tmp_path: Path, capsys: Shown) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text("before\n")
+    logger.set_stdout("raw")
+    with pytest.warns(UserWarning, match="exists already"):
+        logger.add_file(file, mode="a", remove_other_handlers=True, level="WARNING")
+    capsys.readouterr()
+    logger.error("after")
+    logger.info("below")
+    assert (capsys.readouterr().out, file.read_text().count("\n")) == ("", 2)
+    with pytest.raises(ValueError, match="mode must be 'w' or 'a'"):
+        logger.add_file(file, mode="x")  # type: ignore[arg-type]
+
+
+# -- the text classifier of the tutorials ------------------------------------------------------------------
+
+
+WORDS = torch.tensor([[2, 3, 4, 5], [6, 7, 0, 0]])
+
+
+def model(**options: object) -> CNNText:
+    torch.manual_seed(0)
+    return CNNText((10, 6), 3, **options)  # type: ignore[arg-type]  # any
+
+
+def test_the_model_returns_scores_a_loss_and_classes() -> None:
+    cnn, lengths, target = model(dropout=0.0), torch.tensor([4, 2]), torch.tensor([0, 2])
+    scores = cnn(WORDS, lengths)["pred"]
+    assert scores.shape == (2, 3)
+    assert torch.equal(cnn.train_step(WORDS, target, lengths)["loss"], functional.cross_entropy(scores, target))
+    assert torch.equal(cnn.evaluate_step(WORDS, lengths)["pred"], scores.argmax(-1))
+
+
+def test_padding_has_no_effect_if_the_length_is_known() -> None:
+    cnn = model(kernel_sizes=(1,), kernel_nums=(8,)).eval()
+    short, lengths = cnn(WORDS[1:, :2], torch.tensor([2]))["pred"], torch.tensor([4, 2])
+    torch.testing.assert_close(cnn(WORDS, lengths)["pred"][1:], short)
+    assert not torch.allclose(cnn(WORDS)["pred"][1:], short)
+
+
+def test_an_embedding_or_its_weights_can_be_given() -> None:
+    given = nn.Embedding(10, 6)
+    assert CNNText(given, 2).embed is given
+    made = CNNText(given.weight.detach().clone(), 2).embed
+    assert torch.equal(made.weight, given.weight)
+    assert made.weight.requires_grad
+
+
+def test_even_widths_and_missing_channels_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"must be odd.*got \[2\]"):
+        model(kernel_sizes=(1, 2, 3))
+    with pytest.raises(ValueError, match=r"for each of \[1, 3, 5\]; got \[4\]"):
+        model(kernel_nums=(4,))
+
+
+def test_each_convolution_keeps_the_length_and_the_initial_embedding_is_within_the_root_of_3_over_its_dimensions() -> None:
+    convs = [conv for conv in model().modules() if isinstance(conv, nn.Conv1d)]
+    shapes = [(conv.out_channels, conv.kernel_size, conv.padding, conv.bias) for conv in convs]
+    assert shapes == [(30, (1,), (0,), None), (40, (3,), (1,), None), (50, (5,), (2,), None)]
+    assert model().fc.in_features == 120
+    weight = model().embed.weight
+    assert weight.shape == (10, 6)
+    assert 0.6 < weight.abs().max() <= 0.5**0.5

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from cadenza import Run
 from cadenza.compat.fastnlp import Callback, Trainer
 from cadenza.compat.fastnlp.translation import EVENTS
 
@@ -95,6 +96,24 @@ def toy_trainer(count: int = 8, callbacks: Any = None, metrics: Mapping[str, Any
     )
 
 
+def trained(count: int = 8, callbacks: Any = None, metrics: Mapping[str, Any] | None = None, **arguments: Any) -> Trainer:
+    """Return a `toy_trainer` after its run."""
+    trainer = toy_trainer(count, callbacks, metrics, **arguments)
+    trainer.run()
+    return trainer
+
+
+def live(trainer: Trainer) -> Run:
+    """Return the native run of a trainer."""
+    assert trainer.live is not None
+    return trainer.live
+
+
+def weights_of(trained: Trainer | nn.Module) -> Tensor:
+    model = trained.model if isinstance(trained, Trainer) else trained
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
 class Scribe(Callback):
     """Writes down each event, with the counters then."""
 
@@ -130,16 +149,14 @@ class Raising(Callback):
         setattr(self, event, record)
 
 
+class Hooks(Callback):
+    """Calls functions at events: ``Hooks(on_train_end=lambda trainer: ...)``."""
+
+    def __init__(self, **functions: Callable[..., object]) -> None:
+        for event, function in functions.items():
+            setattr(self, event, function)
+
+
 def batches_seen(into: list[list[float]]) -> Callback:
     """Return a callback that notes the targets of each batch that is trained on."""
-
-    class Noting(Callback):
-        def on_train_batch_begin(self, trainer: Any, batch: Any, indices: Any) -> None:
-            into.append(batch["y"].flatten().tolist())
-
-    return Noting()
-
-
-def flat(parts: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    for part in parts:
-        yield from part
+    return Hooks(on_train_batch_begin=lambda trainer, batch, indices: into.append(batch["y"].flatten().tolist()))

@@ -1,0 +1,225 @@
+"""The API of fastNLP 1.0: arguments, in its order, with its defaults. Code for 0.5 is refused, with what became of it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cadenza
+from cadenza import supervised
+from cadenza.callbacks import Checkpoint
+from cadenza.compat import fastnlp
+from cadenza.compat.fastnlp import Callback, EarlyStopCallback, Trainer
+from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, HOOKS, PROPERTIES
+from cadenza.compat.fastnlp.translation import EVENTS
+from cadenza.testing import tiny_loader, tiny_model
+from tests.compat.fastnlp.toy import Scribe, Toy, loader, rows, toy_trainer
+
+WANTED = {
+    "CheckpointCallback": (
+        "folder=None, every_n_epochs=None, every_n_batches=None, last=False, topk=0, on_exceptions=EarlyStopException, "
+        "monitor=None, larger_better=True, only_state_dict=True, model_save_fn=None, save_object='model', "
+        "save_evaluate_results=True"
+    ),
+    "TopkSaver": (
+        "topk=0, monitor=None, larger_better=True, folder=None, save_object='model', only_state_dict=True, "
+        "model_save_fn=None, save_evaluate_results=True"
+    ),
+    "ProgressCallback": (
+        "print_every=1, loss_round_ndigit=6, monitor=None, larger_better=True, format_json=True, extra_show_keys=None"
+    ),
+    "RawTextCallback": (
+        "print_every=1, loss_round_ndigit=6, monitor=None, larger_better=True, format_json=True, extra_show_keys=None"
+    ),
+    "LRSchedCallback": "scheduler, step_on='batch'",
+    "LoadBestModelCallback": (
+        "monitor=None, larger_better=True, only_state_dict=True, save_folder=None, model_save_fn=None, model_load_fn=None, "
+        "delete_after_train=True"
+    ),
+    "EarlyStopCallback": "monitor=None, larger_better=True, patience=10",
+    "MoreEvaluateCallback": (
+        "dataloaders, metrics, evaluate_every=-1, watch_monitor=None, watch_monitor_larger_better=True, evaluate_fn=None, "
+        "num_eval_sanity_batch=2, topk=0, topk_monitor=None, topk_larger_better=True, folder=None, only_state_dict=True, "
+        "save_object='model', model_save_fn=None, save_evaluate_results=True, save_kwargs=None"
+    ),
+    "FitlogCallback": "monitor=None, larger_better=True, log_exception=True, log_loss_every=0",
+    "TimerCallback": "print_every=-1, time_ndigit=3",
+    "TorchWarmupCallback": "warmup=0.1, schedule='linear'",
+    "TorchGradClipCallback": "clip_value=1, clip_type='norm', parameters=None",
+    "ResultsMonitor": "monitor, larger_better=True",
+    "HasMonitorCallback": "monitor, larger_better, must_have_monitor=False",
+    "ExecuteOnceBetterMonitor": "monitor, larger_better, execute_fn",
+    "Trainer": (
+        "model, train_dataloader, optimizers, driver='auto', device='cpu', n_epochs=20, evaluate_dataloaders=None, "
+        "batch_step_fn=None, evaluate_batch_step_fn=None, train_fn=None, evaluate_fn=None, callbacks=None, metrics=None, "
+        "evaluate_every=-1, input_mapping=None, output_mapping=None, model_wo_auto_param_call=False, accumulation_steps=1, "
+        "fp16=False, monitor=None, larger_better=True, n_batches=-1, overfit_batches=0, marker=None"
+    ),
+    "Evaluator": (
+        "model, dataloaders=None, metrics=None, driver='auto', device=None, evaluate_batch_step_fn=None, evaluate_fn=None, "
+        "input_mapping=None, output_mapping=None, model_wo_auto_param_call=False, fp16=False, verbose=1"
+    ),
+    "Trainer.run": (
+        "num_train_batch_per_epoch=-1, num_eval_batch_per_dl=-1, num_eval_sanity_batch=2, resume_from=None, "
+        "resume_training=True, catch_KeyboardInterrupt=None"
+    ),
+    "Trainer.save_model": "folder, only_state_dict=False, model_save_fn=None",
+    "Trainer.load_model": "folder, only_state_dict=True, model_load_fn=None, strict=True",
+    "Trainer.save_checkpoint": "folder, only_state_dict=True, model_save_fn=None",
+    "Trainer.load_checkpoint": "folder, resume_training=True, only_state_dict=True, model_load_fn=None",
+}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_a_class_or_method_has_the_signature_of_fastnlp(name: str) -> None:
+    taken: Any = fastnlp
+    for part in name.split("."):
+        taken = getattr(taken, part)
+    parameters = inspect.signature(taken).parameters
+    named = [one for one in parameters.values() if one.name != "self" and one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert ", ".join(map(written, named)) == WANTED[name]
+
+
+def written(parameter: inspect.Parameter) -> str:
+    default = parameter.default
+    if default is parameter.empty:
+        return parameter.name
+    return f"{parameter.name}={default.__name__ if isinstance(default, type) else repr(default)}"
+
+
+@pytest.mark.parametrize("name", ["RichCallback", "TqdmCallback"])
+def test_all_progress_callbacks_have_the_same_signature(name: str) -> None:
+    bar = getattr(fastnlp, name)(2, 3, "acc", False, False, "extra")
+    values = (bar.print_every, bar.loss_round_ndigit, bar.monitor, bar.larger_better, bar.format_json, bar.extra.keys)
+    assert values == (2, 3, "acc", False, False, ["extra"])
+
+
+# -- code for 0.5 ----------------------------------------------------------------------------------------
+
+
+def of_0_5(hook: str) -> Callback:
+    """Return a callback with one hook, written as in `HOOKS`."""
+    name, _, arguments = hook.rstrip(")").partition("(")
+    space: dict[str, Any] = {}
+    exec(f"def {name}({arguments}): raise AssertionError", space)
+    kind: type[Callback] = type("Old", (Callback,), {name: space[name]})
+    return kind()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_each_hook_of_0_5_is_an_error_in_both_trainers_that_says_what_to_write(hook: str) -> None:
+    said = re.escape(f"Old.{hook}  ->  {HOOKS[hook].replace('`', '')}")
+    with pytest.raises(TypeError, match=said):
+        toy_trainer(callbacks=of_0_5(hook))
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match=said):
+        cadenza.Trainer(model, optimizer, tiny_loader(), supervised(nn.MSELoss()), max_epochs=1, callbacks=[of_0_5(hook)])
+
+
+@pytest.mark.parametrize("new", HOOKS.values())
+def test_each_hook_that_the_table_names_exists_with_these_arguments(new: str) -> None:
+    for name, arguments in re.findall(r"(on_\w+)\(self, ([^)]*)\)", new):
+        assert [*inspect.signature(getattr(Callback, name)).parameters][1:] == arguments.split(", ")
+        assert name in EVENTS
+
+
+@pytest.mark.parametrize("new", ARGUMENTS.values())
+def test_each_argument_that_the_table_names_exists(new: str) -> None:
+    given = {*inspect.signature(Trainer.__init__).parameters, "progress_bar", "num_eval_sanity_batch"}
+    named = re.findall(r"`(\w+)=", new)
+    assert set(named) <= given
+    assert named or "(" in new or "train_step" in new
+
+
+def test_one_error_lists_all_callbacks_and_arguments_also_of_a_subclass() -> None:
+    class Mine(Trainer):
+        def __init__(self, train_data: Any, model: Any, loss: Any) -> None:
+            super().__init__(train_data, model, torch.optim.SGD(model.parameters(), 0.1), loss)
+
+    hooks = ["on_batch_begin(self, batch_x, batch_y, indices)", "on_train_begin(self)"]
+    begin = of_0_5(hooks[1])
+    callbacks = [of_0_5(hooks[0]), begin, type(begin)()]
+    arguments: dict[str, Any] = {"loss": None, "dev_data": rows(4), "metric_key": "-loss"}
+    with pytest.raises(TypeError) as caught:
+        Trainer(rows(4), Toy(), callbacks=callbacks, **arguments)  # type: ignore[arg-type]
+    first, *lines, last = str(caught.value).splitlines()
+    assert first == "this is code for fastNLP 0.5; expected that of 1.0, which has other hooks and arguments. Write instead:"
+    refused = [*(f"Old.{hook}" for hook in hooks), *(f"Trainer({name}=)" for name in ("train_data", *arguments))]
+    assert [line.partition("  ->")[0].strip() for line in lines] == refused
+    assert last == "See docs/guides/from-fastnlp.md."
+    made: list[Callable[[], object]] = [lambda: Mine(rows(4), Toy(), None), lambda: Trainer(rows(4), model=Toy(), loss=None)]  # type: ignore[call-arg, misc, arg-type]
+    for make in made:
+        with pytest.raises(
+            TypeError, match=r"Trainer\(train_data=\)  ->  train_dataloader=(.|\n)*Trainer\(loss=\)  ->  train_step"
+        ):
+            make()
+
+
+def test_code_for_1_0_is_not_taken_for_code_for_0_5(caplog: pytest.LogCaptureFixture) -> None:
+    class New(Callback):
+        def on_train_begin(self, trainer: Any) -> None: ...
+
+        def on_exception(self, trainer: Any) -> None: ...  # type: ignore[override]  # wrong, and not of 0.5
+
+        def on_train_end(self, *arguments: Any) -> None: ...
+
+    class Mine(Trainer):
+        def __init__(self, loss: Any, **options: Any) -> None:
+            model = Toy()
+            super().__init__(model, loader(4), torch.optim.SGD(model.parameters(), 0.1), progress_bar=None, **options)
+
+    Mine(loss=3, callbacks=[New(), Scribe(), Checkpoint("1 epoch")])
+    toy_trainer(batch_size=4)  # fastNLP 1.0 accepts what it does not know
+    assert "ignores the unknown argument batch_size=. In fastNLP 1.0 use prepare_dataloader(..., batch_size=)." in caplog.text
+
+
+def test_methods_with_names_of_0_5_that_take_the_trainer_belong_to_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    called: list[str] = []
+
+    class New(Callback):
+        on_valid_begin = None
+
+        def on_epoch_end(self, trainer: Any) -> None:
+            called.append("on_epoch_end")
+
+        @staticmethod
+        def on_batch_end(trainer: Any) -> None:
+            called.append("on_batch_end")
+
+        def on_train_epoch_end(self, trainer: Any) -> None:
+            self.on_epoch_end(trainer)
+
+    toy_trainer(callbacks=New(), n_epochs=1).run()
+    assert called == ["on_epoch_end"]
+    assert "New.on_epoch_end is not an event, and is never called by a training" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "now"), PROPERTIES.items())
+def test_each_property_of_0_5_is_an_error_that_says_what_to_use(name: str, now: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(f"had. Use {now.replace('`', '')}")):
+        getattr(Callback(), name.removeprefix("self."))
+    assert not hasattr(Callback(), "other")
+
+
+def test_an_attribute_error_in_a_property_of_a_callback_is_raised_unchanged() -> None:
+    class Broken(Callback):
+        @property
+        def rate(self) -> Any:
+            return self.missing  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'missing'"):
+        _ = Broken().rate
+
+
+def test_the_patience_of_0_5_is_an_error_that_says_what_to_write() -> None:
+    with pytest.raises(
+        TypeError, match=r"In fastNLP 0.5 the first argument was patience: write EarlyStopCallback\(patience=5\)"
+    ):
+        EarlyStopCallback(5)  # type: ignore[arg-type]
