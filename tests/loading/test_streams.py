@@ -115,7 +115,7 @@ def test_the_model_draws_the_same_numbers_whatever_the_stream_draws() -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_the_length_on_several_ranks_is_unknown() -> None:
+def test_on_several_ranks_the_length_is_unknown_and_a_stream_without_these_methods_is_read_whole_by_each() -> None:
     class Sized(Lines):
         def __len__(self) -> int:
             return ALL.total()
@@ -123,8 +123,6 @@ def test_the_length_on_several_ranks_is_unknown() -> None:
     assert num_batches(DataLoader(Sized(), 3), Shard()) == 14
     assert num_batches(DataLoader(Sized(), 3), Shard(0, 2)) is None
 
-
-def test_a_stream_without_these_methods_is_read_whole_by_each_rank() -> None:
     class OnlyNames(Lines):
         read_shard = None  # type: ignore[assignment]
 

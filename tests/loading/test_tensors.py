@@ -76,12 +76,14 @@ def test_device_moves_all_tensors_to_the_device_and_no_gradient_flows_into_them(
 # -- order --------------------------------------------------------------------------------------------
 
 
-def test_any_epoch_can_be_read_from_any_batch_on() -> None:
+def test_any_epoch_can_be_read_from_any_batch_on_also_if_the_loader_is_sharded_already() -> None:
     for options in ({}, {"shuffle": True}, {"shuffle": True, "drop_last": True}, {"shuffle": True, "seed": 3}):
         for epoch in range(3):
             whole = plain(resumable(numbers(**options), 1).batches(epoch, 0))
             for skip in range(len(whole) + 1):
                 assert plain(resumable(numbers(**options), 1).batches(epoch, skip)) == whole[skip:]
+    shard = Shard(1, 2, share_data=False)
+    assert plain(resumable(numbers(), 1, shard=shard).batches(0, 2)) == plain(numbers())[2:]
 
 
 def test_the_order_depends_only_on_seed_and_epoch_and_leaves_the_rng_state() -> None:
@@ -132,11 +134,6 @@ def test_the_shards_are_those_of_a_data_loader(ranks: int, options: dict[str, An
         assert set(seen.values()) == {1}, "a sample is in two shards"
         complete = not drop_last and (not even or batch_size > 1)
         assert len(seen) == N or not complete, "a sample is in no shard"
-
-
-def test_a_loader_may_be_sharded_already() -> None:
-    shard = Shard(1, 2, share_data=False)
-    assert plain(resumable(numbers(), 1, shard=shard).batches(0, 2)) == plain(numbers())[2:]
 
 
 # -- in runs ------------------------------------------------------------------------------------------
