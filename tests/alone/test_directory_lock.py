@@ -14,10 +14,13 @@ from tests.files.test_locking import forked, taken_elsewhere
 def test_a_forked_child_keeps_nothing_when_its_parent_is_killed(tmp_path: Path) -> None:
     read, write = os.pipe()
 
+    def wait() -> None:
+        os.write(write, f"{os.getpid()}\n".encode())  # by the child: what it does after a fork is done
+        time.sleep(60)
+
     def parent() -> None:
         lock = FolderLock(tmp_path)
-        worker = forked(lambda: time.sleep(60))
-        os.write(write, f"{worker}\n".encode())
+        forked(wait)
         time.sleep(60)
         lock.release()
 

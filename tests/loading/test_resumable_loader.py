@@ -376,13 +376,12 @@ def test_an_error_of_the_dataset_is_raised_without_another_attempt(workers: int,
     assert tries.read_text() == "x"
 
 
-FIT = [(True, True, False), (True, False, True), (False, True, True), (False, False, False)]
-SOME = [*(("fit", *one) for one in FIT), ("evaluate", True, True, False), ("evaluate", True, False, False)]
+FITS = [(True, True, False), (True, False, True), (False, True, True), (False, False, False)]
+RUNS = [("fit", *one) for one in (product((False, True), repeat=3) if LONG else FITS)]
+EVALUATIONS = [("evaluate", True, streams, False) for streams in (False, True)]  # persistent workers are used again
 
 
-@pytest.mark.parametrize(
-    ("act", "broken", "streams", "persistent"), [*product(("fit", "evaluate"), *[(False, True)] * 3)] if LONG else SOME
-)
+@pytest.mark.parametrize(("act", "broken", "streams", "persistent"), [*RUNS, *EVALUATIONS])
 def test_no_worker_is_left_after_a_run_or_an_evaluation(
     act: str, broken: bool, streams: bool, persistent: bool, tmp_path: Path
 ) -> None:
