@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import warnings
 from typing import Any
 
 import pytest
@@ -14,33 +11,34 @@ from cadenza.drivers import SingleDriver, driver_of
 from cadenza.testing import tiny_run, tiny_trainer
 
 
-def test_a_device_is_a_name_or_a_torch_device() -> None:
+def test_a_device_is_a_name_or_a_torch_device_may_agree_with_the_driver_and_is_else_the_best_one() -> None:
     for device in ("cpu", torch.device("cpu")):
         run = tiny_run(device=device)
         assert run.device == torch.device("cpu")
         assert next(run.model.parameters()).device == torch.device("cpu")
-
-
-def test_without_a_device_the_best_one_is_taken() -> None:
+    driver = SingleDriver("cpu")
+    assert tiny_trainer(device="cpu", driver=driver).driver is driver
     assert driver_of().device == SingleDriver().device
     assert driver_of("single").device == SingleDriver().device
 
 
-def test_a_device_as_driver_works_for_one_release_with_a_warning() -> None:
+SCRIPT = """\
+from cadenza import Trainer
+import torch
+m = torch.nn.Linear(1, 1)
+Trainer(m, lambda p: torch.optim.SGD(p, 0.1), [0], lambda m, b: 0, max_epochs=1, driver='cpu')
+"""
+
+
+def test_a_device_as_driver_works_for_one_release_with_a_warning_and_the_name_of_a_driver_without() -> None:
     with pytest.warns(DeprecationWarning, match=r"driver='cpu' is deprecated: use device='cpu'") as caught:
         trainer = tiny_trainer(driver="cpu")
     assert trainer.driver.device == torch.device("cpu")
     assert len(caught) == 1
-    script = "from cadenza import Trainer\nimport torch\nm = torch.nn.Linear(1, 1)\n"
-    script += "Trainer(m, lambda p: torch.optim.SGD(p, 0.1), [0], lambda m, b: 0, max_epochs=1, driver='cpu')"
-    told = subprocess.run([sys.executable, "-W", "always", "-c", script], capture_output=True, text=True, check=True).stderr
-    assert told.startswith("<string>:4: DeprecationWarning")  # the user's own line
-
-
-def test_names_of_drivers_do_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert tiny_run(driver="single", device="cpu").progress.step == 5
+    with pytest.warns(DeprecationWarning, match="use device='cpu'") as caught:
+        exec(compile(SCRIPT, "<string>", "exec"), {"__name__": "__main__"})
+    assert [(one.filename, one.lineno) for one in caught] == [("<string>", 4)], "the user's own line"
+    assert tiny_run(driver="single", device="cpu").progress.step == 5  # a warning would be an error
 
 
 @pytest.mark.parametrize(
@@ -68,8 +66,3 @@ def test_a_wrong_device_or_driver_is_an_error_that_says_what_to_write(
 ) -> None:
     with pytest.raises(error, match=message):
         tiny_trainer(**arguments)
-
-
-def test_a_device_that_agrees_with_the_driver_is_accepted() -> None:
-    driver = SingleDriver("cpu")
-    assert tiny_trainer(device="cpu", driver=driver).driver is driver

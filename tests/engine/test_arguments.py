@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from cadenza import Callback, Run, Trainer, supervised
-from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, FindBatchSize
+from cadenza import Callback, Trainer, on, supervised
+from cadenza.callbacks import Checkpoint, ClipGradients, EarlyStopping, Ema, Evaluate, FindBatchSize
 from cadenza.errors import CallbackError, CheckpointMismatchError, LossError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from tests.engine.parts import Stream
 
 DATA = TensorDataset(torch.zeros(6, 1), torch.zeros(6, 1))
-
-
-class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from (DATA[index] for index in range(len(DATA)))
 
 
 def loosely(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +30,11 @@ def loosely(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- a data set is no loader ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [DATA, Subset(DATA, [0, 1]), Stream()], ids=lambda data: type(data).__name__)
+@pytest.mark.parametrize(
+    "data",
+    [DATA, Subset(DATA, [0, 1]), Stream(DATA), datasets.Dataset.from_dict({"x": [1.0, 2.0]})],
+    ids=["TensorDataset", "Subset", "Stream", "of Hugging Face"],
+)
 @pytest.mark.parametrize(
     "give",
     [
@@ -44,34 +45,32 @@ def loosely(function: Callable[..., Any]) -> Callable[..., Any]:
     ],
     ids=["Trainer", "Evaluate", "evaluate", "predict"],
 )
-def test_a_data_set_as_a_loader_is_an_error_that_shows_a_data_loader(give: Callable[[Any], object], data: Dataset[Any]) -> None:
+def test_a_data_set_as_a_loader_is_an_error_that_shows_a_data_loader(give: Callable[[Any], object], data: Any) -> None:
     with pytest.raises(TypeError, match=rf"got the data set {type(data).__name__}: .*DataLoader\(dataset, batch_size=32\)"):
         give(data)
 
 
-def test_a_data_set_of_hugging_face_is_one_too() -> None:
-    datasets = pytest.importorskip("datasets")
-    with pytest.raises(TypeError, match=r"got the data set Dataset: .*DataLoader\(dataset, batch_size=32\)"):
-        tiny_trainer(loader=datasets.Dataset.from_dict({"x": [1.0, 2.0]}))
-
-
-def test_a_data_set_that_is_put_in_place_of_the_loader_in_on_setup_is_found_as_well() -> None:
-    class Replace(Callback):
-        def on_setup(self, run: Run) -> None:
-            run.replace_loader(Stream())
-
+def test_a_data_set_that_comes_in_on_setup_or_from_the_function_that_makes_loaders_is_found_as_well() -> None:
+    replace = on(Callback.on_setup)(lambda run: run.replace_loader(Stream(DATA)))
     with pytest.raises(TypeError, match=r"run\.loader must be an iterable of batches; got the data set Stream"):
-        tiny_run(callbacks=[Replace()])
-
-
-def test_a_data_set_from_the_function_that_makes_loaders_is_found_before_it_is_tried() -> None:
+        tiny_run(callbacks=[replace])
     with pytest.raises(TypeError, match=r"make_loader\(1\) must be an iterable of batches; got the data set TensorDataset"):
         tiny_run(callbacks=[FindBatchSize(lambda size: DATA, max_size=4)])  # type: ignore[arg-type, return-value]
 
 
-def test_loaders_of_every_kind_are_accepted() -> None:
-    for loader in (DataLoader(DATA, batch_size=2), DataLoader(DATA, batch_size=None), DataLoader(Stream(), 2), list(Stream())):
+def test_loaders_of_every_kind_are_accepted_and_a_generator_once() -> None:
+    for loader in (
+        DataLoader(DATA, batch_size=2),
+        DataLoader(DATA, batch_size=None),
+        DataLoader(Stream(DATA), 2),
+        list(Stream(DATA)),
+    ):
         assert tiny_run(loader=loader, epochs=1).outcome is not None  # a list of samples looks as a list of batches does
+    with pytest.raises(
+        TypeError, match=r"loader of 'eval' is read at each evaluation; got a generator, which can be read once"
+    ):
+        Evaluate(batch for batch in tiny_loader())
+    assert "eval/loss" in tiny_trainer().evaluate(batch for batch in tiny_loader())
 
 
 @pytest.mark.parametrize(
@@ -93,65 +92,14 @@ def test_what_gives_no_batches_is_an_error_that_names_the_loader(loader: Any, ca
         Trainer(model, torch.optim.SGD(model.parameters(), 0.1), loader, supervised(nn.MSELoss()), max_epochs=1)
 
 
-def test_a_generator_cannot_be_evaluated_again_and_can_be_evaluated_once() -> None:
-    with pytest.raises(
-        TypeError, match=r"loader of 'eval' is read at each evaluation; got a generator, which can be read once"
-    ):
-        Evaluate(batch for batch in tiny_loader())
-    assert "eval/loss" in tiny_trainer().evaluate(batch for batch in tiny_loader())
-
-
 # -- metrics --------------------------------------------------------------------------------------------
 
 
 class Mean:
-    """The mean of what was predicted."""
-
-    def __init__(self) -> None:
-        self.sum, self.count = 0.0, 0
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        self.sum, self.count = self.sum + float(predictions.sum()), self.count + len(predictions)
-
+    def update(self, predictions: Tensor, targets: Tensor) -> None: ...
+    def reset(self) -> None: ...
     def compute(self) -> float:
-        return self.sum / self.count
-
-    def reset(self) -> None:
-        self.sum, self.count = 0.0, 0
-
-
-class Other(Mean): ...
-
-
-SUPERVISED = supervised(nn.MSELoss())
-
-
-@pytest.mark.parametrize(
-    ("metrics", "names"),
-    [
-        ({"m": Mean()}, {"eval/m"}),
-        ([Mean(), Other()], {"eval/mean", "eval/other"}),
-        (Mean(), {"eval/mean"}),
-        ([], set()),
-        (None, set()),
-    ],
-)
-def test_metrics_come_by_name_in_a_list_or_alone(metrics: Any, names: set[str]) -> None:
-    results = tiny_trainer(compute_loss=SUPERVISED).evaluate(tiny_loader(), metrics=metrics)
-    assert results.keys() == {"eval/loss"} | names
-    run = tiny_run(compute_loss=SUPERVISED, callbacks=[Evaluate(tiny_loader(), metrics=metrics)], epochs=1)
-    assert run.evaluations["eval"].results.keys() == results.keys()
-
-
-def test_a_collection_of_torchmetrics_has_the_names_it_gives_itself() -> None:
-    torchmetrics = pytest.importorskip("torchmetrics")
-    squared, absolute = torchmetrics.MeanSquaredError, torchmetrics.MeanAbsoluteError
-    collection = torchmetrics.MetricCollection({"mse": squared(), "mae": absolute()}, prefix="my_")
-    trainer = tiny_trainer(compute_loss=SUPERVISED)
-    alone = trainer.evaluate(tiny_loader(), metrics={"mse": squared(), "mae": absolute()})
-    results = trainer.evaluate(tiny_loader(), metrics=collection)
-    assert results == {name.replace("eval/m", "eval/my_m"): value for name, value in alone.items()}
-    assert "eval/mean_squared_error" in trainer.evaluate(tiny_loader(), metrics=[squared()])
+        return 0.0
 
 
 @pytest.mark.parametrize(
@@ -184,7 +132,6 @@ SGD = torch.optim.SGD(MODEL.parameters(), 0.1)
         (Mean(), r"the metric Mean\. Write Evaluate\(loader, metrics="),
         (DataLoader(DATA), r"a DataLoader\. Write Evaluate\(loader\)"),
         (lambda run: None, r"a function made into one with @on"),
-        (Checkpoint, r"is the class Checkpoint; expected an instance"),
     ],
 )
 def test_what_is_no_callback_is_an_error_that_says_where_it_goes(given: Any, answer: str) -> None:
@@ -193,52 +140,44 @@ def test_what_is_no_callback_is_an_error_that_says_where_it_goes(given: Any, ans
 
 
 def test_a_callback_without_any_hook_is_an_error_that_names_the_nearest() -> None:
-    class Nothing(Callback):
-        def training_epoch_end(self, run: Run) -> None: ...
-
-    class Plain(Callback):
-        def step_end(self, run: Run) -> None: ...
-
-    for one, nearest in ((Nothing(), "on_epoch_end"), (Plain(), "on_step_end")):
+    for name, nearest in (("training_epoch_end", "on_epoch_end"), ("step_end", "on_step_end")):
+        one = type("Nothing", (Callback,), {name: lambda self, run: None})()
         with pytest.raises(CallbackError, match=rf"has no hook, so it is never called\. Did you mean '{nearest}'\?"):
             tiny_trainer(callbacks=[one])
-
-
-def test_a_callback_that_only_has_state_or_listeners_of_its_own_is_fine() -> None:
-    class State(Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"a": 1}
-
-    tiny_run(callbacks=[State(), Recorder()])
+    with_state = type("State", (Callback,), {"state_dict": lambda self: {"a": 1}})()
+    tiny_run(callbacks=[with_state, Recorder()])  # state or listeners of its own are enough
 
 
 # -- habits of other trainers ---------------------------------------------------------------------------
+
+TRAINER, FIT = loosely(Trainer), loosely(tiny_trainer().fit)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: loosely(Trainer)(MODEL, SGD, [], epochs=3), r"Trainer has no argument 'epochs'\. Did you mean 'max_epochs'\?"),
-        (lambda: loosely(Trainer)(MODEL, SGD, [], eval_dataloader=[]), r"'eval_dataloader'\. Add Evaluate\(loader"),
-        (lambda: loosely(Trainer)(MODEL, SGD, [], max_epoch=3), r"'max_epoch'\. Did you mean 'max_epochs'\?"),
-        (lambda: loosely(Trainer)(MODEL, SGD, [], gradient_clip_val=1), r"Add ClipGradients"),
-        (lambda: loosely(Trainer)(MODEL, SGD, [], None, 3), r"takes at most 4 positional arguments; got 5"),
-        (lambda: loosely(tiny_trainer().fit)(MODEL), r"resume must be False, \"auto\", .*; got Linear.*: call fit\(\)"),
-        (lambda: loosely(tiny_trainer().fit)(MODEL, []), r"Trainer\.fit takes at most 1 positional argument.*: call fit\(\)"),
-        (
-            lambda: loosely(tiny_trainer().fit)(epochs=3),
-            r"Trainer\.fit has no argument 'epochs'\..*Trainer\(max_epochs=\.\.\.\)",
-        ),
-        (lambda: loosely(tiny_trainer().fit)(ckpt_path="a"), r"'ckpt_path'\. Did you mean 'resume'\?"),
-        (lambda: loosely(tiny_trainer().fit)(3), r"got 3\. Set the length in the trainer"),
-        (lambda: loosely(tiny_trainer().fit)(None), r"resume must be .*; got None\."),
+        (lambda: TRAINER(MODEL, SGD, [], epochs=3), r"Trainer has no argument 'epochs'\. Did you mean 'max_epochs'\?"),
+        (lambda: TRAINER(MODEL, SGD, [], eval_dataloader=[]), r"'eval_dataloader'\. Add Evaluate\(loader"),
+        (lambda: TRAINER(MODEL, SGD, [], max_epoch=3), r"'max_epoch'\. Did you mean 'max_epochs'\?"),
+        (lambda: TRAINER(MODEL, SGD, [], gradient_clip_val=1), r"Add ClipGradients"),
+        (lambda: TRAINER(MODEL, SGD, [], None, 3), r"takes at most 4 positional arguments; got 5"),
+        (lambda: FIT(MODEL), r"resume must be False, \"auto\", .*; got Linear.*: call fit\(\)"),
+        (lambda: FIT(MODEL, []), r"Trainer\.fit takes at most 1 positional argument.*: call fit\(\)"),
+        (lambda: FIT(epochs=3), r"Trainer\.fit has no argument 'epochs'\..*Trainer\(max_epochs=\.\.\.\)"),
+        (lambda: FIT(ckpt_path="a"), r"'ckpt_path'\. Did you mean 'resume'\?"),
+        (lambda: FIT(3), r"got 3\. Set the length in the trainer"),
+        (lambda: FIT(None), r"resume must be .*; got None\."),
         (lambda: loosely(tiny_trainer().evaluate)(dataloaders=[]), r"'dataloaders'\. Did you mean 'loader'\?"),
         (lambda: loosely(Evaluate)([], val_check_interval=3), r"Evaluate has no argument 'val_check_interval'"),
         (lambda: loosely(Checkpoint)(dirpath="a"), r"Checkpoint has no argument 'dirpath'\. Did you mean 'directory'\?"),
         (lambda: loosely(EarlyStopping)("eval/loss", mode="min", restore_best_weights=True), r"Did you mean 'restore_best'\?"),
+        (lambda: loosely(EarlyStopping)("eval/loss", "min", min_delta="0.5"), "min_delta must be a number; got"),
+        (lambda: loosely(ClipGradients)("0.5"), "max_norm must be a number; got"),
+        (lambda: loosely(ClipGradients)(max_value="0.5"), "max_value must be a number; got"),
+        (lambda: loosely(Ema)("0.5"), "decay must be a number; got"),
     ],
 )
-def test_an_argument_of_another_trainer_is_answered(call: Callable[[], object], message: str) -> None:
+def test_an_argument_of_another_trainer_or_of_another_type_is_answered(call: Callable[[], object], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call()
 
@@ -270,34 +209,35 @@ def test_attributes_of_other_trainers_are_answered_when_they_are_read_and_when_t
     ],
 )
 def test_setting_what_has_no_effect_on_a_run_is_an_error_with_the_nearest_verb(name: str, answer: str) -> None:
-    class Sets(Callback):
-        def on_step_end(self, run: Run) -> None:
-            setattr(run, name, 2)
-
+    sets = on(Callback.on_step_end)(lambda run: setattr(run, name, 2))
     with pytest.raises(AttributeError, match=rf"'{name}'.*{answer}"):
-        tiny_run(callbacks=[Sets()])
+        tiny_run(callbacks=[sets])
 
 
-# -- models that cannot train ---------------------------------------------------------------------------
-
-
-def test_a_model_on_the_meta_device_with_weights_that_nothing_sets_is_an_error_that_names_them() -> None:
-    model = nn.ParameterList([nn.Parameter(torch.ones(1, device="meta"))])
-    with pytest.raises(ValueError, match=r"nothing sets the values of 1 tensor: 0 of ParameterList\. .*reset_parameters\(\)"):
-        tiny_trainer(model=model)
-
-
-def test_a_lazy_model_that_has_seen_no_batch_is_an_error() -> None:
-    model = nn.Sequential(nn.Linear(1, 2), nn.LazyLinear(1))
-    with pytest.raises(ValueError, match=r"uninitialized lazy tensors: 1\.weight, 1\.bias\. Run the model once on a batch"):
-        tiny_trainer(model=model)
-
-
-def test_a_model_that_is_frozen_as_a_whole_is_named_as_such() -> None:
-    with pytest.raises(
-        LossError, match=r"got a loss of a model in which all parameters are frozen: call requires_grad_\(True\)"
-    ):
-        tiny_run(model=tiny_model().requires_grad_(False))
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (
+            nn.ParameterList([nn.Parameter(torch.ones(1, device="meta"))]),
+            ValueError,
+            r"nothing sets the values of 1 tensor: 0 of ParameterList\. .*reset_parameters\(\)",
+        ),
+        (
+            nn.Sequential(nn.Linear(1, 2), nn.LazyLinear(1)),
+            ValueError,
+            r"uninitialized lazy tensors: 1\.weight, 1\.bias\. Run the model once on a batch",
+        ),
+        (
+            tiny_model().requires_grad_(False),
+            LossError,
+            r"got a loss of a model in which all parameters are frozen: call requires_grad_\(True\)",
+        ),
+    ],
+    ids=["on the meta device", "lazy", "frozen"],
+)
+def test_a_model_that_cannot_train_is_an_error_that_says_why(model: nn.Module, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tiny_run(model=model)
 
 
 def test_a_finished_run_of_another_model_is_an_error_with_the_differences(tmp_path: Path) -> None:
@@ -309,9 +249,6 @@ def test_a_finished_run_of_another_model_is_an_error_with_the_differences(tmp_pa
     ):
         tiny_trainer(model=other, directory=tmp_path, callbacks=[Checkpoint()]).fit(resume="auto")
     assert all(torch.equal(before[name], weight) for name, weight in other.state_dict().items())
-
-
-# -- said once at the start -----------------------------------------------------------------------------
 
 
 def test_a_directory_or_a_resume_without_a_checkpoint_is_said_once(

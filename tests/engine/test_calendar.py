@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +21,13 @@ from cadenza.testing import launch, tiny_loader, tiny_trainer
 from tests.distributed.parts import loader as sharded_loader
 from tests.distributed.parts import own_rank
 from tests.distributed.parts import trainer as sharded_trainer
+from tests.engine.parts import Unsized
+from tests.long import seeds
 
-COUNTED = [
-    moment
-    for moment in moments_of(Callback).values()
-    if counting_of(moment).unit != "time" and not counting_of(moment).main_only
-]
+COUNTINGS = [(moment, counting_of(moment)) for moment in moments_of(Callback).values()]
+COUNTED = [moment for moment, counting in COUNTINGS if counting.unit != "time" and not counting.main_only]
 UNITS = ("step", "batch", "epoch", "part of an epoch", "sample", "%", "")
-SEEDS = range(20)
+SEEDS = seeds(usual=6, long=20)
 EACH = 10  # schedules in one run
 
 Seen = tuple[str, int, int, int]  # the name of the callback, and epochs, steps and batches that are complete
@@ -94,14 +91,11 @@ def drawn(draw: random.Random, units: tuple[str, ...] = UNITS, depth: int = 2) -
             return Last(length_of(draw, tuple(unit for unit in units if unit not in ("sample", ""))))
         case _:
             unit = (draw.choice(units),)
+            last = unit if "" in unit else tuple(filter(None, units))
             try:
-                return Between(length_of(draw, unit, zero=True), length_of(draw, unit if "" in unit else without_bare(units)))
+                return Between(length_of(draw, unit, zero=True), length_of(draw, last))
             except ScheduleError:  # it is empty
                 return Every("3 steps")
-
-
-def without_bare(units: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(unit for unit in units if unit)
 
 
 def notes(draw: random.Random, seen: list[Seen], units: tuple[str, ...] = UNITS, moments: Any = COUNTED) -> list[Notes]:
@@ -127,8 +121,14 @@ def calls(trainer: Any, **arguments: Any) -> list[Seen]:
     return [(row.callback, row.epoch, row.step, row.batch) for row in calendar.rows if row.callback.startswith("note")]
 
 
-def of_each(rows: list[Seen]) -> Iterator[tuple[str, list[Seen]]]:
-    yield from ((f"note {index}", [row for row in rows if row[0] == f"note {index}"]) for index in range(EACH))
+def of_each(rows: list[Seen]) -> Iterator[list[Seen]]:
+    yield from ([row for row in rows if row[0] == f"note {index}"] for index in range(EACH))
+
+
+def differences(callbacks: list[Notes], *lists: list[Seen]) -> list[tuple[str, Any]]:
+    """Return the callbacks of which the calls are not the same in all lists."""
+    rows = zip(callbacks, *map(of_each, lists), strict=True)
+    return [(str(one), calls) for one, *calls in rows if any(rest != calls[0] for rest in calls)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -138,8 +138,7 @@ def test_it_names_the_calls_of_random_schedules_in_their_order(seed: int) -> Non
     trainer = tiny_trainer(callbacks=callbacks, **run_of(draw))
     expected = calls(trainer)
     trainer.fit()
-    for one, (_, theirs), (_, named) in zip(callbacks, of_each(seen), of_each(expected), strict=True):
-        assert theirs == named, one
+    assert not differences(callbacks, seen, expected)
     assert seen == expected
 
 
@@ -155,10 +154,7 @@ def test_a_run_that_resumes_at_a_random_step_makes_the_calls_that_are_left(seed:
 
     evaluate = Evaluate(tiny_loader(1), every="2 steps")
 
-    @on(Callback.on_save)
-    def mark(run: Run, checkpoint: Any) -> None:
-        marks.append((f"step-{run.progress.step:08d}", len(seen)))
-
+    mark = on(Callback.on_save)(lambda run, _: marks.append((f"step-{run.progress.step:08d}", len(seen))))
     callbacks, arguments = made(seen), run_of(draw)
     saver = Checkpoint(every=At(f"{draw.randint(1, 3)} steps"), keep_last=2)
     tiny_trainer(callbacks=[*callbacks, evaluate, saver, mark], directory=tmp_path, **arguments).fit()
@@ -168,39 +164,13 @@ def test_a_run_that_resumes_at_a_random_step_makes_the_calls_that_are_left(seed:
     named = calls(trainer, resume=checkpoint)
     trainer.fit(resume=checkpoint)
     of_all = zip(callbacks, of_each(again), of_each(seen[before:]), of_each(named), strict=True)
-    for one, (_, theirs), (_, left), (_, listed) in of_all:
+    for one, theirs, left, listed in of_all:
         where = f"{one} after {name} of {arguments}"
         assert one.moment is Callback.on_epoch_start or theirs == left, where  # it fires again inside an epoch
         assert one.moment in moments[-2:] or theirs == listed, where  # evaluations fire at any step
 
 
-def test_on_several_ranks_each_makes_the_calls_that_it_names() -> None:
-    def fitting() -> list[tuple[str, list[Seen], list[Seen]]]:
-        wrong = []
-        for seed in range(3):
-            draw, seen = random.Random(2000 + seed), list[Seen]()
-            callbacks = notes(draw, seen, tuple(unit for unit in UNITS if unit != "sample"))
-            limits: dict[str, int] = draw.choice(({"max_epochs": 2}, {"max_steps": 7}))
-            trainer = sharded_trainer(sharded_loader(48), callbacks=callbacks, accumulate=draw.choice((1, 2)), **limits)
-            expected = calls(trainer)
-            trainer.fit()
-            named = zip(callbacks, of_each(seen), of_each(expected), strict=True)
-            wrong += [(str(one), theirs, mine) for one, (_, theirs), (_, mine) in named if theirs != mine]
-        return wrong
-
-    assert launch(fitting, 3) == [[], [], []]
-
-
-def stopping(run: Run) -> None:
-    run.stop("the test asks for it")
-
-
-def ending_the_epoch(run: Run) -> None:
-    run.end_epoch("the test asks for it")
-
-
-def interrupting(run: Run, *_: object) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+at_step_3 = on(Callback.on_step_end, at="3 steps")
 
 
 @pytest.mark.parametrize(
@@ -209,35 +179,40 @@ def interrupting(run: Run, *_: object) -> None:
         pytest.param(3, {"accumulate": 2}, None, id="the loader was found empty"),
         pytest.param(5, {}, None, id="after the last batch"),
         pytest.param(3, {"steps": 3}, None, id="the limit inside an epoch"),
-        pytest.param(3, {}, on(Callback.on_step_end, at="3 steps")(stopping), id="a stop that was asked for"),
-        pytest.param(3, {}, on(Callback.on_step_end, at="3 steps")(ending_the_epoch), id="an end of the epoch"),
-        pytest.param(4, {}, on(Callback.on_eval_batch_end, at=1)(interrupting), id="inside an evaluation"),
+        pytest.param(3, {}, at_step_3(lambda run: run.stop("enough")), id="a stop that was asked for"),
+        pytest.param(3, {}, at_step_3(lambda run: run.end_epoch("enough")), id="an end of the epoch"),
     ],
 )
 def test_a_continuation_begins_where_the_checkpoint_lies(
     step: int, arguments: dict[str, Any], ask: Callback | None, tmp_path: Path
 ) -> None:
+    again, named = continued(step, arguments, ask, tmp_path)
+    assert again == named
+    assert again or step != 5
+
+
+def continued(step: int, arguments: dict[str, Any], ask: Callback | None, directory: Path) -> tuple[list[Seen], list[Seen]]:
+    """Save at a step, continue from there; return the calls of the rest, and those that the calendar names.
+
+    Also for tests/alone/test_left_evaluations.py.
+    """
     moments = [Callback.on_epoch_start, Callback.on_fetch_end, Callback.on_step_end, None, Callback.on_epoch_end]
 
-    def made(seen: list[Seen]) -> list[Callback]:
+    def trainer(seen: list[Seen], first: list[Any], last: list[Any], directory: Path | None = None) -> Any:
         before, after = (
             [Notes(f"note {name} {index}", moment, Every(1), seen) for index, moment in enumerate(moments)] for name in "ab"
         )
-        return [*before, Evaluate(tiny_loader(2), every="4 steps"), *after]
-
-    def trainer(callbacks: list[Callback], directory: Path | None = None) -> Any:
+        callbacks = [*first, *before, Evaluate(tiny_loader(2), every="4 steps"), *after, *last]
         limits: dict[str, Any] = {} if "steps" in arguments else {"epochs": 3}
         return tiny_trainer(callbacks=callbacks, directory=directory, **limits, **arguments)
 
     with suppress(SystemExit):
-        saver = Checkpoint(every=At(f"{step} steps"), keep_last=9)
-        trainer([*([ask] if ask else []), *made([]), saver], tmp_path).fit()
-    again, checkpoint = list[Seen](), tmp_path / "checkpoints" / f"step-{step:08d}"
-    continued = trainer(made(again))
-    named = calls(continued, resume=checkpoint)
-    continued.fit(resume=checkpoint)
-    assert again == named
-    assert again or step != 5
+        trainer([], [ask] if ask else [], [Checkpoint(every=At(f"{step} steps"), keep_last=9)], directory).fit()
+    again, checkpoint = list[Seen](), directory / "checkpoints" / f"step-{step:08d}"
+    rest = trainer(again, [], [])
+    named = calls(rest, resume=checkpoint)
+    rest.fit(resume=checkpoint)
+    return again, named
 
 
 def written(folder: Path) -> dict[Path, tuple[int, int, int]]:
@@ -282,13 +257,19 @@ def run_on_ranks(seed: int, seen: list[Seen], directory: Path | None = None) -> 
     return callbacks, sharded_trainer(data, accumulate=accumulate, **saves, **limits)
 
 
-def test_a_run_that_2_ranks_began_makes_on_3_ranks_the_calls_that_its_calendar_names(tmp_path: Path) -> None:
-    def beginning() -> None:
+def test_on_several_ranks_each_makes_the_calls_that_it_names_also_if_others_began_the_run(tmp_path: Path) -> None:
+    def beginning() -> list[Any]:
+        wrong: list[Any] = []
         for seed in SEEDS:
-            run_on_ranks(seed, [], tmp_path / str(seed))[1].fit()
+            seen = list[Seen]()
+            callbacks, trainer = run_on_ranks(seed, seen, tmp_path / str(seed))
+            expected = calls(trainer)
+            trainer.fit()
+            wrong += differences(callbacks, seen, expected)
+        return wrong
 
     def continuing() -> list[Any]:
-        wrong = []
+        wrong: list[Any] = []
         for seed in SEEDS:
             seen = list[Seen]()
             callbacks, trainer = run_on_ranks(seed, seen)
@@ -296,36 +277,25 @@ def test_a_run_that_2_ranks_began_makes_on_3_ranks_the_calls_that_its_calendar_n
             alone = seed % 3 == own_rank()  # the others do not call it: it does not communicate
             expected = calls(trainer, resume=checkpoint) if alone else []
             trainer.fit(resume=checkpoint)
-            named = zip(callbacks, of_each(seen), of_each(expected), strict=True)
-            wrong += [(seed, str(one), theirs, mine) for one, (_, theirs), (_, mine) in named if alone and theirs != mine]
+            wrong += differences(callbacks, seen, expected) if alone else []
         return wrong
 
-    launch(beginning, 2)
+    assert launch(beginning, 2) == [[], []]
     assert launch(continuing, 3) == [[], [], []]
 
 
 # -- the rest of the calendar -------------------------------------------------------------------------
 
 
-class Stream:
-    """A loader without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(tiny_loader(3))
-
-
 def note(run: Run, *_: object) -> None: ...
 
 
-def test_steps_are_known_without_the_length_of_the_loader() -> None:
+def test_steps_and_epochs_are_known_without_the_length_of_the_loader() -> None:
     callbacks = [on(Callback.on_step_end, every="30%")(note), on(Callback.on_epoch_end, every=2)(note)]
-    calendar = tiny_trainer(steps=10, loader=Stream(), callbacks=callbacks).calendar()
+    calendar = tiny_trainer(steps=10, loader=Unsized(tiny_loader(3)), callbacks=callbacks).calendar()
     assert [(row.step, row.epoch) for row in calendar.rows] == [(3, None), (6, None), (9, None)]
     assert calendar.unknown == [("note#2 (every 2 epochs)", "on_epoch_end", "the loader does not say how many batches it has")]
-
-
-def test_epochs_are_known_without_the_length_of_the_loader() -> None:
-    calendar = tiny_trainer(epochs=4, loader=Stream(), callbacks=[on(Callback.on_epoch_end, every=2)(note)]).calendar()
+    calendar = tiny_trainer(epochs=4, loader=Unsized(tiny_loader(3)), callbacks=callbacks[1:]).calendar()
     assert [(row.step, row.epoch) for row in calendar.rows] == [(None, 2), (None, 4)]
     assert "calendar of 4 epochs\non_epoch_end  note  every 2 epochs  2 times: epochs 2, 4" in str(calendar)
 
@@ -344,31 +314,22 @@ def test_calls_that_depend_on_the_run_are_not_known_beforehand(schedule: Schedul
     assert f"not known beforehand: note ({schedule}), on_step_end: {why}" in str(calendar)
 
 
-def test_steps_with_a_number_of_batches_that_depends_on_tokens_are_not_known_beforehand() -> None:
+def test_steps_of_a_number_of_tokens_are_not_known_beforehand_and_those_of_a_number_of_samples_are() -> None:
     calendar = tiny_trainer(batches=6, accumulate={0: 1, "8 tokens": 2}, callbacks=[LogTraining("2 steps")]).calendar()
     assert calendar.unknown == [("LogTraining (every 2 steps)", "on_step_end", "it depends on the tokens of each batch")]
+    calendar = tiny_trainer(batches=6, accumulate={0: 1, "4 samples": 2}, callbacks=[LogTraining("2 steps")]).calendar()
+    assert [(row.step, row.batch) for row in calendar.rows] == [(2, 2), (4, 6)]
 
 
-def test_steps_with_a_number_of_batches_that_depends_on_samples_are_known_if_those_of_each_batch_are() -> None:
-    trainer = tiny_trainer(batches=6, accumulate={0: 1, "4 samples": 2}, callbacks=[LogTraining("2 steps")])
-    assert [(row.step, row.batch) for row in trainer.calendar().rows] == [(2, 2), (4, 6)]
-
-
-def test_a_part_of_the_run_can_be_listed() -> None:
+def test_a_part_of_the_run_can_be_listed_and_a_run_without_a_known_end_needs_it() -> None:
     trainer = tiny_trainer(epochs=1000, callbacks=[LogTraining("2 steps"), on(Callback.on_epoch_end, every=1)(note)])
     assert [row.step for row in trainer.calendar("2 epochs").rows] == [2, 4, 5, 6, 8, 10, 10]
     assert [row.step for row in trainer.calendar(4).rows] == [2, 4]
     assert [row.step for row in trainer.calendar("0.1%").rows] == [2, 4, 5]
-
-
-@pytest.mark.parametrize("until", ["1 h", "100 samples", "0.5 epoch", "many"])
-def test_a_part_that_is_no_length_of_the_run_is_an_error(until: str) -> None:
-    with pytest.raises(ScheduleError):
-        tiny_trainer().calendar(until)
-
-
-def test_a_run_without_a_known_end_needs_the_part() -> None:
     trainer = tiny_trainer(callbacks=[LogTraining("2 steps")])
+    for until in ("1 h", "100 samples", "0.5 epoch", "many"):
+        with pytest.raises(ScheduleError):
+            trainer.calendar(until)
     trainer.max_epochs, trainer.max_tokens = None, 100
     with pytest.raises(ScheduleError, match="the end of this run is not known: give the length"):
         trainer.calendar()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -12,27 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Trainer, supervised
+from cadenza import Callback, supervised
+from cadenza.testing import tiny_trainer
 
 Batch = tuple[Tensor, Tensor]
 Work = Callable[[list[Batch]], object]
 
-PER_BATCH: list[Callable[..., None]] = [
-    Callback.on_fetch_start,
-    Callback.on_fetch_end,
-    Callback.on_batch_start,
-    Callback.on_before_backward,
-    Callback.on_after_backward,
-    Callback.on_batch_end,
-]
-PER_STEP: list[Callable[..., None]] = [
-    Callback.on_step_start,
-    Callback.on_before_optimizer_step,
-    Callback.on_after_optimizer_step,
-    Callback.on_before_zero_grad,
-    Callback.on_after_zero_grad,
-    Callback.on_step_end,
-]
+BATCH = "on_fetch_start on_fetch_end on_batch_start on_before_backward on_after_backward on_batch_end"
+STEP = "on_step_start on_before_optimizer_step on_after_optimizer_step on_before_zero_grad on_after_zero_grad on_step_end"
+PER_BATCH: list[Callable[..., None]] = [getattr(Callback, name) for name in BATCH.split()]
+PER_STEP: list[Callable[..., None]] = [getattr(Callback, name) for name in STEP.split()]
 
 
 def calls_in(work: Callable[[], object]) -> int:
@@ -99,21 +89,8 @@ def by_cadenza(
     accumulate: int = 1,
     compute_loss: Callable[[nn.Module, Any], Any] = loss_of,
 ) -> Work:
-    def work(batches: list[Batch]) -> None:
-        model = nn.Linear(8, 1)
-        Trainer(
-            model,
-            optimizer_of(model.parameters()),
-            batches,
-            compute_loss,
-            max_epochs=1,
-            accumulate=accumulate,
-            callbacks=callbacks,
-            device="cpu",
-            progress=False,
-        ).fit()
-
-    return work
+    options: dict[str, Any] = {"callbacks": callbacks, "optimizer": optimizer_of, "accumulate": accumulate}
+    return lambda batches: tiny_trainer(model=nn.Linear(8, 1), loader=batches, compute_loss=compute_loss, **options).fit()
 
 
 def evaluated_by_hand(batches: list[Batch]) -> float:
@@ -127,11 +104,9 @@ def evaluated_by_hand(batches: list[Batch]) -> float:
 
 
 def evaluated_by_cadenza(*callbacks: Callback) -> Work:
-    def work(batches: list[Batch]) -> None:
-        model = nn.Linear(8, 1)
-        Trainer(
-            model, sgd(model.parameters()), batches, loss_of, max_epochs=1, callbacks=callbacks, device="cpu", progress=False
-        ).evaluate(batches)
+    def work(batches: list[Batch]) -> object:
+        trainer = tiny_trainer(model=nn.Linear(8, 1), loader=batches, compute_loss=loss_of, callbacks=callbacks)
+        return trainer.evaluate(batches)
 
     return work
 
@@ -147,18 +122,9 @@ def hearing(*moments: Callable[..., None]) -> Callback:
     return type("Hearing", (Callback,), {moment.__name__: of(moment) for moment in moments})()  # type: ignore[no-any-return]
 
 
-# -- what a callback adds -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_an_idle_callback_adds_no_call_to_a_step(accumulate: int) -> None:
-    bare = calls_a_batch(by_cadenza(accumulate=accumulate))
-    assert calls_a_batch(by_cadenza(*(Callback() for _ in range(50)), accumulate=accumulate)) == bare
-
-
-def test_an_idle_callback_adds_no_call_to_an_evaluation() -> None:
-    bare = calls_a_batch(evaluated_by_cadenza())
-    assert calls_a_batch(evaluated_by_cadenza(*(Callback() for _ in range(50)))) == bare
+@pytest.mark.parametrize("work", [by_cadenza, partial(by_cadenza, accumulate=4), evaluated_by_cadenza])
+def test_an_idle_callback_adds_no_call_to_a_step_or_an_evaluation(work: Callable[..., Work]) -> None:
+    assert calls_a_batch(work(*(Callback() for _ in range(50)))) == calls_a_batch(work())
 
 
 @pytest.mark.parametrize("moment", [*PER_BATCH, *PER_STEP], ids=lambda moment: moment.__name__)
@@ -174,24 +140,14 @@ def test_in_a_step_of_four_batches_the_moments_of_a_step_are_called_once() -> No
     assert calls_a_batch(by_cadenza(hearing(*PER_BATCH), accumulate=4)) - bare == len(PER_BATCH)
 
 
-# -- what the loop itself adds ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("optimizer_of", "compute_loss"), [(sgd, loss_of), (adamw, loss_of), (sgd, supervised(nn.functional.mse_loss))]
+)
+def test_a_step_makes_at_most_a_quarter_more_calls_than_the_loop_written_by_hand(optimizer_of: Any, compute_loss: Any) -> None:
+    ours = calls_a_batch(by_cadenza(optimizer_of=optimizer_of, compute_loss=compute_loss))
+    assert ours <= 1.25 * calls_a_batch(by_hand(optimizer_of))
 
 
-@pytest.mark.parametrize("optimizer_of", [sgd, adamw])
-def test_a_step_makes_at_most_a_quarter_more_calls_than_the_loop_written_by_hand(
-    optimizer_of: Callable[[Any], torch.optim.Optimizer],
-) -> None:
-    assert calls_a_batch(by_cadenza(optimizer_of=optimizer_of)) <= 1.25 * calls_a_batch(by_hand(optimizer_of))
-
-
-def test_so_does_a_step_whose_loss_is_computed_by_supervised() -> None:
-    compute_loss = supervised(nn.functional.mse_loss)
-    assert calls_a_batch(by_cadenza(compute_loss=compute_loss)) <= 1.25 * calls_a_batch(by_hand())
-
-
-def test_a_further_batch_of_a_step_makes_at_most_22_calls_more_than_by_hand() -> None:
+def test_a_further_batch_makes_at_most_22_calls_more_than_by_hand_and_one_of_an_evaluation_11() -> None:
     assert calls_a_batch(by_cadenza(accumulate=4)) - calls_a_batch(by_hand(accumulate=4)) <= 22
-
-
-def test_a_batch_of_an_evaluation_makes_at_most_11_calls_more_than_by_hand() -> None:
     assert calls_a_batch(evaluated_by_cadenza()) - calls_a_batch(evaluated_by_hand) <= 11

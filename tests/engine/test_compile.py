@@ -49,16 +49,17 @@ def test_it_learns_the_same_under_the_same_names_with_the_same_moments() -> None
     assert model._compiled_call_impl is not None
 
 
-def test_a_run_that_is_continued_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_that_is_continued_ends_with_the_same_bits_and_the_plan_says_the_mode(tmp_path: Path) -> None:
     def trainer(place: str, steps: int) -> Trainer:
-        return tiny_trainer(
-            steps=steps, compile=PLAIN, seed=1, directory=tmp_path / place, callbacks=[Checkpoint(every="3 steps")]
-        )
+        options: dict[str, Any] = {"directory": tmp_path / place, "callbacks": [Checkpoint(every="3 steps")]}
+        return tiny_trainer(steps=steps, compile=PLAIN, seed=1, **options)
 
     whole = trainer("whole", 8).fit()
     trainer("cut", 3).fit()
     continued = trainer("cut", 8).fit(resume="auto")
     assert all(map(torch.equal, bits(continued), bits(whole)))
+    headline, *_ = str(tiny_trainer(compile={"mode": "default"}).plan()).splitlines()
+    assert headline.endswith("on cpu, in fp32, compiled mode=default")
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look at it
@@ -69,11 +70,6 @@ def test_what_breaks_the_graph_is_named_once_with_its_place(caplog: pytest.LogCa
     assert len(told) == 1
     assert re.match(rf"compile: the graph of the model breaks at test_compile\.py:{line} in forward", told[0])
     assert f"test_compile.py:{line} in forward" in run.why("graph broken")
-
-
-def test_the_plan_says_it() -> None:
-    headline, *_ = str(tiny_trainer(compile={"mode": "default"}).plan()).splitlines()
-    assert headline.endswith("on cpu, in fp32, compiled mode=default")
 
 
 def test_on_two_ranks_it_learns_the_same_as_without() -> None:

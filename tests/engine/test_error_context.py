@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +16,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Evaluate
+from cadenza.engine.known_errors import Scene, cure_of
+from cadenza.engine.locating import locate
 from cadenza.errors import DataError
 from cadenza.loading import TensorBatches
-from cadenza.testing import tiny_loader, tiny_run
+from cadenza.loading.rng import RNGState
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
+from tests.callbacks.breaking import Root
 
 WRONG = 7  # the sample that is wrong
 
@@ -24,16 +30,14 @@ WRONG = 7  # the sample that is wrong
 class Samples(Dataset[tuple[Tensor, int]]):
     """Twenty samples of three features and a label of four; one of them may be wrong."""
 
-    def __init__(self, wrong: Callable[[], tuple[Tensor, int]] | None = None) -> None:
+    def __init__(self, wrong: Callable[[], tuple[Tensor, int]] = lambda: (torch.ones(3), 3)) -> None:
         self.wrong = wrong
 
     def __len__(self) -> int:
         return 20
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if index == WRONG and self.wrong is not None:
-            return self.wrong()
-        return torch.ones(3), index % 4
+        return self.wrong() if index == WRONG else (torch.ones(3), index % 4)
 
 
 def corrupt() -> tuple[Tensor, int]:
@@ -60,10 +64,8 @@ def note_of(fit: Callable[[], object]) -> list[str]:
 
 
 def trainer(loader: Any, compute_loss: Any = None, **arguments: Any) -> Trainer:
-    arguments = {"max_epochs": 1, "device": "cpu", "seed": 1, **arguments}
     compute_loss = supervised(functional.cross_entropy) if compute_loss is None else compute_loss
-    model = arguments.pop("model", None) or Net()
-    return Trainer(model, lambda p: torch.optim.SGD(p, lr=0.1), loader, compute_loss, progress=False, **arguments)
+    return tiny_trainer(loader=loader, compute_loss=compute_loss, seed=1, **{"model": Net(), **arguments})
 
 
 # -- where and on what -------------------------------------------------------------------------------
@@ -83,12 +85,6 @@ def test_a_label_out_of_range_names_the_batch_its_samples_and_the_range() -> Non
     assert "those in the batch range from 0 to 10" in lines[-1]
 
 
-def test_the_module_is_named_as_the_model_knows_it() -> None:
-    where, shapes, *_ = note_of(lambda: trainer([{"x": torch.ones(4, 5)}], lambda model, batch: model(batch["x"]).sum()).fit())
-    assert where == "the forward pass of 'body.0' (Linear), in batch 1 of epoch 1, step 1"
-    assert shapes == "batch: {x: float32[4, 5]} on cpu"
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_the_data_set_names_the_sample(workers: int) -> None:
     loader = DataLoader(Samples(corrupt), batch_size=4, shuffle=True, num_workers=workers)
@@ -101,16 +97,6 @@ def test_an_error_of_the_data_set_names_the_sample(workers: int) -> None:
     assert str(WRONG) in samples.removeprefix("  samples: ").split(", ")
 
 
-def test_samples_that_do_not_fit_together_are_named_by_batch() -> None:
-    loader = DataLoader(Samples(lambda: (torch.ones(4), 0)), batch_size=4)
-    assert note_of(lambda: trainer(loader).fit()) == [
-        "the training loader, in batch 2 of epoch 1, step 2",
-        "samples: 4, 5, 6, 7",
-        "likely cure: the samples of a batch differ in shape: cut or pad them in the data set, or give the DataLoader a "
-        "collate_fn that pads.",
-    ]
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_samples_in_memory_are_named_too(shuffle: bool) -> None:
     labels = torch.arange(20) % 4
@@ -120,52 +106,106 @@ def test_samples_in_memory_are_named_too(shuffle: bool) -> None:
     assert str(WRONG) in samples.removeprefix("samples: ").split(", ")
 
 
+class Whim(Sampler[list[int]]):
+    """A sampler that may draw otherwise each time."""
+
+    def __init__(self, steady: bool) -> None:
+        self.steady, self.asked = steady, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.asked += 1
+        return iter([[8, 9], [WRONG, 0 if self.steady else self.asked]])
+
+    def __len__(self) -> int:
+        return 2
+
+
 @pytest.mark.parametrize("steady", [True, False])
 def test_a_sampler_that_draws_otherwise_each_time_names_no_samples(steady: bool) -> None:
-    class Whim(Sampler[list[int]]):
-        asked = 0
-
-        def __iter__(self) -> Iterator[list[int]]:
-            self.asked += 1
-            return iter([[8, 9], [WRONG, 0 if steady else self.asked]])
-
-        def __len__(self) -> int:
-            return 2
-
-    loader = DataLoader(Samples(lambda: (torch.ones(3), 10)), batch_sampler=Whim())
+    loader = DataLoader(Samples(lambda: (torch.ones(3), 10)), batch_sampler=Whim(steady))
     where, *lines = note_of(lambda: trainer(loader).fit())
     assert where.endswith("in batch 2 of epoch 1, step 2")
     assert ("samples: 7, 0" in lines) == steady
 
 
-def test_a_stream_and_an_optimizer_of_ones_own() -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            yield torch.ones(3), 0
-            raise OSError("the connection is gone")
-
-    class Broken(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            raise ZeroDivisionError
-
-    cut = note_of(lambda: trainer(DataLoader(Stream(), batch_size=1)).fit())
-    assert cut == ["the training loader, in batch 2 of epoch 1, step 2"]
-    assert (
-        note_of(lambda: tiny_run(optimizer=lambda p: Broken(p, lr=0.1)))[0] == "the update of the weights, in epoch 1, step 1"
-    )
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.ones(3), 0
+        raise OSError("the connection is gone")
 
 
-def test_a_step_fn_and_a_loss_without_gradient() -> None:
-    def step(run: Run, batch: Any) -> Any:
-        run.backward(run.model(batch[0]).sum())
-        return run.model(batch[0][:, :0])
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ZeroDivisionError
 
-    assert note_of(lambda: tiny_run(compute_loss=None, step_fn=step))[0].startswith(
-        "the forward pass of the model (Linear), in "
-    )
-    lost = note_of(lambda: tiny_run(compute_loss=lambda model, batch: torch.zeros(())))
-    assert lost[0] == "the loss that compute_loss returned, in batch 1 of epoch 1, step 1"
-    assert not any("cure" in line for line in lost)  # the error says what to do
+
+def cut_off(run: Run, batch: Any) -> Any:
+    """Compute a step whose second pass has no feature."""
+    run.backward(run.model(batch[0]).sum())
+    return run.model(batch[0][:, :0])
+
+
+IMAGES: DataLoader[Any] = DataLoader(
+    [(torch.ones(3, 8, 8), index % 4) for index in range(8)],  # type: ignore[arg-type]  # torch names a list no data set
+    batch_size=4,
+    collate_fn=lambda samples: [image for image, _ in samples],
+)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*given: object) -> Any:
+        raise error
+
+    return fail
+
+
+UNEQUAL = DataLoader(Samples(lambda: (torch.ones(4), 0)), batch_size=4)
+FEATURE = [{"x": torch.ones(4, 5)}]
+PAD = "cut or pad them in the data set, or give the DataLoader a collate_fn that pads."
+PLACES: dict[str, tuple[Callable[[], object], list[str]]] = {
+    "the module as the model knows it": (
+        lambda: trainer(FEATURE, lambda model, batch: model(batch["x"]).sum()).fit(),
+        ["the forward pass of 'body.0' (Linear), in batch 1 of epoch 1, step 1", "batch: {x: float32[4, 5]} on cpu"],
+    ),
+    "a stream": (lambda: trainer(DataLoader(Stream(), 1)).fit(), ["the training loader, in batch 2 of epoch 1, step 2"]),
+    "samples that do not fit together": (
+        lambda: trainer(UNEQUAL).fit(),
+        [
+            "the training loader, in batch 2 of epoch 1, step 2",
+            "samples: 4, 5, 6, 7",
+            f"likely cure: the samples of a batch differ in shape: {PAD}",
+        ],
+    ),
+    "an optimizer": (lambda: tiny_run(optimizer=partial(Broken, lr=0.1)), ["the update of the weights, in epoch 1, step 1"]),
+    "a step_fn": (
+        lambda: tiny_run(compute_loss=None, step_fn=cut_off),
+        ["the forward pass of the model (Linear), in batch 1 of epoch 1, step 1"],
+    ),
+    "a loss without gradient": (
+        lambda: tiny_run(compute_loss=lambda model, batch: torch.zeros(())),
+        ["the loss that compute_loss returned, in batch 1 of epoch 1, step 1"],
+    ),
+    "predict": (
+        lambda: trainer(tiny_loader()).predict([torch.ones(2, 3), torch.ones(2, 5)]),
+        ["the forward pass of 'body.0' (Linear), in batch 2 of predict"],
+    ),
+    "the loader of an evaluation": (
+        lambda: trainer(tiny_loader()).evaluate(DataLoader(Samples(corrupt), batch_size=4)),
+        ["the loader, in batch 2 of evaluation 'eval'", "samples: 4, 5, 6, 7"],
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_note_says_where_and_on_what(place: str) -> None:
+    act, lines = PLACES[place]
+    note = note_of(act)
+    assert note[: len(lines)] == lines
+    assert place != "a loss without gradient" or not any("cure" in line for line in note)  # the error says what to do
+
+
+def test_the_samples_of_a_batch_that_is_a_list_of_images_are_named() -> None:
+    assert "samples: 0, 1, 2, 3" in note_of(lambda: tiny_run(loader=IMAGES, compute_loss=raising(ValueError("wrong"))))
 
 
 def test_a_compiled_model_is_named_too() -> None:
@@ -188,8 +228,7 @@ class Odd:
         assert self.where != "update"
 
     def compute(self) -> float:
-        assert self.where != "compute"
-        return 0.0
+        return 1 / (self.where != "compute")
 
     def reset(self) -> None: ...
 
@@ -197,15 +236,9 @@ class Odd:
 @pytest.mark.parametrize("act", ["fit", "sanity", "evaluate"])
 def test_a_metric_is_named_by_its_key(act: str) -> None:
     loader, metrics = tiny_loader(2), {"fine": Odd(""), "odd": Odd("update")}
-
-    def do() -> object:
-        made = trainer(tiny_loader(), supervised(functional.mse_loss), model=nn.Linear(1, 1))
-        if act == "evaluate":
-            return made.evaluate(loader, metrics=metrics)
-        evaluate = Evaluate(loader, metrics=metrics, sanity_batches=2 * (act == "sanity"))
-        return tiny_run(callbacks=[evaluate], compute_loss=supervised(functional.mse_loss))
-
-    where, *shapes = note_of(do)
+    evaluate = Evaluate(loader, metrics=metrics, sanity_batches=2 * (act == "sanity"))
+    made = tiny_trainer(callbacks=[evaluate], compute_loss=supervised(functional.mse_loss))
+    where, *shapes = note_of(made.fit if act != "evaluate" else lambda: made.evaluate(loader, metrics=metrics))
     after = " after step 5" if act == "fit" else ""
     assert where == f"metric 'odd', in batch 1 of evaluation 'eval'{after}"
     assert shapes[1:] == ["predictions: float32[2, 1] on cpu", "targets: float32[2, 1] on cpu"]
@@ -213,7 +246,7 @@ def test_a_metric_is_named_by_its_key(act: str) -> None:
 
 def test_an_evaluation_in_a_run_names_the_callback_once_and_the_batch_once() -> None:
     evaluate = Evaluate(tiny_loader(2), metrics={"odd": Odd("compute")})
-    with pytest.raises(AssertionError) as raised:
+    with pytest.raises(ZeroDivisionError) as raised:
         tiny_run(callbacks=[evaluate], compute_loss=supervised(functional.mse_loss))
     assert raised.value.__notes__ == [
         "context: metric 'odd', in evaluation 'eval' after step 5",
@@ -221,26 +254,11 @@ def test_an_evaluation_in_a_run_names_the_callback_once_and_the_batch_once() -> 
     ]
 
 
-def test_predict_and_the_loader_of_an_evaluation_are_named() -> None:
-    made = trainer(tiny_loader())
-    assert note_of(lambda: made.predict([torch.ones(2, 3), torch.ones(2, 5)]))[0] == (
-        "the forward pass of 'body.0' (Linear), in batch 2 of predict"
-    )
-    assert note_of(lambda: made.evaluate(DataLoader(Samples(corrupt), batch_size=4))) == [
-        "the loader, in batch 2 of evaluation 'eval'",
-        "samples: 4, 5, 6, 7",
-    ]
-
-
 def test_an_error_of_a_callback_has_its_own_note_and_the_cure() -> None:
-    @on(Callback.on_batch_end)
-    def look(run: Run, batch: Any, outputs: Any) -> None:
-        run.model(batch[0].double())
-
     with pytest.raises(RuntimeError) as raised:
-        tiny_run(callbacks=[look])
+        tiny_run(callbacks=[on(Callback.on_batch_end)(lambda run, batch, outputs: run.model(batch[0].double()))])
     hook, context = raised.value.__notes__
-    assert hook == "raised in look.on_batch_end (callback 1 of 1) at epoch 0, step 0, batch 1"
+    assert hook == "raised in <lambda>.on_batch_end (callback 1 of 1) at epoch 0, step 0, batch 1"
     where, cure = context.splitlines()
     assert where == "context: the forward pass of the model (Linear)"
     assert cure.startswith("  likely cure: the input is double")
@@ -314,27 +332,19 @@ def test_a_graph_that_is_kept_is_named_with_its_second_batch() -> None:
     assert "hidden = hidden.detach()" in cure
 
 
-def test_a_description_that_fails_does_not_replace_the_error() -> None:
-    class Sly:
-        @property
-        def shape(self) -> None:
-            raise OSError("not now")
+class Sly:
+    @property
+    def shape(self) -> None:
+        raise OSError("not now")
 
-    def fail(model: nn.Module, batch: Any) -> Tensor:
-        raise KeyError("mine")
 
+def test_a_description_that_fails_does_not_replace_the_error_and_an_interrupt_has_no_note() -> None:
     with pytest.raises(KeyError, match="mine") as raised:
-        tiny_run(loader=[[Sly()]], compute_loss=fail)
+        tiny_run(loader=[[Sly()]], compute_loss=raising(KeyError("mine")))
     assert raised.value.__notes__ == ["context: it could not be described: OSError('not now')"]
-
-
-def test_an_interrupt_has_no_note() -> None:
-    def leave(model: nn.Module, batch: Any) -> Tensor:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt) as raised:
-        tiny_run(compute_loss=leave)
-    assert not hasattr(raised.value, "__notes__")
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        tiny_run(compute_loss=raising(KeyboardInterrupt()))
+    assert not hasattr(interrupted.value, "__notes__")
 
 
 class RefusingError(Exception):
@@ -356,41 +366,13 @@ class StrangeError(Exception):
 )
 @pytest.mark.parametrize("where", ["model", "data set", "hook"])
 def test_an_error_that_takes_no_note_stays_the_one_that_is_raised(make: Callable[[], Exception], where: str) -> None:
-    error = make()
-
-    def fail(*given: object) -> Any:
-        raise error
-
-    class Model(nn.Linear):
-        def forward(self, inputs: Tensor) -> Tensor:
-            return fail() if where == "model" else super().forward(inputs)
-
-    @on(Callback.on_step_end)
-    def hook(run: Run) -> None:
-        if where == "hook":
-            fail()
-
-    model, loader = Model(3, 4), DataLoader(Samples(fail if where == "data set" else None), batch_size=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fail = raising(error := make())
+    loader = DataLoader(Samples(fail) if where == "data set" else Samples(), batch_size=4)
+    hooks = [on(Callback.on_step_end)(lambda run: fail())] if where == "hook" else []
+    made = trainer(loader, fail if where == "model" else None, callbacks=hooks)
     with pytest.raises(type(error)) as raised:
-        Trainer(
-            model, optimizer, loader, supervised(nn.CrossEntropyLoss()), max_epochs=1, callbacks=[hook], progress=False
-        ).fit()
+        made.fit()
     assert raised.value is error
-
-
-def test_the_samples_of_a_batch_that_is_a_list_of_images_are_named() -> None:
-    images = [(torch.ones(3, 8, 8), index % 4) for index in range(8)]
-    loader: DataLoader[Any] = DataLoader(
-        images,  # type: ignore[arg-type]  # torch names a list no data set
-        batch_size=4,
-        collate_fn=lambda samples: [image for image, _ in samples],
-    )
-
-    def compute(model: nn.Module, batch: Any) -> Tensor:
-        raise ValueError("wrong")
-
-    assert "samples: 0, 1, 2, 3" in note_of(lambda: tiny_run(loader=loader, compute_loss=compute))
 
 
 def test_a_loader_that_is_used_up_has_no_batch_to_describe() -> None:
@@ -398,3 +380,88 @@ def test_a_loader_that_is_used_up_has_no_batch_to_describe() -> None:
     with pytest.raises(DataError, match="gave no batch in epoch 2") as raised:
         tiny_run(loader=used_up, compute_loss=lambda model, batch: model(batch).mean(), epochs=2, steps=None)
     assert "batch: " not in raised.value.__notes__[0]
+
+
+TOKENS, LABELS = torch.full((2, 3), 59), torch.tensor([1, 9])
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ({"input_ids": TOKENS, "labels": LABELS}, "; those in the batch range from 1 to 9. "),
+        ((torch.ones(2), LABELS), "; those in the batch range from 1 to 9. "),
+        ({"ids": TOKENS, "classes": LABELS}, "dimension 1 of the predictions. "),
+        ((TOKENS, LABELS), "dimension 1 of the predictions. "),
+    ],
+)
+def test_the_range_of_labels_is_not_that_of_the_tokens_beside_them(batch: Any, told: str) -> None:
+    cure = cure_of(IndexError("Target 9 is out of bounds."), Scene(torch.device("cpu"), batch=batch))
+    assert told in (cure or "")
+
+
+@pytest.mark.parametrize("inner", [Root, lambda: nn.Linear(1, 1)])
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_a_pass_that_leaves_the_gradients_alone_finds_the_same(inner: type[nn.Module], value: float) -> None:
+    def compute(module: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = module(batch).square().sum()
+        return loss
+
+    model, batch = nn.Sequential(inner(), nn.Linear(1, 1)), torch.tensor([[value], [1.0]])
+    called: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(called.append)
+    given = model, compute, [batch], [RNGState.capture()]
+    alone = locate(*given, accumulates=False)
+    assert not called
+    assert all(one.grad is None for one in model.parameters())
+    again = locate(*given)
+    assert alone.found == (value != 0 or inner is Root)
+    assert (alone.parameter, alone.module, alone.rows) == (again.parameter, again.module, again.rows)
+
+
+# -- StopIteration ends nothing in silence ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        Callback.on_eval_batch_start,
+        Callback.on_eval_batch_end,
+        Callback.on_fetch_start,
+        Callback.on_fetch_end,
+        Callback.on_batch_start,
+        Callback.on_step_end,
+    ],
+    ids=lambda moment: moment.__name__,
+)
+def test_a_stop_iteration_of_a_hook_stays_what_it_is(moment: Callable[..., None]) -> None:
+    """A ``next`` without a default raises it."""
+
+    end, loss = on(moment)(raising(StopIteration("no more colours"))), supervised(functional.mse_loss)
+    acts: list[Callable[[], object]] = [lambda: tiny_run(compute_loss=loss, callbacks=[Evaluate(tiny_loader()), end])]
+    if moment.__name__.startswith("on_eval"):
+        made = tiny_trainer(compute_loss=loss, callbacks=[end])
+        acts += [lambda: made.evaluate(tiny_loader()), lambda: made.predict(tiny_loader())]
+    for act in acts:
+        with pytest.raises(StopIteration, match="no more colours"):
+            act()
+
+
+def ending() -> tuple[Tensor, int]:
+    raise StopIteration
+
+
+def emptying(samples: list[Any]) -> Any:
+    return next(iter([]))
+
+
+@pytest.mark.parametrize(
+    ("loader", "what"),
+    [
+        (DataLoader(Samples(ending), batch_size=2), r"the data set raised StopIteration for index \[6, 7\]"),
+        (DataLoader(Samples(), batch_size=1, collate_fn=emptying), "collate_fn raised StopIteration"),
+    ],
+)
+def test_a_stop_iteration_of_a_data_set_does_not_end_the_epoch(loader: Any, what: str) -> None:
+    with pytest.raises(DataError, match=what):
+        trainer(loader).fit()

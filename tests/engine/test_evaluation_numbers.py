@@ -1,4 +1,4 @@
-"""All numbers that compute returns are averaged, and a metric chooses its inputs by name."""
+"""All numbers that compute returns are averaged over the samples, and a metric chooses its inputs by name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchmetrics import MeanAbsoluteError, MeanMetric, MeanSquaredError, Metric
 from cadenza import Callback, supervised
 from cadenza.callbacks import EarlyStopping, Evaluate
 from cadenza.errors import DataError, LossError, MonitorError
-from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
-from tests.engine.test_evaluation import unequal
+from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from tests.engine.parts import unequal
 
 MSE = supervised(nn.functional.mse_loss)
 
@@ -54,14 +54,46 @@ def test_every_number_is_a_mean_over_samples_also_with_a_shorter_last_batch() ->
     }
 
 
-def test_the_weight_of_a_batch_holds_for_all_its_numbers() -> None:
-    first = {"loss": torch.tensor(1.0), "kl": torch.tensor(10.0), "weight": torch.tensor(3)}
-    second = {"loss": torch.tensor(5.0), "kl": 30, "weight": 1}
-    assert evaluated(first, second) == {"eval/loss": 2.0, "eval/kl": 15.0}
+NAN, TWO = torch.tensor(math.nan), torch.tensor(2.0)
+MEANS: dict[str, tuple[list[dict[str, Any]], dict[str, float]]] = {
+    "the weight of a batch holds for all its numbers": (
+        [
+            {"loss": torch.tensor(1.0), "kl": torch.tensor(10.0), "weight": torch.tensor(3)},
+            {"loss": torch.tensor(5.0), "kl": 30, "weight": 1},
+        ],
+        {"eval/loss": 2.0, "eval/kl": 15.0},
+    ),
+    "samples that a batch reports are its weight": ([{"kl": 1.0, "samples": 1}, {"kl": 4.0, "samples": 2}], {"eval/kl": 3.0}),
+    "a number that some batches lack is the mean over the others": (
+        [{"a": 1.0, "weight": 1}, {"b": 4.0, "weight": 1}, {"a": 5.0, "weight": 3}],
+        {"eval/a": 4.0, "eval/b": 4.0},
+    ),
+    "a NaN of weight 0 counts for nothing": ([{"a": 1.0, "weight": 2}, {"a": math.nan, "weight": 0}], {"eval/a": 1.0}),
+    "nor does a loss that is NaN and has weight 0": (
+        [{"loss": torch.tensor(1.0), "weight": 3.0}, {"loss": NAN, "weight": 0}, {"loss": torch.tensor(5.0), "weight": 1.0}],
+        {"eval/loss": 2.0},
+    ),
+    "nor with a float": ([{"loss": TWO, "weight": 1}, {"loss": NAN, "weight": 0.0}], {"eval/loss": 2.0}),
+    "nor with a tensor": ([{"loss": TWO, "weight": 1}, {"loss": NAN, "weight": torch.tensor(0)}], {"eval/loss": 2.0}),
+    "sums of many tokens keep their digits": (
+        [{"a": 1.0, "weight": 2**25}, {"a": 1.0, "weight": 1}, {"a": 2.0**26, "weight": 1}],
+        {"eval/a": (2**25 + 1 + 2**26) / (2**25 + 2)},
+    ),
+    "what is no number and what has a meaning of its own is not averaged": (
+        [
+            {name: torch.tensor(1.0) for name in ("weight", "tokens", "predictions", "targets", "logits", "labels")}
+            | {"samples": 2, "all": torch.ones(2), "one": torch.ones(1), "text": "a", "nothing": None, "list": [1.0]}
+            | {"_own": 1.0, "loss": TWO}
+        ],
+        {"eval/loss": 2.0},
+    ),
+}
 
 
-def test_samples_that_a_batch_reports_are_its_weight() -> None:
-    assert evaluated({"kl": 1.0, "samples": 1}, {"kl": 4.0, "samples": 2}) == {"eval/kl": 3.0}
+@pytest.mark.parametrize("case", MEANS)
+def test_the_mean_of_the_numbers_of_the_batches(case: str) -> None:
+    outputs, means = MEANS[case]
+    assert evaluated(*outputs) == means
 
 
 @pytest.mark.parametrize(
@@ -81,27 +113,6 @@ def test_numbers_of_all_kinds_are_averaged(value: Any, mean: float) -> None:
     assert evaluated({"value": value}, {"value": value}) == {"eval/value": mean}
 
 
-def test_what_is_no_number_and_what_has_a_meaning_of_its_own_is_not_averaged() -> None:
-    reserved = {name: torch.tensor(1.0) for name in ("weight", "tokens", "predictions", "targets", "logits", "labels")}
-    others = {
-        "samples": 2,
-        "all": torch.ones(2),
-        "one": torch.ones(1),
-        "text": "a",
-        "nothing": None,
-        "list": [1.0],
-        "_own": 1.0,
-    }
-    assert evaluated(reserved | others | {"loss": torch.tensor(2.0)}) == {"eval/loss": 2.0}
-
-
-def test_a_number_that_some_batches_lack_is_the_mean_over_the_others() -> None:
-    assert evaluated({"a": 1.0, "weight": 1}, {"b": 4.0, "weight": 1}, {"a": 5.0, "weight": 3}) == {
-        "eval/a": 4.0,
-        "eval/b": 4.0,
-    }
-
-
 def test_a_tensor_that_changes_after_its_batch_counts_with_the_value_that_it_had() -> None:
     running = torch.zeros(())
 
@@ -110,42 +121,57 @@ def test_a_tensor_that_changes_after_its_batch_counts_with_the_value_that_it_had
         return {"running": running}
 
     assert tiny_trainer().evaluate(tiny_loader(3), compute=compute) == {"eval/running": 2.0}
+    assert math.isnan(evaluated({"a": 1.0}, {"a": math.nan})["eval/a"]), "NaN shows"
 
 
-def test_nan_shows_and_a_nan_of_weight_0_does_not() -> None:
-    assert math.isnan(evaluated({"a": 1.0}, {"a": math.nan})["eval/a"])
-    assert evaluated({"a": 1.0, "weight": 2}, {"a": math.nan, "weight": 0}) == {"eval/a": 1.0}
-
-
-def test_sums_of_many_tokens_keep_their_digits() -> None:
-    outputs = {"a": 1.0, "weight": 2**25}, {"a": 1.0, "weight": 1}, {"a": 2.0**26, "weight": 1}
-    assert evaluated(*outputs)["eval/a"] == (2**25 + 1 + 2**26) / (2**25 + 2)
-
-
-def test_more_numbers_than_are_kept_at_once_give_the_same_mean() -> None:
+def test_more_numbers_than_are_kept_at_once_and_an_empty_batch_give_the_same_mean() -> None:
     values = [float(index % 7) for index in range(1300)]
     assert evaluated(*({"a": value} for value in values))["eval/a"] == pytest.approx(sum(values) / len(values), rel=1e-12)
+    full = tiny_loader(2)
+    with_empty = [full[0], (torch.empty(0, 1), torch.empty(0, 1)), full[1]]
+    one = tiny_trainer(compute_loss=MSE)
+    assert one.evaluate(with_empty) == one.evaluate(full)
 
 
-def test_a_total_weight_of_0_is_an_error_that_names_the_number() -> None:
-    with pytest.raises(DataError, match="'eval' has no mean kl: its batches have a total weight of 0"):
-        evaluated({"kl": 1.0, "weight": 0})
+def test_the_loss_of_a_float64_model_keeps_its_digits() -> None:
+    def compute(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0].double()).sum() * 0 + 1 + 1e-12  # type: ignore[no-any-return]
+
+    (loss,) = tiny_trainer(model=tiny_model().double(), compute_loss=compute).evaluate(tiny_loader()).values()
+    assert loss - 1 == pytest.approx(1e-12, rel=1e-3)
 
 
-def test_a_complex_number_is_an_error_that_names_it() -> None:
-    for value in (torch.tensor(1j), 1j):
-        with pytest.raises(LossError, match=r"outputs\['z'\] of 'eval' is complex: expected a real number"):
-            evaluated({"z": value})
+MEASURED = {"mse": torch.tensor(1.0), "predictions": torch.ones(2), "targets": torch.ones(2)}
+BOTH = MetricCollection({"mse": MeanSquaredError()})
+COMPLEX = r"outputs\['z'\] of 'eval' is complex: expected a real number"
 
 
-def test_a_number_with_the_name_of_a_metric_is_an_error_at_the_first_batch() -> None:
-    outputs = {"mse": torch.tensor(1.0), "predictions": torch.ones(2), "targets": torch.ones(2)}
-    with pytest.raises(DataError, match=r"two results eval/mse: the mean of outputs\['mse'\], and the metric 'mse'\. Give one"):
-        evaluated(outputs, outputs, metrics={"mse": MeanSquaredError()})
-    with pytest.raises(
-        DataError, match=r"two results of 'eval' have the name 'eval/both/mse'\. Give the metric 'both' another"
-    ):
-        evaluated(outputs | {"both/mse": 1.0, "mse": None}, metrics={"both": MetricCollection({"mse": MeanSquaredError()})})
+@pytest.mark.parametrize(
+    ("outputs", "metrics", "error", "message"),
+    [
+        ([{"kl": 1.0, "weight": 0}], None, DataError, "'eval' has no mean kl: its batches have a total weight of 0"),
+        ([{"loss": NAN, "weight": 0}] * 2, None, DataError, "'eval' has no mean loss: its batches have a total weight of 0"),
+        ([{"z": torch.tensor(1j)}], None, LossError, COMPLEX),
+        ([{"z": 1j}], None, LossError, COMPLEX),
+        (
+            [MEASURED] * 2,
+            {"mse": MeanSquaredError()},
+            DataError,
+            r"two results eval/mse: the mean of outputs\['mse'\], and the metric 'mse'\. Give one",
+        ),
+        (
+            [MEASURED | {"both/mse": 1.0, "mse": None}],
+            {"both": BOTH},
+            DataError,
+            r"two results of 'eval' have the name 'eval/both/mse'\. Give the metric 'both' another",
+        ),
+    ],
+)
+def test_numbers_without_a_mean_or_a_name_of_their_own_are_an_error(
+    outputs: list[dict[str, Any]], metrics: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        evaluated(*outputs, metrics=metrics)
 
 
 def test_the_mean_of_a_number_can_be_watched() -> None:
@@ -177,7 +203,7 @@ def two_heads(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {"logits_a": batch[0], "labels_a": batch[1], "logits_b": 2 * batch[0], "labels_b": batch[1], "kl": batch[0].mean()}
 
 
-def test_a_metric_receives_the_outputs_that_it_names() -> None:
+def test_a_metric_receives_the_outputs_that_it_names_or_a_part_of_the_batch() -> None:
     loader = unequal(4, 3)
     inputs, targets = (torch.cat(parts) for parts in zip(*loader, strict=True))
     metrics = {
@@ -193,14 +219,10 @@ def test_a_metric_receives_the_outputs_that_it_names() -> None:
         "eval/b/mae": pytest.approx((2 * inputs - targets).abs().mean().item()),
         "eval/mean": pytest.approx(targets.mean().item()),
     }
-
-
-def test_a_name_may_be_that_of_a_part_of_the_batch() -> None:
-    loader = [{"x": torch.ones(2), "weights": torch.tensor([1.0, 3.0])}]
-    results = tiny_trainer().evaluate(
-        loader, compute=lambda model, batch: {"twice": 2 * batch["x"]}, metrics={"m": (MeanMetric(), "twice", "weights")}
-    )
-    assert results == {"eval/m": 2.0}
+    batch = {"x": torch.ones(2), "weights": torch.tensor([1.0, 3.0])}
+    doubled = {"m": (MeanMetric(), "twice", "weights")}
+    of_batch = tiny_trainer().evaluate([batch], compute=lambda model, batch: {"twice": 2 * batch["x"]}, metrics=doubled)
+    assert of_batch == {"eval/m": 2.0}
 
 
 class F1Score(MeanMetric):
@@ -210,6 +232,7 @@ class F1Score(MeanMetric):
 @pytest.mark.parametrize(
     ("metrics", "names"),
     [
+        ([], []),
         (MeanSquaredError(), ["mean_squared_error"]),
         ([F1Score(), MeanAbsoluteError()], ["f1_score", "mean_absolute_error"]),
         ((MeanSquaredError(), MeanAbsoluteError()), ["mean_squared_error", "mean_absolute_error"]),
@@ -226,40 +249,35 @@ def test_metrics_come_in_any_form_and_those_without_a_name_are_named_by_their_cl
     assert [*tiny_trainer().evaluate(tiny_loader(2), compute=compute, metrics=metrics)] == [f"eval/{name}" for name in names]
 
 
-def test_an_input_that_is_missing_is_an_error_at_the_first_batch_that_says_what_there_is() -> None:
-    metrics = {"acc_a": (MeanSquaredError(), "logits_a", "label_a")}
-    expected = (
-        r"metrics\['acc_a'\] of 'eval' needs 'label_a', but compute returned only \['logits_a', 'labels_a', .*\]\. "
-        r"Did you mean 'labels_a'\?"
-    )
-    with pytest.raises(DataError, match=expected):
-        tiny_trainer().evaluate(tiny_loader(2), compute=two_heads, metrics=metrics)
+MISSING = (
+    r"metrics\['acc_a'\] of 'eval' needs 'label_a', but compute returned only \['logits_a', 'labels_a', .*\]\. "
+    r"Did you mean 'labels_a'\?"
+)
+
+
+def test_an_input_that_is_missing_or_one_object_under_two_names_is_an_error() -> None:
+    with pytest.raises(DataError, match=MISSING):
+        tiny_trainer().evaluate(
+            tiny_loader(2), compute=two_heads, metrics={"acc_a": (MeanSquaredError(), "logits_a", "label_a")}
+        )
+    batch = {"x": torch.ones(1), "target": torch.ones(1)}
     with pytest.raises(
         DataError, match=r"needs 'y', but compute returned only \['loss'\], and the batch has \['x', 'target'\]"
     ):
-        tiny_trainer().evaluate(
-            [{"x": torch.ones(1), "target": torch.ones(1)}],
-            compute=lambda model, batch: {"loss": torch.tensor(1.0)},
-            metrics=[(MeanMetric(), "y")],
-        )
-
-
-def test_one_object_under_two_names_is_an_error_because_it_would_mix_them() -> None:
+        tiny_trainer().evaluate([batch], compute=returning({"loss": torch.tensor(1.0)}), metrics=[(MeanMetric(), "y")])
     metric = MeanSquaredError()
     with pytest.raises(ValueError, match="the metrics 'a' and 'b' are one object, which would be updated twice"):
         Evaluate(tiny_loader(1), metrics={"a": (metric, "x", "y"), "b": (metric, "z", "y")})
 
 
-def test_a_metric_may_return_one_number_for_each_class_in_several_forms() -> None:
-    class Several:
-        def update(self, *given: Tensor) -> None: ...
-        def reset(self) -> None: ...
-        def compute(self) -> Any:
-            return {"list": [1.0, torch.tensor(2.0)], "array": numpy.array([3.0]), "one": numpy.float32(4.0)}
+class Several:
+    """A metric of several results in several forms."""
 
-    results = tiny_trainer(compute_loss=MSE).evaluate(tiny_loader(1), metrics=(Several(), "loss"))
-    results.pop("eval/loss")
-    assert results == {"eval/several/list/0": 1, "eval/several/list/1": 2, "eval/several/array/0": 3, "eval/several/one": 4}
+    def update(self, *given: Tensor) -> None: ...
+    def reset(self) -> None: ...
+    def compute(self) -> Any:
+        numbers = {"list": [1.0, torch.tensor(2.0)], "array": numpy.array([3.0]), "one": numpy.float32(4.0)}
+        return numbers | {"tensor": torch.tensor([0.25, 0.5])}
 
 
 class Scores:
@@ -277,7 +295,34 @@ class Scores:
         return {"batches": len(self.batches), "pairs": sum(len(one) for one, _ in self.batches)}
 
 
-def test_a_flat_metric_reports_results_of_the_evaluation_itself() -> None:
+def test_a_metric_may_return_one_number_for_each_class_and_a_flat_one_reports_them_as_results_of_the_evaluation() -> None:
     pair = (torch.ones(2), torch.ones(2))
-    outputs = {"predictions": pair, "targets": pair, "loss": 1.0}
-    assert evaluated(outputs, metrics=[Scores()]) == {"eval/loss": 1.0, "eval/batches": 1.0, "eval/pairs": 2.0}
+    results = evaluated({"predictions": pair, "targets": pair, "loss": 1.0}, metrics=[Scores(), (Several(), "loss")])
+    flat = {"eval/loss": 1, "eval/batches": 1, "eval/pairs": 2}
+    several = {"list/0": 1, "list/1": 2, "array/0": 3, "one": 4, "tensor/0": 0.25, "tensor/1": 0.5}
+    assert results == flat | {f"eval/several/{name}": value for name, value in several.items()}
+
+
+def test_metrics_of_one_compute_group_are_updated_once_a_batch_and_report_what_each_reports_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def grouped() -> dict[str, Any]:
+        return {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}
+
+    together, trainer = MetricCollection(grouped()), tiny_trainer(compute_loss=MSE)
+    updates: list[str] = []
+
+    def watch(name: str, update: Callable[..., None]) -> Callable[..., None]:
+        def watched(*given: Any) -> None:
+            updates.append(name)
+            update(*given)
+
+        return watched
+
+    for name, metric in together.items(copy_state=False):
+        monkeypatch.setattr(metric, "update", watch(name, metric.update))
+    for _ in range(2):
+        updates.clear()
+        results = trainer.evaluate(unequal(3, 4, 2), metrics=[together])
+        assert results == trainer.evaluate(unequal(3, 4, 2), metrics=grouped())
+    assert updates == ["mse"] * 3  # the groups are known since the first batch of the first evaluation

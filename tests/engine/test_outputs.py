@@ -1,24 +1,63 @@
-"""What a batch gave, and values that are computed when, and only when, somebody asks."""
+"""From a batch to a loss, values that are computed when, and only when, somebody asks, and watched values."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import logging
+import math
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Derive, Outputs, Run, on, supervised
-from cadenza.errors import LossError, OutputError
-from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
+from cadenza import Callback, Derive, Monitor, Outputs, Run, Trainer, on, supervised
+from cadenza.errors import DataError, LossError, MonitorError, OutputError
+from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
+
+
+def test_supervised_gives_the_loss_the_predictions_and_the_targets() -> None:
+    inputs, targets = torch.ones(3, 1), torch.zeros(3, 1)
+    outputs = supervised(nn.functional.mse_loss)(tiny_model(), (inputs, targets))
+    assert outputs["targets"] is targets
+    assert torch.equal(outputs["loss"], nn.functional.mse_loss(outputs["predictions"], targets))
+
+
+@pytest.mark.parametrize(
+    ("batch", "got"),
+    [
+        ({"x": 1, "y": 2}, r"a mapping with \['x', 'y'\]"),
+        (torch.zeros(2, 3), r"a tensor of shape \(2, 3\)"),
+        ((1, 2, 3), "a tuple of 3"),
+        ([1], "a list of 1"),
+        (torch.zeros(3, 2, 2), r"a tensor of shape \(3, 2, 2\)"),
+        (5, "a int"),
+    ],
+)
+def test_other_batches_are_an_error_that_describes_them(batch: Any, got: str) -> None:
+    with pytest.raises(DataError, match=rf"expects batches \(inputs, targets\); got {got}\. For other batches give a function"):
+        supervised(nn.functional.mse_loss)(nn.Identity(), batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "precision", "what"),
+    [
+        ((torch.zeros(2, 1), torch.zeros(2, 1)), "fp32", "the forward pass of the model"),
+        (torch.zeros(2, 1), "fp32", "the loss that the model returned"),
+        (torch.zeros(2, 1), "bf16", "the loss that the model returned"),
+    ],
+)
+def test_a_model_that_gives_no_loss_because_compute_loss_is_missing_says_so(batch: Any, precision: str, what: str) -> None:
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises((TypeError, LossError)) as raised:
+        Trainer(nn.Linear(1, 1), optimizer, [batch], max_epochs=1, precision=precision, progress=False).fit()
+    note = raised.value.__notes__[0]
+    assert note.startswith(f"context: {what}")
+    assert "likely cure: the trainer has no compute_loss" in note
+
 
 MSE = supervised(nn.functional.mse_loss)
-
-
-def test_the_outputs_are_those_that_compute_loss_returned() -> None:
-    run = tiny_run(compute_loss=MSE)
-    assert set(run.outputs) == {"loss", "predictions", "targets"}
 
 
 def test_the_object_is_the_same_until_the_next_batch_starts() -> None:
@@ -32,16 +71,11 @@ def test_the_object_is_the_same_until_the_next_batch_starts() -> None:
             seen.append(outputs)
 
         def on_batch_end(self, run: Run, batch: Any, outputs: MutableMapping[str, Any]) -> None:
-            seen.append(outputs)
-
-        def on_step_end(self, run: Run) -> None:
-            seen.append(run.outputs)
+            seen.extend([outputs, run.outputs])
 
     tiny_run(callbacks=[Keeping()], batches=2)
-    first, second = seen[:4], seen[4:]
-    assert all(one is first[0] for one in first)
-    assert all(one is second[0] for one in second)
-    assert first[0] is not second[0]
+    assert [id(one) for one in seen] == [id(seen[0])] * 4 + [id(seen[4])] * 4
+    assert seen[0] is not seen[4]
 
 
 def test_a_derived_value_is_computed_once_a_batch_without_gradient_and_only_if_asked_for() -> None:
@@ -51,35 +85,54 @@ def test_a_derived_value_is_computed_once_a_batch_without_gradient_and_only_if_a
         computed.append(torch.is_grad_enabled())
         return cast("Tensor", run.outputs["predictions"] - run.outputs["targets"]).abs().max()
 
-    @on(Callback.on_batch_end, every=2)
-    def ask(run: Run, batch: Any, outputs: MutableMapping[str, Any]) -> None:
-        assert outputs["error"] is outputs["error"]
-
+    ask = on(Callback.on_batch_end, every=2)(lambda run, batch, outputs: [outputs["error"], outputs["error"]])
     tiny_run(compute_loss=MSE, callbacks=[Derive(error=error), ask], batches=5)
     assert computed == [False, False]
 
 
-def test_a_derived_value_may_stand_on_another() -> None:
-    derive = Derive(one=lambda run: 1, two=lambda run: run.outputs["one"] + 1)
-    values: list[int] = []
-    tiny_run(callbacks=[derive, on(Callback.on_step_end)(lambda run: values.append(run.outputs["two"]))], steps=1)
-    assert values == [2]
-
-
-def test_a_derived_value_is_there_for_in_and_get_but_not_before_it_is_asked_for() -> None:
+def test_a_derived_value_may_stand_on_another_and_is_there_for_in_and_get_but_not_before_it_is_asked_for() -> None:
     facts: list[object] = []
 
     @on(Callback.on_step_end)
     def look(run: Run) -> None:
         facts.extend(["one" in run.outputs, "one" in list(run.outputs), run.outputs.get("one"), run.outputs.get("none", 5)])
+        facts.append(run.outputs["two"])
 
-    tiny_run(callbacks=[Derive(one=lambda run: 1), look], steps=1)
-    assert facts == [True, False, 1, 5]
+    derive = Derive(one=lambda run: 1, two=lambda run: run.outputs["one"] + 1)
+    run = tiny_run(compute_loss=MSE, callbacks=[derive, look], steps=1)
+    assert facts == [True, False, 1, 5, 2]
+    assert set(run.outputs) - {"one", "two"} == {"loss", "predictions", "targets"}, "what compute_loss returned"
 
 
-def test_an_output_that_is_not_there_is_an_error_that_shows_the_nearest() -> None:
-    with pytest.raises(OutputError, match=r"no output 'los'; it has \['loss', 'f1'\]\. Did you mean 'loss'\?"):
-        tiny_run(callbacks=[Derive(f1=lambda run: 1), on(Callback.on_step_end)(lambda run: run.outputs["los"])])
+COMPLEX = tiny_trainer(compute_loss=lambda model, batch: torch.complex(model(batch[0]).mean(), torch.tensor(0.0)))
+F1, ASK = Derive(f1=lambda run: 1), on(Callback.on_step_end)(lambda run: run.outputs["los"])
+ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: tiny_run(callbacks=[F1, ASK]), OutputError, r"no output 'los'; it has \['loss', 'f1'\]\. Did you mean 'loss'\?"),
+    (
+        lambda: tiny_run(callbacks=[F1, Derive(f1=lambda run: 2)]),
+        OutputError,
+        r"two Derive callbacks define 'f1'\. Give one of the two another name",
+    ),
+    (lambda: Derive(f1=cast("Any", 3)), TypeError, r"Derive\(f1=\.\.\.\) must be a function of the run; got 3"),
+    (
+        lambda: Outputs().take(3),
+        LossError,
+        r"must return the loss as a tensor of shape \(\), a mapping with the key 'loss', or an",
+    ),
+    (lambda: COMPLEX.fit(), LossError, r"got a complex tensor \(torch.complex64\): return a real number"),
+    (lambda: COMPLEX.evaluate(tiny_loader()), LossError, "the loss of 'eval' is complex"),
+    (
+        lambda: supervised(cast("Any", "mse")),
+        TypeError,
+        r"supervised takes a function \(predictions, targets\) -> loss; got 'mse'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "error", "message"), ERRORS)
+def test_what_is_no_output_or_no_loss_is_an_error(act: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        act()
 
 
 def test_a_derived_value_asked_for_too_late_is_an_error() -> None:
@@ -88,16 +141,6 @@ def test_a_derived_value_asked_for_too_late_is_an_error() -> None:
     tiny_run(callbacks=[Derive(f1=lambda run: 1), keep])
     with pytest.raises(OutputError, match="was not read while its batch was there, and the batch is gone"):
         kept[0]["f1"]
-
-
-def test_two_derived_values_of_one_name_are_an_error() -> None:
-    with pytest.raises(OutputError, match=r"two Derive callbacks define 'f1'\. Give one of the two another name"):
-        tiny_run(callbacks=[Derive(f1=lambda run: 1), Derive(f1=lambda run: 2)])
-
-
-def test_a_derived_value_that_is_no_function_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"Derive\(f1=\.\.\.\) must be a function of the run; got 3"):
-        Derive(f1=cast("Any", 3))
 
 
 class WithLoss(NamedTuple):
@@ -114,19 +157,74 @@ def test_a_tensor_is_the_loss_and_an_object_with_a_loss_gives_its_loss() -> None
     assert outputs["loss"] == 1.0
 
 
-def test_nothing_with_a_loss_is_an_error_that_says_what_is_expected() -> None:
+@pytest.mark.parametrize(
+    ("mode", "min_delta", "values", "better"),
+    [
+        ("max", 0.0, (1.0, 0.5, 1.0, 1.5), [True, False, False, True]),
+        ("min", 0.0, (1.0, 1.5, 1.0, 0.5), [True, False, False, True]),
+        ("max", 0.25, (1.0, 1.25, 1.5), [True, False, True]),
+    ],
+)
+def test_better_is_what_the_mode_says_by_more_than_min_delta(
+    mode: Any, min_delta: float, values: tuple[float, ...], better: list[bool]
+) -> None:
+    run, monitor = tiny_run(steps=1), Monitor("eval/acc", mode, owner="Mine", min_delta=min_delta)
+    assert [monitor.update(run, value) for value in values] == better
+
+
+def test_nan_is_never_better_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    run, monitor = tiny_run(steps=1), Monitor("eval/acc", "max", owner="Mine")
+    with caplog.at_level(logging.WARNING, logger="cadenza"):
+        assert [monitor.update(run, value) for value in (math.nan, 1.0, math.nan, 2.0)] == [False, True, False, True]
+    assert caplog.messages == ["Mine: 'eval/acc' is NaN, which is never better"]
+
+
+def test_a_function_of_the_results_can_be_watched_and_a_value_of_another_evaluation_is_none_of_its_business() -> None:
+    def total(results: Any) -> float:
+        return float(results["eval/a"] + results["eval/b"])
+
+    monitor = Monitor(total, "max", owner="Mine")
+    assert monitor.name == "total"
+    assert monitor.value_in("eval", {"eval/a": 1.0, "eval/b": 2.0}) == 3.0
+    assert Monitor("test/acc", "max", owner="Mine").value_in("eval", {"eval/acc": 1.0}) is None
+
+
+def test_an_unknown_name_is_an_error_that_lists_what_was_reported() -> None:
     with pytest.raises(
-        LossError, match=r"must return the loss as a tensor of shape \(\), a mapping with the key 'loss', or an"
+        MonitorError, match=r"Mine watches 'eval/ac', but the evaluation 'eval' reported only \['eval/acc'\]\. Did"
     ):
-        Outputs().take(3)
+        Monitor("eval/ac", "max", owner="Mine").value_in("eval", {"eval/acc": 1.0})
+    with pytest.raises(MonitorError, match=r"no evaluation will report it: there is 'valid/\.\.\.'\. "):
+        Monitor("eval/acc", "max", owner="Mine").check_reported_by(["valid"])
 
 
-def test_a_complex_loss_is_an_error_that_says_so() -> None:
-    def compute(model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = torch.complex(model(batch[0]).mean(), torch.tensor(0.0))
-        return loss
+@pytest.mark.parametrize("mode", ["auto", None, "MAX"])
+def test_a_mode_is_never_guessed(mode: Any) -> None:
+    with pytest.raises(ValueError, match=r"Mine: mode must be 'min' or 'max', the direction that is better; got"):
+        Monitor("eval/acc", mode, owner="Mine")
+    with pytest.raises(TypeError, match="Mine: a monitor is a name such as 'eval/acc' or a function of the results; got 3"):
+        Monitor(cast("Any", 3), "max", owner="Mine")
 
-    with pytest.raises(LossError, match=r"got a complex tensor \(torch.complex64\): return a real number"):
-        tiny_run(compute_loss=compute)
-    with pytest.raises(LossError, match="the loss of 'eval' is complex"):
-        tiny_trainer(compute_loss=compute).evaluate(tiny_loader())
+
+def test_the_best_goes_round_a_save_and_a_load_and_is_forgotten_on_request() -> None:
+    first, second = Monitor("eval/acc", "max", owner="Mine"), Monitor("eval/acc", "max", owner="Mine")
+    first.update(tiny_run(steps=1), 0.5)
+    second.load_state_dict(first.state_dict())
+    assert second.best == 0.5
+    second.reset()
+    assert second.best == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("watched", "known", "meant"),
+    [
+        ("evl/acc", ["eval", "far"], "Did you mean 'eval/acc'?"),
+        ("evaluation/f1", ["eval"], "Did you mean 'eval/f1'?"),
+        ("acc", ["eval"], "Did you mean 'eval/acc'?"),
+        ("train/grad_norm", ["eval"], "watch a name of one that is there."),
+    ],
+)
+def test_a_misspelled_evaluation_is_answered_with_the_nearest_name(watched: str, known: list[str], meant: str) -> None:
+    with pytest.raises(MonitorError) as caught:
+        Monitor(watched, "max", owner="Mine").check_reported_by(known)
+    assert str(caught.value).endswith(meant)

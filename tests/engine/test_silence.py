@@ -1,11 +1,22 @@
-"""Quiet windows: for how many steps ranks exchange nothing, from what each of them expects."""
+"""Quiet windows: for how many steps ranks exchange nothing; and where the training thread of a rank is."""
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
+import torch
+
+from cadenza import Callback, Run, on
+from cadenza.drivers.posts import Waits
+from cadenza.drivers.tree import Tree
+from cadenza.engine.session import Session, session_of
 from cadenza.engine.silence import Silence
+from cadenza.engine.whereabouts import whereabouts
+from cadenza.testing import launch, tiny_run
+from tests.waiting import until
 
 
 def quiet_steps(expected: Sequence[float], pace_s: float) -> list[int]:
@@ -17,14 +28,11 @@ def quiet_steps(expected: Sequence[float], pace_s: float) -> list[int]:
     return [step for step in range(2, 200) if window.covers(step)]
 
 
-def test_a_quiet_window_of_ranks_that_expect_the_same_ends_at_the_next_call() -> None:
+def test_a_quiet_window_suits_each_rank_and_ends_at_the_next_call() -> None:
     assert quiet_steps([47, 47], 0.001) == [*range(2, 49)]
     assert quiet_steps([1, 1], 0.001) == [2]
     assert quiet_steps([0, 0], 0.001) == quiet_steps([-1, -1], 0.001) == []
     assert quiet_steps([math.inf, math.inf], 0.01) == [*range(2, 27)]  # 25 steps take a quarter of a second
-
-
-def test_a_quiet_window_of_ranks_that_differ_suits_each_of_them() -> None:
     assert quiet_steps([47, 9], 0.001) == quiet_steps([9, 8, math.inf], 0.001) == [*range(2, 10)]
     assert quiet_steps([47, 1], 0.001) == []
     assert quiet_steps([200, 130], 0.01) == [*range(2, 27)]
@@ -37,3 +45,82 @@ def test_a_slow_step_is_forgotten_at_the_next_exchange() -> None:
         window.measure(step, elapsed_s)
         window.agree(votes, ranks=2, first=step + 1)
         assert window.covers(step + 1) is (step != 2)
+
+
+def test_a_rank_waits_while_another_thread_communicates_for_it() -> None:
+    """Else a healthy rank of many would be named as one that is behind."""
+    seen: list[Waits] = []
+    arrived = threading.Event()
+
+    @on(Callback.on_step_end)
+    def wait(run: Run) -> None:
+        def look() -> None:
+            try:
+                until(lambda: whereabouts(session_of(run)).waits is Waits.YES)
+                seen.append(Waits.YES)
+            finally:
+                arrived.set()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        Tree(1, 2, lambda *_: None, lambda *_: arrived.wait()).start(torch.zeros(1))()
+        thread.join()
+
+    tiny_run(steps=1, callbacks=[wait])
+    assert seen == [Waits.YES]
+
+
+def test_a_collection_while_frames_are_read_does_not_let_them_go() -> None:
+    """Python 3.11 would crash: it collects inside `frame.f_back`, and a finalizer may let the training thread go on."""
+
+    def train() -> None:
+        @on(Callback.on_step_end)
+        def look(run: Run) -> None:
+            for allocations in range(40):  # until the collection: the frames are reached after some twenty
+                look_while_frames_end(session_of(run), allocations)
+
+        tiny_run(steps=1, callbacks=[look])
+
+    launch(train, 1)  # the collections are quick there: what this process has is frozen
+
+
+def look_while_frames_end(session: Session, allocations: int) -> None:
+    training, deep, over, gone = threading.get_ident(), threading.Event(), threading.Event(), threading.Event()
+
+    class LetsGo:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            if threading.get_ident() != training:
+                over.set()
+                gone.wait()
+
+    def look() -> None:
+        deep.wait()
+        gc.disable()
+        gc.collect()
+        LetsGo()
+        kept = [[] for _ in range(gc.get_threshold()[0] - gc.get_count()[0] - allocations)]  # type: ignore[var-annotated]
+        gc.enable()
+        whereabouts(session)
+        del kept
+        over.set()
+
+    def wait() -> None:
+        deep.set()
+        over.wait()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    descend(30, wait)
+    descend(60, threading.get_ident)  # other frames where the old ones were
+    gone.set()
+    thread.join()
+
+
+def descend(calls: int, last: Callable[[], object]) -> None:
+    if calls:
+        descend(calls - 1, last)
+    else:
+        last()

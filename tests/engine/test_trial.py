@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from cadenza import Callback, Run, on
+from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Evaluate, FindBatchSize, FindLearningRate, LearningRate, Limit, LogTraining, Warmup
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError
 from cadenza.loading.rng import RNGState
 from cadenza.status.plain import first_difference
-from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import Recorder, tiny_loader, tiny_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata, when it makes a loader
 
@@ -61,8 +64,7 @@ def shuffled(kind: Callable[..., Any] = DataLoader, **arguments: Any) -> Any:
 class Moving:
     """A loader that knows its own position, and goes on from there."""
 
-    def __init__(self) -> None:
-        self.place = 0
+    place = 0
 
     def __iter__(self) -> Iterator[Any]:
         for batch in tiny_loader(6)[self.place % 6 :]:
@@ -79,10 +81,6 @@ class Moving:
         self.place = state["place"]
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, 0.01)
-
-
 def trained(*finders: Callback, make_loader: Callable[[], Any] = shuffled, **arguments: Any) -> dict[str, Any]:
     """Train, and return all that a trial before the training might have changed."""
     torch.manual_seed(3)
@@ -92,7 +90,7 @@ def trained(*finders: Callback, make_loader: Callable[[], Any] = shuffled, **arg
     callbacks = [Evaluate(tiny_loader(2)), schedule, LogTraining(every="1 step", throughput=False), Warmup(0.2)]
     run = tiny_run(
         model=model,
-        optimizer=adam,
+        optimizer=partial(Adam, lr=0.01),
         loader=make_loader(),
         callbacks=[recorder, *callbacks, keep, *finders],
         **{"epochs": 2, "seed": 7, **arguments},
@@ -121,18 +119,18 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-def test_the_training_after_a_range_test_has_the_bits_of_one_without(loader: str) -> None:
-    find = FindLearningRate(start=1e-4, end=100, steps=15)
-    plain, after = trained(make_loader=LOADERS[loader]), trained(find, make_loader=LOADERS[loader])
+@pytest.mark.parametrize(
+    ("loader", "arguments"),
+    [
+        *((name, {}) for name in LOADERS),
+        *(("a DataLoader", arguments) for arguments in ({"accumulate": 4}, {"precision": "fp16"}, {"precision": "bf16"})),
+    ],
+)
+def test_the_training_after_a_range_test_has_the_bits_of_one_without(loader: str, arguments: dict[str, Any]) -> None:
+    find = FindLearningRate(start=1e-4, end=1e6 if arguments else 100, steps=15)
+    plain = trained(make_loader=LOADERS[loader], **arguments)
+    assert first_difference(plain, trained(find, make_loader=LOADERS[loader], **arguments)) is None
     assert len(find.rates) > 6, "the test went on in a second epoch"
-    assert first_difference(plain, after) is None
-
-
-@pytest.mark.parametrize("arguments", [{"accumulate": 4}, {"precision": "fp16"}, {"precision": "bf16"}])
-def test_nor_does_it_matter_with_accumulation_or_less_precision(arguments: dict[str, Any]) -> None:
-    find = FindLearningRate(start=1e-4, end=1e6, steps=15)
-    assert first_difference(trained(**arguments), trained(find, **arguments)) is None
     assert len(find.losses) >= 10
 
 
@@ -140,20 +138,6 @@ def test_a_search_for_the_batch_size_leaves_no_trace() -> None:
     find = FindBatchSize(lambda size: shuffled(), start=4, max_size=4)
     assert first_difference(trained(), trained(find)) is None
     assert find.size == 4
-
-
-def test_what_an_optimizer_has_learned_before_is_put_back() -> None:
-    """The second run of one optimizer: its moments are there already."""
-    results = []
-    for finders in ([], [FindLearningRate(start=1e-3, steps=12)]):
-        torch.manual_seed(1)
-        model = Lively()
-        optimizer = adam(model.parameters())
-        for callbacks in ([], finders):
-            trainer = tiny_trainer(model=model, optimizer=optimizer, loader=shuffled(), callbacks=callbacks, seed=2)
-            trainer.fit()
-        results.append({"model": model.changed(), "optimizer": optimizer.state_dict()})
-    assert first_difference(results[0], results[1]) is None
 
 
 def test_a_step_fn_is_tried_as_it_is() -> None:
@@ -191,22 +175,6 @@ def test_a_test_that_fails_leaves_everything_as_it_was_too() -> None:
     assert first_difference(streams[0], RNGState.capture().to_plain()) is None
 
 
-def test_a_loader_that_gives_each_batch_once_is_refused() -> None:
-    with pytest.raises(DataError, match="a generator gives each batch once, and the training would miss those"):
-        tiny_run(callbacks=[FindLearningRate()], loader=(batch for batch in tiny_loader()))
-
-
-def test_a_limit_holds_for_the_test_as_well() -> None:
-    seen: set[int] = set()
-
-    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
-        seen.add(int(batch[0][0].item() * 1000))
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-    tiny_run(callbacks=[FindLearningRate(steps=10), Limit(train=2)], batches=5, compute_loss=compute_loss)
-    assert len(seen) == 2
-
-
 def test_a_part_in_evaluation_mode_is_tested_so() -> None:
     model = Lively()
     frozen = model.layers[1]
@@ -225,28 +193,200 @@ def test_a_gradient_that_is_there_before_is_there_afterwards() -> None:
     free = model.layers[3].get_parameter("weight")
     given = free.grad = torch.ones_like(free)
     seen: list[tuple[bool, float]] = []
-
-    class Look(Callback):
-        after = (FindLearningRate,)
-
-        def on_fit_start(self, run: Run) -> None:
-            seen.append((free.grad is given, given.sum().item()))
+    look = on(Callback.on_epoch_start)(lambda run: seen.append((free.grad is given, given.sum().item())))
 
     def without_it(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD([one for one in parameters if one is not free], 0.1)
+        return SGD([one for one in parameters if one is not free], 0.1)
 
-    tiny_run(model=model, optimizer=without_it, callbacks=[FindLearningRate(steps=10), Look()])
+    tiny_run(model=model, optimizer=without_it, callbacks=[FindLearningRate(steps=10), look])
     assert seen == [(True, 8.0)]
 
 
-def test_the_batches_of_the_trial_are_the_first_ones_of_the_run() -> None:
-    """Also where no seed is given, and the order is another one in each run."""
+def tried(**arguments: Any) -> list[Tensor]:
+    """Return the batches of a run, those of its trial first."""
     seen: list[Tensor] = []
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
         seen.append(batch[0].clone())
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    tiny_run(compute_loss=compute_loss, loader=shuffled(), callbacks=[FindLearningRate(steps=12)], epochs=2)
+    tiny_run(compute_loss=compute_loss, **arguments)
+    return seen
+
+
+def test_the_batches_of_the_trial_are_the_first_ones_of_the_run() -> None:
+    """Also where no seed is given, and the order is another one in each run."""
+    seen = tried(loader=shuffled(), callbacks=[FindLearningRate(steps=12)], epochs=2)
     assert len(seen) == 24
-    assert all(torch.equal(tried, trained) for tried, trained in zip(seen[:12], seen[12:], strict=True))
+    assert all(torch.equal(first, again) for first, again in zip(seen[:12], seen[12:], strict=True))
+
+
+def test_a_limit_holds_for_the_trial_as_well() -> None:
+    seen = tried(callbacks=[FindLearningRate(steps=10), Limit(train=2)], batches=5)
+    assert len({batch[0].item() for batch in seen}) == 2
+
+
+Params = list[nn.Parameter]
+
+
+class Sam(Optimizer):
+    """Sharpness-aware minimization (arXiv:2010.01412): its groups are those of the optimizer inside."""
+
+    def __init__(self, params: Params, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho, "lr": 0.1})
+        self.base_optimizer = SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["old"] = weight.clone()
+            weight += 0.05 * weight.grad / (weight.grad.norm() + 1e-12)
+            weight.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a closure
+        for weight in self.param_groups[0]["params"]:
+            weight.copy_(self.state[weight]["old"])
+        self.base_optimizer.step()
+
+
+class Lookahead(Optimizer):
+    """Lookahead (arXiv:1907.08610): slow weights and a count, neither in a state_dict; its state is that of the one inside."""
+
+    def __init__(self, params: Params) -> None:
+        self.optimizer = Adam(params, lr=0.05)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self.defaults = self.optimizer.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.slow_weights = [[weight.detach().clone() for weight in group["params"]] for group in self.param_groups]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a closure
+        self.optimizer.step()
+        self.count += 1
+        if self.count % 4 == 0:
+            for group, slow in zip(self.param_groups, self.slow_weights, strict=True):
+                for weight, kept in zip(group["params"], slow, strict=True):
+                    kept.add_(weight - kept, alpha=0.5)
+                    weight.copy_(kept)
+
+
+def trained_with(make: Callable[[Params], Optimizer], *finders: Callback, loader: Any = None) -> dict[str, Any]:
+    """Train, and return the bits of weights, of what the optimizer holds, and of each batch."""
+    torch.manual_seed(0)
+    model, batches = nn.Linear(1, 1), list[Tensor]()
+    optimizer = make(list(model.parameters()))
+    keep = on(Callback.on_batch_start)(lambda run, batch: batches.append(batch[0].clone()))
+
+    def step(run: Run, batch: Any) -> Tensor:
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        run.backward(loss)
+        if isinstance(optimizer, Sam):
+            optimizer.climb()
+            run.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+        run.update()
+        return loss.detach()
+
+    loader = tiny_loader(6) if loader is None else loader
+    Trainer(model, optimizer, loader, step_fn=step, max_epochs=2, seed=3, callbacks=[keep, *finders], progress=False).fit()
+    inner = getattr(optimizer, "base_optimizer", optimizer)
+    states = [dict(state) for state in inner.state.values()]
+    held = [states, getattr(optimizer, "slow_weights", None), getattr(optimizer, "count", None)]
+    return {"weights": [*model.parameters()], "held": held, "batches": batches, "rates": [g["lr"] for g in inner.param_groups]}
+
+
+def finders() -> dict[str, Callback]:
+    return {
+        "rate": FindLearningRate(start=1e-3, end=10, steps=11),
+        "size": FindBatchSize(lambda size: tiny_loader(12 // size, size), start=2, max_size=2),
+    }
+
+
+def worn(kind: Callable[[Params], Optimizer], params: Params) -> Optimizer:
+    """Return an optimizer that has learned something before: its moments are there already."""
+    optimizer = kind(params)
+    for _ in range(3):
+        for weight in params:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    return optimizer
+
+
+MAKERS: dict[str, Callable[[Params], Optimizer]] = {
+    "Sam": Sam,
+    "Lookahead": Lookahead,
+    "worn Lookahead": partial(worn, Lookahead),
+    "worn Adam": partial(worn, Adam),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("finder", ["rate", "size"])
+def test_an_optimizer_that_holds_another_or_has_learned_trains_to_the_same_bits_after_a_trial(make: str, finder: str) -> None:
+    plain, found = trained_with(MAKERS[make]), trained_with(MAKERS[make], finders()[finder])
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+
+
+class Own:
+    """A loader whose order comes from generators of its own, and from what it has counted."""
+
+    def __init__(self, draw: Callable[[Own], int]) -> None:
+        self.draw, self.passes, self.order = draw, 0, [*range(6)]
+        self.torch, self.python = torch.Generator().manual_seed(1), random.Random(1)
+        self.old, self.new = numpy.random.RandomState(1), numpy.random.default_rng(1)
+        self.indices, self.inner = numpy.arange(6), {"deep": [torch.arange(6)]}
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        batches = tiny_loader(6)
+        first = self.draw(self) % 6
+        yield from batches[first:] + batches[:first]
+
+
+def in_place(own: Own) -> int:
+    own.python.shuffle(own.order)
+    return int(own.order[0])
+
+
+def shuffled_array(own: Own) -> int:
+    own.old.shuffle(own.indices)
+    own.inner["deep"][0].add_(1)
+    return int(own.indices[0]) + int(own.inner["deep"][0][0])
+
+
+DRAWS: dict[str, Callable[[Own], int]] = {
+    "a count of passes": lambda own: own.passes,
+    "a torch generator": lambda own: int(torch.randint(6, (), generator=own.torch)),
+    "a numpy generator": lambda own: int(own.new.integers(6)),
+    "a list that is in_place in place": in_place,
+    "arrays that are changed in place": shuffled_array,
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_loader_with_state_of_its_own_gives_the_same_batches_after_a_trial(draw: str) -> None:
+    plain = trained_with(partial(SGD, lr=0.1), loader=Own(DRAWS[draw]))
+    found = trained_with(partial(SGD, lr=0.1), finders()["rate"], loader=Own(DRAWS[draw]))
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+
+
+class Endless:
+    def __init__(self) -> None:
+        self.batches = cycle(tiny_loader(6))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (next(self.batches) for _ in range(6))
+
+
+def test_a_loader_that_gives_each_batch_once_is_refused_before_it_is_read() -> None:
+    with pytest.raises(DataError, match="a generator gives each batch once, and the training would miss those"):
+        tiny_run(callbacks=[FindLearningRate()], loader=(batch for batch in tiny_loader()))
+    loader = Endless()
+    with pytest.raises(DataError, match=r"a cycle gives each batch once, and the training would miss those"):
+        tiny_run(callbacks=[FindLearningRate()], loader=loader)
+    assert torch.equal(next(loader.batches)[0], tiny_loader(6)[0][0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,75 +11,39 @@ import torch
 
 from cadenza import Callback, Counters, Run, on
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run
+from tests.engine.parts import moments
+
+INSIDE = "on_step_start on_batch_start on_before_backward on_after_backward on_batch_end on_before_optimizer_step"
 
 
-def trace(text: str) -> list[str]:
-    return text.split()
-
-
-def seen_when(
-    *callbacks: Callback, error: type[BaseException] | None = None, **arguments: Any
-) -> tuple[list[str], BaseException | None]:
-    """Return the moments of a run that holds `callbacks` after a recorder, and the error with which it ended."""
-    recorder = Recorder()
-    if error is None:
-        tiny_run(callbacks=[recorder, *callbacks], **arguments)
-        return recorder.names, None
-    with pytest.raises(error) as caught:
-        tiny_run(callbacks=[recorder, *callbacks], **arguments)
-    return recorder.names, caught.value
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        Callback.on_step_start,
-        Callback.on_batch_start,
-        Callback.on_before_backward,
-        Callback.on_after_backward,
-        Callback.on_batch_end,
-        Callback.on_before_optimizer_step,
-        Callback.on_after_zero_grad,
-        Callback.on_step_end,
-    ],
-)
-def test_a_stop_is_taken_at_the_end_of_the_step_in_which_it_was_asked_for(moment: Callable[..., None]) -> None:
-    @on(moment, when=lambda run: run.progress.step == 1 or moment is Callback.on_step_end)
-    def stop(run: Run, *_: Any) -> None:
-        run.stop("enough")
-
-    recorder = Recorder()
+@pytest.mark.parametrize("name", [*INSIDE.split(), "on_after_zero_grad", "on_step_end"])
+def test_a_stop_is_taken_at_the_end_of_the_step_in_which_it_was_asked_for(name: str) -> None:
+    asking = on(getattr(Callback, name), when=lambda run: run.progress.step == 1 or name == "on_step_end")
+    recorder, stop = Recorder(), asking(lambda run, *_: run.stop("enough"))
     run = tiny_run(callbacks=[recorder, stop], epochs=2, batches=6, accumulate=2)
-    assert run.progress.step == (1 if moment is Callback.on_step_end else 2)
-    assert recorder.names[-4:] == trace("on_step_end on_stop on_epoch_end on_fit_end")
+    assert run.progress.step == (1 if name == "on_step_end" else 2)
+    assert recorder.names[-4:] == ["on_step_end", "on_stop", "on_epoch_end", "on_fit_end"]
     assert run.outcome is not None
     assert (run.outcome.kind, run.outcome.reason) == ("stopped", "enough")
 
 
-def test_a_stop_before_the_first_step_does_none() -> None:
-    names, _ = seen_when(on(Callback.on_fit_start)(lambda run: run.stop("not today")))
-    assert names == trace("on_setup on_fit_start on_stop on_fit_end")
-
-
-def test_a_stop_at_the_start_of_an_epoch_still_ends_it() -> None:
-    names, _ = seen_when(on(Callback.on_epoch_start)(lambda run: run.stop("not today")))
-    assert names == trace("on_setup on_fit_start on_epoch_start on_stop on_epoch_end on_fit_end")
-
-
-def test_a_stop_at_the_end_of_an_epoch_is_taken_before_the_end_of_the_fit() -> None:
-    recorder = Recorder()
-    run = tiny_run(callbacks=[recorder, on(Callback.on_epoch_end)(lambda run: run.stop("enough"))], epochs=9)
-    assert recorder.names[-3:] == trace("on_epoch_end on_stop on_fit_end")
-    assert run.progress.epoch == 1
+@pytest.mark.parametrize(
+    ("moment", "ending"),
+    [
+        (Callback.on_fit_start, "on_setup on_fit_start on_stop on_fit_end"),  # no step
+        (Callback.on_epoch_start, "on_setup on_fit_start on_epoch_start on_stop on_epoch_end on_fit_end"),
+        (Callback.on_epoch_end, "on_step_end on_fetch_start on_fetch_end on_epoch_end on_stop on_fit_end"),  # the first of 9
+    ],
+)
+def test_a_stop_outside_of_steps_is_taken_at_once(moment: Any, ending: str) -> None:
+    names = moments(on(moment)(lambda run, *_: run.stop("not today")), epochs=9)
+    assert names[-len(ending.split()) :] == ending.split()
+    assert names.count("on_epoch_end") == ending.count("on_epoch_end")
 
 
 def test_the_first_of_two_stops_counts() -> None:
-    class Two(Callback):
-        def on_step_end(self, run: Run) -> None:
-            run.stop("first")
-            run.stop("second")
-
-    run = tiny_run(callbacks=[Two()])
+    first, second = (on(Callback.on_step_end)(partial(Run.stop, reason=reason)) for reason in ("first", "second"))
+    run = tiny_run(callbacks=[first, second])
     assert run.outcome is not None
     assert run.outcome.reason == "first"
     assert [decision.why for decision in run.decisions] == ["first", "second"]
@@ -88,23 +53,17 @@ def test_end_epoch_ends_it_after_the_step_and_counts_it_as_whole() -> None:
     recorder = Recorder(Callback.on_step_end, Callback.on_epoch_end, Callback.on_stop)
     ending = on(Callback.on_batch_start, at=2)(lambda run, batch: run.end_epoch("seen enough"))
     run = tiny_run(callbacks=[recorder, ending], epochs=2, batches=3)
-    assert recorder.names == trace("on_step_end on_step_end on_epoch_end") + ["on_step_end"] * 3 + ["on_epoch_end"]
+    assert recorder.names == ["on_step_end"] * 2 + ["on_epoch_end"] + ["on_step_end"] * 3 + ["on_epoch_end"]
     assert run.progress.now() == Counters(epoch=2, step=5, batch=5, batch_in_epoch=0, samples=10)
     assert run.why("epoch ended").endswith("seen enough")
 
 
 def test_a_batch_skipped_at_its_start_is_counted_and_trains_nothing() -> None:
     recorder = Recorder()
-
-    @on(Callback.on_batch_start)
-    def skip(run: Run, batch: Any) -> None:
-        run.skip_batch("no good")
-
+    skip = on(Callback.on_batch_start)(lambda run, batch: run.skip_batch("no good"))
     run = tiny_run(callbacks=[recorder, skip], batches=1)
-    assert recorder.names == trace(
-        "on_setup on_fit_start on_epoch_start on_fetch_start on_fetch_end on_step_start on_batch_start on_batch_end "
-        "on_step_end on_fetch_start on_fetch_end on_epoch_end on_fit_end"
-    )
+    step = "on_fetch_start on_fetch_end on_step_start on_batch_start on_batch_end on_step_end on_fetch_start on_fetch_end"
+    assert recorder.names == f"on_setup on_fit_start on_epoch_start {step} on_epoch_end on_fit_end".split()
     assert run.progress.batch == 1
     assert torch.equal(run.model.weight, tiny_model().weight)  # type: ignore[arg-type]  # the tiny model is a Linear
     assert run.loss is None
@@ -114,7 +73,7 @@ def test_a_batch_skipped_before_backward_has_no_after_backward() -> None:
     recorder = Recorder()
     skip = on(Callback.on_before_backward)(lambda run, outputs: run.skip_batch("no good"))
     run = tiny_run(callbacks=[recorder, skip], batches=2, accumulate=2)
-    one = trace("on_batch_start on_before_backward on_batch_end")
+    one = ["on_batch_start", "on_before_backward", "on_batch_end"]
     start = recorder.names.index("on_batch_start")
     assert recorder.names[start : start + 9] == [*one, "on_fetch_start", "on_fetch_end", *one, "on_step_end"]
     assert [decision.why for decision in run.decisions if decision.what == "batch skipped"] == ["no good"] * 2
@@ -136,12 +95,7 @@ def test_skipping_a_batch_too_late_is_an_error(moment: Callable[..., None]) -> N
 
 
 def test_skipping_too_late_a_batch_that_was_skipped_already_is_an_error_too() -> None:
-    class Late(Callback):
-        def on_batch_start(self, run: Run, batch: Any) -> None:
-            run.skip_batch("in time")
-
-        def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
-            run.skip_batch("too late")
-
+    early = on(Callback.on_batch_start)(lambda run, batch: run.skip_batch("in time"))
+    late = on(Callback.on_batch_end)(lambda run, batch, outputs: run.skip_batch("too late"))
     with pytest.raises(RuntimeError, match="too late"):
-        tiny_run(callbacks=[Late()])
+        tiny_run(callbacks=[early, late])

@@ -8,11 +8,10 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +66,17 @@ def test_two_trainers_of_one_process_cannot_both_have_it(tmp_path: Path, name: s
 
 
 def test_of_threads_that_start_together_one_gets_it(tmp_path: Path) -> None:
-    together, results = threading.Barrier(8), list[object]()
+    together = threading.Barrier(8)
 
-    def take() -> None:
+    def take(_: int) -> FolderLock | HeldError:
         together.wait()
         try:
-            results.append(FolderLock(tmp_path))
+            return FolderLock(tmp_path)
         except HeldError as error:
-            results.append(error)
+            return error
 
-    threads = [threading.Thread(target=take) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(take, range(8)))
     assert sum(isinstance(result, FolderLock) for result in results) == 1
 
 
@@ -99,7 +95,7 @@ def test_a_run_that_came_and_went_before_the_lock_is_not_overwritten(tmp_path: P
 
 
 def forked(act: Any) -> int:
-    """Run `act` in a forked child; return its process id."""
+    """Run `act` in a forked child; return its process id. Also for tests/alone/test_directory_lock.py."""
     child = os.fork()
     if not child:
         try:
@@ -107,30 +103,6 @@ def forked(act: Any) -> int:
         finally:
             os._exit(0)
     return child
-
-
-def test_a_forked_child_keeps_nothing_when_its_parent_is_killed(tmp_path: Path) -> None:
-    read, write = os.pipe()
-
-    def parent() -> None:
-        lock = FolderLock(tmp_path)
-        worker = forked(lambda: time.sleep(60))
-        os.write(write, f"{worker}\n".encode())
-        time.sleep(60)
-        lock.release()
-
-    first = forked(parent)
-    worker = int(os.read(read, 20))
-    try:
-        assert "HeldError" in taken_elsewhere(tmp_path)
-        os.kill(first, signal.SIGKILL)
-        os.waitpid(first, 0)
-        os.kill(worker, 0)  # it lives
-        FolderLock(tmp_path).release()
-    finally:
-        os.kill(worker, signal.SIGKILL)
-        os.close(read)
-        os.close(write)
 
 
 def test_a_forked_child_takes_a_directory_of_its_own_and_not_that_of_its_parent(tmp_path: Path) -> None:
@@ -208,10 +180,7 @@ def test_without_locks_a_run_starts_and_leaves_nothing(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({}, rf"in use by process {os.getppid()} on .*if that process has ended, remove '.*run\.holder'\. Else wait for it"),
-        (
-            {"host": "other"},
-            r"process \d+ on other, which is not visible from here\. This file system has no locks",
-        ),
+        ({"host": "other"}, r"process \d+ on other, which is not visible from here\. This file system has no locks"),
         ({"namespace": "pid:[1]"}, "which is not visible from here"),
     ],
 )
@@ -225,9 +194,8 @@ def test_without_locks_a_holder_that_may_live_is_refused(tmp_path: Path, changes
 
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_a_process_that_has_ended_holds_nothing(tmp_path: Path) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    for changes in ({"pid": ended.pid, "start": "1"}, {"start": "another time"}):
+    os.waitpid(ended := forked(lambda: None), 0)
+    for changes in ({"pid": ended, "start": "1"}, {"start": "another time"}):
         holder(tmp_path, **changes)
         FolderLock(tmp_path).release()
     (tmp_path / HOLDER).write_text("")

@@ -40,20 +40,13 @@ class Fragile(Failing):
     on_fault = "disable"
 
 
-def test_an_error_gains_exactly_one_line_that_says_who_where_and_when() -> None:
+def test_an_error_keeps_its_traceback_and_gains_one_line_that_names_the_inner_callback_where_and_when() -> None:
     with pytest.raises(ValueError, match="broken") as caught:
         tiny_run(callbacks=[Recorder(), Failing(ValueError("broken"))], accumulate=2, epochs=2, batches=2)
     assert caught.value.__notes__ == ["raised in Failing.on_batch_start (callback 2 of 2) at epoch 1, step 1, batch 3"]
-
-
-def test_an_error_keeps_its_own_traceback() -> None:
-    with pytest.raises(ValueError, match="broken") as caught:
-        tiny_run(callbacks=[Failing(ValueError("broken"))])
     assert caught.traceback[-1].name == "on_batch_start"
     assert any(entry.path.__fspath__() == __file__ for entry in caught.traceback if hasattr(entry.path, "__fspath__"))
 
-
-def test_an_error_that_passes_two_callbacks_is_named_once_after_the_inner_one() -> None:
     class Bad(Callback):
         def on_eval_batch_start(self, run: Run, evaluation: Any, batch: Any) -> None:
             raise ValueError("broken")
@@ -63,22 +56,23 @@ def test_an_error_that_passes_two_callbacks_is_named_once_after_the_inner_one() 
     assert caught.value.__notes__ == ["raised in Bad.on_eval_batch_start (callback 2 of 2) at epoch 1, step 1, batch 1"]
 
 
-def test_a_fault_that_disables_is_reported_once_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    fragile, error = Fragile(OSError("tracker down")), Recorder(Callback.on_batch_start)
+def test_a_fault_that_disables_is_reported_once_and_the_run_goes_on_as_does_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    fragile, after = Fragile(OSError("tracker down")), Recorder(Callback.on_batch_start)
+    trainer = tiny_trainer(callbacks=[fragile, after], epochs=2)
     with caplog.at_level(logging.WARNING, logger="cadenza"):
-        run = tiny_run(callbacks=[fragile, error], epochs=2)
+        run = trainer.fit()
     assert run.progress.epoch == 2
     assert fragile.calls == 4  # and no on_fit_end
-    assert len(error.names) == 10
+    assert len(after.names) == 10
     assert [str(fault) for fault in run.faults] == [
         "Fragile failed in on_batch_start at epoch 0, step 3, batch 3 and is disabled: OSError('tracker down')"
     ]
     assert len(caplog.records) == 1
     assert "Traceback" in caplog.text
     assert "tracker down" in caplog.text
-    assert (
-        run.why("disabled") == "disabled by Fragile at epoch 0, step 3, batch 3: on_batch_start raised OSError('tracker down')"
-    )
+    why = "disabled by Fragile at epoch 0, step 3, batch 3: on_batch_start raised OSError('tracker down')"
+    assert run.why("disabled") == why
+    assert len(trainer.fit().faults) == 1, "in the next run it is called again"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
@@ -112,19 +106,10 @@ def test_a_callback_with_two_listeners_at_one_moment_is_disabled_once() -> None:
         def fail(self, run: Run) -> None:
             raise OSError("tracker down")
 
-        def fail_too(self, run: Run) -> None:
-            raise OSError("tracker down")
-
         def listeners(self) -> list[Listener]:
-            return [Listener(Callback.on_step_end, self.fail), Listener(Callback.on_step_end, self.fail_too)]
+            return [Listener(Callback.on_step_end, act) for act in (self.fail, lambda run: self.fail(run))]
 
     assert len(tiny_run(callbacks=[Twice()]).faults) == 1
-
-
-def test_a_callback_that_is_disabled_in_one_run_is_called_again_in_the_next() -> None:
-    fragile = Fragile(OSError("tracker down"))
-    trainer = tiny_trainer(callbacks=[fragile])
-    assert len(trainer.fit().faults) == len(trainer.fit().faults) == 1
 
 
 # -- decisions ----------------------------------------------------------------------------------------
@@ -133,9 +118,6 @@ def test_a_callback_that_is_disabled_in_one_run_is_called_again_in_the_next() ->
 def test_the_author_of_a_decision_is_the_callback_whose_hook_is_running() -> None:
     class Judge(Callback):
         def on_step_end(self, run: Run) -> None:
-            self.far_below(run)
-
-        def far_below(self, run: Run) -> None:
             run.stop("enough")
 
     other = on(Callback.on_step_end)(lambda run: decide(run, "noticed", "just so"))
@@ -189,15 +171,11 @@ def test_the_author_is_that_of_the_thread_that_asks() -> None:
     assert who == {"alone": "the script", "meanwhile": "Starting", "inside": "Inner", "after": "Starting"}
 
 
-def test_outside_of_hooks_the_author_is_the_script() -> None:
-    run = tiny_run(steps=1)
+def test_outside_of_hooks_the_author_is_the_script_and_why_lists_the_decisions_if_none_matches() -> None:
+    run = tiny_run(callbacks=[on(Callback.on_step_end)(lambda run: run.stop("enough"))], steps=1)
+    assert run.why("stoped") == "nothing was 'stoped' in this run. Did you mean 'stopped'? Decided were: stopped"
     decide(run, "noticed", "just so")
     assert run.why("noticed") == "noticed by the script at epoch 0, step 1, batch 1: just so"
-
-
-def test_why_lists_the_decisions_if_none_matches() -> None:
-    run = tiny_run(callbacks=[on(Callback.on_step_end)(lambda run: run.stop("enough"))])
-    assert run.why("stoped") == "nothing was 'stoped' in this run. Did you mean 'stopped'? Decided were: stopped"
 
 
 def test_a_listener_that_can_never_fire_is_named_before_and_after(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,11 +184,9 @@ def test_a_listener_that_can_never_fire_is_named_before_and_after(caplog: pytest
     with caplog.at_level(logging.WARNING, logger="cadenza"):
         run = tiny_run(callbacks=[on(Callback.on_step_end, every=1000)(rare)], steps=3)
     assert caplog.messages == ["rare (every 1000 steps) never fires in this run: the run ends after 3 steps"]
-    decision = next(decision for decision in run.decisions if decision.what == "never fired")
-    assert (decision.who, decision.why) == (
-        "rare (every 1000 steps), on_step_end",
-        "the run ended at epoch 0, step 3, batch 3",
-    )
+    (decision,) = [decision for decision in run.decisions if decision.what == "never fired"]
+    assert decision.who == "rare (every 1000 steps), on_step_end"
+    assert decision.why == "the run ended at epoch 0, step 3, batch 3"
 
 
 def test_listeners_that_did_not_fire_are_listed_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -232,8 +208,5 @@ def test_listeners_that_did_not_fire_are_listed_with_the_reason(caplog: pytest.L
 
 
 def test_an_end_moment_that_a_short_run_does_not_reach_is_not_reported() -> None:
-    class Rare(Callback):
-        def on_exception(self, run: Run, error: BaseException) -> None: ...
-        def on_stop(self, run: Run, reason: str) -> None: ...
-
-    assert tiny_run(callbacks=[Rare()]).decisions == []
+    rare = [on(moment)(lambda run, _: None) for moment in (Callback.on_exception, Callback.on_stop)]
+    assert tiny_run(callbacks=rare).decisions == []

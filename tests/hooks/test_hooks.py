@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -11,58 +11,44 @@ from cadenza import Callback, Hooks, Run
 from cadenza.errors import CallbackError
 from cadenza.testing import Recorder, tiny_run, tiny_trainer
 
-# -- only what is overridden is called ----------------------------------------------------------------
 
-
-def test_only_overridden_hooks_are_listeners() -> None:
-    class One(Callback):
-        def on_step_end(self, run: Run) -> None: ...
-
-    assert list(Hooks([One()]).by_moment) == [Callback.on_step_end]
-    assert Hooks([Callback()]).by_moment == {}
-
-
-def test_an_inherited_hook_is_a_listener() -> None:
+def test_only_hooks_that_a_class_overrides_or_inherits_or_an_instance_has_are_listeners() -> None:
     class Base(Callback):
         def on_step_end(self, run: Run) -> None: ...
 
     class Derived(Base): ...
 
-    assert list(Hooks([Derived()]).by_moment) == [Callback.on_step_end]
-
-
-def test_a_hook_assigned_to_an_instance_is_a_listener() -> None:
+    for callback in (Base(), Derived()):
+        assert list(Hooks([callback]).by_moment) == [Callback.on_step_end]
+    assert Hooks([Callback()]).by_moment == {}
     calls: list[int] = []
-    callback = Callback()
-    callback.on_step_end = lambda run: calls.append(run.progress.step)  # type: ignore[method-assign]  # on one instance
-    tiny_run(callbacks=[callback], steps=2)
+    assigned = Callback()
+    assigned.on_step_end = lambda run: calls.append(run.progress.step)  # type: ignore[method-assign]  # on one instance
+    tiny_run(callbacks=[assigned], steps=2)
     assert calls == [1, 2]
 
 
-# -- what may stand in the list -----------------------------------------------------------------------
+RECORDER = Recorder()
 
 
-def test_a_class_instead_of_an_instance_is_an_error() -> None:
-    with pytest.raises(CallbackError, match=r"callbacks\[1\] is the class Recorder; expected an instance: Recorder\(\.\.\.\)"):
-        tiny_trainer(callbacks=[Recorder(), cast("Any", Recorder)])
-
-
-@pytest.mark.parametrize("thing", [print, "EarlyStopping", None, lambda run: None])
-def test_anything_else_that_is_no_callback_is_an_error(thing: Any) -> None:
-    with pytest.raises(CallbackError, match=r"callbacks\[0\] is not a callback: expected an instance of Callback, or"):
-        tiny_trainer(callbacks=[thing])
-
-
-@pytest.mark.parametrize("callbacks", [Recorder(), None, 3])
-def test_callbacks_that_are_no_list_are_an_error(callbacks: Any) -> None:
-    with pytest.raises(CallbackError, match=r"callbacks must be a list of callbacks; got .* Write callbacks=\[\.\.\.\]"):
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([Recorder(), Recorder], r"callbacks\[1\] is the class Recorder; expected an instance: Recorder\(\.\.\.\)"),
+        *[
+            ([thing], r"callbacks\[0\] is not a callback: expected an instance of Callback, or")
+            for thing in (print, "EarlyStopping", None, lambda run: None)
+        ],
+        *[
+            (thing, r"callbacks must be a list of callbacks; got .* Write callbacks=\[\.\.\.\]")
+            for thing in (Recorder(), None, 3)
+        ],
+        ([RECORDER, Recorder(), RECORDER], r"callbacks\[2\] is in the list twice.*Make a second instance"),
+    ],
+)
+def test_what_cannot_stand_in_the_list_is_an_error(callbacks: Any, message: str) -> None:
+    with pytest.raises(CallbackError, match=message):
         tiny_trainer(callbacks=callbacks)
-
-
-def test_the_same_callback_twice_is_an_error() -> None:
-    recorder = Recorder()
-    with pytest.raises(CallbackError, match=r"callbacks\[2\] is in the list twice.*Make a second instance"):
-        tiny_trainer(callbacks=[recorder, Recorder(), recorder])
 
 
 def test_two_of_one_class_are_told_apart_by_number_or_by_name() -> None:

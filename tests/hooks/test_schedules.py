@@ -1,4 +1,4 @@
-"""Schedules in words: what can be read, when they fire, and when they never can."""
+"""Schedules in words: what can be read, when they fire, when they never can, and when their listeners are suspended."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 from cadenza import At, Between, Callback, Counters, Every, First, Last, Progress, Schedule, When, on
-from cadenza.callbacks import Evaluate, LogTraining
+from cadenza.callbacks import Evaluate, LogTraining, Warmup
 from cadenza.errors import ScheduleError
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.listener import Listener
 from cadenza.hooks.schedule import FORMS
+from cadenza.hooks.subscription import periodic
+from cadenza.run import Run
 from cadenza.testing import tiny_loader, tiny_run
+from tests.engine.parts import Unsized
 
 
 @pytest.mark.parametrize(
@@ -65,11 +69,6 @@ def test_what_cannot_be_read_is_an_error_that_shows_the_forms(text: str, problem
     assert FORMS in str(caught.value)
 
 
-def test_nothing_at_all_is_no_schedule() -> None:
-    with pytest.raises(ScheduleError, match=r"'0 steps' is no schedule: the number must be greater than 0"):
-        Schedule.parse("0 steps")
-
-
 def steps_of(every: Any, **arguments: Any) -> list[int]:
     """Return the steps at which a schedule fires: 2 epochs of 5 batches of 2 samples, unless told otherwise."""
     run = tiny_run(callbacks=[LogTraining(every=every, lr=False, throughput=False)], **{"epochs": 2, **arguments})
@@ -91,6 +90,7 @@ def steps_of(every: Any, **arguments: Any) -> list[int]:
         ("1.5 epochs", [8]),
         (lambda run: run.progress.step in (1, 7), [1, 7]),
         ("3 h", []),
+        ("0.000001 s", [*range(1, 11)]),
     ],
 )
 def test_a_schedule_fires_on_crossing(every: Any, expected: list[int]) -> None:
@@ -99,30 +99,6 @@ def test_a_schedule_fires_on_crossing(every: Any, expected: list[int]) -> None:
 
 def test_batches_are_asked_about_at_the_end_of_steps() -> None:
     assert steps_of("3 batches", accumulate=2, epochs=1, batches=6) == [2, 3]
-
-
-def test_time_fires_at_the_first_step_after_it() -> None:
-    assert steps_of("0.000001 s") == [*range(1, 11)]
-
-
-def passed(schedule: Any, progress: Progress) -> bool:
-    class Resumed:
-        """All of a run that a filter looks at."""
-
-    run: Any = Resumed()
-    run.progress = progress
-    due = schedule.timer().due
-    due(run)  # the first question, at the counters of the resume itself
-    progress.finish_batch(samples=10)
-    progress.finish_step()
-    return bool(due(run))
-
-
-@pytest.mark.parametrize(("step", "fires"), [(4, True), (5, False), (9, True), (10, False)])
-def test_after_a_resume_it_fires_where_the_whole_run_would_have(step: int, fires: bool) -> None:
-    progress = Progress(max_steps=20)
-    progress.begin(Counters(step=step, batch=step, samples=10 * step), batches_per_epoch=None)
-    assert passed(Schedule.parse("5 steps"), progress) is fires
 
 
 @pytest.mark.parametrize(
@@ -138,16 +114,20 @@ def test_after_a_resume_it_fires_where_the_whole_run_would_have(step: int, fires
         (Schedule.parse("99 h"), {"max_steps": 1}, None),
         (Schedule.parse("99999 samples"), {"max_steps": 1}, None),
         (When(lambda run: False), {"max_steps": 1}, None),
+        *[
+            (schedule, {"max_epochs": 2, "batches_per_epoch": 5}, reason)
+            for schedule, reason in (
+                (At("11 steps") | Every("3 epochs"), "the run ends after 10 steps"),
+                (At("11 steps") | Every("3 steps"), None),
+                (Every("2 steps") & Between("10 steps", "20 steps"), "the run ends after 10 steps"),
+                (Every("2 steps") & Between("9 steps", "20 steps"), None),
+                (~At("11 steps"), None),
+            )
+        ],
     ],
 )
 def test_what_can_never_fire_says_why(filter: Any, limits: dict[str, Any], reason: str | None) -> None:
     assert filter.never(Progress(**limits), 1) == reason
-
-
-def test_accumulation_makes_fewer_steps() -> None:
-    limits = Progress(max_epochs=2, batches_per_epoch=5)
-    assert Every("7 steps").never(limits, 2) == "the run ends after 6 steps"
-    assert Every("6 steps").never(limits, 2) is None
 
 
 def test_parts_of_epochs_are_counted_by_the_length_of_each_where_other_ranks_began_one() -> None:
@@ -235,6 +215,7 @@ def test_only_schedules_can_be_composed(other: Any) -> None:
     [
         (lambda: Between("5 steps", "2 steps"), r"Between\('5 steps', '2 steps'\) is empty"),
         (lambda: First(0), "a number must be whole and at least 1"),
+        (lambda: Schedule.parse("0 steps"), r"'0 steps' is no schedule: the number must be greater than 0"),
         (lambda: Every("120%"), "a run has 100%"),
         (lambda: Last("many"), "expected a number and a unit"),
     ],
@@ -255,36 +236,8 @@ def test_a_schedule_that_cannot_be_due_is_an_error_when_written(make: Any, probl
     ],
 )
 def test_a_schedule_that_this_run_cannot_meet_is_an_error_before_the_first_step(schedule: Schedule, problem: str) -> None:
-    class Stream:
-        def __iter__(self) -> Any:
-            return iter(tiny_loader())
-
     with pytest.raises(ScheduleError, match=f"LogTraining: {problem}"):
-        tiny_run(callbacks=[LogTraining(schedule)], loader=Stream(), epochs=2, steps=9)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "reason"),
-    [
-        (At("11 steps") | Every("3 epochs"), "the run ends after 10 steps"),
-        (At("11 steps") | Every("3 steps"), None),
-        (Every("2 steps") & Between("10 steps", "20 steps"), "the run ends after 10 steps"),
-        (Every("2 steps") & Between("9 steps", "20 steps"), None),
-        (~At("11 steps"), None),
-    ],
-)
-def test_what_a_composed_schedule_can_never_do_is_said(schedule: Schedule, reason: str | None) -> None:
-    assert schedule.never(Progress(max_epochs=2, batches_per_epoch=5), 1) == reason
-
-
-def test_a_window_that_is_over_is_not_asked_any_more() -> None:
-    lists: list[list[str]] = []
-    early = on(Callback.on_batch_end, every=Every("1 step") & First("2 steps"))(lambda run, *_: None)
-    look = on(Callback.on_step_end)(
-        lambda run: lists.append([one.owner for one in hooks_of(run)._calls[Callback.on_batch_end].listeners])
-    )
-    tiny_run(callbacks=[early, look], steps=5)
-    assert lists == [["<lambda>"], [], [], [], []]
+        tiny_run(callbacks=[LogTraining(schedule)], loader=Unsized(tiny_loader()), epochs=2, steps=9)
 
 
 @pytest.mark.parametrize("moment", [Callback.on_eval_end, Callback.on_save, Callback.on_fit_end])
@@ -293,3 +246,127 @@ def test_every_moment_takes_a_length_in_any_unit(moment: Any) -> None:
     look = on(moment, every="3 steps")(lambda run, *_: steps.append(run.progress.step))
     tiny_run(callbacks=[Evaluate(tiny_loader(1), every="2 steps"), look], steps=9)
     assert steps == {Callback.on_eval_end: [4, 6], Callback.on_save: [], Callback.on_fit_end: [9]}[moment]
+
+
+class Noting(Callback):
+    """Notes its name and the step on a schedule."""
+
+    def __init__(self, name: str, every: str, seen: list[tuple[str, int]]) -> None:
+        self.name, self.every, self.seen = name, every, seen
+
+    def listeners(self) -> list[Listener]:
+        return [periodic(self.every, self._note)]
+
+    def _note(self, run: Run) -> None:
+        assert self.name is not None
+        self.seen.append((self.name, run.progress.step))
+
+
+def noted(cadences: dict[str, str], **arguments: Any) -> list[tuple[str, int]]:
+    """Return the names of callbacks with these schedules, and the steps at which they are called."""
+    seen: list[tuple[str, int]] = []
+    tiny_run(callbacks=[Noting(name, every, seen) for name, every in cadences.items()], **arguments)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "counts", [{"a": 10, "b": 15}, {"a": 30, "b": 1, "c": 10, "d": 12}, {"a": 500, "b": 600}, {"a": 11, "b": 11, "c": 2}]
+)
+def test_each_is_called_when_it_is_due_and_in_the_order_of_the_list(counts: dict[str, int]) -> None:
+    expected = [(name, step) for step in range(1, 71) for name, count in counts.items() if step % count == 0]
+    assert noted({name: f"{count} steps" for name, count in counts.items()}, steps=70) == expected
+
+
+def test_schedules_of_all_counters_are_suspended_side_by_side() -> None:
+    cadences = {"steps": "12 steps", "batches": "30 batches", "samples": "44 samples", "quarters": "0.5 epoch"}
+    seen = noted(cadences, epochs=3, batches=20, accumulate=2)
+    assert {name: [step for one, step in seen if one == name] for name in cadences} == {
+        "steps": [12, 24],
+        "batches": [15, 30],
+        "samples": [11, 22],
+        "quarters": [5, 10, 15, 20, 25, 30],
+    }
+
+
+def called(run: Run, moment: Any) -> list[str]:
+    """Return the owners of the listeners that a moment calls now."""
+    return [listener.owner for listener in hooks_of(run)._calls[moment].listeners]
+
+
+@pytest.mark.parametrize("every", ["25 steps", "50 batches", "2.5 epochs", "100 min"])
+def test_a_listener_is_asked_in_few_of_the_steps_between(every: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    timer = Schedule.parse(every).timer()
+    due = type(timer).due
+
+    def counted(self: Any, run: Run) -> bool:
+        asked.append(run.progress.step)
+        return due(self, run)
+
+    monkeypatch.setattr(type(timer), "due", counted)
+    tiny_run(callbacks=[Noting("far", every, [])], batches=20, epochs=10, accumulate=2)
+    assert 1 <= len(asked) <= 20, "of 100 steps"
+
+
+def test_one_that_is_disabled_while_others_are_suspended_is_not_called_any_more() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Failing(Noting):
+        on_fault = "disable"
+
+        def _note(self, run: Run) -> None:
+            super()._note(run)
+            raise RuntimeError("broken")
+
+    callbacks = [Noting("a", "10 steps", seen), Failing("broken", "20 steps", seen), Noting("c", "20 steps", seen)]
+    run = tiny_run(callbacks=callbacks, steps=60)
+    assert [step for name, step in seen if name == "broken"] == [20]
+    assert [step for name, step in seen if name == "c"] == [20, 40, 60]
+    assert [fault.callback for fault in run.faults] == ["broken"]
+
+
+@pytest.mark.parametrize(
+    ("callback", "moment", "expected"),
+    [
+        (Warmup("3 steps"), Callback.on_before_optimizer_step, [["Warmup"], ["Warmup"], [], [], []]),
+        (
+            on(Callback.on_batch_end, every=Every("1 step") & First("2 steps"))(lambda run, *_: None),
+            Callback.on_batch_end,
+            [["<lambda>"], [], [], [], []],
+        ),
+    ],
+    ids=["a warm-up", "a window"],
+)
+def test_what_is_over_is_not_asked_any_more(callback: Callback, moment: Any, expected: list[list[str]]) -> None:
+    lists: list[list[str]] = []
+    look = on(Callback.on_step_end)(lambda run: lists.append(called(run, moment)))
+    tiny_run(callbacks=[callback, look], steps=5)
+    assert lists == expected
+
+
+def test_a_moment_with_suspended_listeners_alone_is_as_one_without_listeners() -> None:
+    seen: list[tuple[str, int]] = []
+    shown: list[bool] = []
+    look = on(Callback.on_batch_end)(lambda run, batch, outputs: shown.append("on_step_end" in vars(hooks_of(run))))
+    tiny_run(callbacks=[Noting("far", "20 steps", seen), Noting("farther", "60 steps", seen), look], steps=64)
+    assert seen == [("far", 20), ("far", 40), ("far", 60), ("farther", 60)]
+    assert shown[0], "it was not asked yet"
+    assert sum(shown) < 10
+
+
+def test_a_clock_of_minutes_is_looked_at_about_once_a_second() -> None:
+    progress, timer = Progress(max_epochs=99, batches_per_epoch=11), Schedule.parse("10 min").timer()
+    run: Any = SimpleNamespace(progress=progress, driver=SimpleNamespace(any_rank=bool))
+    progress.begin(Counters(), 11)
+
+    def look_after(steps: int, seconds: float) -> float:
+        for _ in range(steps):
+            progress.finish_step()
+        progress._began -= seconds
+        return timer.next_step(progress, 3)
+
+    assert look_after(1, 0.0) == 1, "its pace is not known"
+    assert look_after(200, 2.0) == pytest.approx(201 + 100, abs=2), "a hundred steps a second"
+    assert look_after(5000, 50.0) == pytest.approx(5201 + 100, abs=2)
+    assert look_after(1, 600.0) <= progress.step, "the time is up"
+    assert timer.due(run)

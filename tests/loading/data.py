@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from cadenza.loading import resumable
+from cadenza.loading import Consumed, Shard, current_source, num_batches, resumable
 
 SAMPLES = 22
 EPOCHS = 3
@@ -146,3 +146,45 @@ def loader_of(dataset: Any, **options: Any) -> DataLoader[Any]:
     if "batch_sampler" in options:
         del options["batch_size"]
     return DataLoader(dataset, **options)
+
+
+Round = list[tuple[Any, str | None, bool]]
+
+
+def rounds_by(
+    make: Callable[[], Any], chain: list[tuple[int, int]], epoch: int, *, replay: bool = False
+) -> tuple[list[Round], bool]:
+    """Read an epoch by the world sizes of `chain`, each some rounds, the last one to the end.
+
+    Return the rounds, in which each rank has a batch, the name of its loader in a mixture, and whether rank 0 has it, too; and
+    whether the epoch was long enough for all of `chain`.
+    """
+    done: list[Round] = []
+    consumed: Consumed = ()
+    state: dict[str, Any] | None = None
+    for number, (world_size, limit) in enumerate(chain):
+        last, skip = number == len(chain) - 1, sum(rounds for _, rounds in consumed)
+        shards = [Shard(rank, world_size, consumed=consumed) for rank in range(world_size)]
+        length = num_batches(make(), shards[0] if skip else Shard(0, world_size))
+        sources = [resumable(make(), 1, shard=shard, replay=replay) for shard in shards]
+        for source in sources:
+            if state is not None:
+                source.load_state_dict(state)
+        readers = [source.batches(epoch, skip) for source in sources]
+        rounds = 0
+        while last or rounds < limit:
+            round_: Round = []
+            for source, batches in zip(sources, readers, strict=True):
+                batch = next(batches, None)
+                alike = source.replicated_at == skip + rounds and source.shard.rank > 0
+                round_.append((batch, current_source(), alike))
+            if round_[0][0] is None:
+                assert all(batch is None for batch, _, _ in round_), "all ranks end together"
+                break
+            done.append(round_)
+            rounds += 1
+        assert not last or length is None or length == skip + rounds, "the length is known in advance"
+        if not last and rounds < limit:
+            return done, False
+        consumed, state = (*consumed, (world_size, rounds)) if rounds else consumed, sources[-1].state_dict()
+    return done, bool(consumed)

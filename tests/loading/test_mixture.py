@@ -14,9 +14,10 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza.errors import DataError
-from cadenza.loading import Consumed, Mixture, Shard, TensorBatches, current_source, num_batches, resumable
+from cadenza.loading import Mixture, ResumableLoader, Shard, TensorBatches, current_source, num_batches, resumable
 from cadenza.loading.loaders import Limited, length_of
-from tests.loading.data import Keeping, Numbers, Stream, loader_of
+from tests.loading.data import Keeping, Numbers, Stream, loader_of, rounds_by
+from tests.long import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # from torchdata
 
@@ -58,11 +59,8 @@ def test_a_weighted_order_is_drawn_by_the_weights_from_seed_and_epoch(stop: Any)
 
 def test_a_new_pass_has_another_order_and_each_loader_its_own() -> None:
     loaders = {name: TensorBatches(torch.arange(20), batch_size=1, shuffle=True) for name in "ab"}
-    given = [
-        (batch["a"][0].item(), batch["b"][0].item())
-        for batch in islice(resumable(Mixture(loaders, "zip"), 1).batches(0, 0), 20)
-    ]
-    assert [a for a, _ in given] != [b for _, b in given]
+    both = [plain_of(batch) for batch in islice(resumable(Mixture(loaders, "zip"), 1).batches(0, 0), 20)]
+    assert [batch["a"] for batch in both] != [batch["b"] for batch in both]
     longest = Mixture({"a": loaders["a"], "b": [0] * 40}, "zip", stop="longest")
     passes = [batch["a"][0].item() for batch in resumable(longest, 1).batches(0, 0)]
     assert sorted(passes[:20]) == sorted(passes[20:]) == list(range(20))
@@ -81,7 +79,7 @@ def test_set_epoch_receives_the_number_of_the_pass() -> None:
     assert seen[:3] == [7, 7 + 2**20, 7 + 2 * 2**20]
 
 
-def test_nested_mixtures_name_their_loaders() -> None:
+def test_nested_mixtures_name_their_loaders_and_yield_their_very_batches() -> None:
     inner = Mixture({"en": [1, 2], "de": [10]}, "cycle", stop="longest")
     outer = Mixture({"web": inner, "code": [100, 200, 300]}, "sequential")
     assert len(outer) == len(inner) + 3
@@ -90,6 +88,8 @@ def test_nested_mixtures_name_their_loaders() -> None:
         *[("web/en", 1), ("web/de", 10), ("web/en", 2), ("web/de", 10)],
         *[("code", 100), ("code", 200), ("code", 300)],
     ]
+    batch = object()
+    assert next(iter(Mixture({"a": [batch]}, "cycle"))) is next(iter(Mixture({"a": [batch]}, "zip")))["a"] is batch
 
 
 # -- resuming ------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def read_all(mixture: Mixture, epoch: int) -> list[Any]:
     return [(plain_of(batch), current_source()) for batch in resumable(mixture, 1).batches(epoch, 0)]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(usual=8, long=30))
 def test_a_resume_at_every_position_equals_the_uninterrupted_epoch(seed: int) -> None:
     make = recipe_of(seed)
     whole = read_all(make(), 2)
@@ -157,7 +157,7 @@ def test_a_resume_at_every_position_equals_the_uninterrupted_epoch(seed: int) ->
         assert [plain_of(batch) for batch in islice(second.batches(3, 0), 4)] == [b for b, _ in read_all(make(), 3)[:4]]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(usual=8, long=40))
 def test_without_a_state_the_position_follows_from_the_lengths(seed: int) -> None:
     make = recipe_of(seed, ["map-style", "in memory", "a list", "limited", "nested"])
     whole = read_all(make(), 1)
@@ -165,29 +165,25 @@ def test_without_a_state_the_position_follows_from_the_lengths(seed: int) -> Non
         assert [plain_of(batch) for batch in resumable(make(), 1).batches(1, position)] == [b for b, _ in whole[position:]]
 
 
-@pytest.mark.parametrize("mode", ["zip", "cycle", "sequential"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("mode", "persistent"), [("zip", False), ("cycle", True), ("sequential", False)])
 def test_loaders_with_workers_resume(mode: Any, persistent: bool) -> None:
     def make(workers: int) -> Mixture:
         options: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
         a = loader_of(Numbers("torch", samples=10), batch_size=2, shuffle=True, **options)
-        b = StatefulDataLoader(Numbers(samples=14), batch_size=2, **options)
-        return Mixture({"a": a, "b": b}, mode)
+        return Mixture({"a": a, "b": StatefulDataLoader(Numbers(samples=14), batch_size=2, **options)}, mode)
+
+    def first_of(source: ResumableLoader) -> Any:
+        batch = plain_of(next(source.batches(0, 0)))
+        return batch["a"] if mode == "zip" else batch
 
     source = resumable(make(1), 1)
-    epochs = [[plain_of(batch) for batch in source.batches(epoch, 0)] for epoch in range(2)]
-    assert _first(resumable(make(1), 1).batches(0, 0), mode) == _first(resumable(make(0), 1).batches(0, 0), mode)
+    whole = [[plain_of(batch) for batch in source.batches(epoch, 0)] for epoch in range(2)][1]
+    assert first_of(resumable(make(1), 1)) == first_of(resumable(make(0), 1))
     first = resumable(make(1), 1)
-    reading = first.batches(1, 0)
-    assert [plain_of(next(reading)) for _ in range(4)] == epochs[1][:4]
+    assert [plain_of(batch) for batch in islice(first.batches(1, 0), 4)] == whole[:4]
     second = resumable(make(1), 1)
     second.load_state_dict(first.state_dict())
-    assert [plain_of(batch) for batch in second.batches(1, 4)] == epochs[1][4:]
-
-
-def _first(batches: Iterator[Any], mode: str) -> Any:
-    batch = plain_of(next(batches))
-    return batch["a"] if mode == "zip" else batch
+    assert [plain_of(batch) for batch in second.batches(1, 4)] == whole[4:]
 
 
 def test_a_loader_that_cannot_continue_is_an_error_at_the_start() -> None:
@@ -220,41 +216,11 @@ def test_indices_of_the_samples_in_a_batch() -> None:
 # -- several ranks -------------------------------------------------------------------------------------
 
 
-def read_by(make: Callable[[], Mixture], chain: list[tuple[int, int]], epoch: int) -> tuple[list[Any], int]:
-    """Return what the ranks read of an epoch, with the name of the loader, each world size of `chain` some rounds."""
-    done: list[Any] = []
-    consumed: Consumed = ()
-    state: dict[str, Any] | None = None
-    for number, (world_size, limit) in enumerate(chain):
-        skip = sum(rounds for _, rounds in consumed)
-        sources = [resumable(make(), 1, shard=Shard(rank, world_size, consumed=consumed)) for rank in range(world_size)]
-        length = num_batches(make(), Shard(0, world_size, consumed=consumed) if skip else Shard(0, world_size))
-        iterators = []
-        for source in sources:
-            if state is not None:
-                source.load_state_dict(state)
-            iterators.append(source.batches(epoch, skip))
-        last = number == len(chain) - 1
-        rounds = 0
-        while last or rounds < limit:
-            round_ = []
-            for source, batches in zip(sources, iterators, strict=True):
-                batch = next(batches, None)
-                alike = source.replicated_at == skip + rounds and source.shard.rank > 0
-                round_.append((batch, current_source(), alike))
-            if round_[0][0] is None:
-                assert all(batch is None for batch, _, _ in round_), "all ranks end together"
-                break
-            assert len({name for _, name, _ in round_}) == 1, "all ranks read the same loader"
-            done += [(plain_of(batch), name) for batch, name, alike in round_ if not alike]
-            rounds += 1
-        assert not last or length is None or length == skip + rounds, "the length is known in advance"
-        if rounds:
-            consumed = (*consumed, (world_size, rounds))
-        state = sources[-1].state_dict()
-        if not last and rounds < limit:
-            return done, 0
-    return done, sum(rounds for _, rounds in consumed)
+def read_by(make: Callable[[], Mixture], chain: list[tuple[int, int]], epoch: int) -> tuple[list[Any], bool]:
+    """Return what the ranks read of an epoch, with the name of the loader, and whether the last world size read any of it."""
+    rounds, all_began = rounds_by(make, chain, epoch)
+    assert all(len({name for _, name, _ in round_}) == 1 for round_ in rounds), "all ranks read the same loader"
+    return [(plain_of(batch), name) for round_ in rounds for batch, name, alike in round_ if not alike], all_began
 
 
 CHAINS = [[(1, 0)], [(2, 0)], [(3, 0)], [(2, 2), (3, 0)], [(2, 2), (3, 2), (1, 0)], [(3, 2), (2, 2), (3, 0)]]
@@ -265,21 +231,15 @@ CHAINS = [[(1, 0)], [(2, 0)], [(3, 0)], [(2, 2), (3, 0)], [(2, 2), (3, 2), (1, 0
 def test_every_sample_is_read_once_on_any_number_of_ranks(chain: list[tuple[int, int]], mode: Any) -> None:
     def make() -> Mixture:
         a = TensorBatches(torch.arange(26), batch_size=2, shuffle=True)
-        b = loader_of(Numbers(samples=26), batch_size=2, shuffle=True)
-        return Mixture({"a": a, "b": b}, mode)
+        return Mixture({"a": a, "b": loader_of(Numbers(samples=26), batch_size=2, shuffle=True)}, mode)
 
     done, _ = read_by(make, chain, 1)
-    if mode == "zip":
-        seen = {name: [x for batch, _ in done for x in torch.tensor(batch[name]).flatten().tolist()] for name in "ab"}
-    else:
-        seen = {
-            name: [x for batch, own in done if own == name for x in torch.tensor(batch).flatten().tolist()] for name in "ab"
-        }
     for name in "ab":
-        assert sorted(seen[name]) == list(range(26)), name
+        batches = [batch[name] if mode == "zip" else batch for batch, own in done if mode == "zip" or own == name]
+        assert sorted(x for batch in batches for x in torch.tensor(batch).flatten().tolist()) == list(range(26)), name
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(usual=10, long=60))
 def test_random_mixtures_read_nothing_twice_in_a_pass_on_changing_ranks(seed: int) -> None:
     draw = random.Random(1000 + seed)
     mode: Any = draw.choice(["cycle", "weighted"])
@@ -290,8 +250,8 @@ def test_random_mixtures_read_nothing_twice_in_a_pass_on_changing_ranks(seed: in
         return Mixture(loaders, mode, weights={"a": 1, "b": 2} if mode == "weighted" else None, stop="longest")
 
     chain = [(draw.randint(1, 3), draw.randint(1, 3)) for _ in range(draw.randint(0, 3))] + [(draw.randint(1, 3), 0)]
-    done, rounds = read_by(make, chain, 4)
-    if not rounds:
+    done, all_began = read_by(make, chain, 4)
+    if not all_began:
         return  # the epoch ended before the last change
     ended = 0
     for name, size in sizes.items():
@@ -305,9 +265,8 @@ def test_random_mixtures_read_nothing_twice_in_a_pass_on_changing_ranks(seed: in
 
 def test_a_loader_that_is_sharded_already_keeps_its_own_shard() -> None:
     def make(rank: int) -> Mixture:
-        own = loader_of(
-            Numbers(samples=8), batch_size=2, sampler=DistributedSampler(Numbers(samples=8), 2, rank, shuffle=False)
-        )
+        data = Numbers(samples=8)
+        own = loader_of(data, batch_size=2, sampler=DistributedSampler(data, 2, rank, shuffle=False))
         return Mixture({"own": own, "dealt": [torch.tensor([i]) for i in range(8)]}, "sequential")
 
     sources = [resumable(make(rank), 1, shard=Shard(rank, 2)) for rank in range(2)]

@@ -1,7 +1,10 @@
-"""The order of a shuffled epoch: torch's permutation for up to 2**20 samples, and above it a bijection that takes no memory."""
+"""The order of an epoch: that of torch's samplers for up to 2**20 samples, and above it a bijection that takes no memory."""
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from sys import maxsize
@@ -9,16 +12,91 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from cadenza import Callback, Run, Trainer, on
+from cadenza import Callback, on
 from cadenza.callbacks import Checkpoint
 from cadenza.engine.session import session_of
-from cadenza.loading import Shard, TensorBatches, resumable
+from cadenza.loading import ResumableLoader, Shard, TensorBatches, resumable
+from cadenza.loading.indices import known_batches, known_order
 from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation
-from cadenza.loading.rng import derive_seed
+from cadenza.loading.rng import derive_seed, seed_host
+from cadenza.loading.seeded import ResumableSampler
+from cadenza.testing import tiny_trainer
 from tests.loading.data import Numbers, loader_of, plain, seeded
+from tests.long import LONG
+
+N = 2500
+
+
+SAMPLERS: dict[str, Any] = {
+    "random": lambda g: RandomSampler(range(N), generator=g),
+    "in order": lambda g: SequentialSampler(range(N)),
+    "random batches": lambda g: BatchSampler(RandomSampler(range(N), generator=g), 16, False),
+    "random whole batches": lambda g: BatchSampler(RandomSampler(range(N), generator=g), 16, True),
+    "batches in order": lambda g: BatchSampler(SequentialSampler(range(N)), 7, False),
+}
+
+
+def read(sampler: Any, generator: torch.Generator | None, skip: int, *, batched: bool) -> list[Any]:
+    """Return what a known sampler yields from number `skip` on, with the seed 5."""
+    batches, order = known_batches(sampler, batched=batched), known_order(sampler, generator, 5, batched=batched)
+    assert batches is not None
+    assert order is not None
+    drawn = [order.at(batches[number]).tolist() for number in range(skip, len(batches))]
+    return drawn if batched else [index for (index,) in drawn]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("given", [True, False], ids=["a generator of its own", "the global generator"])
+def test_the_order_is_that_of_the_sampler(name: str, given: bool) -> None:
+    seed_host(5)
+    whole = list(SAMPLERS[name](seeded(5) if given else None))
+    for skip in (0, 1, 100, len(whole)):
+        assert read(SAMPLERS[name](None), seeded(5) if given else None, skip, batched="batches" in name) == whole[skip:]
+
+
+class Mine(RandomSampler):
+    """A subclass with another order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(super().__iter__()))
+
+
+class MineInBatches(BatchSampler):
+    """A subclass with the same order."""
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Mine(range(N)),
+        RandomSampler(range(N), replacement=True),
+        RandomSampler(range(N), num_samples=7),
+        BatchSampler(Mine(range(N)), 4, False),
+        MineInBatches(SequentialSampler(range(N)), 4, False),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_any_other_sampler_is_iterated(sampler: Any) -> None:
+    batched = isinstance(sampler, BatchSampler)
+    assert known_batches(sampler, batched=batched) is None
+    assert known_order(sampler, None, 5, batched=batched) is None
+    assert len(list(ResumableSampler(sampler, 1, batched=batched))) == len(sampler)
+
+
+def test_an_epoch_of_a_million_samples_starts_without_a_list_of_them() -> None:
+    order = ResumableSampler(BatchSampler(RandomSampler(range(10**6)), 32, False), 1)
+    order.skip = 1000
+    tracemalloc.start()
+    try:
+        first = next(iter(order))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(first.index) == 32
+    assert peak < 100_000, f"{peak} bytes of Python objects"
 
 
 def keyed(samples: int, key: int) -> Tensor:
@@ -29,18 +107,15 @@ def permuted(samples: int, key: int) -> Tensor:
     return Permutation(samples, seeded(key)).at(range(samples))
 
 
-@pytest.mark.parametrize("samples", [*range(40), 97, 1000, 1024, 65537, 10**6])
+@pytest.mark.parametrize("samples", [*range(40 if LONG else 9), 97, 1000, 1024, 65537, 10**6])
 def test_each_sample_has_one_position(samples: int) -> None:
     assert torch.equal(keyed(samples, key=samples).sort().values, torch.arange(samples))
 
 
-def test_keys_and_numbers_of_samples_give_different_orders() -> None:
+def test_keys_and_numbers_of_samples_give_different_orders_which_are_the_same_in_every_version() -> None:
     assert torch.equal(keyed(1000, 1), keyed(1000, 1))
     assert (keyed(1000, 1) == keyed(1000, 2)).sum() < 10
     assert (keyed(1000, 1)[:999] == keyed(999, 1)).sum() < 10
-
-
-def test_the_order_is_the_same_in_every_version() -> None:
     assert keyed(10, 1).tolist() == [7, 0, 9, 4, 1, 8, 5, 6, 3, 2]
     assert KeyedOrder(10**9, 1).at(range(4)).tolist() == [228548711, 56908761, 889733943, 113470416]
 
@@ -71,7 +146,7 @@ ORDERS = pytest.mark.parametrize("order", [keyed, permuted])
 
 
 @ORDERS
-@pytest.mark.parametrize("samples", [16, 50])
+@pytest.mark.parametrize("samples", [16, 50] if LONG else [16])
 def test_over_many_epochs_each_sample_is_at_each_position_equally_often(order: Any, samples: int) -> None:
     drawn = torch.stack([order(samples, key) for key in range(1000)])  # shape (epochs, samples)
     pairs = torch.arange(samples) * samples + drawn
@@ -86,7 +161,7 @@ def test_over_many_epochs_each_sample_is_at_each_position_equally_often(order: A
 
 
 @ORDERS
-@pytest.mark.parametrize("samples", [PERMUTED + 1, 2_000_003])
+@pytest.mark.parametrize("samples", [PERMUTED + 1, 2_000_003] if LONG else [PERMUTED + 1])
 def test_in_an_epoch_of_many_samples_no_two_positions_are_related(order: Any, samples: int) -> None:
     drawn = order(samples, 3)
     blocks = drawn * 256 // samples
@@ -105,16 +180,24 @@ def test_in_an_epoch_of_many_samples_no_two_positions_are_related(order: Any, sa
 SMALL: dict[str, Any] = {"permuted": 10}
 
 
-def test_loaders_with_more_samples_than_the_limit_have_a_keyed_order() -> None:
-    torchs = plain(resumable(loader_of(Numbers(), shuffle=True), 1).batches(2, 0))
-    source = resumable(loader_of(Numbers(), shuffle=True), 1, **SMALL)
-    ours = plain(source.batches(2, 0))
-    assert ours != torchs
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_loaders_with_more_samples_than_the_limit_have_a_keyed_order(in_memory: bool) -> None:
+    def source(**options: Any) -> ResumableLoader:
+        if in_memory:
+            return resumable(TensorBatches(torch.arange(22), batch_size=4, shuffle=True), 1, **options)
+        return resumable(loader_of(Numbers(), shuffle=True), 1, **options)
+
+    def read(source: ResumableLoader, epoch: int, skip: int = 0) -> list[Any]:
+        return plain(batch[0] if in_memory else batch for batch in source.batches(epoch, skip))
+
+    keyed = source(**SMALL)
+    ours = read(keyed, 2)
+    assert ours != read(source(), 2)
     assert sorted(number for batch in ours for number in batch) == list(range(22))
-    assert plain(source.batches(2, 0)) == ours != plain(source.batches(1, 0))
+    assert read(keyed, 2) == ours != read(keyed, 1)
     for skip in range(len(ours)):
-        assert plain(source.batches(2, skip)) == ours[skip:]
-    assert source.indices(2, 3) == ours[3]
+        assert read(keyed, 2, skip) == ours[skip:]
+    assert [keyed.indices(2, number) for number in range(6)] == ours
 
 
 def test_a_generator_of_the_sampler_determines_the_key() -> None:
@@ -135,16 +218,6 @@ def test_workers_and_ranks_read_a_keyed_order_as_one_process_does(workers: int) 
     assert [batch for round_ in zip(*shards, strict=True) for batch in round_] == whole
 
 
-def test_tensors_in_memory_have_a_keyed_order_too() -> None:
-    batches = TensorBatches(torch.arange(22), batch_size=4, shuffle=True)
-    source = resumable(batches, 1, **SMALL)
-    ours = plain([one for (one,) in source.batches(0, 0)])
-    assert sorted(number for batch in ours for number in batch) == list(range(22))
-    assert ours != plain([one for (one,) in resumable(batches, 1).batches(0, 0)])
-    assert [source.indices(0, number) for number in range(6)] == ours
-    assert plain([one for (one,) in source.batches(0, 4)]) == ours[4:]
-
-
 # -- runs ----------------------------------------------------------------------------------------------
 
 MANY = PERMUTED + 3
@@ -153,21 +226,16 @@ MANY = PERMUTED + 3
 def trained(directory: Path, steps: int, *callbacks: Callback) -> list[Tensor]:
     """Train on batches of a shuffled epoch of a million samples; return the numbers of the samples in each batch."""
     seen: list[Tensor] = []
-
-    @on(Callback.on_batch_start)
-    def see(run: Run, batch: tuple[Tensor, ...]) -> None:
-        seen.append(batch[0].clone())
-
-    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        result: Tensor = model(batch[0][:2, None].float()).square().mean()
-        return result
-
-    Trainer(
-        nn.Linear(1, 1), lambda parameters: torch.optim.SGD(parameters, 1e-9),
-        TensorBatches(torch.arange(MANY), batch_size=2**18, shuffle=True), loss,
-        max_steps=steps, seed=1, directory=directory, device="cpu", callbacks=[see, *callbacks, Checkpoint("2 steps")],
-        progress=False,
-    ).fit(resume="auto")  # fmt: skip
+    see = on(Callback.on_batch_start)(lambda run, batch: seen.append(batch[0].clone()))
+    tiny_trainer(
+        optimizer=partial(torch.optim.SGD, lr=1e-9),
+        loader=TensorBatches(torch.arange(MANY), batch_size=2**18, shuffle=True),
+        compute_loss=lambda model, batch: model(batch[0][:2, None].float()).square().mean(),
+        steps=steps,
+        seed=1,
+        directory=directory,
+        callbacks=[see, *callbacks, Checkpoint("2 steps")],
+    ).fit(resume="auto")
     return seen
 
 
@@ -181,14 +249,8 @@ def order_of(epoch: int, *, keyed: bool) -> Order:
 
 
 def test_a_run_of_an_older_version_keeps_torchs_order_and_a_new_run_its_keyed_order(tmp_path: Path) -> None:
-    @on(Callback.on_save)
-    def as_in_older_versions(run: Run, checkpoint: Any) -> None:
-        del checkpoint.state["permuted"]
-
-    @on(Callback.on_setup)
-    def in_torchs_order(run: Run) -> None:
-        session_of(run).cursor.permuted = maxsize
-
+    as_in_older_versions = on(Callback.on_save)(lambda run, checkpoint: checkpoint.state.pop("permuted"))
+    in_torchs_order = on(Callback.on_setup)(lambda run: setattr(session_of(run).cursor, "permuted", maxsize))
     expected = {kind: [one for epoch in (0, 1) for one in epoch_of(order_of(epoch, keyed=kind))] for kind in (True, False)}
     first = trained(tmp_path / "new", 2)
     assert all(map(torch.equal, first + trained(tmp_path / "new", 8), expected[True]))

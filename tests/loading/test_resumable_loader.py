@@ -1,8 +1,12 @@
-"""An epoch can be read from any batch on, and yields the same batches as the whole epoch."""
+"""An epoch can be read from any batch on, and yields the same batches as the whole epoch; tests/alone kills workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import islice, product
+from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -13,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -24,8 +29,9 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza.errors import DataError
-from cadenza.loading import resumable
+from cadenza.loading import ResumableLoader, resumable
 from cadenza.loading.loaders import Limited
+from cadenza.testing import tiny_trainer
 from tests.loading.data import (
     SAMPLES,
     AtOnce,
@@ -42,6 +48,7 @@ from tests.loading.data import (
     rest_of,
     seeded,
 )
+from tests.long import LONG
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # from torchdata
 
@@ -57,6 +64,7 @@ class Batched(BatchSampler):
         return iter([batches[i] for i in order])
 
 
+BATCHED = {"batch_sampler": Batched(RandomSampler(Numbers(), generator=seeded(2)), 4, False)}
 MAP_STYLE: dict[str, Callable[..., DataLoader[Any]]] = {
     "in order": lambda **o: loader_of(Numbers("torch"), **o),
     "shuffle": lambda **o: loader_of(Numbers("numpy"), shuffle=True, **o),
@@ -69,9 +77,7 @@ MAP_STYLE: dict[str, Callable[..., DataLoader[Any]]] = {
     "a sampler of torch's": lambda **o: loader_of(Numbers(), sampler=Shuffled("torch"), **o),
     "a sampler of numpy's": lambda **o: loader_of(Numbers(), sampler=Shuffled("numpy"), **o),
     "a sampler of Python's": lambda **o: loader_of(Numbers(), sampler=Shuffled("python"), **o),
-    "a batch sampler": lambda **o: loader_of(
-        Numbers("torch"), batch_sampler=Batched(RandomSampler(Numbers(), generator=seeded(2)), 4, False), **o
-    ),
+    "a batch sampler": lambda **o: loader_of(Numbers("torch"), **BATCHED, **o),
     "batch_size=None": lambda **o: loader_of(Numbers("torch"), batch_size=None, shuffle=True, **o),
     "__getitems__": lambda **o: loader_of(AtOnce("numpy"), shuffle=True, **o),
     "a random collate_fn": lambda **o: loader_of(Numbers(), shuffle=True, collate_fn=noisy_collate, **o),
@@ -80,11 +86,17 @@ MAP_STYLE: dict[str, Callable[..., DataLoader[Any]]] = {
 
 
 @pytest.mark.parametrize("make", MAP_STYLE.values(), ids=MAP_STYLE.keys())
-def test_any_map_style_loader_resumes_at_any_batch(make: Callable[..., DataLoader[Any]]) -> None:
+def test_any_map_style_loader_resumes_at_any_batch_and_has_other_numbers_in_each_epoch(
+    make: Callable[..., DataLoader[Any]],
+) -> None:
     whole = epochs_of(make())
+    assert whole[0] != whole[1] != whole[2]
     for epoch, batches in enumerate(whole):
         for skip in (1, 3, len(batches) - 1, len(batches)):
             assert rest_of(make(), epoch, skip) == batches[skip:]
+    source = resumable(make(), 1)
+    next(source.batches(0, 0))
+    assert plain(source.batches(1, 0)) == whole[1], "after an epoch that ended early"
 
 
 @pytest.mark.parametrize("name", ["shuffle", "a sampler of Python's", "a batch sampler", "batch_size=None", "__getitems__"])
@@ -93,33 +105,15 @@ def test_loaders_with_workers_resume_at_any_batch(name: str, persistent: bool) -
     whole = epochs_of(MAP_STYLE[name](), epochs=2)
     source = resumable(MAP_STYLE[name](num_workers=2, persistent_workers=persistent), 1)
     assert plain(source.batches(0, 2)) == whole[0][2:]
-    assert plain(source.batches(1, 0)) == whole[1]
+    next(source.batches(0, 0))  # an epoch that ends early
     assert plain(source.batches(1, 4)) == whole[1][4:]
 
 
-@pytest.mark.parametrize("make", MAP_STYLE.values(), ids=MAP_STYLE.keys())
-def test_random_numbers_differ_between_epochs(make: Callable[..., DataLoader[Any]]) -> None:
-    first, second, third = epochs_of(make())
-    assert first != second
-    assert second != third
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_that_ends_early_does_not_change_the_next(workers: int) -> None:
-    whole = epochs_of(MAP_STYLE["shuffle"](), epochs=2)
-    source = resumable(MAP_STYLE["shuffle"](num_workers=workers, persistent_workers=workers > 0), 1)
-    next(source.batches(0, 0))
-    assert plain(source.batches(1, 0)) == whole[1]
-
-
-def test_skipped_samples_are_not_read() -> None:
+def test_skipped_samples_are_not_read_and_a_sampler_only_as_far_as_needed_as_it_may_be_endless() -> None:
     dataset = Numbers()
     rest = rest_of(loader_of(dataset), 0, 4)
     assert dataset.reads == [16, 17, 18, 19, 20, 21]
     assert rest == [[16, 17, 18, 19], [20, 21]]
-
-
-def test_an_endless_sampler_is_read_only_as_far_as_needed() -> None:
     batches = resumable(loader_of(Numbers(), batch_sampler=Buckets()), 1).batches(0, 0)
     first = [next(batches).tolist() for _ in range(3000)]
     later = resumable(loader_of(Numbers(), batch_sampler=Buckets()), 1).batches(0, 2500)
@@ -129,16 +123,13 @@ def test_an_endless_sampler_is_read_only_as_far_as_needed() -> None:
 # -- the user's objects -------------------------------------------------------------------------------
 
 
-def test_the_seed_of_the_users_generator_determines_the_order() -> None:
+def test_the_generator_of_the_user_determines_the_order_and_does_not_change() -> None:
     def order(generator: torch.Generator | None, seed: int) -> list[list[Any]]:
         return epochs_of(loader_of(Numbers(), shuffle=True, generator=generator), seed=seed)
 
     assert order(seeded(3), 1) == order(seeded(3), 2)
     assert order(seeded(3), 1) != order(seeded(4), 1)
     assert order(None, 1) != order(None, 2)
-
-
-def test_a_loader_has_the_same_order_in_several_runs_and_does_not_change() -> None:
     generator = seeded(3)
     loader = loader_of(Numbers(), shuffle=True, generator=generator)
     before = generator.get_state()
@@ -148,13 +139,25 @@ def test_a_loader_has_the_same_order_in_several_runs_and_does_not_change() -> No
     assert loader.sampler.generator is generator
 
 
-def test_set_epoch_of_samplers_and_datasets_is_called() -> None:
+class Knowing(Numbers):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(self.epoch)
+
+
+def test_set_epoch_of_samplers_and_datasets_is_called_also_in_persistent_workers() -> None:
     sampler: DistributedSampler[Tensor] = DistributedSampler(Numbers(), 2, 0)
     resumable(loader_of(Numbers(), sampler=sampler), 1).batches(5, 0)
     assert sampler.epoch == 5
     dataset = Keeping()
     list(resumable(loader_of(dataset), 1).batches(5, 0))
     assert dataset.epoch == 5
+    loader = loader_of(Knowing(samples=4), num_workers=1, persistent_workers=True)
+    assert epochs_of(loader) == [[[0, 0, 0, 0]], [[1, 1, 1, 1]], [[2, 2, 2, 2]]]
 
 
 class Doubling(DataLoader[Tensor]):
@@ -166,8 +169,6 @@ class Doubling(DataLoader[Tensor]):
 
 def test_a_loader_with_its_own_iteration_keeps_it() -> None:
     assert epochs_of(Doubling(Numbers(samples=4), batch_size=2), epochs=1) == [[[0, 2], [4, 6]]]
-    with pytest.raises(DataError, match="a Doubling can only start at the beginning of an epoch"):
-        rest_of(Doubling(Numbers()), 0, 1)
 
 
 # -- loaders with a state_dict -------------------------------------------------------------------------
@@ -187,6 +188,12 @@ def _numbers(rows: list[dict[str, int]]) -> Tensor:
     return torch.tensor([float(row["number"]) for row in rows])
 
 
+def restored(make: Callable[[], Any], state: dict[str, Any]) -> ResumableLoader:
+    source = resumable(make(), 1)
+    source.load_state_dict(state)
+    return source
+
+
 STATEFUL: dict[str, Callable[[], Any]] = {
     "StatefulDataLoader": stateful,
     "StatefulDataLoader with a generator": lambda: stateful(generator=seeded(7)),
@@ -197,52 +204,23 @@ STATEFUL: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
-@pytest.mark.parametrize("seen", [1, 5, 6])
-def test_a_loader_with_a_state_dict_resumes_and_reads_the_next_epoch(make: Callable[[], Any], seen: int) -> None:
+def test_a_loader_with_a_state_dict_resumes_inside_and_between_epochs(make: Callable[[], Any]) -> None:
     source = resumable(make(), 1)
     whole = [plain(source.batches(epoch, 0)) for epoch in range(3)]
     assert len(whole[1]) == 6
-    first = resumable(make(), 1)
-    list(first.batches(0, 0))
-    batches = first.batches(1, 0)
-    for _ in range(seen):
-        next(batches)
-    state = first.state_dict()
-
-    resumed = resumable(make(), 1)
-    resumed.load_state_dict(state)
-    assert plain(resumed.batches(1, seen)) == whole[1][seen:]
-    assert plain(resumed.batches(2, 0)) == whole[2]
-
-
-@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
-def test_a_loader_with_a_state_dict_resumes_between_two_epochs(make: Callable[[], Any]) -> None:
-    first = resumable(make(), 1)
-    whole = [plain(first.batches(epoch, 0)) for epoch in range(2)]
-    state = first.state_dict()
-    whole += [plain(first.batches(2, 0))]
-    resumed = resumable(make(), 1)
-    resumed.load_state_dict(state)
-    assert plain(resumed.batches(2, 0)) == whole[2]
-
-
-@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
-def test_a_loader_with_a_state_dict_starts_again_after_an_epoch_that_ended_early(make: Callable[[], Any]) -> None:
-    whole = epochs_of(make(), epochs=2)
-    first = resumable(make(), 1)
-    batches = first.batches(0, 0)
-    next(batches)
-    state = first.state_dict()
-    resumed = resumable(make(), 1)
-    resumed.load_state_dict(state)
-    assert plain(resumed.batches(1, 0)) == whole[1]
-
-
-def test_a_checkpoint_of_another_kind_of_loader_is_an_error() -> None:
-    resumed = resumable(loader_of(Keeping()), 1)
-    resumed.load_state_dict({})
-    with pytest.raises(DataError, match="holds no position for this loader"):
-        resumed.batches(0, 3)
+    for seen in (1, 5, 6):
+        first = resumable(make(), 1)
+        list(first.batches(0, 0))
+        list(islice(first.batches(1, 0), seen))
+        resumed = restored(make, first.state_dict())
+        assert plain(resumed.batches(1, seen)) == whole[1][seen:]
+        assert plain(resumed.batches(2, 0)) == whole[2]
+    between = resumable(make(), 1)
+    list(between.batches(0, 0))
+    assert plain(restored(make, between.state_dict()).batches(1, 0)) == whole[1]
+    early = resumable(make(), 1)
+    next(early.batches(0, 0))
+    assert plain(restored(make, early.state_dict()).batches(1, 0)) == whole[1], "after an epoch that ended early"
 
 
 def test_a_lost_shuffle_buffer_is_an_error_and_replay_is_exact() -> None:
@@ -252,10 +230,8 @@ def test_a_lost_shuffle_buffer_is_an_error_and_replay_is_exact() -> None:
     whole = epochs_of(make(), epochs=2)
     first = resumable(make(), 1)
     next(first.batches(0, 0))
-    resumed = resumable(make(), 1)
-    resumed.load_state_dict(first.state_dict())
     with pytest.raises(DataError, match=r"shuffle buffer.*replay=True"):
-        resumed.batches(0, 1)
+        restored(make, first.state_dict()).batches(0, 1)
     assert rest_of(make(), 1, 4, replay=True) == whole[1][4:]
 
 
@@ -264,21 +240,32 @@ def test_a_lost_shuffle_buffer_is_an_error_and_replay_is_exact() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_replay_resumes_any_iterable_by_reading(workers: int) -> None:
-    whole = epochs_of(loader_of(Stream(), num_workers=workers))
+    whole = epochs_of(loader_of(Stream(), num_workers=workers), epochs=2)
     for epoch, batches in enumerate(whole):
         assert rest_of(loader_of(Stream(), num_workers=workers), epoch, 3, replay=True) == batches[3:]
 
 
-def test_without_replay_the_error_names_the_alternatives() -> None:
-    reason = "a DataLoader over an IterableDataset can only start at the beg.*StatefulDataLoader.*replay=True"
-    with pytest.raises(DataError, match=rf"batch 4 of an epoch, but {reason}"):
-        rest_of(loader_of(Stream()), 0, 3)
+ONLY = "can only start at the beginning of an epoch"
+ALTERNATIVES = rf"batch 4 of an epoch, but a DataLoader over an IterableDataset {ONLY}.*StatefulDataLoader.*replay=True"
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        pytest.param(lambda: rest_of(loader_of(Stream()), 0, 3), ALTERNATIVES, id="a stream"),
+        pytest.param(lambda: rest_of(loader_of(Keeping(), num_workers=2), 0, 3), ONLY, id="a state with workers"),
+        pytest.param(lambda: rest_of(Doubling(Numbers()), 0, 1), f"a Doubling {ONLY}", id="a loader of its own kind"),
+        pytest.param(
+            lambda: restored(lambda: loader_of(Keeping()), {}).batches(0, 3),
+            "holds no position for this loader",
+            id="a checkpoint of another kind of loader",
+        ),
+    ],
+)
+def test_a_position_that_is_not_known_is_an_error_that_names_the_alternatives(read: Callable[[], object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read()
     assert len(rest_of(loader_of(Stream()), 2, 0)) == 6, "between two epochs no state is needed"
-
-
-def test_a_dataset_state_is_not_used_with_workers() -> None:
-    with pytest.raises(DataError, match="can only start at the beginning of an epoch"):
-        rest_of(loader_of(Keeping(), num_workers=2), 0, 3)
 
 
 @pytest.mark.parametrize("count", [2, 4, 100])
@@ -291,12 +278,13 @@ def test_a_limited_loader_counts_skipped_batches(count: int) -> None:
 
 
 def test_a_limited_loader_saves_the_state_of_the_inner_loader() -> None:
-    whole = epochs_of(Limited(stateful(), 3))
-    first = resumable(Limited(stateful(), 3), 1)
-    batches = first.batches(0, 0)
-    next(batches)
-    resumed = resumable(Limited(stateful(), 3), 1)
-    resumed.load_state_dict(first.state_dict())
+    def make() -> Limited:
+        return Limited(stateful(), 3)
+
+    whole = epochs_of(make())
+    first = resumable(make(), 1)
+    next(first.batches(0, 0))
+    resumed = restored(make, first.state_dict())
     assert plain(resumed.batches(0, 1)) == whole[0][1:]
     assert plain(resumed.batches(1, 0)) == whole[1]
 
@@ -332,31 +320,15 @@ def test_a_stream_in_persistent_workers_is_reproducible(workers: int) -> None:
     whole = epochs_of(loader, replay=True)
     assert len({str(epoch) for epoch in whole}) == 3
     assert [batches[0][0][1] for batches in whole] == [0, 1, 2]
-    for epoch, skip in ((1, 0), (1, 2), (2, 1)):
+    for epoch, skip in ((1, 2), (2, 1)):
         source = resumable(persistent(workers), 1, replay=True)
         assert plain(source.batches(epoch, skip)) == whole[epoch][skip:]
     next(source.batches(0, 0))  # an epoch that ends early
     assert plain(source.batches(1, 0)) == whole[1]
     assert epochs_of(loader, epochs=1) == whole[:1]  # the loader works in a second run
-
-
-def test_a_worker_init_fn_that_draws_does_not_change_the_batches() -> None:
-    whole = epochs_of(persistent(1), epochs=2)
-    assert epochs_of(persistent(1, worker_init_fn=lambda worker: noise_of("torch")), epochs=2) == whole
-
-
-def test_set_epoch_is_called_for_the_copies_of_a_dataset_in_persistent_workers() -> None:
-    class Knowing(Numbers):
-        epoch = 0
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epoch = epoch
-
-        def __getitem__(self, index: int) -> Tensor:
-            return torch.tensor(self.epoch)
-
-    loader = loader_of(Knowing(samples=4), num_workers=1, persistent_workers=True)
-    assert epochs_of(loader) == [[[0, 0, 0, 0]], [[1, 1, 1, 1]], [[2, 2, 2, 2]]]
+    if workers == 1:
+        drawing = persistent(1, worker_init_fn=lambda worker: noise_of("torch"))
+        assert epochs_of(drawing, epochs=2) == whole[:2], "a worker_init_fn may draw"
 
 
 def test_a_data_pipe_in_persistent_workers_is_reproducible() -> None:
@@ -369,3 +341,59 @@ def test_a_data_pipe_in_persistent_workers_is_reproducible() -> None:
 
 def _noisy(number: int) -> Tensor:
     return torch.tensor(number + noise_of("torch"))
+
+
+class Raising(Numbers):
+    """Reading sample 5 is an error; each attempt is recorded in a file, which workers and tests can read."""
+
+    def __init__(self, tries: Path) -> None:
+        super().__init__()
+        self.tries = tries
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 5:
+            with self.tries.open("a") as file:
+                file.write("x")
+            raise RuntimeError("sample 5 is broken")
+        return super().__getitem__(index)
+
+
+class Streamed(IterableDataset[Tensor]):
+    """A stream of samples of a data set."""
+
+    def __init__(self, data: Dataset[Tensor]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self.data[index] for index in range(12))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_dataset_is_raised_without_another_attempt(workers: int, tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    with pytest.raises(RuntimeError, match="sample 5 is broken"):
+        rest_of(loader_of(Raising(tries), num_workers=workers), 0, 0)
+    assert tries.read_text() == "x"
+
+
+FITS = [(True, True, False), (True, False, True), (False, True, True), (False, False, False)]
+RUNS = [("fit", *one) for one in (product((False, True), repeat=3) if LONG else FITS)]
+EVALUATIONS = [("evaluate", True, streams, False) for streams in (False, True)]  # persistent workers are used again
+
+
+@pytest.mark.parametrize(("act", "broken", "streams", "persistent"), [*RUNS, *EVALUATIONS])
+def test_no_worker_is_left_after_a_run_or_an_evaluation(
+    act: str, broken: bool, streams: bool, persistent: bool, tmp_path: Path
+) -> None:
+    """Also while the error, the traceback of which refers to the loader, is there."""
+    data: Any = Raising(tmp_path / "tries") if broken else Numbers()
+    data = Streamed(data) if streams else data
+    loader: Any = DataLoader(data, 2, num_workers=2, persistent_workers=persistent)
+    one = tiny_trainer(
+        loader=loader, compute_loss=lambda model, batch: model(batch.float().reshape(-1, 1)).square().mean(), epochs=2
+    )
+    acts: dict[str, Callable[[], object]] = {"fit": one.fit, "evaluate": lambda: one.evaluate(loader)}
+    before = set(active_children())
+    with pytest.raises(RuntimeError, match="sample 5 is broken") if broken else nullcontext() as raised:
+        acts[act]()
+    assert set(active_children()) == before, raised

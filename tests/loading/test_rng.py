@@ -1,4 +1,4 @@
-"""All generators are seeded together, and their state is restored."""
+"""Random numbers: all generators are seeded and restored together; in the data they depend on (seed, epoch, batch) alone."""
 
 from __future__ import annotations
 
@@ -10,50 +10,89 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from cadenza import Callback, on
 from cadenza.callbacks import Capsule, Checkpoint
 from cadenza.loading import TensorBatches, resumable
 from cadenza.loading.host_streams import NumpyStream, PythonStream
-from cadenza.loading.rng import QuickState, RNGState, isolated_rng, preserve_rng_state, quick_capture, seed_all
+from cadenza.loading.rng import (
+    QuickState,
+    RNGState,
+    derive_seed,
+    isolated_rng,
+    preserve_rng_state,
+    quick_capture,
+    seed_all,
+    seed_host,
+)
 from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
+from tests.engine.parts import Stream, Unsized
+from tests.loading.data import AtOnce, Buckets, Numbers, epochs_of, loader_of, noise_of, noisy_collate, plain, rest_of
+
+ALL = ("torch", "numpy", "python")
 
 
-def draw() -> tuple[float, float, float]:
-    return random.random(), float(numpy.random.rand()), torch.rand(()).item()
+def draws() -> tuple[float, float, float]:
+    return noise_of("torch"), noise_of("numpy"), noise_of("python")
 
 
-def test_seed_all_seeds_all_generators() -> None:
-    seed_all(2**40 + 3)
-    first = draw()
-    seed_all(2**40 + 3)
-    assert draw() == first
+def state() -> dict[str, Any]:
+    return RNGState.capture().to_plain()
 
 
-def test_the_rng_state_is_preserved_also_after_an_error() -> None:
-    seed_all(1)
-    expected = draw()
-    seed_all(1)
-
-    def fail() -> None:
-        with preserve_rng_state():
-            draw()
-            raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        fail()
-    assert draw() == expected
+def unchanged(before: dict[str, Any]) -> bool:
+    return first_difference(before, state()) is None
 
 
-def test_a_run_with_a_seed_starts_from_it_and_a_run_without_does_not_seed() -> None:
+# -- seeds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [seed_all, seed_host])
+def test_all_generators_are_seeded_together(seed: Callable[[int], None]) -> None:
+    seed(2**40 + 3)
+    first = draws()
+    seed(2**40 + 3)
+    assert draws() == first
+    seed(6)
+    assert all(a != b for a, b in zip(draws(), first, strict=True))
+
+
+@pytest.mark.parametrize("context", [preserve_rng_state, lambda: isolated_rng(3)], ids=["preserved", "isolated"])
+def test_the_generators_are_restored_after_an_error_too(context: Callable[[], Any]) -> None:
+    for drawn in range(3):
+        seed_all(4)
+        [random.gauss(0, 1) for _ in range(drawn)]  # they are drawn in pairs
+        before = state()
+        with pytest.raises(ZeroDivisionError), context():
+            assert draws()[0] / 0
+        assert unchanged(before)
+
+
+def test_derived_seeds_are_all_different_and_any_seed_is_accepted() -> None:
+    seeds = {derive_seed(seed, epoch, batch) for seed in range(20) for epoch in range(20) for batch in range(20)}
+    assert len(seeds) == 20**3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(1, 0) != derive_seed(1, 0, 0), "that of an epoch is not that of its first batch"
+    assert derive_seed(-1, 0) != derive_seed(1, 0)
+    assert derive_seed(2**70 + 1) == derive_seed(1), "only 64 bits are used"
+
+
+def test_a_run_with_a_seed_starts_from_it_and_without_one_torchs_global_generator_determines_the_order_of_the_data() -> None:
     drawn: list[float] = []
     look = on(Callback.on_fit_start)(lambda run: drawn.append(torch.rand(()).item()))
     for seed in (5, 5, None, None):
         tiny_run(seed=seed, steps=1, callbacks=[look])
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) == 3
+    torch.manual_seed(0)
+    first, second = orders(fits=2)
+    assert first != second
+    torch.manual_seed(0)
+    assert orders() == [first]
+    torch.manual_seed(1)
+    assert orders() != [first]
 
 
 def orders(fits: int = 1) -> list[list[float]]:
@@ -72,17 +111,7 @@ def orders(fits: int = 1) -> list[list[float]]:
     return read
 
 
-def test_without_a_seed_torchs_global_generator_determines_the_order_of_the_data() -> None:
-    torch.manual_seed(0)
-    first, second = orders(fits=2)
-    assert first != second
-    torch.manual_seed(0)
-    assert orders() == [first]
-    torch.manual_seed(1)
-    assert orders() != [first]
-
-
-# -- numpy's RNG state, which is put aside for every batch --------------------------------------------
+# -- the states of the generators, which are put aside for every batch --------------------------------
 
 
 def test_half_a_pair_of_normal_numbers_outside_is_kept_and_one_inside_is_dropped() -> None:
@@ -102,40 +131,21 @@ def test_a_state_that_the_user_sets_in_between_is_used() -> None:
     numpy.random.seed(3)
     with isolated_rng(5):
         numpy.random.rand()
-    state = numpy.random.RandomState(8).get_state()
-    numpy.random.set_state(state)
+    numpy.random.set_state(numpy.random.RandomState(8).get_state())
     with isolated_rng(5):
         numpy.random.rand()
     assert numpy.random.rand() == numpy.random.RandomState(8).rand()
 
 
-def test_the_numpy_state_survives_a_checkpoint() -> None:
+def test_the_states_survive_a_checkpoint() -> None:
     for drawn in range(3):
         numpy.random.seed(4)
         numpy.random.randn(drawn)
-        plain = RNGState.capture().to_plain()
-        assert first_difference(plain, RNGState.from_plain(plain).to_plain()) is None
+        before = state()
+        assert first_difference(before, RNGState.from_plain(before).to_plain()) is None
         expected = numpy.random.randn(3)
-        RNGState.from_plain(plain).restore()
+        RNGState.from_plain(before).restore()
         assert numpy.array_equal(numpy.random.randn(3), expected)
-
-
-# -- Python's, by its memory ---------------------------------------------------------------------------
-
-
-def test_the_memory_of_pythons_generator_holds_its_state() -> None:
-    stream = PythonStream()
-    for drawn in range(3):
-        random.seed(4)
-        [random.gauss(0, 1) for _ in range(drawn)]  # they are drawn in pairs as well
-        expected, captured = random.getstate(), stream.capture()
-        assert isinstance(captured[0], bytes)
-        stream.seed(2**62 + 7)
-        seeded = random.getstate()
-        random.seed(2**62 + 7)
-        assert random.getstate() == seeded
-        stream.restore(captured)
-        assert random.getstate() == expected
 
 
 def test_a_state_that_is_captured_quickly_is_that_of_the_generators_whatever_was_drawn() -> None:
@@ -160,69 +170,57 @@ def test_a_state_that_is_captured_quickly_is_that_of_the_generators_whatever_was
     torch.randn(1)
     numpy.random.randn()
     state_of_torch, state_of_numpy = torch.get_rng_state(), numpy.random.get_state()
-    for _ in range(600):
+    for _ in range(400):
         draw.choice(acts)()
-        expected, captured = RNGState.capture().to_plain(), QuickState(*capture())
+        expected, captured = state(), QuickState(*capture())
         random.random(), numpy.random.randn(), torch.rand(1)
         assert first_difference(captured.to_plain(), expected) is None
 
 
-def test_the_state_of_generators_that_did_not_draw_is_not_read_again() -> None:
-    seed_all(3)  # no half of a pair waits
-    capture = quick_capture(cuda=False)
-    first, _ = capture()
-    assert capture()[0] is first
-    torch.rand(1)
-    second, _ = capture()
-    assert [one is other for one, other in zip(first, second, strict=True)] == [True, True, False]
-    random.random()
-    third, _ = capture()
-    assert [one is other for one, other in zip(second, third, strict=True)] == [False, True, True]
-
-
-def test_another_generator_of_numpy_is_noticed() -> None:
+@pytest.fixture
+def set_generator() -> Iterator[Callable[[Any], None]]:
+    """Return the function that replaces the global generator of numpy, until the test ends."""
     of_numpy: Any = numpy.random
-    capture, own, set_generator = quick_capture(cuda=False), of_numpy.get_bit_generator(), of_numpy.set_bit_generator
-    try:
-        for bits in (numpy.random.MT19937(3), own):
-            set_generator(bits)
-            captured = QuickState(*capture())
-            drawn = numpy.random.rand()
-            captured.restore()
-            assert numpy.random.rand() == drawn
-    finally:
-        set_generator(own)
+    before = of_numpy.get_bit_generator()
+    yield of_numpy.set_bit_generator
+    of_numpy.set_bit_generator(before)
+
+
+def test_another_generator_of_numpy_is_noticed(set_generator: Callable[[Any], None]) -> None:
+    capture, of_numpy = quick_capture(cuda=False), numpy.random.mtrand
+    for bits in (numpy.random.MT19937(3), of_numpy._rand._bit_generator):
+        set_generator(bits)
+        captured = QuickState(*capture())
+        drawn = numpy.random.rand()
+        captured.restore()
+        assert numpy.random.rand() == drawn
 
 
 @pytest.mark.parametrize("kind", [numpy.random.PCG64, numpy.random.Philox, numpy.random.SFC64])
-def test_a_generator_of_numpy_that_is_no_twister_is_kept_by_batches_and_checkpoints(kind: Any, tmp_path: Path) -> None:
-    of_numpy: Any = numpy.random
-    own = of_numpy.get_bit_generator()
-
+def test_a_generator_of_numpy_that_is_no_twister_is_kept_by_batches_and_checkpoints(
+    kind: Any, tmp_path: Path, set_generator: Callable[[Any], None]
+) -> None:
     def drawn(fits: int, directory: Path) -> list[float]:
         seen: list[float] = []
-        of_numpy.set_bit_generator(kind(1))
+        set_generator(kind(1))
         for parts in range(fits, 0, -1):
-            draws = on(Callback.on_batch_start)(lambda run, batch: seen.append(numpy.random.randn()))
+            look = on(Callback.on_batch_start)(lambda run, batch: seen.append(numpy.random.randn()))
             tiny_trainer(
                 loader=DataLoader(DrawsSometimes(), 4),
                 seed=1,
                 compute_loss=lambda model, batch: model.weight.sum(),
                 directory=directory,
                 steps=6 // parts,
-                callbacks=[draws, Capsule(), Checkpoint("3 steps")],
+                callbacks=[look, Capsule(), Checkpoint("3 steps")],
             ).fit(resume="auto")
         return seen
 
-    try:
-        whole = drawn(1, tmp_path / "whole")
-        assert len(set(whole)) == 6
-        assert drawn(2, tmp_path / "continued") == whole
-    finally:
-        of_numpy.set_bit_generator(own)
+    whole = drawn(1, tmp_path / "whole")
+    assert len(set(whole)) == 6
+    assert drawn(2, tmp_path / "continued") == whole
 
 
-def test_a_generator_of_another_class_is_read_as_python_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generators_of_other_classes_are_read_as_python_and_numpy_offer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "_inst", random.SystemRandom())
     stream = PythonStream()
     random.seed(4)
@@ -231,6 +229,23 @@ def test_a_generator_of_another_class_is_read_as_python_offers(monkeypatch: pyte
     assert random.getstate() == random.Random(5).getstate()
     stream.restore(captured)
     assert random.getstate() == captured == expected
+
+    class Elsewhere:
+        """A numpy that does not say where its numbers lie, as before 1.24."""
+
+        random = numpy.random.mtrand._rand
+        frombuffer = numpy.frombuffer
+
+    numbers = NumpyStream()
+    for source, kind in ((Elsewhere, tuple), (numpy, bytes)):
+        kept = numbers.capture(source)
+        assert isinstance(kept, kind)
+        drawn = numpy.random.rand()
+        numbers.restore(Elsewhere, kept)
+        assert numpy.random.rand() == drawn
+
+
+# -- batches ------------------------------------------------------------------------------------------
 
 
 class DrawsSometimes(Dataset[torch.Tensor]):
@@ -244,48 +259,135 @@ class DrawsSometimes(Dataset[torch.Tensor]):
         return torch.tensor(float(index) if index % 3 else draws[index // 3 % 5]())
 
 
-@pytest.mark.parametrize("make", [lambda: DataLoader(DrawsSometimes(), 2, shuffle=True), lambda: Each(DrawsSometimes())])
-def test_what_draws_only_sometimes_gives_the_same_batches_from_any_position(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("make", [lambda data: DataLoader(data, 2, shuffle=True), lambda data: Unsized(Stream(data))])
+def test_what_draws_only_sometimes_gives_the_same_batches_from_any_position(make: Callable[[Any], Any]) -> None:
     seed_all(1)
-    whole = [torch.as_tensor(one).tolist() for one in resumable(make(), 3, replay=True).batches(0, 0)]
-    after = draw()
+    whole = [torch.as_tensor(one).tolist() for one in resumable(make(DrawsSometimes()), 3, replay=True).batches(0, 0)]
+    after = draws()
     for skip in range(1, len(whole), 5):
         seed_all(1)
         rest = []
-        for one in resumable(make(), 3, replay=True).batches(0, skip):
+        for one in resumable(make(DrawsSometimes()), 3, replay=True).batches(0, skip):
             rest.append(torch.as_tensor(one).tolist())
-            draw(), random.gauss(0, 1), numpy.random.randn()  # as a step of the training
+            draws(), random.gauss(0, 1), numpy.random.randn()  # as a step of the training
         assert rest == whole[skip:]
     seed_all(1)
-    assert draw() == after, "the loader draws from the generators of the training"
+    assert draws() == after, "the loader draws from the generators of the training"
 
 
-class Each:
-    """The samples of a data set, one after another, without positions."""
-
-    def __init__(self, dataset: DrawsSometimes) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self.dataset[index] for index in range(len(self.dataset)))
+class Drawing(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1)
 
 
-def test_another_kind_of_generator_is_read_as_numpy_offers() -> None:
-    class Elsewhere:
-        """A numpy that does not say where its numbers lie, as before 1.24."""
+def test_tensors_that_torch_indexes_and_stacks_are_loaded_without_seeding_and_all_others_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr("cadenza.loading.seeded.seed_host", seeds.append)
+    tensors = TensorDataset(torch.arange(8), torch.rand(8))
 
-        random = numpy.random.mtrand._rand
-        frombuffer = numpy.frombuffer
+    def seeded(dataset: Any, **options: Any) -> bool:
+        seeds.clear()
+        loader = DataLoader(dataset, 3, shuffle=True, **options)
+        before = state()
+        loaded = [one.tolist() for batch in resumable(loader, seed=1).batches(0, 1) for one in batch]
+        assert unchanged(before)
+        again = DataLoader(dataset, 3, shuffle=True, collate_fn=lambda samples: default_collate(samples))
+        same = [one.tolist() for batch in resumable(again, seed=1).batches(0, 1) for one in batch]
+        assert loaded == same or isinstance(dataset, Drawing)
+        return len(seeds) > 2  # two batches with the second loader
 
-    stream = NumpyStream()
-    state = stream.capture(Elsewhere)
-    assert isinstance(state, tuple)
-    expected = numpy.random.rand()
-    stream.restore(Elsewhere, state)
-    assert numpy.random.rand() == expected
-    numpy.random.seed(6)
-    copied = stream.capture(numpy)
-    assert isinstance(copied, bytes)
-    expected = numpy.random.rand()
-    stream.restore(Elsewhere, copied)
-    assert numpy.random.rand() == expected
+    assert not seeded(tensors)
+    assert not seeded(Subset(ConcatDataset([tensors, tensors]), range(8)))
+    assert seeded(Drawing(torch.arange(8)))
+    assert seeded(Subset(ConcatDataset([tensors, Drawing(torch.arange(8))]), range(8)))
+    assert seeded(tensors, collate_fn=lambda samples: default_collate(samples))
+
+
+def _reseed(worker: int) -> None:
+    random.seed(worker)
+    numpy.random.seed(worker)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are fewer cores than workers
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 1},
+        {"num_workers": 3},
+        {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 5},
+        {"num_workers": 2, "worker_init_fn": _reseed},
+    ],
+    ids=["one worker", "three workers", "persistent workers", "a worker_init_fn that seeds"],
+)
+def test_batches_do_not_depend_on_workers(options: dict[str, Any]) -> None:
+    whole = epochs_of(loader_of(Numbers(*ALL), shuffle=True, collate_fn=noisy_collate), epochs=2)
+    loader = loader_of(Numbers(*ALL), shuffle=True, collate_fn=noisy_collate, **options)
+    assert epochs_of(loader, epochs=2) == whole
+    assert rest_of(loader, 1, 2) == whole[1][2:]
+
+
+@pytest.mark.parametrize("noise", ALL)
+def test_batches_differ_between_epochs_between_seeds_and_their_samples_from_each_other(noise: str) -> None:
+    first, second, third = epochs_of(loader_of(Numbers(noise)))
+    assert first != second != third != first
+    assert epochs_of(loader_of(Numbers(noise)), seed=2)[0] != first
+    (batch,) = rest_of(DataLoader(Numbers(noise), batch_sampler=[[0, 0, 0]]), 0, 0)
+    assert len(set(batch)) == 3
+
+
+def test_getitems_of_a_dataset_is_used_and_batches_of_a_list_are_not_copied() -> None:
+    at_once = epochs_of(loader_of(AtOnce("torch")), epochs=1)[0]
+    assert [int(number) for number in at_once[0]] == [3, 2, 1, 0]
+    assert rest_of(loader_of(AtOnce("torch"), num_workers=2), 0, 0) == at_once
+    batches = [torch.tensor([1.0]), torch.tensor([2.0])]
+    assert next(resumable(batches, 1).batches(0, 1)) is batches[1]
+    assert plain(resumable(tuple(batches), 1).batches(4, 2)) == []
+
+
+class Broken(Numbers):
+    """Sample 16 draws, and cannot be read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        draws()
+        if index == 16:
+            raise LookupError("no such file")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"shuffle": True}, {"collate_fn": noisy_collate}, {"num_workers": 2}, {"batch_sampler": Buckets()}]
+)
+def test_reading_does_not_change_the_rng_state(options: dict[str, Any]) -> None:
+    batches = resumable(loader_of(Numbers(*ALL), **options), 1).batches(0, 0)
+    broken = resumable(loader_of(Broken()), 1).batches(0, 4)
+    before = state()
+    for _ in range(4):
+        next(batches)
+    with pytest.raises(LookupError, match="no such file"):
+        next(broken)
+    assert unchanged(before)
+
+
+# -- user code in workers -----------------------------------------------------------------------------
+
+
+def _name_the_worker(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.samples_of = worker  # type: ignore[attr-defined]  # as users do to open a file in each worker
+
+
+class Named(Numbers):
+    """Yields the number of the worker."""
+
+    samples_of = -1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.samples_of)
+
+
+def test_a_worker_init_fn_gets_the_users_dataset() -> None:
+    loader = loader_of(Named(), num_workers=2, worker_init_fn=_name_the_worker)
+    assert [set(batch) for batch in epochs_of(loader, epochs=1)[0]] == [{0}, {1}, {0}, {1}, {0}, {1}]

@@ -37,23 +37,13 @@ def plain(batches: Any) -> list[list[int]]:
     return [batch.tolist() for (batch,) in batches]
 
 
-def test_unshuffled_batches_are_those_of_a_data_loader() -> None:
-    for drop_last in (False, True):
-        ours = TensorBatches(*tensors(), batch_size=4, drop_last=drop_last)
-        theirs = DataLoader(TensorDataset(*tensors()), batch_size=4, drop_last=drop_last)
-        assert len(ours) == len(theirs)
-        for mine, other in zip(ours, theirs, strict=True):
-            assert [part.tolist() for part in mine] == [part.tolist() for part in other]
-
-
 def test_shuffled_every_sample_is_used_once_with_its_target() -> None:
     inputs, targets = tensors()
-    read = [
-        (x, y) for xs, ys in TensorBatches(inputs, targets, batch_size=4, shuffle=True) for x, y in zip(xs, ys, strict=True)
-    ]
-    assert sorted(float(x) for x, _ in read) == inputs.flatten().tolist()
-    assert [float(x) for x, _ in read] != inputs.flatten().tolist()
-    assert all(torch.equal(2 * x + 1, y) for x, y in read)
+    batches = list(TensorBatches(inputs, targets, batch_size=4, shuffle=True))
+    read, paired = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert torch.equal(read.sort(0).values, inputs)
+    assert not torch.equal(read, inputs)
+    assert torch.equal(2 * read + 1, paired)
 
 
 def test_a_mapping_yields_batches_with_its_names() -> None:
@@ -75,51 +65,41 @@ def test_shuffled_batches_are_copies_and_unshuffled_batches_are_views() -> None:
     assert inputs.tolist() == [1, 1, 1, 1]
 
 
-def test_no_gradient_flows_into_the_data() -> None:
-    given = torch.ones(4, 2, requires_grad=True)
-    assert not any(batch.requires_grad for (batch,) in TensorBatches(given, batch_size=2, shuffle=True))
-
-
-def test_device_moves_all_tensors_to_the_device() -> None:
+def test_device_moves_all_tensors_to_the_device_and_no_gradient_flows_into_them() -> None:
     batches = TensorBatches(torch.ones(4), torch.ones(4, 2), batch_size=2, shuffle=True, device="meta")
     assert batches.device == torch.device("meta")
     assert [(x.device.type, y.device.type, y.shape) for x, y in batches] == [("meta", "meta", (2, 2))] * 2
+    given = torch.ones(4, 2, requires_grad=True)
+    assert not any(batch.requires_grad for (batch,) in TensorBatches(given, batch_size=2, shuffle=True))
 
 
 # -- order --------------------------------------------------------------------------------------------
 
 
-def test_any_epoch_can_be_read_from_any_batch_on() -> None:
+def test_any_epoch_can_be_read_from_any_batch_on_also_if_the_loader_is_sharded_already() -> None:
     for options in ({}, {"shuffle": True}, {"shuffle": True, "drop_last": True}, {"shuffle": True, "seed": 3}):
         for epoch in range(3):
             whole = plain(resumable(numbers(**options), 1).batches(epoch, 0))
             for skip in range(len(whole) + 1):
                 assert plain(resumable(numbers(**options), 1).batches(epoch, skip)) == whole[skip:]
+    shard = Shard(1, 2, share_data=False)
+    assert plain(resumable(numbers(), 1, shard=shard).batches(0, 2)) == plain(numbers())[2:]
 
 
-def test_the_order_depends_only_on_seed_and_epoch() -> None:
-    orders = {
-        (seed, epoch): str(plain(resumable(numbers(shuffle=True), seed).batches(epoch, 0)))
-        for seed in (1, 2)
-        for epoch in (0, 1)
-    }
-    assert len(set(orders.values())) == 4
-    torch.manual_seed(99)
-    assert str(plain(resumable(numbers(shuffle=True), 1).batches(1, 0))) == orders[1, 1]
-
-
-def test_shuffling_in_a_run_does_not_change_the_rng_state() -> None:
+def test_the_order_depends_only_on_seed_and_epoch_and_leaves_the_rng_state() -> None:
     before = torch.get_rng_state()
-    list(resumable(numbers(shuffle=True), 1).batches(0, 0))
+    orders = {
+        (seed, epoch): plain(resumable(numbers(shuffle=True), seed).batches(epoch, 0)) for seed in (1, 2) for epoch in (0, 1)
+    }
     assert torch.equal(torch.get_rng_state(), before)
+    assert len({str(order) for order in orders.values()}) == 4
+    torch.manual_seed(99)
+    assert plain(resumable(numbers(shuffle=True), 1).batches(1, 0)) == orders[1, 1]
 
 
-def test_the_seed_of_the_loader_replaces_the_seed_of_the_run() -> None:
+def test_the_seed_of_the_loader_replaces_that_of_the_run_and_in_a_plain_loop_passes_are_counted_or_set() -> None:
     own = [plain(resumable(numbers(shuffle=True, seed=7), seed).batches(0, 0)) for seed in (1, 2)]
     assert own[0] == own[1] == plain(numbers(shuffle=True, seed=7))
-
-
-def test_in_a_plain_loop_passes_are_counted_or_set() -> None:
     batches = numbers(shuffle=True, seed=7)
     first, second = plain(batches), plain(batches)
     assert first != second
@@ -135,10 +115,7 @@ def test_in_a_plain_loop_without_a_seed_torchs_generator_determines_the_order() 
     assert plain(numbers(shuffle=True)) == first != second
 
 
-# -- several ranks ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"batch_size": 5, "drop_last": True}], ids=str)
 def test_the_shards_are_those_of_a_data_loader(ranks: int, options: dict[str, Any]) -> None:
     batch_size, drop_last = options.get("batch_size", 4), options.get("drop_last", False)
@@ -159,11 +136,6 @@ def test_the_shards_are_those_of_a_data_loader(ranks: int, options: dict[str, An
         assert len(seen) == N or not complete, "a sample is in no shard"
 
 
-def test_a_loader_may_be_sharded_already() -> None:
-    shard = Shard(1, 2, share_data=False)
-    assert plain(resumable(numbers(), 1, shard=shard).batches(0, 2)) == plain(numbers())[2:]
-
-
 # -- in runs ------------------------------------------------------------------------------------------
 
 
@@ -178,8 +150,8 @@ def train(**options: Any) -> Callable[[Path], Trainer]:
 
 
 def test_a_resumed_run_is_bit_identical() -> None:
-    prove_resume(train(), at=[1, 6, 7, 17], in_process=True)
-    prove_resume(train(accumulate=4), at=[1, 3], in_process=True)
+    prove_resume(train(), at=[1, 6, 17], in_process=True)
+    prove_resume(train(accumulate=4), at=[3], in_process=True)
     prove_resume(train(), at=[4], replay=True, in_process=True)
 
 
@@ -191,21 +163,13 @@ def test_results_do_not_depend_on_the_number_of_evaluations() -> None:
 
 
 def test_a_model_with_named_arguments_gets_batches_of_a_mapping() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.mse_loss(self.scale * x, y)
+    class Own(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]  # this is what the test is about
+            return nn.functional.mse_loss(super().forward(x), y)
 
     inputs, targets = tensors()
     loader = TensorBatches({"x": inputs, "y": targets}, batch_size=4, shuffle=True)
-    run = tiny_run(model=Own(), compute_loss=None, loader=loader, epochs=2)
-    assert run.progress.now().samples == 2 * N
-
-
-# -- bad input ----------------------------------------------------------------------------------------
+    assert tiny_run(model=Own(1, 1), compute_loss=None, loader=loader, epochs=2).progress.now().samples == 2 * N
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Trees of values and tensors as JSON beside tensors: what goes in comes out, and nothing else gets in."""
+"""Values that can be saved: trees as JSON beside tensors, and `run.state`. What goes in comes out, nothing else gets in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 from cadenza.errors import CheckpointFormatError, StateError
 from cadenza.status.plain import decode, encode, first_difference, host_copy, same
+from cadenza.status.state import State
+from cadenza.testing import tiny_run
+from tests.long import seeds
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 FLOATS = (0.0, -0.0, 1e-320, 0.1, math.inf, -math.inf, math.nan)
@@ -75,7 +79,7 @@ def random_tree(dice: random.Random, depth: int) -> Any:
     return dice.choice([None, True, False, 3, -(2**70), b"\x00\xff", dice.choice(FLOATS), dice.choice(TEXTS)])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(usual=8, long=20))
 def test_whatever_tree_goes_in_comes_out_the_same(seed: int) -> None:
     dice = random.Random(seed)
     torch.manual_seed(seed)
@@ -118,29 +122,21 @@ def test_tied_and_shared_tensors_are_written_once_each_and_share_nothing_afterwa
     assert len({tensor.data_ptr() for tensor in (*back["tied"], back["view"], back["turned"])}) == 4
 
 
-def test_what_was_encoded_does_not_change_with_its_tensors() -> None:
-    tensor = torch.zeros(2, requires_grad=True)
+def test_what_was_encoded_or_copied_to_the_host_does_not_change_with_its_tensors() -> None:
+    tensor = torch.zeros(3, 2, requires_grad=True)
     _, tensors = encode([tensor])
+    copy = host_copy(tensor.detach().T)
     with torch.no_grad():
         tensor.fill_(7)
-    assert tensors["[0]"].tolist() == [0, 0]
+    assert not tensors["[0]"].any()
     assert not tensors["[0]"].requires_grad
-
-
-def test_a_host_copy_is_contiguous_and_its_own() -> None:
-    tensor = torch.zeros(3, 2).T
-    copy = host_copy(tensor)
-    tensor.fill_(1)
     assert copy.is_contiguous()
     assert copy.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
-def test_numbers_of_numpy_become_plain_ones() -> None:
+def test_numbers_of_numpy_become_plain_ones_and_other_mappings_dicts() -> None:
     tree = {"a": np.float64(0.5), "b": np.int32(3), "c": np.bool_(True), "d": np.float32("nan"), "e": np.array(2)}
     assert alike(there_and_back(tree), {"a": 0.5, "b": 3, "c": True, "d": math.nan, "e": 2})
-
-
-def test_other_mappings_become_dicts() -> None:
     assert alike(there_and_back(OrderedDict(a=1)), {"a": 1})
 
 
@@ -172,3 +168,42 @@ def test_the_first_difference_of_two_trees_is_named_with_its_place() -> None:
     assert first_difference(tree, {**tree, "c": 1}) == ": keys ['c'] are only in one of the two"
     assert first_difference([1, 2], [1]) == ": 2 entries and 1"
     assert first_difference({"a": 1}, {"a": 2}) == "a: 1 and 2"
+
+
+def test_entries_of_a_state_are_attributes_and_a_wrong_name_or_a_place_inside_is_named() -> None:
+    state = tiny_run(steps=1).state
+    state.best = 0.5
+    state["rounds"] = [1, (2, {"a": torch.ones(2)}), None, "text", True]
+    assert (state["best"], state.best) == (0.5, 0.5)
+    del state.best
+    assert list(state) == ["rounds"]
+    with pytest.raises(StateError, match=r"run\.state\['a'\]\['b'\]\[1\] cannot be saved: .*got set"):
+        State(a={"b": [1, {2}]})
+    with pytest.raises(StateError, match=r"run\.state\['a'\] cannot be saved: expected keys of type str; got 1"):
+        State(a={1: 2})
+    state = State(best=1)
+    with pytest.raises(AttributeError, match=r"run\.state has no 'bets'; it has \['best'\]"):
+        _ = state.bets
+    with pytest.raises(AttributeError, match=r"run\.state has no 'bets'"):
+        del state.bets
+
+
+WAYS: dict[str, Callable[[State, Any], Any]] = {
+    "item": lambda state, value: state.__setitem__("key", value),
+    "attribute": lambda state, value: setattr(state, "key", value),
+    "update": lambda state, value: state.update(key=value),
+    "or": lambda state, value: state.__ior__({"key": value}),
+    "default": lambda state, value: state.setdefault("key", value),
+    "constructor": lambda state, value: State(key=value),
+}
+
+
+@pytest.mark.parametrize("value", [print, {1, 2}, object(), b"bytes", 1j])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_value_that_cannot_be_saved_is_an_error_whichever_way_it_is_set(value: Any, way: Callable[[State, Any], Any]) -> None:
+    state = State()
+    with pytest.raises(
+        StateError, match=r"run\.state\['key'\] cannot be saved: expected None, bool, int, float, str, a tensor"
+    ):
+        way(state, value)
+    assert not state

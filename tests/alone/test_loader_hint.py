@@ -1,4 +1,4 @@
-"""A loader that could be faster is reported, with a solution."""
+"""A loader that could be faster is reported, with a solution: a profile measures what part of the time it takes."""
 
 from __future__ import annotations
 

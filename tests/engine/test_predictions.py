@@ -1,4 +1,4 @@
-"""Predictions in files: what `Trainer.predict(to=...)` writes is read back with pyarrow, the csv module and json."""
+"""Predictions in memory and in files: what `Trainer.predict(to=...)` writes is read back with pyarrow, csv and json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import os
 import tracemalloc
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ import numpy
 import pyarrow.parquet
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Evaluation, Run, on, supervised
 from cadenza.errors import DataError, DirectoryError, MissingExtraError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_trainer
-from tests.engine.test_evaluation import unequal
+from tests.engine.parts import Unsized, unequal
 
 MSE = supervised(nn.functional.mse_loss)
 Pair = namedtuple("Pair", ["scores", "classes"])  # as a model of the user returns it
@@ -43,6 +42,24 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_text().splitlines()]
     with path.open(newline="", encoding="utf-8") as file:
         return [{name: json.loads(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+# -- in memory ----------------------------------------------------------------------------------------
+
+
+def test_predictions_are_joined_by_dimension_and_name_or_come_as_a_list_and_a_loss_function_needs_compute() -> None:
+    loader, model = unequal(4, 4, 1), tiny_model()
+    trainer = tiny_trainer(model=model, compute_loss=MSE)
+    with torch.no_grad():
+        assert torch.equal(trainer.predict(loader), model(torch.cat([inputs for inputs, _ in loader])))
+    by_name = trainer.predict(tiny_loader(2, batch_size=3), compute=lambda model, batch: {"x": batch[0] * 2, "note": "text"})
+    assert by_name["x"].shape == (6, 1)
+    assert by_name["note"] == ["text", "text"]
+    unlike = trainer.predict(unequal(2, 3), compute=lambda model, batch: torch.zeros(1, len(batch[0])))
+    assert [tuple(one.shape) for one in unlike] == [(1, 2), (1, 3)]
+    assert trainer.predict([torch.ones(3, 1)]).shape == (3, 1), "inputs alone"
+    with pytest.raises(TypeError, match=r"Pass compute=, a function \(model, batch\) -> predictions"):
+        tiny_trainer(compute_loss=lambda model, batch: model(batch[0]).mean()).predict(tiny_loader(1))
 
 
 # -- rows ---------------------------------------------------------------------------------------------
@@ -89,13 +106,10 @@ def test_the_shape_and_the_kind_say_which_columns_there_are(tmp_path: Path, pred
     assert table["index"].to_pylist() == [0, 1, 2, 3]
 
 
-def test_a_column_of_the_name_index_replaces_the_position(tmp_path: Path) -> None:
+def test_a_column_index_replaces_the_position_and_lists_may_have_other_lengths_later(tmp_path: Path) -> None:
     table = written(tmp_path / "a.parquet", {"index": torch.tensor([7, 3]), "score": torch.zeros(2)})
     assert table.column_names == ["index", "score"]
     assert table["index"].to_pylist() == [7, 3]
-
-
-def test_lists_may_have_other_lengths_in_a_later_batch(tmp_path: Path) -> None:
     table = written(tmp_path / "a.parquet", torch.zeros(1, 2), torch.ones(2, 3), torch.ones(0, 1))
     assert table["prediction"].to_pylist() == [[0, 0], [1, 1, 1], [1, 1, 1]]
 
@@ -109,36 +123,17 @@ def test_json_has_null_for_a_number_that_is_not_finite_and_parquet_keeps_it(tmp_
 
 def test_a_batch_that_the_model_uses_again_does_no_harm(tmp_path: Path) -> None:
     buffer = torch.zeros(2)
-
-    def compute(model: nn.Module, batch: Any) -> Tensor:
-        return buffer.add_(1)
-
-    path = tiny_trainer().predict(tiny_loader(3), compute=compute, to=tmp_path / "a.parquet")
+    path = tiny_trainer().predict(tiny_loader(3), compute=lambda model, batch: buffer.add_(1), to=tmp_path / "a.parquet")
     assert pyarrow.parquet.read_table(path)["prediction"].to_pylist() == [1, 1, 2, 2, 3, 3]
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from tiny_loader(5)
-
-
-def test_a_loader_without_length_and_a_limit(tmp_path: Path) -> None:
-    trainer = tiny_trainer(compute_loss=MSE)
-    path = trainer.predict(DataLoader(Stream(), batch_size=None), to=tmp_path / "a.parquet")
-    assert len(rows_of(path)) == 10
-    assert len(rows_of(trainer.predict(DataLoader(Stream(), batch_size=None), to=tmp_path / "a.parquet", limit=3))) == 6
-
-
-def test_the_moments_are_those_of_a_prediction(tmp_path: Path) -> None:
+def test_a_loader_without_length_and_a_limit_with_the_moments_of_a_prediction(tmp_path: Path) -> None:
     recorder = Recorder()
-    complete: list[bool] = []
-    look = on(Callback.on_eval_end)(lambda run, evaluation: complete.append(evaluation.complete))
-    tiny_trainer(callbacks=[recorder, look], compute_loss=MSE).predict(tiny_loader(1), to=tmp_path / "a.csv")
-    assert recorder.names == ["on_eval_start", "on_eval_batch_start", "on_eval_batch_end", "on_eval_end"]
-    assert complete == [True]
-
-
-# -- memory -------------------------------------------------------------------------------------------
+    trainer = tiny_trainer(callbacks=[recorder], compute_loss=MSE)
+    path = trainer.predict(Unsized(tiny_loader(5)), to=tmp_path / "a.parquet")
+    assert len(rows_of(path)) == 10
+    assert recorder.names == ["on_eval_start", *["on_eval_batch_start", "on_eval_batch_end"] * 5, "on_eval_end"]
+    assert len(rows_of(trainer.predict(Unsized(tiny_loader(5)), to=tmp_path / "a.parquet", limit=3))) == 6
 
 
 def test_memory_holds_a_few_batches_however_long_the_loader_is(tmp_path: Path) -> None:
@@ -165,9 +160,6 @@ def test_memory_holds_a_few_batches_however_long_the_loader_is(tmp_path: Path) -
     assert many < 20e6
 
 
-# -- whole or not at all ------------------------------------------------------------------------------
-
-
 class Broken:
     def __iter__(self) -> Any:
         yield from tiny_loader(2)
@@ -188,10 +180,7 @@ def test_an_error_leaves_the_earlier_file_and_nothing_else(tmp_path: Path, suffi
 
 
 def test_a_hook_that_fails_at_the_end_leaves_no_file(tmp_path: Path) -> None:
-    @on(Callback.on_eval_end)
-    def fail(run: Run, evaluation: Evaluation) -> None:
-        raise KeyError("late")
-
+    fail = on(Callback.on_eval_end)(lambda run, evaluation: evaluation.results["late"])
     with pytest.raises(KeyError, match="late"):
         tiny_trainer(compute_loss=MSE, callbacks=[fail]).predict(tiny_loader(1), to=tmp_path / "a.parquet")
     assert list(tmp_path.iterdir()) == []

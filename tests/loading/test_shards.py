@@ -12,10 +12,12 @@ import pytest
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from cadenza.loading import Consumed, ResumableLoader, Shard, num_batches, resumable
+from cadenza.loading import Consumed, Shard, resumable
 from cadenza.loading.loaders import Limited
+from cadenza.loading.rounds import PositionBatches, RankBatches, batches_of_rank
 from cadenza.loading.shards import Replicated
-from tests.loading.data import Keeping, Numbers, Shuffled, Stream, epochs_of, loader_of, noisy_collate, plain, seeded
+from tests.loading.data import Keeping, Numbers, Shuffled, Stream, epochs_of, loader_of, noisy_collate, plain, rounds_by, seeded
+from tests.long import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # from torchdata
 
@@ -52,8 +54,8 @@ def sizes_drawn(draw: random.Random) -> list[int]:
     return [size] * draw.randint(0, 30) + [draw.randint(1, size)]
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_for_all_sizes_and_chains_every_sample_is_used_once(seed: int) -> None:
+@pytest.mark.parametrize("seed", seeds(usual=20, long=300))
+def test_for_all_sizes_and_chains_every_sample_is_used_once_and_an_interruption_changes_nothing(seed: int) -> None:
     draw = random.Random(seed)
     batches = batches_of(sizes_drawn(draw))
     chain = [(draw.randint(1, 6), draw.randint(0, 6)) for _ in range(draw.randint(1, 5))]
@@ -63,34 +65,23 @@ def test_for_all_sizes_and_chains_every_sample_is_used_once(seed: int) -> None:
         for batch in round_[:1] if isinstance(round_, Replicated) else round_:
             seen.update(batch)
     assert seen == Counter(index for batch in batches for index in batch)
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_an_interruption_changes_nothing_for_the_same_world_size(seed: int) -> None:
-    draw = random.Random(seed)
-    batches, world_size = batches_of(sizes_drawn(draw)), draw.randint(1, 5)
+    world_size = chain[0][0]
     whole = rounds_of(batches, world_size)
     for done in range(1, len(whole) + 1):
         assert rounds_of(batches, world_size, ((world_size, done),)) == whole[done:]
 
 
-def test_batches_that_divide_evenly_are_not_split_and_stay_in_order() -> None:
+def test_batches_that_divide_evenly_stay_whole_and_the_last_rounds_are_split_over_the_current_ranks_or_replicated() -> None:
     batches = batches_of([3] * 24)
     rounds = read_by(batches, [(4, 2), (2, 3), (1, 4), (3, 0)])
     assert [batch for round_ in rounds for batch in round_] == batches
     assert [len(round_) for round_ in rounds] == [4] * 2 + [2] * 3 + [1] * 4 + [3] * 2
-
-
-def test_the_last_rounds_are_split_over_the_current_ranks() -> None:
     batches = batches_of([3, 3, 3, 3, 3, 2])
     one, two = rounds_of(batches, 4)
     assert [len(batch) for batch in (*one, *two)] == [2, 2, 2, 2, 2, 2, 2, 3]
     left = rounds_of(batches, 1, ((4, 1),))
     assert [batch for (batch,) in left] == two, "rounds that were split stay split once they have begun"
     assert rounds_of(batches, 2, ((4, 1),)) == [two[:2], two[2:]]
-
-
-def test_fewer_samples_than_ranks_are_replicated() -> None:
     (round_,) = rounds_of(batches_of([4, 4, 2]), 3, ((1, 2),))
     assert round_ == [[8, 9]] * 3
     assert isinstance(round_, Replicated)
@@ -101,29 +92,9 @@ def test_fewer_samples_than_ranks_are_replicated() -> None:
 
 
 def read(make: Callable[[], Iterable[Any]], chain: list[tuple[int, int]], epoch: int, *, replay: bool = False) -> list[Any]:
-    """Return the batches of an epoch, by round, that is read by the world sizes of `chain` in succession."""
-    done: list[Any] = []
-    consumed: Consumed = ()
-    state: dict[str, Any] | None = None
-    for number, (world_size, limit) in enumerate(chain):
-        skip = sum(rounds for _, rounds in consumed)
-        length = num_batches(make(), Shard(0, world_size, consumed=consumed) if skip else Shard(0, world_size))
-        sources = [
-            resumable(make(), 1, shard=Shard(rank, world_size, consumed=consumed), replay=replay) for rank in range(world_size)
-        ]
-        own = [_batches_from(source, state, epoch, skip) for source in sources]
-        last = number == len(chain) - 1
-        rounds = list(islice(zip(*own, strict=last), None if last else limit))
-        assert not last or length is None or skip + len(rounds) == length, "the length is known in advance"
-        done += [batch for round_ in rounds for batch in round_]
-        consumed, state = (*consumed, (world_size, len(rounds))), sources[0].state_dict()
-    return plain(done)
-
-
-def _batches_from(source: ResumableLoader, state: dict[str, Any] | None, epoch: int, skip: int) -> Iterator[Any]:
-    if state is not None:
-        source.load_state_dict(state)
-    return source.batches(epoch, skip)
+    """Return the batches of an epoch that is read by the world sizes of `chain` in succession."""
+    rounds, _ = rounds_by(make, chain, epoch, replay=replay)
+    return plain(batch for round_ in rounds for batch, _, _ in round_)
 
 
 CHAIN = [(4, 2), (2, 1), (1, 3), (3, 0)]
@@ -165,37 +136,29 @@ STATEFUL: dict[str, Callable[[], Iterable[Any]]] = {
     "a stream in a loader": lambda: loader_of(Keeping(), batch_size=1),
     "a loader": lambda: StatefulDataLoader(Numbers(samples=22), batch_size=1),
     "a loader with workers": lambda: StatefulDataLoader(Numbers(samples=22), batch_size=1, num_workers=2),
+    "with replay": lambda: loader_of(Stream(), batch_size=1),
 }
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_loader_with_a_state_dict_resumes_after_the_last_round(name: str) -> None:
-    whole = epochs_of(STATEFUL[name](), epochs=1)[0]
-    assert read(STATEFUL[name], [(4, 2), (2, 1), (1, 3), (3, 0)], 0) == whole[: 13 + 9]
+def test_a_loader_with_a_state_dict_or_with_replay_resumes_after_the_last_round(name: str) -> None:
+    whole = epochs_of(STATEFUL[name](), epochs=3)
+    epoch = 2 if name == "with replay" else 0
+    assert read(STATEFUL[name], CHAIN, epoch, replay=name == "with replay") == whole[epoch][: 13 + 9]
 
 
-def test_replay_resumes_a_loader_that_can_only_start_at_the_beginning() -> None:
-    def make() -> DataLoader[Any]:
-        return loader_of(Stream(), batch_size=1)
+class Uneven(Shuffled):
+    """Batches of 1, 2, 3, 1, 2, 3, ... samples."""
 
-    whole = epochs_of(make(), epochs=3)[2]
-    assert read(make, CHAIN, 2, replay=True) == whole[: 13 + 9]
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Iterator[Any]:
+        order = super().__iter__()
+        return (list(islice(order, 1 + number % 3)) for number in range(11))
 
 
 def test_a_batch_sampler_without_a_batch_size_is_sharded() -> None:
-    class Uneven(Shuffled):
-        """Batches of 1, 2, 3, 1, 2, 3, ... samples."""
-
-        def __len__(self) -> int:
-            return 11
-
-        def __iter__(self) -> Iterator[Any]:
-            order = list(super().__iter__())
-            for number in range(11):
-                size = 1 + number % 3
-                yield order[:size]
-                del order[:size]
-
     def make() -> DataLoader[Any]:
         return loader_of(Numbers(), batch_sampler=Uneven("torch"))
 
@@ -209,3 +172,48 @@ def test_the_next_epoch_starts_with_the_current_world_size() -> None:
     source = resumable(make(), 1, shard=Shard(0, 1, consumed=((4, 2),)))
     assert len(plain(source.batches(0, 2))) == 25 - 8
     assert plain(source.batches(1, 0)) == epochs_of(make(), epochs=2)[1]
+
+
+def drawn(batches: PositionBatches, shard: Shard) -> tuple[list[Any], list[int]]:
+    """Return the batches of a rank from those of all ranks, and the numbers of those that are replicated."""
+    replicated: list[int] = []
+    every = iter([list(batches[number]) for number in range(len(batches))])
+    return list(shard.shard_indices(every, replicated.append)), replicated
+
+
+def listed(batches: RankBatches, start: int = 0) -> list[list[int]]:
+    return [list(positions) for positions in batches.since(start)]
+
+
+@pytest.mark.parametrize("seed", seeds(usual=20, long=300))
+def test_arithmetic_agrees_with_drawing_all_batches(seed: int) -> None:
+    draw = random.Random(seed)
+    batches = PositionBatches.of(draw.randint(1, 150), draw.randint(1, 6))
+    consumed: Consumed = ()
+    for _ in range(draw.randint(1, 5)):
+        world_size = draw.randint(1, 7)
+        for rank in range(world_size):
+            shard = Shard(rank, world_size, consumed=consumed)
+            own, (expected, replicated) = batches_of_rank(batches, shard), drawn(batches, shard)
+            assert listed(own) == expected
+            assert replicated == ([] if own.replicated_at is None else [own.replicated_at])
+            start = draw.randint(0, len(own))
+            assert listed(own, start) == expected[start:]
+        if not (done := draw.randint(0, len(own))):
+            continue
+        consumed = (*consumed, (world_size, done))
+
+
+@pytest.mark.parametrize("seed", seeds(usual=5, long=50))
+@pytest.mark.parametrize("even", [True, False])
+def test_batches_that_are_not_split_are_dealt_whole(seed: int, even: bool) -> None:
+    draw = random.Random(seed)
+    batches, world_size = PositionBatches.of(draw.randint(1, 80), draw.randint(1, 5)), draw.randint(1, 6)
+    for rank in range(world_size):
+        shard = Shard(rank, world_size, even=even)
+        every = iter([list(batches[number]) for number in range(len(batches))])
+        assert listed(batches_of_rank(batches, shard, splits=False)) == list(shard.shard_batches(every))
+
+
+def test_a_loader_that_is_sharded_already_is_read_whole() -> None:
+    assert listed(batches_of_rank(PositionBatches.of(5, 2), Shard(1, 3, share_data=False))) == [[0, 1], [2, 3], [4]]

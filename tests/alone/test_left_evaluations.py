@@ -33,6 +33,8 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.evaluation import Evaluation
 from cadenza.status.plain import first_difference
+from tests.engine.test_calendar import continued
+from tests.long import LONG
 
 CLOCKS = ("time", "train/samples_per_s", "train/steps_per_s")
 Every = str | Schedule | Callable[[Run], bool]
@@ -151,8 +153,13 @@ CADENCES: dict[str, Every] = {
 }
 
 
-@pytest.mark.parametrize("cadence", CADENCES)
-@pytest.mark.parametrize(("evaluation", "number"), [("eval", signal.SIGTERM), ("averaged", signal.SIGINT)])
+SIGNALS = [("eval", signal.SIGTERM), ("averaged", signal.SIGINT)]
+CASES = [(cadence, *SIGNALS[index % 2]) for index, cadence in enumerate(CADENCES)]
+
+
+@pytest.mark.parametrize(
+    ("cadence", "evaluation", "number"), [(cadence, *one) for cadence in CADENCES for one in SIGNALS] if LONG else CASES
+)
 def test_it_is_left_at_the_next_batch_and_repeated_to_the_same_bits(
     tmp_path: Path, cadence: str, evaluation: str, number: signal.Signals
 ) -> None:
@@ -293,3 +300,10 @@ def test_what_the_repeated_evaluation_gave_rise_to_is_saved_though_no_step_follo
         newest(tmp_path / "left", Signals(4, 1))
     assert first_difference(whole, newest(tmp_path / "left")) is None
     assert whole["requests"]["stop"]["why"] == "good enough"
+
+
+def test_the_calendar_of_a_run_that_was_left_inside_an_evaluation_names_the_calls_that_are_left(tmp_path: Path) -> None:
+    leave = on(Callback.on_eval_batch_end, at=1)(lambda run, *_: os.kill(os.getpid(), signal.SIGTERM))
+    again, named = continued(4, {}, leave, tmp_path)
+    assert again == named
+    assert again
