@@ -57,6 +57,9 @@ else:
 tiny_run(progress=False)
 before = state()
 run = tiny_run(callbacks=[LogTraining("1 step"), *MORE, act, SINK], steps=STEPS, directory=DIRECTORY)
+for thread in threading.enumerate():
+    if thread.name == "cadenza-writer":  # a run tells it to end, and does not wait
+        thread.join(100)
 after = state()
 changed = {name: f"{before[name]} is now {after[name]}"[-2000:] for name in before if before[name] != after[name]}
 print("\\n" + json.dumps([run.outcome.kind, [repr(fault.error) for fault in run.faults], asked, changed]), flush=True)

@@ -179,10 +179,10 @@ def test_the_given_parameters_are_clipped_and_no_others() -> None:
     [
         (lambda: TorchWarmupCallback(schedule="cosine"), RuntimeError, "schedule must be 'constant' or 'linear'; got 'cosine'"),  # type: ignore[arg-type]
         (
-            lambda: TorchWarmupCallback("x"),
+            lambda: TorchWarmupCallback("x"),  # type: ignore[arg-type]
             TypeError,
             "warmup must be a fraction of the training, or a number of batches; got 'x'",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: LRSchedCallback(object()), AssertionError, "must be an object with a method step"),
         (lambda: LRSchedCallback(LambdaLR), AssertionError, "got <class .*LambdaLR"),
         (lambda: TorchGradClipCallback(1, "max"), ValueError, "clip_type must be 'norm' or 'value'; got 'max'"),  # type: ignore[arg-type]
