@@ -40,7 +40,7 @@ QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/dr
 	tests/test_trainer.py tests/test_run.py tests/test_errors.py
 
 test-quick: .venv/.dev
-	@echo "Lint and a part of the tests: under 90 seconds on two cores. All tests: make test"
+	@echo "Lint and a part of the tests: under 60 seconds on two cores. All tests: make test"
 	@$(BIN)/ruff check . && $(PYTHON_OF_TESTS) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(QUICK); $(TOOK)
 
 check: .venv/.dev

@@ -228,6 +228,12 @@ def modules() -> dict[str, Path]:
     return named
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the parsed source of a module."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(*, functions: bool, run_for_types: bool) -> dict[str, set[str]]:
     """Return for each module the modules of the package that it imports, those for type checkers included.
 
@@ -239,7 +245,7 @@ def imports(*, functions: bool, run_for_types: bool) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, path in known.items():
         graph[module] = set()
-        for node, for_types in _imports_in(ast.parse(path.read_text(encoding="utf-8")), functions=functions):
+        for node, for_types in _imports_in(tree_of(path), functions=functions):
             names = [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
                 if for_types and not run_for_types and node.module == "cadenza.run" and names == ["Run"]:
@@ -263,7 +269,7 @@ def _imports_in(
 
 def session_attributes() -> list[str]:
     """Return the attributes of `Session` that other modules use. An expression that is a session is told by its name."""
-    trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in modules().items()}
+    trees = {module: tree_of(path) for module, path in modules().items()}
     holder = next(module for module, tree in trees.items() if any(_is_session_class(node) for node in tree.body))
     definition = next(node for node in trees[holder].body if _is_session_class(node))
     assert isinstance(definition, ast.ClassDef)
@@ -278,16 +284,20 @@ def _is_session_class(node: ast.AST) -> bool:
 
 
 def _attributes_of_sessions(tree: ast.Module) -> Iterator[str]:
-    arguments = [node for node in ast.walk(tree) if isinstance(node, ast.arg) and node.annotation is not None]
-    annotated = {node.arg for node in arguments if "id='Session'" in ast.dump(node.annotation or node)}
-    named = {"session", "_session", *annotated}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    annotated = [(node.arg, node.annotation) for node in nodes if isinstance(node, ast.arg) and node.annotation is not None]
+    named = {"session", "_session", *(name for name, kind in annotated if _names_session(kind))}
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             value = node.value
             called = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "session_of"
             by_name = isinstance(value, ast.Name) and value.id in named
             if called or by_name or (isinstance(value, ast.Attribute) and value.attr in ("session", "_session")):
                 yield node.attr
+
+
+def _names_session(annotation: ast.expr) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "Session" for node in ast.walk(annotation))
 
 
 def callbacks_with_session() -> list[str]:

@@ -46,14 +46,15 @@ for _module in (torch.cuda, torch.mtia, torch.xpu):
 
 LONG_FILES = (
     "tests/contracts/test_typing.py",
-    "tests/distributed/test_ray.py",
-    "tests/test_examples.py",
-    "tests/distributed/test_restarts.py",
-    "tests/recipes/test_ray_tune.py",
     "tests/test_site.py",
+    "tests/test_examples.py",
+    "tests/distributed/test_other_ranks.py",
     "tests/commands/test_demo.py",
-    "tests/test_benchmarks.py",
-    "tests/testing/test_proof.py",
+    "tests/contracts/test_budgets.py",
+    "tests/test_suite.py",
+    "tests/sinks/test_every_sink.py",
+    "tests/report/test_browser.py",
+    "tests/sinks/test_trackers.py",
 )
 """The files that take longest. Started last, one of them would run alone, and the other cores would wait.
 
