@@ -149,15 +149,12 @@ def test_the_built_in_callbacks_print_write_and_send_the_chosen_tensors(ran: Ran
     assert [row["epoch"] for row in offline.rows if "epoch" in row] == list(range(8))
 
 
-def test_the_decorated_function_prints_a_confusion_matrix_every_150_steps(ran: Ran) -> None:
+def test_the_function_prints_a_confusion_matrix_every_150_steps_and_the_class_measures_the_time_of_a_step(ran: Ran) -> None:
     rows = [line.rpartition("[")[2].strip(" ]").split() for line in ran[0]["confusion"].splitlines()]
     matrices = torch.tensor([[int(value) for value in row] for row in rows]).view(2, 10, 10)
     assert matrices.sum((1, 2)).tolist() == [64, 64]
     right = matrices.diagonal(dim1=1, dim2=2).sum(1)
     assert right[1] > 50 > right[0]
-
-
-def test_the_class_measures_the_mean_time_of_a_step(ran: Ran) -> None:
     assert float(ran[0]["step_time"].splitlines()[-1].removeprefix("mean step time ")) > 0
 
 

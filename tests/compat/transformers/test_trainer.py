@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from cadenza import Callback, Run, Trainer, on
+from cadenza import Run, Trainer
 from cadenza.callbacks import Checkpoint, ClipGradients, Evaluate, LogTraining
 from cadenza.compat.transformers import trainer
 from cadenza.compat.transformers.fields import FIELDS, check_fields
@@ -25,6 +25,7 @@ from tests.compat.transformers.parts import (
     bert,
     both,
     close,
+    continued,
     gpt2,
     logged,
     theirs,
@@ -62,75 +63,60 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
-MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "a name for a model": (
-        {"model": "gpt2"},
-        {},
+MISTAKES: list[tuple[type[Exception], str, dict[str, Any]]] = [  # "args" has the fields of TrainingArguments
+    (
         TypeError,
         r"model must be a torch.nn.Module; got 'gpt2'. Give AutoModelForCausalLM.from_pretrained\('gpt2'\)",
+        {"model": "gpt2"},
     ),
-    "a loader for data": (
-        {"train_dataset": DataLoader(Texts(4))},
-        {},
-        TypeError,
-        "train_dataset must be a data set; got a DataL",
-    ),
-    "a loss of a native trainer": ({"compute_loss": max}, {}, TypeError, "no argument 'compute_loss'. Give compute_loss_func"),
-    "a tokenizer": ({"tokenizer": max}, {}, TypeError, "no argument 'tokenizer'. Give it as processing_class="),
-    "no callback": (
-        {"callbacks": ["EarlyStopping"]},
-        {},
-        CallbackError,
-        r"callbacks\[0\] is not a callback: .*'EarlyStopping'",
-    ),
-    "two models": ({"model_init": gpt2}, {}, ValueError, "expected either model or model_init; got both"),
-    "two optimizers": (
-        {"optimizers": (sgd(gpt2()), None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
-        {},
+    (TypeError, "train_dataset must be a data set; got a DataL", {"train_dataset": DataLoader(Texts(4))}),
+    (TypeError, "no argument 'compute_loss'. Give compute_loss_func", {"compute_loss": max}),
+    (TypeError, "no argument 'tokenizer'. Give it as processing_class=", {"tokenizer": max}),
+    (CallbackError, r"callbacks\[0\] is not a callback: .*'EarlyStopping'", {"callbacks": ["EarlyStopping"]}),
+    (ValueError, "expected either model or model_init; got both", {"model_init": gpt2}),
+    (
         TypeError,
         "got both. Leave one out",
+        {"optimizers": (sgd(gpt2()), None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
     ),
-    "no metric for the best": (
-        {},
-        {"save_strategy": "best", "eval_strategy": "epoch"},
+    (
         TypeError,
         "save_strategy='best'.* needs metric_for_best_model",
+        {"args": {"save_strategy": "best", "eval_strategy": "epoch"}},
     ),
-    "metrics of all batches": (
-        {"compute_metrics": lambda given: {}},
-        {"eval_strategy": "epoch", "batch_eval_metrics": True},
+    (
         TypeError,
         r"compute_metrics\(prediction, compute_result\); got compute_metrics\(given\)",
+        {"compute_metrics": lambda given: {}, "args": {"eval_strategy": "epoch", "batch_eval_metrics": True}},
     ),
-    "a field that would change the results": (
-        {},
-        {"auto_find_batch_size": True, "push_to_hub": True, "accelerator_config": {"split_batches": True}},
+    (
         AdapterError,
         r"(?s)auto_find_batch_size=True\) has no effect. Add FindBatchSize.*push_to_hub=True"
         r".*accelerator_config=AcceleratorConfig\(split_batches=True",
+        {"args": {"auto_find_batch_size": True, "push_to_hub": True, "accelerator_config": {"split_batches": True}}},
     ),
-    "an optimizer": ({}, {"optim": "adalomo"}, AdapterError, "optim='adalomo'.* cannot be used"),
-    "a schedule": (
-        {},
-        {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
+    (AdapterError, "optim='adalomo'.* cannot be used", {"args": {"optim": "adalomo"}}),
+    (
         AdapterError,
         "lr_scheduler_type='greedy'.* cannot be used",
+        {"args": {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}},
     ),
-    "a sampling": (
-        {},
-        {"train_sampling_strategy": "batch_rebalance"},
+    (
         AdapterError,
         "train_sampling_strategy='batch_rebalance'.* cannot be used",
+        {"args": {"train_sampling_strategy": "batch_rebalance"}},
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_an_error_when_the_trainer_is_made(name: str, tmp_path: Path) -> None:
-    given, fields, kind, message = MISTAKES[name]
+@pytest.mark.parametrize(("kind", "message", "given"), MISTAKES, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_mistake_is_an_error_when_the_trainer_is_made(
+    kind: type[Exception], message: str, given: dict[str, Any], tmp_path: Path
+) -> None:
     made = {"model": gpt2(), "train_dataset": Texts(4), "eval_dataset": Texts(4), **given}
+    made["args"] = arguments(tmp_path, **given.get("args", {}))
     with pytest.raises(kind, match=message):
-        trainer(args=arguments(tmp_path, **fields), **made)
+        trainer(**made)
 
 
 def told_by(args: Any) -> str:
@@ -408,36 +394,8 @@ def test_a_callback_may_request_an_evaluation_that_no_strategy_asks_for(tmp_path
     assert [step for step, _ in run.history["eval/loss"]] == [1, 3]
 
 
-# -- resume and adapters -------------------------------------------------------------------------------------------------
-
-
-def shuffled(folder: Path, **options: Any) -> Trainer:
-    """Return a trainer with dropout, a shuffled order, accumulation and a schedule, for 3 epochs of 5 steps."""
-    chosen: dict[str, Any] = {"train_sampling_strategy": "random", "gradient_accumulation_steps": 2, "save_strategy": "steps"}
-    given = {
-        "num_train_epochs": 3,
-        "save_steps": 4,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 3,
-        "optim": "adamw_torch_fused",
-    }
-    return trainer(gpt2(resid_pdrop=0.1), arguments(folder, **chosen, **given), Texts(), **options)
-
-
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    whole = shuffled(tmp_path / "whole")
-    whole.fit()
-
-    @on(Callback.on_step_end, at=7)
-    def fail(run: Run) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        shuffled(tmp_path / "cut", callbacks=[fail]).fit()
-    continued = shuffled(tmp_path / "cut")
-    run = continued.fit(resume="auto")
-    assert [one.when.step for one in run.decisions if one.what == "resumed"]
-    assert torch.equal(weights(continued.model), weights(whole.model))
+    assert continued(tmp_path) == {"resumed": [4], "same": True}
 
 
 def test_a_peft_model_trains_and_its_checkpoints_have_the_adapter(tmp_path: Path) -> None:
