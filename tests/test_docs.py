@@ -349,9 +349,7 @@ EXAMPLES: dict[str, Function[[Path], object]] = {
         lambda _: trainer(DataLoader(TensorDataset(INPUTS, LABELS), batch_size=9, drop_last=True)).fit()
     ),
     "directory ... already holds a run": lambda folder: held_back(folder).fit(),
-    "does not fit this trainer; nothing was restored": lambda folder: held_back(folder, model=nn.Linear(2, 5)).fit(
-        resume="auto"
-    ),
+    "does not fit this trainer; nothing was restored": lambda path: held_back(path, model=nn.Linear(2, 5)).fit(resume="auto"),
     "Checkpoint needs a folder": lambda _: trainer(callbacks=[Checkpoint(every="1 epoch")]).fit(),
     "'500 stps' is no schedule": lambda _: Checkpoint(every="500 stps"),
     "... watches 'eval/los', but ... will report only ['eval/loss']": (
@@ -367,9 +365,7 @@ EXAMPLES: dict[str, Function[[Path], object]] = {
     ),
     "expected target dtype to be Long or Byte, but got Float": lambda _: trainer([(INPUTS, LABELS.float())]).fit(),
     "Target 4 is out of bounds": lambda _: trainer([(INPUTS, LABELS + 4)]).fit(),
-    "the loss must be a tensor of shape () that has a gradient": lambda _: trainer(
-        loss=lambda model, batch: model(batch[0])
-    ).fit(),
+    "the loss must be a tensor of shape () that has a gradient": lambda _: trainer(loss=lambda net, batch: net(batch[0])).fit(),
     "is not on the expected device": lambda _: trainer(loss=elsewhere).fit(),
     "Can't pickle local object": lambda _: trainer(Sent()).fit(),
     "backward through the graph a second time": lambda _: trainer(loss=recurrent()).fit(),

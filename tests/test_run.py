@@ -167,12 +167,10 @@ def unclosed(names: Iterable[str]) -> list[str]:
     return waiting
 
 
-WITHOUT_CHECKPOINTS_OR_ERRORS = {
-    name: moment for name, moment in moments_of(Callback).items() if name not in ("on_save", "on_load", "on_exception")
-}
+MOMENTS = {name: moment for name, moment in moments_of(Callback).items() if name not in ("on_save", "on_load", "on_exception")}
 
 
-@pytest.mark.parametrize("moment", WITHOUT_CHECKPOINTS_OR_ERRORS.values(), ids=WITHOUT_CHECKPOINTS_OR_ERRORS)
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_every_start_has_its_end_wherever_a_callback_fails(moment: Callable[..., None], error: BaseException) -> None:
     error = type(error)(*error.args)  # a fresh one for each: notes are added to it

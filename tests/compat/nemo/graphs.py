@@ -39,7 +39,7 @@ class Line:
     """A line and the tensors of its graph."""
 
     data: DataLayerNM
-    net: TrainableNM
+    net: Any
     x: NmTensor
     y: NmTensor
     prediction: NmTensor
@@ -77,6 +77,12 @@ class LineNM(NetNM):
         return result
 
 
+def noisy_net() -> Any:
+    """Return a network that draws random numbers and has buffers."""
+    net = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+    return TrainableNM.of(net, ["x"], ["y_pred"])
+
+
 def line(batches: int = 5, *, loader: Any = None, net: TrainableNM | None = None) -> Line:
     """Return a graph with this many batches of two samples per epoch."""
     data = DataLayerNM.of(tiny_loader(batches) if loader is None else loader, ["x", "y"])
@@ -100,16 +106,7 @@ def train_0_10(graph: Line | list[NmTensor], *callbacks: Any, factory: Any = Non
     return train(graph, *callbacks, factory=factory or OldFactory(), **given)
 
 
-EVENTS = (
-    "on_action_start",
-    "on_epoch_start",
-    "on_step_start",
-    "on_batch_start",
-    "on_batch_end",
-    "on_step_end",
-    "on_epoch_end",
-    "on_action_end",
-)
+EVENTS = [f"on_{part}_{side}" for part in ("action", "epoch", "step", "batch") for side in ("start", "end")]
 
 
 class Trace(NeMoCallback):

@@ -19,7 +19,20 @@ from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo10.core import CheckpointCallback as OldCheckpoint
-from tests.compat.nemo.graphs import Line, NetNM, OldTrace, Trace, genuine, line, logged, names_in, steps_of, train, train_0_10
+from tests.compat.nemo.graphs import (
+    Line,
+    NetNM,
+    OldTrace,
+    Trace,
+    genuine,
+    line,
+    logged,
+    names_in,
+    noisy_net,
+    steps_of,
+    train,
+    train_0_10,
+)
 
 
 def keep(folder: Path, **arguments: Any) -> nemo.CheckpointCallback:
@@ -193,22 +206,10 @@ def test_each_version_reads_the_files_of_the_other(tmp_path: Path) -> None:
 # -- to the same bits ---------------------------------------------------------------------------------
 
 
-class Noisy(NetNM):
-    """A network that draws random numbers and has buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.net(x)
-        return result
-
-
 def noisy() -> Line:
     torch.manual_seed(0)
     x = torch.linspace(-1, 1, 24).unsqueeze(1)
-    return line(loader=DataLoader(TensorDataset(x, x.sin()), batch_size=4, shuffle=True), net=Noisy())
+    return line(loader=DataLoader(TensorDataset(x, x.sin()), batch_size=4, shuffle=True), net=noisy_net())
 
 
 class Killed(BaseException):

@@ -57,20 +57,6 @@ def test_one_instance_works_in_several_trainings(train: Any, trace_of: Any) -> N
     assert [event for event in trace.seen if event[0] == "on_action_end"] == [("on_action_end", 1, 1), ("on_action_end", 2, 1)]
 
 
-class Fail(ActionCallback):
-    def on_iteration_start(self) -> None:
-        raise ArithmeticError("on purpose")
-
-
-@VERSIONS
-def test_nothing_is_called_after_an_error(train: Any, trace_of: Any) -> None:
-    trace = trace_of()
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        train(line(2), trace, Fail(), max_steps=3)
-    start = {Trace: "on_step_start", OldTrace: "on_iteration_start"}[trace_of]
-    assert trace.seen == [("on_action_start", 0, 0), ("on_epoch_start", 0, 0), (start, 0, 0)]
-
-
 # -- 0.11 ---------------------------------------------------------------------------------------------
 
 

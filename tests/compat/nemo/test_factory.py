@@ -25,13 +25,7 @@ from cadenza.compat.nemo.utils.misc import pad_to
 from cadenza.compat.nemo10 import logging
 from cadenza.compat.nemo10.core import NeuralModuleFactory as OldFactory
 from cadenza.testing import tiny_loader
-from tests.compat.nemo.graphs import SGD, Line, LineNM, line, logged, train, worst_of
-
-
-def modes(graph: Line) -> list[bool]:
-    """Return whether the line was in training mode, for each of its calls."""
-    assert isinstance(graph.net, LineNM)
-    return graph.net.modes
+from tests.compat.nemo.graphs import SGD, LineNM, line, logged, train, worst_of
 
 
 class TestInfer:
@@ -41,10 +35,10 @@ class TestInfer:
         assert all(map(torch.equal, inputs, (x for x, _ in tiny_loader(3))))
         assert all(torch.equal(value, x * 0.5) for value, x in zip(predictions, inputs, strict=True))
         assert not predictions[0].requires_grad
-        assert modes(graph) == [False] * 3
+        assert graph.net.modes == [False] * 3
         assert graph.net.training
         assert [len(values) for values in NeuralModuleFactory().infer([graph.x, graph.y]) or ()] == [3, 3]
-        assert modes(graph) == [False] * 3  # a data layer alone can be read
+        assert graph.net.modes == [False] * 3  # a data layer alone can be read
 
     def test_it_restores_the_newest_files_or_those_of_a_pattern(self, tmp_path: Path) -> None:
         graph, factory = line(), NeuralModuleFactory()
@@ -69,9 +63,9 @@ class TestInfer:
         graph, factory = line(batches=2), NeuralModuleFactory()
         worst, computed = worst_of(graph)
         first = factory.infer([worst], cache=True)
-        called = len(modes(graph))
+        called = len(graph.net.modes)
         assert factory.infer([worst], use_cache=True) == first
-        assert len(modes(graph)) == called
+        assert len(graph.net.modes) == called
         assert len(computed) == 4  # the wanted tensor itself is computed again
         with pytest.raises(ValueError, match=r"Call clear_cache\(\) first"):
             factory.infer([worst], cache=True)

@@ -195,9 +195,8 @@ def old_factory(tmp_path: Path) -> OldFactory:
 
 def test_04_print_func_gets_the_tensors_in_the_given_order_and_a_single_one_needs_no_list() -> None:
     graph, seen, single = line(2), list[list[Tensor]](), list[Any]()
-    train_0_10(
-        graph, SimpleLossLoggerCallback([graph.prediction, graph.loss], print_func=seen.append, step_freq=2), max_steps=3
-    )
+    logger = SimpleLossLoggerCallback([graph.prediction, graph.loss], print_func=seen.append, step_freq=2)
+    train_0_10(graph, logger, max_steps=3)
     assert [[tuple(one.shape) for one in tensors] for tensors in seen] == [[(2, 1), ()], [(2, 1), ()]]
     train_0_10(graph, SimpleLossLoggerCallback(graph.loss, print_func=single.append, step_freq=2), max_steps=3)
     assert [len(tensors) for tensors in single] == [1, 1]
@@ -383,9 +382,7 @@ def test_f1_21_training_tensors_and_the_rate_every_25_steps_and_epochs(folder: P
 
 
 @pytest.mark.parametrize("kind", ["old", "new", "evaluator"])
-def test_f1_21_without_wandb_the_training_is_completed(
-    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_f1_21_a_training_needs_no_wandb(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     graph = line(2)
     callbacks = {

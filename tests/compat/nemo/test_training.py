@@ -22,7 +22,7 @@ from cadenza.compat.nemo10.core import NeuralModuleFactory as OldFactory
 from cadenza.compat.neural.modules import loader_of
 from cadenza.errors import CallbackError, LossError
 from cadenza.testing import Recorder, tiny_loader
-from tests.compat.nemo.graphs import SGD, Line, LineNM, line, numbers, ports, spoiled, train, train_0_10, written
+from tests.compat.nemo.graphs import SGD, Line, LineNM, line, noisy_net, numbers, ports, spoiled, train, train_0_10, written
 
 # -- 20: several optimizers, and a second training ----------------------------------------------------
 
@@ -264,33 +264,29 @@ def moved(optimizer: torch.optim.Optimizer, weight: Tensor) -> list[float]:
 
 
 def adam_w(lr: float, beta1: float, beta2: float, eps: float, decay: float, amsgrad: bool) -> list[float]:
-    weights, first, second, largest = list(START), [0.0] * 3, [0.0] * 3, [0.0] * 3
-    for step, gradient in enumerate(GRADIENTS, start=1):
+    weights, *gradients = torch.tensor([START, *GRADIENTS], dtype=torch.float64)
+    first, second, largest = torch.zeros(3, 3, dtype=torch.float64)
+    for step, gradient in enumerate(gradients, start=1):
         rate = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        for i, g in enumerate(gradient):
-            first[i] = beta1 * first[i] + (1 - beta1) * g
-            second[i] = beta2 * second[i] + (1 - beta2) * g * g
-            largest[i] = max(largest[i], second[i])
-            root = math.sqrt(largest[i] if amsgrad else second[i])
-            weights[i] -= rate * (decay * weights[i] + first[i] / (root + eps))
-    return weights
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient**2
+        largest = torch.maximum(largest, second)
+        root = (largest if amsgrad else second).sqrt()
+        weights = weights - rate * (decay * weights + first / (root + eps))
+    return list(weights.tolist())
 
 
-def novograd(
-    lr: float, beta1: float, beta2: float, decay: float, luc: float | None = None, averaging: bool = False
-) -> list[float]:
-    weights, first, second = list(START), [0.0] * 3, 0.0
-    for gradient in GRADIENTS:
-        norm = sum(g * g for g in gradient)
+def novograd(lr: float, beta1: float, beta2: float, decay: float, luc: float = math.inf, averaging: bool = False) -> Any:
+    weights, *gradients = torch.tensor([START, *GRADIENTS], dtype=torch.float64)
+    first, second = torch.zeros(3, dtype=torch.float64), 0.0
+    for gradient in gradients:
+        norm = float(gradient.square().sum())
         second = norm if second == 0 else beta2 * second + (1 - beta2) * norm
-        for i, g in enumerate(gradient):
-            first[i] = beta1 * first[i] + (g / (math.sqrt(second) + 1e-8) + decay * weights[i]) * (
-                1 - beta1 if averaging else 1
-            )
-        length = math.sqrt(sum(w * w for w in weights)) / (math.sqrt(sum(m * m for m in first)) + 1e-8)
-        rate = lr if luc is None else min(luc * length, lr)
-        weights = [w - rate * m for w, m in zip(weights, first, strict=True)]
-    return weights
+        added = gradient / (math.sqrt(second) + 1e-8) + decay * weights
+        first = beta1 * first + added * (1 - beta1 if averaging else 1)
+        length = float(weights.norm() / (first.norm() + 1e-8))
+        weights = weights - min(luc * length, lr) * first
+    return weights.tolist()
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
@@ -513,7 +509,6 @@ def test_13_modules_are_in_evaluation_mode_and_no_event_is_called() -> None:
 
     native = Recorder()
     train_0_10(graph, Ear(), evaluated.callback, native, max_steps=3)
-    assert isinstance(graph.net, LineNM)
     assert graph.net.modes == [True, *[False] * 3, True, True, *[False] * 6]
     assert events == ["start", "end"] * 3
     assert native.names.count("on_eval_start") == 3  # native callbacks have this moment
@@ -543,12 +538,10 @@ def test_two_evaluators_have_separate_results_which_reach_the_history_of_the_run
 def test_evaluations_do_not_change_the_bits_of_the_training() -> None:
     def trained(evaluate: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        net = LineNM()
-        net.layer = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))  # type: ignore[assignment]  # a larger one
-        graph = line(3, net=net)
+        graph = line(3, net=noisy_net())
         callbacks = [Evaluated(graph, eval_step=2).callback] if evaluate else []
         train_0_10(graph, *callbacks, factory=OldFactory(random_seed=1), max_steps=5)
-        return list(net.state_dict().values())
+        return list(graph.net.state_dict().values())
 
     assert all(map(torch.equal, trained(evaluate=True), trained(evaluate=False)))
 
@@ -588,10 +581,9 @@ def test_an_evaluation_that_fails_shows_its_error_and_logs_nothing(factory: OldF
         if len(kept["losses"]) == 2:
             raise ArithmeticError("on purpose")
 
+    callback = EvaluatorCallback([evaluated.loss], fail, evaluated.done, factory.tb_writer)
     with pytest.raises(ArithmeticError, match="on purpose"):
-        train_0_10(
-            graph, EvaluatorCallback([evaluated.loss], fail, evaluated.done, factory.tb_writer), factory=factory, max_steps=5
-        )
+        train_0_10(graph, callback, factory=factory, max_steps=5)
     assert logged(tmp_path) == []
     assert evaluated.kept == []
     assert graph.net.training

@@ -15,25 +15,8 @@ from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint.store import Store
 from cadenza.compat.transformers import SavePretrained, trainer
 from cadenza.errors import CheckpointDamagedError, CheckpointError, StateError
-from cadenza.loading import TensorBatches
 from cadenza.testing import tiny_trainer
-from tests.compat.transformers.parts import Texts, arguments, gpt2, tokenizer, transformers, weights
-
-
-def batches() -> Any:
-    tokens = torch.randint(3, 32, (12, 8), generator=torch.Generator().manual_seed(1))
-    return TensorBatches({"input_ids": tokens, "labels": tokens}, batch_size=4)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([one for one in parameters if one.requires_grad], 0.1)
-
-
-def made(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
-    """Return a trainer of 3 steps."""
-    return Trainer(
-        gpt2(), sgd, batches(), directory=folder, callbacks=callbacks, progress=False, **{"max_epochs": 1, **options}
-    )
+from tests.compat.transformers.parts import Texts, arguments, gpt2, made, pretrained, tokenizer, transformers, weights
 
 
 def trained(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
@@ -41,10 +24,6 @@ def trained(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
     trainer = made(folder, Checkpoint("1 step", keep_last=2, **options), *callbacks, seed=0)
     trainer.fit()
     return trainer
-
-
-def pretrained(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_a_checkpoint_has_the_model_and_the_tokenizer_is_deleted_with_them_and_notices_a_change(tmp_path: Path) -> None:
@@ -76,11 +55,9 @@ class Reads(transformers.TrainerCallback):  # type: ignore[misc]  # the package 
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        again = pretrained(folder)
+        same = torch.equal(weights(pretrained(folder)), weights(model))
         written = json.loads((folder / "trainer_state.json").read_text())
-        self.seen.append(
-            (written["global_step"], written["best_model_checkpoint"], torch.equal(weights(again), weights(model)))
-        )
+        self.seen.append((written["global_step"], written["best_model_checkpoint"], same))
         model.save_pretrained(folder / "adapter_model")
         (folder / "config.json").unlink()
 
@@ -95,13 +72,7 @@ class ReadsBest(transformers.TrainerCallback):  # type: ignore[misc]
         self.same = torch.equal(weights(best), weights(model))
 
 
-BY_STEPS: dict[str, Any] = {
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "max_steps": 9,
-}
+BY_STEPS = dict[str, Any](save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3, max_steps=9)
 
 
 def test_the_best_checkpoint_of_their_state_is_read_at_the_end(tmp_path: Path) -> None:

@@ -17,23 +17,10 @@ from cadenza.callbacks import Checkpoint, ClipGradients, Evaluate, LogTraining
 from cadenza.compat.transformers import trainer
 from cadenza.compat.transformers.fields import FIELDS, check_fields
 from cadenza.errors import AdapterError, CallbackError, DataError
-from tests.compat.transformers.parts import (
-    Made,
-    Reviews,
-    Texts,
-    arguments,
-    bert,
-    both,
-    close,
-    continued,
-    gpt2,
-    logged,
-    theirs,
-    tokenizer,
-    transformers,
-    values,
-    weights,
-)
+from tests.compat.transformers import parts
+from tests.compat.transformers.parts import Reviews, Texts, arguments, bert, both, close, gpt2, logged, theirs, values, weights
+
+transformers: Any = parts.transformers
 
 
 def steps(run: Run, name: str) -> list[float]:
@@ -59,10 +46,6 @@ def test_the_table_has_every_field_of_the_installed_arguments_and_an_earlier_ver
         check_fields(Earlier())
 
 
-def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1)
-
-
 MISTAKES: list[tuple[type[Exception], str, dict[str, Any]]] = [  # "args" has the fields of TrainingArguments
     (
         TypeError,
@@ -77,7 +60,10 @@ MISTAKES: list[tuple[type[Exception], str, dict[str, Any]]] = [  # "args" has th
     (
         TypeError,
         "got both. Leave one out",
-        {"optimizers": (sgd(gpt2()), None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
+        {
+            "optimizers": (torch.optim.SGD(gpt2().parameters()), None),
+            "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1}),
+        },
     ),
     (
         TypeError,
@@ -110,9 +96,7 @@ MISTAKES: list[tuple[type[Exception], str, dict[str, Any]]] = [  # "args" has th
 
 
 @pytest.mark.parametrize(("kind", "message", "given"), MISTAKES, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_mistake_is_an_error_when_the_trainer_is_made(
-    kind: type[Exception], message: str, given: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_mistake_is_an_error_when_the_trainer_is_made(kind: Any, message: str, given: Any, tmp_path: Path) -> None:
     made = {"model": gpt2(), "train_dataset": Texts(4), "eval_dataset": Texts(4), **given}
     made["args"] = arguments(tmp_path, **given.get("args", {}))
     with pytest.raises(kind, match=message):
@@ -147,7 +131,7 @@ def test_a_field_that_changes_no_result_is_a_warning_and_so_are_those_of_a_subcl
 )
 def test_data_that_the_model_cannot_take_is_an_error_with_advice(make: Any, kind: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(kind, match=message) as error:
-        trainer(gpt2(), arguments(tmp_path), Made(make)).fit()
+        trainer(gpt2(), arguments(tmp_path), parts.Made(make)).fit()
     notes = "".join(getattr(error.value, "__notes__", []))
     assert kind is DataError or "a data_collator that pads, such as DataCollatorForLanguageModeling" in notes
 
@@ -193,20 +177,17 @@ def test_losses_rates_and_norms_are_those_of_their_trainer(given: dict[str, Any]
 
 @pytest.mark.parametrize("package", [False, True], ids=["a data set", "of the package datasets"])
 def test_a_classifier_pads_its_batches_and_reports_the_results_of_compute_metrics(package: bool, tmp_path: Path) -> None:
-    def accuracy(given: Any) -> dict[str, float]:
-        return {"accuracy": (given.predictions.argmax(-1) == given.label_ids).mean(), "seen": len(given.label_ids)}
-
     data: Any = Reviews()
     if package:  # it loses the columns that the model does not take
         datasets: Any = pytest.importorskip("datasets", reason="datasets is not installed")
         data = datasets.Dataset.from_list([{**Reviews()[index], "text": f"review {index}"} for index in range(20)])
     args = arguments(tmp_path, optim="sgd", eval_strategy="steps", eval_steps=4, eval_delay=8)
-    options: dict[str, Any] = {"processing_class": tokenizer(), "compute_metrics": accuracy}
+    options: dict[str, Any] = {"processing_class": parts.tokenizer(), "compute_metrics": parts.results}
     _, run, other = both(bert, args, data, Reviews(10), **options)
 
     assert steps(run, "eval/accuracy") == [one["step"] for one in other.state.log_history if "eval_accuracy" in one] == [8, 10]
     assert values(run, "eval/accuracy") == logged(other, "eval_accuracy")
-    assert values(run, "eval/seen") == [10, 10]
+    assert values(run, "eval/count") == [10, 10]
     assert close(run, other, "eval/loss", "train/loss")
     if package:
         with pytest.raises(
@@ -314,32 +295,27 @@ def test_strategies_are_schedules(tmp_path: Path) -> None:
     saved = [one.data["step"] for one in run.decisions if one.what == "saved"]
     assert saved == [6, 10]
     folder = tmp_path / "checkpoints" / "last" / "pretrained"
-    assert torch.equal(weights(transformers.AutoModelForCausalLM.from_pretrained(folder)), weights(made.model))
+    assert torch.equal(weights(parts.pretrained(folder)), weights(made.model))
 
 
 def test_the_best_weights_are_in_the_model_after_the_run(tmp_path: Path) -> None:
-    def rising(given: Any) -> dict[str, float]:
-        return {"score": next(scores)}
-
     scores = iter([1.0, 3.0, 2.0] * 2)
     chosen: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     args = arguments(tmp_path, num_train_epochs=3, metric_for_best_model="score", save_total_limit=1, **chosen)
-    made = trainer(gpt2(), args, Texts(), Texts(4), compute_metrics=rising)
+    made = trainer(gpt2(), args, Texts(), Texts(4), compute_metrics=lambda given: {"score": next(scores)})
     made.fit()
 
-    best = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "best" / "pretrained")
+    best = parts.pretrained(tmp_path / "checkpoints" / "best" / "pretrained")
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000020"
     assert torch.equal(weights(best), weights(made.model))
 
 
 def test_the_best_of_several_data_sets_is_kept(tmp_path: Path) -> None:
-    def score(given: Any) -> dict[str, float]:
-        return {"score": next(scores)}
-
     scores = iter([3.0, 9.0, 1.0, 9.0, 2.0, 9.0])  # of "a", of "b", ...
     chosen: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "eval_a_score"}
     args = arguments(tmp_path, num_train_epochs=3, greater_is_better=False, save_only_model=True, **chosen)
-    run = trainer(gpt2(), args, Texts(), {"a": Texts(4), "b": Texts(4)}, compute_metrics=score).fit()
+    evaluated = {"a": Texts(4), "b": Texts(4)}
+    run = trainer(gpt2(), args, Texts(), evaluated, compute_metrics=lambda given: {"score": next(scores)}).fit()
 
     assert values(run, "eval_a/score") == [3.0, 1.0, 2.0]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000020"
@@ -357,7 +333,7 @@ def test_native_arguments_replace_those_of_the_trainer(tmp_path: Path) -> None:
 
 def test_lengths_are_grouped_and_a_stream_needs_max_steps(tmp_path: Path) -> None:
     args = arguments(tmp_path / "a", train_sampling_strategy="group_by_length", per_device_train_batch_size=5)
-    made = trainer(bert(), args, Reviews(80), processing_class=tokenizer())
+    made = trainer(bert(), args, Reviews(80), processing_class=parts.tokenizer())
     widths = [batch["input_ids"].shape[1] for batch in made.loader]
     assert sorted(set(widths)) == [6, 7, 8, 9]
 
@@ -395,7 +371,7 @@ def test_a_callback_may_request_an_evaluation_that_no_strategy_asks_for(tmp_path
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    assert continued(tmp_path) == {"resumed": [4], "same": True}
+    assert parts.continued(tmp_path) == {"resumed": [4], "same": True}
 
 
 def test_a_peft_model_trains_and_its_checkpoints_have_the_adapter(tmp_path: Path) -> None:
