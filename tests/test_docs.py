@@ -18,6 +18,7 @@ import subprocess
 import sys
 import termios
 import tomllib
+from collections import OrderedDict
 from collections.abc import Callable as Function
 from contextlib import suppress
 from pathlib import Path
@@ -32,9 +33,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from cadenza import Callback, Run, Trainer, callbacks, sinks, supervised
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, StopOnNonFinite
 from cadenza.loading import TensorBatches
+from cadenza.testing import tiny_loader, tiny_run
 from tests import forked
+from tests.compat.nemo.graphs import OFFLINE
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+from counterparts import COUNTERPARTS  # noqa: E402  # the page and its test read the same table
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROSE = " ".join(README.split())
 INSTALL = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
@@ -236,11 +242,10 @@ def test_a_picture_shows_what_the_program_prints_today(script: Any, show: str, t
 
 
 def test_the_pictures_are_small_and_readme_shows_each_with_a_text() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for picture in sorted(PICTURES.iterdir()):
         assert picture.stat().st_size < 100_000
-        assert f"](docs/pictures/{picture.name})" in readme
-        assert f"![](docs/pictures/{picture.name})" not in readme
+        assert f"](docs/pictures/{picture.name})" in README
+        assert f"![](docs/pictures/{picture.name})" not in README
 
 
 # -- what make says -----------------------------------------------------------------------------------
@@ -344,9 +349,7 @@ EXAMPLES: dict[str, Function[[Path], object]] = {
         lambda _: trainer(DataLoader(TensorDataset(INPUTS, LABELS), batch_size=9, drop_last=True)).fit()
     ),
     "directory ... already holds a run": lambda folder: held_back(folder).fit(),
-    "does not fit this trainer; nothing was restored": lambda folder: held_back(folder, model=nn.Linear(2, 5)).fit(
-        resume="auto"
-    ),
+    "does not fit this trainer; nothing was restored": lambda path: held_back(path, model=nn.Linear(2, 5)).fit(resume="auto"),
     "Checkpoint needs a folder": lambda _: trainer(callbacks=[Checkpoint(every="1 epoch")]).fit(),
     "'500 stps' is no schedule": lambda _: Checkpoint(every="500 stps"),
     "... watches 'eval/los', but ... will report only ['eval/loss']": (
@@ -362,9 +365,7 @@ EXAMPLES: dict[str, Function[[Path], object]] = {
     ),
     "expected target dtype to be Long or Byte, but got Float": lambda _: trainer([(INPUTS, LABELS.float())]).fit(),
     "Target 4 is out of bounds": lambda _: trainer([(INPUTS, LABELS + 4)]).fit(),
-    "the loss must be a tensor of shape () that has a gradient": lambda _: trainer(
-        loss=lambda model, batch: model(batch[0])
-    ).fit(),
+    "the loss must be a tensor of shape () that has a gradient": lambda _: trainer(loss=lambda net, batch: net(batch[0])).fit(),
     "is not on the expected device": lambda _: trainer(loss=elsewhere).fit(),
     "Can't pickle local object": lambda _: trainer(Sent()).fit(),
     "backward through the graph a second time": lambda _: trainer(loss=recurrent()).fit(),
@@ -396,3 +397,28 @@ def test_a_message_of_the_page_is_one_that_is_raised(message: str, tmp_path: Pat
     assert "size of tensor" not in message or "predictions and targets need one shape" in said
     parts = [re.escape(part.strip()) for part in message.split("...")]
     assert re.search(".*".join(parts), said, re.DOTALL), said
+
+
+# -- the table of other systems' built-ins: what it says to write here is written and run ----------
+
+
+ROWS = [(system, name, native) for system, table in COUNTERPARTS.items() for name, native in table.items()]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    library = {name: getattr(module, name) for module in (callbacks, sinks) for name in module.__all__}
+    return {**library, "torch": torch, "loader": tiny_loader(2), "loss_module": nn.CrossEntropyLoss()}
+
+
+@pytest.mark.parametrize(("system", "name", "native"), ROWS, ids=[f"{system}-{name}" for system, name, _ in ROWS])
+def test_what_the_table_says_runs(system: str, name: str, native: str, names: dict[str, Any], tmp_path: Path) -> None:
+    listed: list[Callback] = eval(f"[{native}]", names)
+    torch.manual_seed(0)  # the weights decide whether a callback of the table stops the run
+    parts = {"body": nn.Linear(1, 1), "dropout": nn.Dropout(0.5), "head": nn.Linear(1, 1)}  # those that the examples name
+    run = tiny_run(model=nn.Sequential(OrderedDict(parts)), callbacks=listed, epochs=2, directory=tmp_path / "run")
+    assert run.outcome is not None
+    assert run.outcome.kind == "finished"
+    assert run.faults == []

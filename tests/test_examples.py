@@ -61,9 +61,7 @@ def test_fashion_mnist_learns_from_idx_files(tmp_path: Path) -> None:
 
 def test_sst2_learns_from_tsv_files(tmp_path: Path) -> None:
     kind, unkind = "a fine and touching film", 'a "dull , dull film'  # a lone quote is part of the text
-    rows = [
-        f"{label}\t{' '.join([text] * (1 + index % 3))}" for index in range(100) for label, text in ((1, kind), (0, unkind))
-    ]
+    rows = [f"{label}\t{' '.join([text] * (1 + row % 3))}" for row in range(100) for label, text in ((1, kind), (0, unkind))]
     (tmp_path / "train.tsv").write_text("\n".join(["label\tsentence", *rows]) + "\n")
     (tmp_path / "dev.tsv").write_text("\n".join(["label\tcontent", *rows[:40]]) + "\n")
     shown = run_example("sst2", "--data", tmp_path, "--directory", tmp_path / "run", scratch=tmp_path)

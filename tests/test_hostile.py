@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from cadenza import Counters, Record, load_weights, supervised
+from cadenza import Callback, Counters, Record, load_weights, on, supervised
 from cadenza.callbacks import Checkpoint, LogTraining, SavePredictions
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.manifest import canonical
@@ -176,9 +176,7 @@ OTHER_KINDS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("replace", OTHER_KINDS.values(), ids=OTHER_KINDS)
-def test_what_is_no_regular_file_is_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, replace: Callable[[Path], object]
-) -> None:
+def test_what_is_no_regular_file_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, replace: Any) -> None:
     monkeypatch.chdir(tmp_path)
     store, saved = written("place")
     path = Path("place", saved.name, name)
@@ -286,9 +284,8 @@ def test_names_and_texts_in_tables_and_saved_predictions_are_no_formulas(tmp_pat
     assert [row.split(",", 4)[4] for row in rows] == ["1.0,-0.5,1.0,,", "2.0,3.0,,2.0,1.0"]
 
     texts = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\t=1", "-0.5", "fine"]
-    save = SavePredictions(
-        tmp_path / "p.csv", evaluation="eval", columns={"=text": lambda batch, outputs: [texts.pop(0) for _ in batch[0]]}
-    )
+    columns = {"=text": lambda batch, outputs: [texts.pop(0) for _ in batch[0]]}
+    save = SavePredictions(tmp_path / "p.csv", evaluation="eval", columns=columns)
     tiny_trainer(compute_loss=supervised(mse_loss), callbacks=[save]).evaluate(tiny_loader(1, batch_size=7))
     head, *rows = (tmp_path / "p.csv").read_text().splitlines()
     assert "'=text" in head
@@ -298,6 +295,7 @@ def test_names_and_texts_in_tables_and_saved_predictions_are_no_formulas(tmp_pat
 
 def test_a_run_whose_names_are_formulas_is_continued(tmp_path: Path) -> None:
     for steps in (2, 3):
-        callbacks = [LogTraining("1 step"), Csv(), Checkpoint("1 step")]
+        named = on(Callback.on_step_end)(lambda run: run.log("=SUM(1)", 1))
+        callbacks = [named, LogTraining("1 step"), Csv(), Checkpoint("1 step")]
         tiny_trainer(callbacks=callbacks, directory=tmp_path, steps=steps).fit(resume="auto")
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 4

@@ -1,15 +1,19 @@
-"""The live run: what hooks read, and what happens at its very end."""
+"""The live run: what hooks read, what happens at its very end, and after an error."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
+from cadenza.callbacks import Evaluate
 from cadenza.engine.session import session_of
-from cadenza.testing import tiny_run
+from cadenza.hooks.moments import moments_of
+from cadenza.testing import Recorder, tiny_loader, tiny_run
 
 
 def test_hooks_see_the_batch_and_the_parts_and_the_loss_waits_for_nobody() -> None:
@@ -44,8 +48,10 @@ def test_what_was_opened_is_closed_after_the_last_record_the_last_one_first() ->
         def on_log(self, run: Run, record: Any) -> None:
             order.append(f"log {self.name}")
 
-    tiny_run(callbacks=[Opening("a"), Opening("b")])
+    run = tiny_run(callbacks=[Opening("a"), Opening("b")])
     assert order == ["log a", "log b", "close b", "close a"]
+    with pytest.raises(RuntimeError, match="must be called inside a hook, such as on_fit_start"):
+        run.at_end(print)
 
 
 class Opening(Callback):
@@ -112,11 +118,6 @@ def test_a_save_that_fails_is_no_fault_of_the_callback_that_requested_it() -> No
         tiny_run(callbacks=[Asking()])
 
 
-def test_at_end_outside_of_a_hook_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="must be called inside a hook, such as on_fit_start"):
-        tiny_run(steps=1).at_end(print)
-
-
 def test_what_a_user_prints_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     def show(run: Run) -> None:
         run.log("mine/step", run.progress.step)
@@ -127,3 +128,156 @@ def test_what_a_user_prints_can_be_read(capsys: pytest.CaptureFixture[str]) -> N
     assert repr(run).startswith("<Run: epoch 0, step 1, batch 1; Outcome(kind='finished'")
     assert list(run.history) == ["mine/step"]
     assert repr(run.history) == "<History: step 1: mine/step>"
+
+
+# -- errors: every start has its end, and the first error is the one that comes out ----------------
+
+
+def failing_at(moment: Callable[..., None], error: BaseException) -> Callback:
+    def fail(*_: Any) -> None:
+        raise error
+
+    class Failing(Callback):
+        pass
+
+    setattr(Failing, moment.__name__, fail)
+    return Failing()
+
+
+PAIRS = {
+    "on_fit_start": "on_fit_end",
+    "on_epoch_start": "on_epoch_end",
+    "on_fetch_start": "on_fetch_end",
+    "on_step_start": "on_step_end",
+    "on_batch_start": "on_batch_end",
+    "on_eval_start": "on_eval_end",
+    "on_eval_batch_start": "on_eval_batch_end",
+    "on_sanity_start": "on_sanity_end",
+}
+
+
+def unclosed(names: Iterable[str]) -> list[str]:
+    """Return the ends that are missing; raise if an end comes without its start."""
+    waiting: list[str] = []
+    for name in names:
+        if name in PAIRS:
+            waiting.append(PAIRS[name])
+        elif name in PAIRS.values():
+            assert waiting.pop() == name
+    return waiting
+
+
+MOMENTS = {name: moment for name, moment in moments_of(Callback).items() if name not in ("on_save", "on_load", "on_exception")}
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_every_start_has_its_end_wherever_a_callback_fails(moment: Callable[..., None], error: BaseException) -> None:
+    error = type(error)(*error.args)  # a fresh one for each: notes are added to it
+    stopping = [on(Callback.on_step_end)(lambda run: run.stop("enough"))] if moment is Callback.on_stop else []
+    evaluate = Evaluate(tiny_loader(1), sanity_batches=1, every="1 step")
+    recorder = Recorder()
+    with pytest.raises(type(error)) as caught:
+        tiny_run(callbacks=[recorder, evaluate, failing_at(moment, error), *stopping], batches=2)
+    assert caught.value is error
+    assert not unclosed(recorder.names)
+    if moment not in (Callback.on_setup, Callback.on_fit_end):
+        # What was logged before the error still comes out, after the end.
+        assert [name for name in recorder.names if name != "on_log"][-2:] == ["on_exception", "on_fit_end"]
+
+
+def broken_loss(model: nn.Module, batch: Any) -> Tensor:
+    raise FloatingPointError("broken")
+
+
+class Broken:
+    """A loader that fails after its first batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from tiny_loader(1)
+        raise OSError("disk gone")
+
+
+def test_after_an_error_inner_ends_come_first_then_on_exception_then_on_fit_end() -> None:
+    arguments: dict[str, Any]
+    for arguments, error, last in (
+        (
+            {"callbacks": [failing_at(Callback.on_after_backward, RuntimeError("broken"))]},
+            RuntimeError("broken"),
+            "on_after_backward on_batch_end on_step_end on_epoch_end on_exception on_fit_end",
+        ),
+        ({"loader": Broken()}, OSError("disk gone"), "on_fetch_start on_fetch_end on_epoch_end on_exception on_fit_end"),
+    ):
+        recorder = Recorder()
+        with pytest.raises(type(error), match=str(error)):
+            tiny_run(**{**arguments, "callbacks": [recorder, *arguments.get("callbacks", ())]})
+        assert recorder.names[-len(last.split()) :] == last.split()
+
+
+def test_an_error_of_the_loss_function_leaves_the_counters_at_completed_work() -> None:
+    recorder = Recorder(Callback.on_batch_end, Callback.on_step_end, Callback.on_epoch_end)
+    with pytest.raises(FloatingPointError):
+        tiny_run(callbacks=[recorder], compute_loss=broken_loss)
+    assert [(seen.at.batch, seen.at.step, seen.at.epoch) for seen in recorder.seen] == [(0, 0, 0)] * 3
+
+
+def test_the_first_error_is_never_replaced_and_later_ones_are_attached() -> None:
+    class Fragile(Callback):
+        def on_batch_start(self, run: Run, batch: Any) -> None:
+            raise ValueError("the first")
+
+        def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
+            raise KeyError("the second")
+
+        def on_exception(self, run: Run, error: BaseException) -> None:
+            raise OSError("the third")
+
+        def on_fit_end(self, run: Run) -> None:
+            raise KeyboardInterrupt
+
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="the first") as caught:
+        tiny_run(callbacks=[Fragile(), recorder])
+    raised, *later = caught.value.__notes__
+    assert raised == "raised in Fragile.on_batch_start (callback 1 of 2) at epoch 0, step 0, batch 0"
+    assert later == [
+        "then Fragile.on_batch_end failed as well: KeyError('the second')",
+        "then Fragile.on_exception failed as well: OSError('the third')",
+        "then Fragile.on_fit_end failed as well: KeyboardInterrupt()",
+    ]
+    assert recorder.names[-5:] == ["on_batch_end", "on_step_end", "on_epoch_end", "on_exception", "on_fit_end"]
+
+
+def test_an_end_reaches_all_though_two_of_them_fail_and_the_second_error_is_attached_to_the_first() -> None:
+    recorder = Recorder(Callback.on_step_end)
+    callbacks = [failing_at(Callback.on_step_end, error) for error in (ValueError("first"), KeyError("second"))]
+    with pytest.raises(ValueError, match="first") as caught:
+        tiny_run(callbacks=[*callbacks, recorder])
+    assert recorder.names == ["on_step_end"]
+    assert "then Failing#2.on_step_end failed as well: KeyError('second')" in caught.value.__notes__
+
+
+def test_a_keyboard_interrupt_is_shown_to_the_callbacks_and_comes_through() -> None:
+    shown: list[object] = []
+
+    class Watching(Callback):
+        def on_exception(self, run: Run, error: BaseException) -> None:
+            shown.append(error)
+
+        def on_fit_end(self, run: Run) -> None:
+            shown.append(run.outcome and run.outcome.kind)
+
+    interrupt = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run(callbacks=[Watching(), failing_at(Callback.on_batch_end, interrupt)])
+    assert shown == [interrupt, "failed"]
+
+
+def test_a_run_started_while_another_error_is_being_handled_raises_its_own_error() -> None:
+    older, failing = OSError("an older one"), failing_at(Callback.on_step_end, KeyError("its own"))
+    try:
+        raise older
+    except OSError:
+        with pytest.raises(KeyError, match="its own"):
+            tiny_run(callbacks=[failing])
+    assert not hasattr(older, "__notes__")

@@ -162,18 +162,14 @@ def test_one_instance_twice_is_refused(train: Callable[[list[Any]], None], kind:
 NATIVE_ADVICE = ("could be fused", "TensorBatches", "Add Checkpoint(...)")
 
 
-def in_a_native_trainer(folder: Path) -> None:
-    model = Regression(1, 1)
-    optimizer, loss = torch.optim.Adam(model.parameters()), supervised(nn.functional.mse_loss)
-    trainer = Trainer(model, optimizer, DataLoader(data(STEPS), 2), loss, max_epochs=1, directory=folder, progress=False)
-    trainer.fit(resume="auto")
-
-
 def test_the_native_trainer_says_what_its_arguments_could_do_better(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
-    in_a_native_trainer(tmp_path)
+    model = Regression(1, 1)
+    optimizer, loss = torch.optim.Adam(model.parameters()), supervised(nn.functional.mse_loss)
+    trainer = Trainer(model, optimizer, DataLoader(data(STEPS), 2), loss, max_epochs=1, directory=tmp_path, progress=False)
+    trainer.fit(resume="auto")
     text = caplog.text + capsys.readouterr().err
     assert all(advice in text for advice in NATIVE_ADVICE)
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch import Tensor, nn
 
 from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM, NonTrainableNM, TrainableNM
-from cadenza.compat.nemo.core import NeuralModuleFactory, NmTensor
+from cadenza.compat.nemo.core import NeuralModuleFactory, NeuralType, NmTensor
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo.core.callbacks import NeMoCallback
 from cadenza.compat.nemo10.core import NeuralModuleFactory as OldFactory
@@ -39,7 +39,7 @@ class Line:
     """A line and the tensors of its graph."""
 
     data: DataLayerNM
-    net: TrainableNM
+    net: Any
     x: NmTensor
     y: NmTensor
     prediction: NmTensor
@@ -50,16 +50,15 @@ class Line:
         return [parameter.detach().clone() for parameter in self.net.parameters()]
 
 
+def ports(**types: NeuralType | None) -> Any:
+    """Return a property of a module: its ports. `Scale` in test_module_facts.py has them as users write them."""
+    return property(lambda module: types)
+
+
 class NetNM(TrainableNM):
     """A module with the input ``x`` and the output ``y_pred``."""
 
-    @property
-    def input_ports(self) -> dict[str, None]:
-        return {"x": None}
-
-    @property
-    def output_ports(self) -> dict[str, None]:
-        return {"y_pred": None}
+    input_ports, output_ports = ports(x=None), ports(y_pred=None)
 
 
 class LineNM(NetNM):
@@ -76,6 +75,12 @@ class LineNM(NetNM):
         self.modes.append(self.training)
         result: Tensor = self.layer(x)
         return result
+
+
+def noisy_net() -> Any:
+    """Return a network that draws random numbers and has buffers."""
+    net = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+    return TrainableNM.of(net, ["x"], ["y_pred"])
 
 
 def line(batches: int = 5, *, loader: Any = None, net: TrainableNM | None = None) -> Line:
@@ -101,16 +106,7 @@ def train_0_10(graph: Line | list[NmTensor], *callbacks: Any, factory: Any = Non
     return train(graph, *callbacks, factory=factory or OldFactory(), **given)
 
 
-EVENTS = (
-    "on_action_start",
-    "on_epoch_start",
-    "on_step_start",
-    "on_batch_start",
-    "on_batch_end",
-    "on_step_end",
-    "on_epoch_end",
-    "on_action_end",
-)
+EVENTS = [f"on_{part}_{side}" for part in ("action", "epoch", "step", "batch") for side in ("start", "end")]
 
 
 class Trace(NeMoCallback):

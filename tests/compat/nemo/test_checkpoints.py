@@ -18,13 +18,25 @@ from cadenza.compat.nemo.backends.pytorch.nm import LossNM
 from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
-from cadenza.compat.nemo.core.callbacks import CheckpointCallback
 from cadenza.compat.nemo10.core import CheckpointCallback as OldCheckpoint
-from tests.compat.nemo.graphs import Line, NetNM, OldTrace, Trace, genuine, line, logged, names_in, steps_of, train, train_0_10
+from tests.compat.nemo.graphs import (
+    Line,
+    NetNM,
+    OldTrace,
+    Trace,
+    genuine,
+    line,
+    logged,
+    names_in,
+    noisy_net,
+    steps_of,
+    train,
+    train_0_10,
+)
 
 
-def keep(folder: Path, **arguments: Any) -> CheckpointCallback:
-    return CheckpointCallback(str(folder), **arguments)
+def keep(folder: Path, **arguments: Any) -> nemo.CheckpointCallback:
+    return nemo.CheckpointCallback(str(folder), **arguments)
 
 
 def keep_0_10(folder: Path, **arguments: Any) -> OldCheckpoint:
@@ -70,29 +82,25 @@ def test_files_have_these_numbers_and_contents(
     assert list(weights.values()) == graph.weights
 
 
-def test_17_a_training_continues_after_the_stored_step_and_a_finished_one_only_calls_start_and_end(tmp_path: Path) -> None:
+def test_17_18_a_training_continues_after_the_stored_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "nemo")
     train(line(2), keep(tmp_path, step_freq=2), max_steps=5)
+    assert f"Saved checkpoint: {tmp_path}/trainer-STEP-5.pt" in caplog.text
     before = torch.load(tmp_path / "LineNM-STEP-5.pt", weights_only=True)
     trace, graph = Trace(), line(2)
-    train(graph, keep(tmp_path, step_freq=2), trace, max_steps=5)
+    train(graph, keep(tmp_path, step_freq=2), trace, max_steps=5)  # of a finished one, only the start and the end are called
+    assert f"Restored checkpoint: {tmp_path}/trainer-STEP-5.pt" in caplog.text
     assert trace.seen == [("on_action_start", 5, 2), ("on_action_end", 5, 3)]
     assert all(map(torch.equal, before.values(), graph.weights))
 
     for file in tmp_path.glob("*-STEP-5.pt"):  # as if the training was killed before its end
         file.unlink()
-    trace = Trace()
-    train(line(2), keep(tmp_path, step_freq=2), trace, max_steps=7)
+    earlier, trace = Trace(), Trace()
+    train(line(2), earlier, keep(tmp_path, step_freq=2), trace, max_steps=7)
+    assert earlier.seen[0] == ("on_action_start", 0, 0)  # later callbacks see the restored counters in the same event
     # NeMo repeats step 4: it starts at (4, 2) and does 8 updates for 7 steps.
     assert (trace.seen[0], trace.seen[-1]) == (("on_action_start", 5, 2), ("on_action_end", 7, 4))
     assert [step for event, step, _ in trace.seen if event == "on_step_end"] == [5, 6]
-
-
-def test_18_later_callbacks_see_the_restored_counters_in_the_same_event(tmp_path: Path) -> None:
-    train(line(2), keep(tmp_path, step_freq=2), max_steps=5)
-    seen: list[tuple[int, int]] = []
-    look = [nemo.on_action_start(lambda state: seen.append((state["step"], state["epoch"]))) for _ in range(2)]
-    train(line(2), look[0], keep(tmp_path, step_freq=2), look[1], max_steps=7)
-    assert seen == [(0, 0), (5, 2)]
 
 
 def test_load_from_folder_has_precedence_over_newer_files(tmp_path: Path) -> None:
@@ -130,14 +138,6 @@ def test_wrong_arguments_are_errors_in_the_constructor(arguments: dict[str, int]
         nemo.CheckpointCallback(NeuralModuleFactory().checkpoint_dir)  # type: ignore[arg-type]  # the mistake under test
 
 
-def test_saves_and_restores_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "nemo")
-    train(line(2), keep(tmp_path, step_freq=2), max_steps=3)
-    assert f"Saved checkpoint: {tmp_path}/trainer-STEP-3.pt" in caplog.text
-    train(line(2), keep(tmp_path, step_freq=2), max_steps=3)
-    assert f"Restored checkpoint: {tmp_path}/trainer-STEP-3.pt" in caplog.text
-
-
 # -- 0.10 ---------------------------------------------------------------------------------------------
 
 
@@ -167,18 +167,12 @@ def test_16_with_module_files_only_weights_are_restored_and_steps_start_at_0(tmp
     for file in tmp_path.glob("trainer*"):
         file.unlink()
     graph, seen = line(2), list[Any]()
-
-    class Look(OldTrace):
-        def on_action_start(self) -> None:
-            seen.append((graph.weights == before.weights, self.step))
-
-    train_0_10(graph, keep_0_10(tmp_path, step_freq=2, force_load=True), Look(), max_steps=1)
+    look = nemo.on_action_start(lambda state: seen.append((graph.weights == before.weights, state["step"])))
+    train_0_10(graph, keep_0_10(tmp_path, step_freq=2, force_load=True), look, max_steps=1)
     assert seen == [(True, 0)]
 
 
-def test_17_weights_that_do_not_fit_are_a_warning_and_the_current_ones_are_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_17_weights_that_do_not_fit_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     genuine(tmp_path, "STEP-3", 3, 1, "epoch_num")
     torch.save({"layer.weight": torch.full((1, 1), 9.0), "layer.bias": torch.ones(5)}, tmp_path / "LineNM-STEP-3.pt")
     trace, graph = OldTrace(), line(2)
@@ -190,9 +184,7 @@ def test_17_weights_that_do_not_fit_are_a_warning_and_the_current_ones_are_used(
     assert graph.weights == fresh.weights
 
 
-def test_18_step_freq_has_precedence_over_epoch_freq_and_without_both_nothing_is_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_18_step_freq_has_precedence_and_without_any_nothing_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train_0_10(line(2), keep_0_10(tmp_path, step_freq=2, epoch_freq=1), max_steps=3)
     assert (steps_of(tmp_path), steps_of(tmp_path, "EPOCH")) == ([2, 3], [])
     assert "Both step_freq and epoch_freq were given" in caplog.text
@@ -214,22 +206,10 @@ def test_each_version_reads_the_files_of_the_other(tmp_path: Path) -> None:
 # -- to the same bits ---------------------------------------------------------------------------------
 
 
-class Noisy(NetNM):
-    """A network that draws random numbers and has buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.net(x)
-        return result
-
-
 def noisy() -> Line:
     torch.manual_seed(0)
     x = torch.linspace(-1, 1, 24).unsqueeze(1)
-    return line(loader=DataLoader(TensorDataset(x, x.sin()), batch_size=4, shuffle=True), net=Noisy())
+    return line(loader=DataLoader(TensorDataset(x, x.sin()), batch_size=4, shuffle=True), net=noisy_net())
 
 
 class Killed(BaseException):
@@ -283,9 +263,7 @@ def die_at(count: int, act: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize(("before", "steps"), [(0, 3), (5, 6)])
-def test_after_a_kill_at_any_point_of_a_save_the_old_or_the_new_checkpoint_is_found(
-    before: int, steps: int, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_point_of_a_save_leaves_the_old_or_the_new_checkpoint(before: int, steps: int, tmp_path: Path) -> None:
     if before:  # five steps end as STEP-5; the next training writes another STEP-5 after its first step
         train(line(2), keep(tmp_path / "before", step_freq=1, checkpoints_to_keep=1), max_steps=before)
     whole, count = {0: line(2).weights}, 0
@@ -327,9 +305,7 @@ def test_a_failing_disk_leaves_no_partial_file(tmp_path: Path, monkeypatch: pyte
 # -- files that the run did not write ------------------------------------------------------------------
 
 
-def test_old_temporary_files_are_removed_and_files_of_another_save_or_module_are_not_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_a_killed_save_or_another_module_are_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tmp_path.joinpath(".LineNM-STEP-1.pt.new").write_bytes(b"PK half")  # of a kill
     train(line(2), keep(tmp_path, step_freq=2), max_steps=5)
     assert not list(tmp_path.glob(".*"))
@@ -441,9 +417,7 @@ def test_a_module_that_is_not_trained_needs_no_file_and_has_one_here(tmp_path: P
     assert {name.partition("-")[0] for name in names_in(tmp_path)} == {"Frozen", "LineNM", "trainer"}
 
 
-def test_with_other_data_or_another_optimizer_the_weights_are_restored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_with_another_optimizer_and_data_the_weights_are_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = line(2)
     train(before, keep(tmp_path, step_freq=2), max_steps=4)
     graph, trace = line(3), Trace()

@@ -19,7 +19,6 @@ from tests.compat.nemo.graphs import OFFLINE, names_in, numbers, written
 from tests.sinks.wandb_file import WandbFile
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
-DATA = SHARED / "data"
 
 
 IN_ONE_PROCESS = """
@@ -54,15 +53,7 @@ def run_listings(listings: Path, names: list[str], folder: Path, *arguments: str
 
 
 def missing_lines(document: str, block: int, script: Path) -> list[str]:
-    """Return the lines of a document's listing that are missing in a script, without lines that contain dots.
-
-    Skip the test where the document is not.
-
-    Args:
-        document: The first part of its name.
-        block: Which of its listings.
-        script: The script.
-    """
+    """Return the lines of a document's listing that a script lacks, except those with dots. Skip without the document."""
     files = list((SHARED / "seeds").glob(f"{document}_*.txt"))
     if not files:
         pytest.skip(f"the documents are not in {SHARED / 'seeds'}")
@@ -71,14 +62,6 @@ def missing_lines(document: str, block: int, script: Path) -> list[str]:
     wanted = [line[4:].rstrip() for line in indented if line.strip() and "..." not in line]
     there = {line.rstrip() for line in script.read_text(encoding="utf-8").splitlines()}
     return [line for line in wanted if line not in there]
-
-
-def spoken_digits() -> Path:
-    """Return the folder of the sounds; skip the test if it does not exist."""
-    folder = DATA / "fsdd-mini"
-    if not folder.is_dir():
-        pytest.skip(f"the data are not in {folder}")
-    return folder
 
 
 def sent(folder: Path) -> WandbFile:
@@ -104,7 +87,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def ran_0_10(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("listings")
     names = ["loss_logger", "audio", "checkpoints", "training_script"]
-    return run_listings(LISTINGS_OF_0_10, names, folder, spoken_digits()), folder
+    sounds = SHARED / "data" / "fsdd-mini"
+    if not sounds.is_dir():
+        pytest.skip(f"the data are not in {sounds}")
+    return run_listings(LISTINGS_OF_0_10, names, folder, sounds), folder
 
 
 @pytest.mark.parametrize(
@@ -149,15 +135,12 @@ def test_the_built_in_callbacks_print_write_and_send_the_chosen_tensors(ran: Ran
     assert [row["epoch"] for row in offline.rows if "epoch" in row] == list(range(8))
 
 
-def test_the_decorated_function_prints_a_confusion_matrix_every_150_steps(ran: Ran) -> None:
+def test_the_function_prints_a_confusion_matrix_every_150_steps_and_the_class_measures_the_time_of_a_step(ran: Ran) -> None:
     rows = [line.rpartition("[")[2].strip(" ]").split() for line in ran[0]["confusion"].splitlines()]
     matrices = torch.tensor([[int(value) for value in row] for row in rows]).view(2, 10, 10)
     assert matrices.sum((1, 2)).tolist() == [64, 64]
     right = matrices.diagonal(dim1=1, dim2=2).sum(1)
     assert right[1] > 50 > right[0]
-
-
-def test_the_class_measures_the_mean_time_of_a_step(ran: Ran) -> None:
     assert float(ran[0]["step_time"].splitlines()[-1].removeprefix("mean step time ")) > 0
 
 

@@ -1,39 +1,28 @@
-"""What user code reads from modules and their calls, and the callbacks that save, unfreeze and set them (spec B6)."""
+"""What user code reads from modules and their calls (spec B6); neural types, and which ports may be connected, as in NeMo."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import json
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-import cadenza.compat.nemo as nemo
 import cadenza.compat.nemo10 as nemo10
-from cadenza.callbacks import Checkpoint
-from cadenza.compat.nemo import backends
+from cadenza.compat.nemo import backends, core
 from cadenza.compat.nemo.backends.pytorch import DataLayerNM, LossNM, NonTrainableNM, TrainableNM
 from cadenza.compat.nemo.backends.pytorch.tutorials import MSELoss, RealFunctionDataLayer, TaylorNet
-from cadenza.compat.nemo.core import (
-    CheckpointCallback,
-    DeviceType,
-    NeuralModule,
-    NeuralModuleFactory,
-    NmTensor,
-    OperationMode,
-    Optimization,
-    WeightShareTransform,
-)
-from cadenza.compat.nemo.core.callbacks import ModuleSaverCallback, UnfreezeCallback, ValueSetterCallback
-from cadenza.compat.nemo.core.neural_types import ChannelType, NeuralType, NeuralTypeComparisonResult
+from cadenza.compat.nemo.core import DeviceType, NeuralModuleFactory, NmTensor
+from cadenza.compat.nemo.core import neural_types as types
+from cadenza.compat.nemo.core.neural_types import AxisKind, AxisType, ChannelType, NeuralType
 from cadenza.compat.nemo.utils.app_state import AppState
-from cadenza.testing import tiny_trainer
-from tests.compat.nemo.graphs import Line, LineNM, line, names_in, numbers, train, written
+from tests.compat.nemo.graphs import LineNM, line, ports, train
 
 
 class CustomNet(TaylorNet):
@@ -87,7 +76,7 @@ class TestCalls:
         x: NmTensor = RealFunctionDataLayer(n=4, batch_size=2)().x
         port = NeuralType(("B", "D"), ChannelType())
         assert issubclass(NmTensor, NeuralType)
-        assert x.compare(port) is x.ntype.compare(port) is NeuralTypeComparisonResult.SAME
+        assert x.compare(port) is x.ntype.compare(port) is Result.SAME
         NonTrainableNM.of(torch.add, ["a", "b"], ["sum"], name="add")(a=x, b=x)
         assert [port.port_name for port in x.consumers] == ["a", "b"]
 
@@ -113,13 +102,13 @@ class TestWeights:
         assert second.fc1.weight.any()
         assert [trainable for _, trainable in first.get_weights().values()] == [True, True]
         wide, narrow = TrainableNM.of(nn.Linear(3, 2), ["x"], ["y"]), TrainableNM.of(nn.Linear(2, 3), ["x"], ["y"])
-        renames = {"module.weight": ("module.weight", WeightShareTransform.TRANSPOSE)}
+        renames = {"module.weight": ("module.weight", core.WeightShareTransform.TRANSPOSE)}
         wide.set_weights(narrow.get_weights(), renames)
         assert torch.equal(wide.get_weights()["module.weight"][0], narrow.get_weights()["module.weight"][0].T)
 
     def test_tied_weights_are_one_parameter_that_both_modules_train(self) -> None:
         embedding, output = backends.pytorch.common.SequenceEmbedding(5, 4), TrainableNM.of(nn.Linear(4, 5), ["x"], ["y"])
-        names = {"embedding.weight": ("module.weight", WeightShareTransform.SAME)}
+        names = {"embedding.weight": ("module.weight", core.WeightShareTransform.SAME)}
         embedding.tie_weights_with(output, ["embedding.weight"], names)
         tokens, labels = DataLayerNM.of([(torch.arange(4).view(2, 2), torch.zeros(2, 2).long())], ["tokens", "labels"])()
         scores = output(x=embedding(input_seq=tokens))
@@ -159,18 +148,18 @@ class TestWeights:
 
     def test_the_operation_mode_switches_between_training_and_evaluation_mode(self) -> None:
         net = TaylorNet(dim=3)
-        assert (net.operation_mode, net.training) == (OperationMode.both, True)
-        net.operation_mode = OperationMode.evaluation
-        assert (net.operation_mode, net.training, net.fc1.training) == (OperationMode.evaluation, False, False)
-        net.operation_mode = OperationMode.training
+        assert (net.operation_mode, net.training) == (core.OperationMode.both, True)
+        net.operation_mode = core.OperationMode.evaluation
+        assert (net.operation_mode, net.training, net.fc1.training) == (core.OperationMode.evaluation, False, False)
+        net.operation_mode = core.OperationMode.training
         assert net.training
 
     def test_user_modules_read_the_private_names_of_the_base_class(self) -> None:
         factory = NeuralModuleFactory(placement=DeviceType.CPU, optimization_level="O1")
         net, data = TrainableNM("bert-base", "mine"), DataLayerNM()
         assert (net._pretrained_model_name, net.name) == ("bert-base", "mine")
-        assert (net._factory, net._opt_level, net._uuid) == (factory, Optimization.mxprO1, net.unique_instance_id)
-        assert (data._factory, data._opt_level) == (factory, Optimization.mxprO1)
+        assert (net._factory, net._opt_level, net._uuid) == (factory, core.Optimization.mxprO1, net.unique_instance_id)
+        assert (data._factory, data._opt_level) == (factory, core.Optimization.mxprO1)
 
     def test_a_module_without_weights_has_the_same_methods(self, tmp_path: Path) -> None:
         loss = MSELoss()
@@ -194,7 +183,7 @@ class TestWeights:
         with pytest.raises(ValueError, match="needs a module with weights and their names"):
             net.tie_weights_with(None, [])  # type: ignore[arg-type]  # the mistake under test
         with pytest.raises(NotImplementedError, match="cannot be tied to the transpose"):
-            net.tie_weights_with(other, ["fc1.bias"], {"fc1.bias": ("fc1.bias", WeightShareTransform.TRANSPOSE)})
+            net.tie_weights_with(other, ["fc1.bias"], {"fc1.bias": ("fc1.bias", core.WeightShareTransform.TRANSPOSE)})
 
 
 class TestPlacement:
@@ -238,7 +227,7 @@ class TestConfigurations:
     def test_a_file_creates_an_equal_module(self, value: Any, tmp_path: Path) -> None:
         path = str(tmp_path / "pair.yml")
         PairNM(value).export_to_config(path)
-        for kind in (PairNM, NeuralModule):
+        for kind in (PairNM, core.NeuralModule):
             again = kind.import_from_config(path)
             assert type(again) is PairNM
             assert again.init_params == {"a": value, "b": 2}
@@ -248,7 +237,7 @@ class TestConfigurations:
         spec = "nemo.backends.pytorch.tutorials.toys.TaylorNet"
         text = f"net:\n  header: {{nemo_core_version: 0.11.0, full_spec: {spec}}}\n  init_params:\n    dim: 4\n"
         (tmp_path / "model.yml").write_text(text)
-        net = NeuralModule.import_from_config(str(tmp_path / "model.yml"), "net", name="mine")
+        net = core.NeuralModule.import_from_config(str(tmp_path / "model.yml"), "net", name="mine")
         assert isinstance(net, TaylorNet)
         assert (net.name, net.num_weights) == ("mine", 5)
 
@@ -271,7 +260,7 @@ class TestConfigurations:
             PairNM.import_from_config(str(path), "net")
         path.write_text(json.dumps({"header": {"full_spec": "os.system"}, "init_params": {"command": "false"}}))
         with pytest.raises(ImportError, match=r"os.system, which is not a NeuralModule"):
-            NeuralModule.import_from_config(str(path))
+            core.NeuralModule.import_from_config(str(path))
         path.write_text("{}")
         with pytest.raises(ImportError, match="has no section 'header'"):
             PairNM.import_from_config(str(path))
@@ -305,133 +294,238 @@ def test_get_module_creates_modules_of_0_10() -> None:
         factory.get_module("BERT", "nemo_nlp", {}, pretrained=True)
 
 
-Policy, Method = ValueSetterCallback.Policy, ValueSetterCallback.Method
+# -- neural types ----------------------------------------------------------------------------------
 
 
-def test_both_versions_have_the_three_callbacks() -> None:
-    for name in ("ModuleSaverCallback", "UnfreezeCallback", "ValueSetterCallback"):
-        assert getattr(nemo.core, name) is getattr(nemo10.core, name) is getattr(nemo.core.deprecated_callbacks, name)
+Mismatch, Result = types.NeuralPortNmTensorMismatchError, types.NeuralTypeComparisonResult
+INCOMPATIBLE = Result.INCOMPATIBLE
 
 
-# -- ModuleSaverCallback ------------------------------------------------------------------------------
+class Box(types.ElementType):
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return ("x", "y", "width", "height")
 
 
-def test_files_are_written_at_multiples_of_step_freq_and_at_the_end_with_the_final_weights(tmp_path: Path) -> None:
-    graph = line()
-    train(graph, ModuleSaverCallback([graph.net], step_freq=2, folder=str(tmp_path / "new")), max_steps=5)
-    name = f"LineNM_{graph.net.unique_instance_id}"
-    assert names_in(tmp_path / "new") == [f"{name}-STEP-{step}.pt" for step in (2, 4, 5)]
-    train(graph, ModuleSaverCallback([graph.net], step_freq=-1, folder=str(tmp_path / "end")), max_steps=3)
-    assert names_in(tmp_path / "end") == [f"{name}-STEP-3.pt"]
-    other = LineNM()
-    other.restore_from(str(tmp_path / "end" / f"{name}-STEP-3.pt"))
-    assert all(map(torch.equal, other.parameters(), graph.net.parameters()))
+class Corners(Box):
+    fields = ("left", "top", "right", "bottom")
 
 
-def test_only_its_own_old_files_are_removed(tmp_path: Path) -> None:
-    graph = line()
-    saver = ModuleSaverCallback([graph.net], step_freq=1, folder=str(tmp_path), checkpoints_to_keep=2)
-    train(graph, saver, CheckpointCallback(str(tmp_path), step_freq=1, checkpoints_to_keep=0), max_steps=5)
-    own = [name for name in names_in(tmp_path) if name.startswith("LineNM_")]
-    assert [name.rpartition("-")[2] for name in own] == ["3.pt", "4.pt", "5.pt"]  # that of the end is extra, as in NeMo
-    assert len(list(tmp_path.glob("trainer-STEP-*.pt"))) == 5
+class Frames(types.AxisKindAbstract):
+    Image = 0
 
 
-def test_wrong_arguments_of_these_callbacks_are_errors() -> None:
-    with pytest.raises(TypeError, match="must hold neural modules; got Linear"):
-        ModuleSaverCallback([nn.Linear(1, 1)])  # type: ignore[list-item]  # the mistake under test
-    with pytest.raises(ValueError, match="step_freq must be a whole number"):
-        ModuleSaverCallback([], step_freq=0)
-
-    with pytest.raises(ValueError, match="must cover the steps 0 to 9 without gaps; they cover 0 to 4, 5 to 9"):
-        ValueSetterCallback(nn.Dropout(), "p", [Policy(Method.Const(1), 0, 4), Policy(Method.Const(1), 5, 9)], 9)
-    with pytest.raises(ValueError, match="total_steps must be the number of steps of the training; got None"):
-        ValueSetterCallback(nn.Dropout(), "p")
-    with pytest.raises(AttributeError, match="has no attribute 'probability'"):
-        ValueSetterCallback(nn.Dropout(), "probability", total_steps=1)
+def sized(*sizes: int | None, kind: AxisKind = AxisKind.Dimension) -> NeuralType:
+    return NeuralType([AxisType(kind, size) for size in sizes], ChannelType())
 
 
-# -- UnfreezeCallback ---------------------------------------------------------------------------------
+def listed(*are_lists: bool) -> NeuralType:
+    kinds = (AxisKind.Batch, AxisKind.Time, AxisKind.Dimension)
+    axes = [AxisType(kind, is_list=is_list) for kind, is_list in zip(kinds, are_lists, strict=True)]
+    return NeuralType(axes, ChannelType())
 
 
-def states(graph: Line, *, frozen: bool = True) -> tuple[list[tuple[int, bool, bool]], Any]:
-    """Return a list, and a callback that adds the step, whether the weight is trainable and whether it has changed."""
-    if frozen:
-        graph.net.freeze(["layer.weight"])
-    seen: list[tuple[int, bool, bool]] = []
-
-    @nemo.core.on_step_end
-    def see(state: Any) -> None:
-        weight = graph.net.get_weights()["layer.weight"][0]
-        seen.append((state["step"], weight.requires_grad, weight.item() != 0.5))
-
-    return seen, see
+def batch_of(elements: types.ElementType) -> NeuralType:
+    return NeuralType(("B",), elements)
 
 
-def test_modules_are_unfrozen_and_trained_from_the_start_epoch_on_and_in_a_resumed_training_too(tmp_path: Path) -> None:
-    graph = line(batches=2)
-    seen, see = states(graph)
-    keep: dict[str, Any] = {"folder": str(tmp_path), "step_freq": 2}
-    train(graph, CheckpointCallback(**keep), UnfreezeCallback([graph.net], start_epoch=1), see, num_epochs=2)
-    assert seen == [(0, False, False), (1, False, False), (2, True, True), (3, True, True)]
-    again = line(batches=2)
-    seen, see = states(again)
-    train(again, CheckpointCallback(**keep), UnfreezeCallback([again.net], 1), see, num_epochs=3)
-    assert seen == [(4, True, True), (5, True, True)]
+def sound(rate: int) -> NeuralType:
+    return NeuralType(("B", "T"), types.AudioSignal(rate))
 
 
-def test_a_module_that_is_frozen_again_stays_frozen_in_later_epochs() -> None:
-    graph = line(batches=1)
-    seen, see = states(graph, frozen=False)
-    freeze = nemo.core.on_epoch_end(lambda state: graph.net.freeze(["layer.weight"]))
-    train(graph, UnfreezeCallback([graph.net], start_epoch=0), freeze, see, num_epochs=2)
-    assert [trainable for _, trainable, _ in seen] == [True, False]
-
-
-# -- ValueSetterCallback ------------------------------------------------------------------------------
-
-
-def test_constant_and_linear_policies_with_fractions(tmp_path: Path) -> None:
-    graph, dropout, seen = line(), nn.Dropout(0.9), list[float]()
-    factory = NeuralModuleFactory(log_dir=str(tmp_path), create_tb_writer=True)
-    policies = [Policy(method=Method.Const(0.2), start=0.0, end=0.5), Policy(Method.Linear(0.2, 0.0), start=0.5, end=1.0)]
-    setter = ValueSetterCallback(dropout, "p", policies, total_steps=6, tb_writer=factory.tb_writer)
-    see = nemo.core.on_batch_start(lambda state: seen.append(dropout.p))
-    train(graph, setter, see, factory=factory, max_steps=6)
-    assert seen == pytest.approx([0.2, 0.2, 0.2, 0.2, 0.1, 0.0])
-    folder = tmp_path / "tensorboard"
-    assert written(folder) == [("param/Dropout.p", step) for step in range(6)]
-    assert numbers(folder, "param/Dropout.p") == pytest.approx(seen)
+CHANNELS = NeuralType(("B", "T", "C"), ChannelType())
+SPECTROGRAM = NeuralType(("B", "T", "C"), types.SpectrogramType())
+LOSS = NeuralType(elements_type=types.LossType())
+FRAMES = (AxisType(AxisKind.Batch, is_list=True), AxisType(Frames.Image, is_list=True))
 
 
 @pytest.mark.parametrize(
-    ("policies", "values"),
+    ("first", "second", "there", "back"),
     [
-        # after the last step it does not change
-        ([Policy(lambda step, steps: step / steps, 0, 2), Policy(Method.Const(1.0), 2, 3)], [0.0, 0.5, 1.0, 1.0]),
-        (None, [0.9] * 4),
+        (NeuralType(("B", "D"), types.MaskType()), NeuralType(("N", "c"), types.MaskType()), Result.SAME, Result.SAME),
+        (NeuralType(("batch", " Time ")), NeuralType(("b", "t")), Result.SAME, Result.SAME),
+        (CHANNELS, SPECTROGRAM, Result.GREATER, Result.LESS),
+        (batch_of(types.MelSpectrogramType()), batch_of(types.MFCCSpectrogramType()), INCOMPATIBLE, INCOMPATIBLE),
+        (batch_of(ChannelType()), batch_of(types.AcousticEncodedRepresentation()), Result.GREATER, Result.LESS),
+        (batch_of(types.LabelsType()), batch_of(types.MaskType()), Result.GREATER, Result.LESS),
+        (CHANNELS, NeuralType(("T", "B", "C"), ChannelType()), Result.TRANSPOSE_SAME, Result.TRANSPOSE_SAME),
+        (CHANNELS, NeuralType(("T", "B", "C"), types.SpectrogramType()), INCOMPATIBLE, INCOMPATIBLE),
+        (CHANNELS, NeuralType(("B", "T"), ChannelType()), INCOMPATIBLE, INCOMPATIBLE),
+        (sized(None, 3), sized(8, 3), Result.SAME, Result.TRANSPOSE_SAME),
+        (sized(4), sized(8), Result.DIM_INCOMPATIBLE, Result.DIM_INCOMPATIBLE),
+        (sized(None), sized(8), Result.SAME, Result.DIM_INCOMPATIBLE),
+        (listed(True, True, False), listed(False, False, False), Result.TRANSPOSE_SAME, Result.TRANSPOSE_SAME),
+        (NeuralType(("B", "T", "C")), SPECTROGRAM, Result.SAME, INCOMPATIBLE),
+        (NeuralType(("B", "T")), SPECTROGRAM, INCOMPATIBLE, INCOMPATIBLE),
+        (NeuralType(), SPECTROGRAM, Result.SAME, INCOMPATIBLE),
+        (NeuralType(), LOSS, Result.SAME, INCOMPATIBLE),
+        (LOSS, NeuralType(elements_type=types.LossType()), Result.SAME, Result.SAME),
+        (LOSS, NeuralType(("B",), types.LossType()), INCOMPATIBLE, INCOMPATIBLE),
+        (NeuralType(("B", "Any", "Any"), ChannelType()), SPECTROGRAM, Result.GREATER, INCOMPATIBLE),
+        (NeuralType(("T", "Any")), NeuralType(("B", "D")), Result.SAME, INCOMPATIBLE),  # as NeMo compares
+        (NeuralType(("Any", "T")), NeuralType(("B", "D")), INCOMPATIBLE, INCOMPATIBLE),
+        (sound(8000), sound(16000), Result.SAME_TYPE_INCOMPATIBLE_PARAMS, Result.SAME_TYPE_INCOMPATIBLE_PARAMS),
+        (sound(16000), sound(16000), Result.SAME, Result.SAME),
+        (NeuralType(("B", "T"), types.AudioSignal()), sound(16000), Result.SAME, Result.SAME),
+        (NeuralType(FRAMES, Box()), NeuralType(FRAMES, Box()), Result.SAME, Result.SAME),
+        (NeuralType(FRAMES, Box()), NeuralType(FRAMES, Corners()), Result.GREATER, Result.LESS),
     ],
-    ids=["steps and a function of one's own", "no policies"],
 )
-def test_policies_of_steps_set_the_value_of_each_step(policies: Any, values: list[float]) -> None:
-    dropout, seen = nn.Dropout(0.9), list[float]()
-    see = nemo.core.on_step_end(lambda state: seen.append(dropout.p))
-    train(line(), ValueSetterCallback(dropout, "p", policies, total_steps=3), see, max_steps=4)
-    assert seen == values
+def test_a_comparison_has_nemo_s_result(first: NeuralType, second: NeuralType, there: Any, back: Any) -> None:
+    assert (first.compare(second), second.compare(first)) == (there, back)
 
 
-def test_a_resumed_training_continues_in_the_right_policy(tmp_path: Path) -> None:
-    policies = [Policy(Method.Const(0.5), 0, 2), Policy(Method.Linear(0.4, 0.0), 2, 7)]
-    for steps in (5, 7):
-        dropout, seen = nn.Dropout(0.9), list[tuple[int, float]]()
-        see = nemo.core.on_step_end(lambda state: seen.append((state["step"], round(dropout.p, 4))))  # noqa: B023
-        keep = CheckpointCallback(str(tmp_path), step_freq=4)
-        train(line(), keep, ValueSetterCallback(dropout, "p", policies, 7), see, max_steps=steps)
-    assert seen == [(5, 0.1), (6, 0.0)]
+def test_a_type_prints_its_axes_and_elements() -> None:
+    assert str(NeuralType(("B", "C", "Any"), ChannelType())) == "axes: (batch, dimension, any); elements_type: ChannelType"
+    assert str(LOSS) == "axes: None; elements_type: LossType"
+    assert repr(AxisType(AxisKind.Width, 3)) == "width:3"
+    assert repr(AxisType(AxisKind.Time, is_list=True)) == "time_listdim"
+    assert repr(types.MaskType()) == "MaskType"
+    assert NeuralType(("B",), types.MaskType(), optional=True).optional
 
 
-def test_it_works_beside_native_checkpoints_in_a_native_run(tmp_path: Path) -> None:
-    dropout = nn.Dropout(0.9)
-    setter = ValueSetterCallback(dropout, "p", [Policy(Method.Linear(0.4, 0.0), 0, 5)], 5)
-    tiny_trainer(callbacks=[setter, Checkpoint(every="2 steps")], steps=5, directory=tmp_path).fit(resume="auto")
-    assert dropout.p == 0.0
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: NeuralType(("B",), cast("Any", ChannelType)), r"must be an instance such as ChannelType\(\); got <class"),
+        (lambda: NeuralType(("B", "Z")), r"there is no axis kind 'Z'. The names are b, n, batch"),
+        (lambda: NeuralType(("B", cast("Any", 2))), r"an axis must be a name such as 'B', or an AxisType; got 2"),
+        (lambda: NeuralType(("B", AxisType(AxisKind.Time))), r"use names or AxisTypes for all axes"),
+        (lambda: listed(False, True, False), r"axes that are lists must stand before those of the tensor"),
+        (lambda: AxisType(AxisKind.Batch, 3, is_list=True), r"an axis that is a list has no fixed size; got size=3"),
+    ],
+)
+def test_a_wrong_type_is_an_error(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(("version", "elements"), [("nemo", 30), ("nemo10", 19)])
+def test_each_version_has_its_own_types(version: str, elements: int) -> None:
+    module: Any = importlib.import_module(f"cadenza.compat.{version}.core.neural_types")
+    public = [getattr(module, name) for name in module.__all__]
+    assert len([one for one in public if isinstance(one, type) and issubclass(one, types.ElementType)]) == elements
+    assert module.NmTensor is importlib.import_module(f"cadenza.compat.{version}.core").NmTensor
+
+
+# -- ports --------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_port_is_an_error_that_names_the_module() -> None:
+    graph = line()
+    with pytest.raises(core.NeuralPortNameMismatchError, match=r"line.* \(LineNM\) has no input port 'X'.*It has \['x'\]"):
+        graph.net(X=graph.x)
+    with pytest.raises(core.NeuralPortNameMismatchError, match=r"was called without \['target'\]"):
+        MSELoss()(predictions=graph.prediction)
+    with pytest.raises(core.NeuralPortNameMismatchError, match=r"accepts NmTensors by name only. Its ports are \['x'\]"):
+        graph.net(graph.x)
+    layer = DataLayerNM.of([], ["x"])
+    for wrapped, name in (
+        (layer, r"datalayernm\d+ \(DataLayerNM\)"),
+        (LossNM.of(nn.functional.l1_loss, ["a", "b"]), r"l1_loss \(LossNM\)"),
+        (NonTrainableNM.of(torch.relu, ["a"], ["b"]), r"relu \(NonTrainableNM\)"),
+        (TrainableNM.of(nn.Linear(1, 1), ["a"], ["b"]), r"linear \(Linear\)"),
+    ):
+        with pytest.raises(core.NeuralPortNameMismatchError, match=f"^{name} has no input port 'wrong'"):
+            wrapped(wrong=graph.x)
+    assert layer().unique_name.startswith("x~~~datalayernm")
+
+
+class Scale(TrainableNM):
+    """A user's module, with the types of the hello world."""
+
+    width: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Linear(1, 1)
+
+    @property
+    def input_ports(self) -> dict[str, NeuralType]:
+        return {"x": NeuralType((AxisType(AxisKind.Batch), AxisType(AxisKind.Dimension, self.width)), ChannelType())}
+
+    @property
+    def output_ports(self) -> dict[str, NeuralType]:
+        return {"y_pred": NeuralType(("B", "D"), ChannelType())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        values: Tensor = self.factor(x)
+        return values
+
+
+def test_axes_and_element_types_are_checked() -> None:
+    x, y = RealFunctionDataLayer(batch_size=4, n=8)()
+    net = TaylorNet(dim=2)
+    for prediction in (Scale()(x=x), net(x=x), Scale()(x=net(x=x))):
+        loss = MSELoss()(predictions=prediction, target=y)
+        assert isinstance(loss.ntype.elements_type, types.LossType)
+        assert loss.ntype.compare(LOSS) is Result.SAME
+        with pytest.raises(Mismatch, match=r"accepts .*ChannelType; got 'loss' of .*LossType") as caught:
+            net(x=loss)
+        assert isinstance(caught.value, types.NeuralTypeError)
+        assert caught.value.message == str(caught.value)
+    with pytest.raises(Mismatch, match=r"port 'x' of taylornet\d+ \(TaylorNet\) accepts .*ChannelType"):
+        net(x=y)
+    with pytest.raises(Mismatch, match=r"port 'target' of .* needs an NmTensor; got a Tensor"):
+        MSELoss()(predictions=net(x=x), target=torch.zeros(1))
+
+
+def test_the_error_has_the_result_of_the_comparison() -> None:
+    class Narrow(Scale):
+        width = 4
+
+    class Wide(DataLayerNM):
+        output_ports = ports(x=NeuralType((AxisType(AxisKind.Batch), AxisType(AxisKind.Dimension, 8)), ChannelType()))
+
+    with pytest.raises(Mismatch, match=r"dimension:8.* comparison is DIM_INCOMPATIBLE"):
+        Narrow()(x=Wide()())
+
+
+def test_tensors_of_modules_without_types_fit_every_port() -> None:
+    x, y = RealFunctionDataLayer(batch_size=4, n=8)()
+    doubled = NonTrainableNM.of(lambda value: 2 * value, ["value"], ["twice"])(value=x)
+    assert MSELoss()(predictions=TaylorNet(dim=2)(x=doubled), target=y).name == "loss"
+    prediction = line().prediction
+    assert LineNM()(x=prediction).ntype is prediction.ntype
+
+
+class Regression(TaylorNet):
+    """A module that says of its outputs that they are predictions."""
+
+    output_ports = ports(y_pred=NeuralType(("B", "D"), types.RegressionValuesType()))
+
+
+class WeightedNM(LossNM):
+    """A loss of predictions of any type, with optional weights."""
+
+    input_ports = ports(
+        scores=NeuralType(("B", "D"), types.PredictionsType()),
+        target=NeuralType(("B", "D"), types.VoidType()),
+        weights=NeuralType(optional=True),
+    )
+    output_ports = ports(loss=LOSS)
+
+    def _loss_function(self, scores: Tensor, target: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+        return ((scores - target).abs() * weights).mean()
+
+
+def test_special_types_fit_general_ones_void_accepts_all_and_optional_ports_may_be_omitted() -> None:
+    x, y = RealFunctionDataLayer(n=8, batch_size=4)()
+    prediction = Regression(dim=2)(x=x)
+    loss = WeightedNM()(scores=prediction, target=y)
+    assert loss.producer_args.keys() == WeightedNM()(scores=prediction, target=y, weights=None).producer_args.keys()
+    train([loss], max_steps=1)
+    train([WeightedNM()(scores=prediction, target=y, weights=y)], max_steps=1)
+    with pytest.raises(Mismatch, match=r"accepts .*PredictionsType; got 'x' of realfunctiondatalayer\d+"):
+        WeightedNM()(scores=x, target=y)
+    general = NonTrainableNM.of(torch.neg, ["a"], ["b"])  # accepts any type
+    WeightedNM()(scores=general(a=y), target=y)
+
+
+def test_a_batch_that_does_not_fit_the_ports_is_an_error() -> None:
+    x, y = DataLayerNM.of([{"x": torch.ones(2, 1)}], ["x", "y"])()
+    loss = LossNM.of(nn.functional.mse_loss, ["a", "b"])(a=TrainableNM.of(nn.Linear(1, 1), ["x"], ["y"])(x=x), b=y)
+    with pytest.raises(ValueError, match=r"returned a batch without \['y'\]; it has \['x'\]"):
+        train([loss], max_steps=1)
+    with pytest.raises(ValueError, match="must depend on one data layer, called once; got"):
+        train([loss, line().loss], max_steps=1)

@@ -22,7 +22,7 @@ from cadenza.compat.nemo.core.neural_types import AxisKind, AxisType, ChannelTyp
 from cadenza.compat.nemo.utils.lr_policies import CosineAnnealing
 from cadenza.compat.nemo10.backends.pytorch import tutorials as tutorials10
 from cadenza.compat.neural.modules import loader_of
-from tests.compat.nemo.graphs import OF_TRAIN, train
+from tests.compat.nemo.graphs import OF_TRAIN, ports, train
 
 # -- kinds of modules ---------------------------------------------------------------------------------
 
@@ -53,13 +53,11 @@ def test_a_training_reaches_the_weights_before_a_module_without_weights() -> Non
 class Numbers(DataLayerNM):
     """The numbers 0 to 9."""
 
+    output_ports = ports(x=NeuralType(("B", "D"), ChannelType()))
+
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self.__dict__.update(settings)
-
-    @property
-    def output_ports(self) -> dict[str, NeuralType]:
-        return {"x": NeuralType(("B", "D"), ChannelType())}
 
     @property
     def dataset(self) -> TensorDataset:
@@ -105,13 +103,8 @@ def test_a_data_layer_joins_its_samples_itself_prefers_its_dataset_and_may_have_
 class Scaled(TrainableNM):
     """A module whose port is not declared as optional, but has a default, as some of NeMo's have."""
 
-    @property
-    def input_ports(self) -> dict[str, NeuralType]:
-        return {port: NeuralType(("B", "D"), ChannelType()) for port in ("x", "factor")}
-
-    @property
-    def output_ports(self) -> dict[str, NeuralType]:
-        return {"y": NeuralType(("B", "D"), ChannelType())}
+    input_ports = ports(x=NeuralType(("B", "D"), ChannelType()), factor=NeuralType(("B", "D"), ChannelType()))
+    output_ports = ports(y=NeuralType(("B", "D"), ChannelType()))
 
     def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
         return 3 * x if factor is None else factor * x
@@ -236,9 +229,8 @@ def test_the_loss_of_a_sequence_leaves_out_padding() -> None:
     given = {"log_probs": log_probs, "targets": targets}
     assert common.SequenceLoss()(**given).item() == pytest.approx(right / (2 + 1e-5))
     assert common.SequenceLoss(sample_wise=True)(**given).item() == pytest.approx(right)
-    assert common.SequenceLoss(smoothing_coef=0.25, sample_wise=True)(**given).item() == pytest.approx(
-        0.75 * right + 0.25 * mean
-    )
+    smooth = common.SequenceLoss(smoothing_coef=0.25, sample_wise=True)(**given)
+    assert smooth.item() == pytest.approx(0.75 * right + 0.25 * mean)
 
 
 def test_the_loss_of_a_sequence_with_ctc() -> None:
@@ -334,12 +326,8 @@ def test_several_data_layers_are_combined() -> None:
     assert [list(batch) for batch in loader_of(zipped)] == [[("a", "b"), ("x", "y")]]
     assert list(zipped.output_ports) == ["letter", "letter_1"]
     assert list(common.MultiDataLayer([Letters("a"), Letters("b")], 1, port_names=["1", "2"]).output_ports) == ["1", "2"]
-    assert list(common.MultiDataLayer([Letters("p", "a", "b"), Letters("q", "a", "c")], 4).output_ports) == [
-        "a",
-        "b",
-        "a_1",
-        "c",
-    ]
+    same = common.MultiDataLayer([Letters("p", "a", "b"), Letters("q", "a", "c")], 4)
+    assert list(same.output_ports) == ["a", "b", "a_1", "c"]
     with pytest.raises(ValueError, match=r"needs data sets of equal lengths; got \[2, 1\]"):
         common.MultiDataLayer([Letters("ab"), Letters("x")], 1, combination_mode=common.DataCombination.ZIP)
     with pytest.raises(ValueError, match="combination_mode must be a DataCombination; got 'cross'"):
@@ -347,17 +335,12 @@ def test_several_data_layers_are_combined() -> None:
 
 
 class Scores(TrainableNM):
+    input_ports = ports(features=NeuralType(("B", "T", "C"), ChannelType()))
+    output_ports = ports(scores=NeuralType(("B", "T", "C"), LogitsType()))
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-
-    @property
-    def input_ports(self) -> dict[str, NeuralType]:
-        return {"features": NeuralType(("B", "T", "C"), ChannelType())}
-
-    @property
-    def output_ports(self) -> dict[str, NeuralType]:
-        return {"scores": NeuralType(("B", "T", "C"), LogitsType())}
 
     def forward(self, features: Tensor) -> Tensor:
         scores: Tensor = self.inner(features)
@@ -408,33 +391,29 @@ def factory_of(version: str, **arguments: Any) -> Any:
     return core.NeuralModuleFactory(placement=core.DeviceType.CPU, **arguments)
 
 
-def polynomial(net: nn.Module, x: Tensor) -> Tensor:
-    """Return what `TaylorNet` computes, with its linear layer."""
-    value: Tensor = net(torch.cat([x**power for power in range(4)], -1))
-    return value
-
-
-def plain_layer() -> nn.Linear:
-    layer = nn.Linear(4, 1)
-    nn.init.xavier_uniform_(layer.weight)
-    return layer
-
-
 def by_hand(
-    optimizer: str, epochs: int, *, momentum: float = 0.9, per_step: int = 1, policy: Any = None, clip: float = math.inf
+    optimizer: str,
+    epochs: int,
+    *,
+    seed: int = 1,
+    momentum: float = 0.9,
+    per_step: int = 1,
+    policy: Any = None,
+    clip: float = math.inf,
+    dropout: float = 0.0,
 ) -> tuple[list[float], nn.Linear]:
-    """Return the losses of the batches of a plain loop, and its layer."""
-    np.random.seed(1)
+    """Return the losses of the batches of a plain loop, and its layer, which computes what `TaylorNet` computes."""
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     numbers = torch.tensor(np.random.uniform(-1, 1, 4 * BATCHES)).unsqueeze(-1)
-    pairs = list(zip(numbers.float().split(4), torch.sin(numbers).float().split(4), strict=True))
-    torch.manual_seed(1)
-    net, losses, step = plain_layer(), list[float](), 0
+    loader = DataLoader(TensorDataset(numbers.float(), torch.sin(numbers).float()), batch_size=4)
+    net, losses, step = nn.Linear(4, 1), list[float](), 0
+    nn.init.xavier_uniform_(net.weight)
     sgd = torch.optim.SGD(net.parameters(), RATE, momentum)
     updates = sgd if optimizer == "sgd" else torch.optim.Adam(net.parameters(), RATE)
-    for batch in range(epochs * BATCHES):
-        x, y = pairs[batch % BATCHES]
-        loss = nn.functional.mse_loss(polynomial(net, x), y)
-        at = batch % BATCHES
+    for at, (x, y) in (pair for _ in range(epochs) for pair in enumerate(loader)):
+        predicted = net(torch.cat([x**power for power in range(4)], -1))
+        loss = nn.functional.mse_loss(nn.functional.dropout(predicted, dropout), y)
         window = min(per_step, BATCHES - at // per_step * per_step)  # the last window of an epoch may be short
         loss.backward(torch.tensor(1 / window))
         losses.append(loss.item())
@@ -489,22 +468,8 @@ class DroppingNet(TaylorNet):
 def test_dropout_draws_the_numbers_of_a_plain_loop_with_the_same_seed(version: str) -> None:
     factory = factory_of(version, random_seed=7)
     loss = graph_of(version, RealFunctionDataLayer(batch_size=4, n=4 * BATCHES, x_lo=-1, x_hi=1), DroppingNet(dim=4))
-    losses, expected = losses_of(factory, loss, epochs=3), list[float]()
-
-    np.random.seed(7)
-    torch.manual_seed(7)
-    numbers = torch.tensor(np.random.uniform(-1, 1, 4 * BATCHES)).unsqueeze(-1)
-    loader = DataLoader(TensorDataset(numbers.float(), torch.sin(numbers).float()), batch_size=4)
-    plain = plain_layer()
-    optimizer = torch.optim.SGD(plain.parameters(), RATE, 0.9)
-    for _ in range(3):
-        for x, y in loader:
-            optimizer.zero_grad()
-            error = nn.functional.mse_loss(nn.functional.dropout(polynomial(plain, x), 0.5), y)
-            error.backward()
-            optimizer.step()
-            expected.append(error.item())
-    assert losses == expected
+    losses = losses_of(factory, loss, epochs=3)
+    assert losses == by_hand("sgd", epochs=3, seed=7, dropout=0.5)[0]
 
 
 @VERSIONS
@@ -517,17 +482,3 @@ def test_an_iterable_that_is_no_dataloader_draws_no_numbers(version: str) -> Non
     plain = DroppingNet(dim=4)
     batches = numbers.repeat(2, 1, 1)
     assert losses == [nn.functional.mse_loss(plain(x=x), torch.sin(x)).item() for x in batches]
-
-
-@pytest.mark.parametrize("version", ["nemo", "nemo10"])
-def test_the_first_script_of_nemo_s_tutorial_runs(version: str, caplog: pytest.LogCaptureFixture) -> None:
-    nemo: Any = importlib.import_module(f"cadenza.compat.{version}")
-    caplog.set_level("INFO", "nemo")
-    nf = nemo.core.NeuralModuleFactory(placement=nemo.core.DeviceType.CPU)
-    x, y = nemo.tutorials.RealFunctionDataLayer(n=400, batch_size=128)()
-    loss = nemo.tutorials.MSELoss()(predictions=nemo.tutorials.TaylorNet(dim=4)(x=x), target=y)
-    callback = nemo.core.SimpleLossLoggerCallback(
-        tensors=[loss], print_func=lambda tensors: nemo.logging.info(f"Train Loss: {tensors[0].item()!s}")
-    )
-    nf.train([loss], callbacks=[callback], optimization_params={"num_epochs": 3, "lr": 0.0003}, optimizer="sgd")
-    assert caplog.text.count("Train Loss: ") == 1  # 12 steps, every 25th is printed

@@ -1,23 +1,28 @@
-"""``nf.train``: its arguments, several optimizers and a second training (case 20 of part F2), policies and updates."""
+"""``nf.train``: its arguments, optimizers and policies (case 20 of part F2); and the evaluations of cases 8-13 of F1."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza.compat.nemo.backends.pytorch.nm import LossNM
+from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM
 from cadenza.compat.nemo.backends.pytorch.optimizers import AdamW, Novograd, master_params
 from cadenza.compat.nemo.core import DeviceType, NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
 from cadenza.compat.nemo.utils import lr_policies
+from cadenza.compat.nemo10.core import ActionCallback, EvaluatorCallback, NmTensor
+from cadenza.compat.nemo10.core import NeuralModuleFactory as OldFactory
 from cadenza.compat.neural.modules import loader_of
 from cadenza.errors import CallbackError, LossError
-from tests.compat.nemo.graphs import SGD, Line, LineNM, line, spoiled, train
+from cadenza.testing import Recorder, tiny_loader
+from tests.compat.nemo.graphs import SGD, Line, LineNM, line, noisy_net, numbers, ports, spoiled, train, train_0_10, written
 
 # -- 20: several optimizers, and a second training ----------------------------------------------------
 
@@ -191,9 +196,6 @@ def test_a_policy_sets_the_rate_of_each_batch_after_on_batch_start() -> None:
     assert seen == [0.1, 0.05, 0.05, 0.05, 0.05, 0.033333, 0.033333, 0.033333, 0.033333, 0.025, 0.025, 0.025]
 
 
-# -- policies by their formulas -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("policy", "expected"),  # steps 0 to 5 of 4
     [
@@ -262,33 +264,29 @@ def moved(optimizer: torch.optim.Optimizer, weight: Tensor) -> list[float]:
 
 
 def adam_w(lr: float, beta1: float, beta2: float, eps: float, decay: float, amsgrad: bool) -> list[float]:
-    weights, first, second, largest = list(START), [0.0] * 3, [0.0] * 3, [0.0] * 3
-    for step, gradient in enumerate(GRADIENTS, start=1):
+    weights, *gradients = torch.tensor([START, *GRADIENTS], dtype=torch.float64)
+    first, second, largest = torch.zeros(3, 3, dtype=torch.float64)
+    for step, gradient in enumerate(gradients, start=1):
         rate = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        for i, g in enumerate(gradient):
-            first[i] = beta1 * first[i] + (1 - beta1) * g
-            second[i] = beta2 * second[i] + (1 - beta2) * g * g
-            largest[i] = max(largest[i], second[i])
-            root = math.sqrt(largest[i] if amsgrad else second[i])
-            weights[i] -= rate * (decay * weights[i] + first[i] / (root + eps))
-    return weights
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient**2
+        largest = torch.maximum(largest, second)
+        root = (largest if amsgrad else second).sqrt()
+        weights = weights - rate * (decay * weights + first / (root + eps))
+    return list(weights.tolist())
 
 
-def novograd(
-    lr: float, beta1: float, beta2: float, decay: float, luc: float | None = None, averaging: bool = False
-) -> list[float]:
-    weights, first, second = list(START), [0.0] * 3, 0.0
-    for gradient in GRADIENTS:
-        norm = sum(g * g for g in gradient)
+def novograd(lr: float, beta1: float, beta2: float, decay: float, luc: float = math.inf, averaging: bool = False) -> Any:
+    weights, *gradients = torch.tensor([START, *GRADIENTS], dtype=torch.float64)
+    first, second = torch.zeros(3, dtype=torch.float64), 0.0
+    for gradient in gradients:
+        norm = float(gradient.square().sum())
         second = norm if second == 0 else beta2 * second + (1 - beta2) * norm
-        for i, g in enumerate(gradient):
-            first[i] = beta1 * first[i] + (g / (math.sqrt(second) + 1e-8) + decay * weights[i]) * (
-                1 - beta1 if averaging else 1
-            )
-        length = math.sqrt(sum(w * w for w in weights)) / (math.sqrt(sum(m * m for m in first)) + 1e-8)
-        rate = lr if luc is None else min(luc * length, lr)
-        weights = [w - rate * m for w, m in zip(weights, first, strict=True)]
-    return weights
+        added = gradient / (math.sqrt(second) + 1e-8) + decay * weights
+        first = beta1 * first + added * (1 - beta1 if averaging else 1)
+        length = float(weights.norm() / (first.norm() + 1e-8))
+        weights = weights - min(luc * length, lr) * first
+    return weights.tolist()
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
@@ -355,9 +353,7 @@ def test_optimizers_refuse_wrong_settings_and_sparse_gradients(kind: Any) -> Non
         ("fused_adam", {"betas": (0.5, 0.9)}, torch.optim.AdamW, {"weight_decay": 0.0, "betas": (0.5, 0.9)}),
     ],
 )
-def test_names_stand_for_nemo_s_optimizers_and_defaults(
-    name: str, given: dict[str, Any], kind: type[Any], settings: dict[str, Any]
-) -> None:
+def test_names_stand_for_nemo_s_optimizers_and_defaults(name: str, given: Any, kind: Any, settings: dict[str, Any]) -> None:
     run = train(line(), optimizer=name, lr=0.1, max_steps=1, **given)
     (optimizer,) = run.optimizers
     assert type(optimizer) is kind
@@ -378,3 +374,216 @@ def test_names_stand_for_nemo_s_optimizers_and_defaults(
 def test_optimizers_of_apex_are_refused_with_what_to_use(name: str, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         train(line(), optimizer=name, lr=0.1, max_steps=1, **given)
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+class Evaluated:
+    """An evaluation of a line on three other batches, and the arguments of its functions."""
+
+    def __init__(self, graph: Line, **arguments: Any) -> None:
+        x, y = DataLayerNM.of(tiny_loader(3), ["x", "y"])()
+        self.prediction: NmTensor = graph.net(x=x)
+        self.loss: NmTensor = LossNM.of(nn.functional.mse_loss, ["a", "b"])(a=self.prediction, b=y)
+        self.seen: list[dict[str, Any]] = []
+        self.kept: list[dict[str, Any]] = []
+        self.result: Any = lambda kept: {"val_loss": torch.stack(kept["losses"]).mean()}
+        self.callback = EvaluatorCallback([self.loss, self.prediction], self.gather, self.done, **arguments)
+
+    def gather(self, values: dict[str, Any], kept: dict[str, Any]) -> None:
+        self.seen.append(values)
+        kept.setdefault("losses", []).append(values[self.loss.unique_name][0])
+
+    def done(self, kept: dict[str, Any]) -> Any:
+        self.kept.append(kept)
+        return self.result(kept)
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> OldFactory:
+    return OldFactory(log_dir=str(tmp_path), create_tb_writer=True)
+
+
+def logged(tmp_path: Path, tag: str = "val_loss") -> list[int]:
+    return [step for name, step in written(tmp_path / "tensorboard") if name == tag]
+
+
+@pytest.mark.parametrize(
+    ("given", "max_steps", "logged_at"),
+    [
+        ({"eval_step": 2}, 5, [0, 2, 4, 5]),
+        ({"eval_step": 2, "eval_at_start": False}, 5, [2, 4, 5]),
+        ({"eval_step": None, "eval_epoch": 2}, 9, [4, 8, 9]),  # NeMo ignores it and fails with eval_step=None
+    ],
+)
+def test_08_every_second_step_or_epoch_and_at_the_end(
+    given: dict[str, Any], max_steps: int, logged_at: list[int], factory: OldFactory, tmp_path: Path
+) -> None:
+    graph = line(2)
+    evaluated = Evaluated(graph, tb_writer=factory.tb_writer, **given)
+    train_0_10(graph, evaluated.callback, factory=factory, max_steps=max_steps)
+    assert (len(evaluated.seen), len(evaluated.kept)) == (3 * len(logged_at), len(logged_at))
+    assert logged(tmp_path) == logged_at
+    last = sum(nn.functional.mse_loss(graph.net(x), y).item() for x, y in tiny_loader(3)) / 3
+    assert numbers(tmp_path / "tensorboard", "val_loss")[-1] == pytest.approx(last)
+
+
+def test_09_values_are_lists_of_one_tensor_under_unique_names_and_found_by_name_too() -> None:
+    graph = line(2)
+    evaluated = Evaluated(graph, eval_step=2)
+    evaluated.loss.rename("evaluated")
+    train_0_10(graph, evaluated.callback, max_steps=5)
+    values = evaluated.seen[0]
+    assert list(values) == [evaluated.loss.unique_name, evaluated.prediction.unique_name, "IS_FROM_DIST_EVAL"]
+    assert values["IS_FROM_DIST_EVAL"] is False
+    assert [len(values[tensor.unique_name]) for tensor in (evaluated.loss, evaluated.prediction)] == [1, 1]
+    # The document promises plain names; NeMo itself has unique ones only.
+    assert values["evaluated"] is values[evaluated.loss.unique_name] is values.get("evaluated")
+    assert "y_pred" in values
+    assert values.get("nothing", 3) == 3
+    with pytest.raises(KeyError, match="no tensor 'nothing' is evaluated"):
+        values["nothing"]
+    assert [len(kept["losses"]) for kept in evaluated.kept] == [3, 3, 3, 3]  # each evaluation has its own dict
+
+
+def test_10_none_logs_nothing_and_a_custom_function_writes_all(factory: OldFactory, tmp_path: Path) -> None:
+    graph, seen = line(2), list[tuple[Any, ...]]()
+    silent = Evaluated(graph, tb_writer=factory.tb_writer, eval_step=2)
+    silent.result = lambda kept: None
+    custom = Evaluated(
+        graph,
+        tb_writer=factory.tb_writer,
+        tb_writer_func=lambda writer, result, step: seen.append((writer, result, step)),
+        eval_step=3,
+    )
+    custom.result = lambda kept: ["anything"]  # NeMo's own type is a dict
+    train_0_10(graph, silent.callback, custom.callback, factory=factory, max_steps=5)
+    assert seen == [(factory.tb_writer, ["anything"], step) for step in (0, 3, 5)]
+    assert {tag for tag, _ in written(tmp_path / "tensorboard")} == {"param/lr"}
+
+
+def test_12_eval_evaluates_once_and_logs_at_step_0(factory: OldFactory, tmp_path: Path) -> None:
+    graph = line(2)
+    evaluated = Evaluated(graph, tb_writer=factory.tb_writer)
+    before = graph.weights
+    factory.eval([evaluated.callback])
+    assert (len(evaluated.seen), len(evaluated.kept), logged(tmp_path)) == (3, 1, [0])
+    assert graph.weights == before
+    untrained = sum(nn.functional.mse_loss(0.5 * x, y).item() for x, y in tiny_loader(3)) / 3
+    assert numbers(tmp_path / "tensorboard", "val_loss") == pytest.approx([untrained])
+
+
+def test_wrong_arguments_functions_and_results_are_errors() -> None:
+    arguments: dict[str, Any]
+    for arguments in ({"eval_step": 0}, {"eval_step": None}, {"eval_epoch": 0}, {"eval_step": -1}):
+        with pytest.raises(ValueError, match=r"eval_(step|epoch) must be at least 1|expected eval_step or eval_epoch"):
+            Evaluated(line(), **arguments)
+    factory = OldFactory()
+    with pytest.raises(TypeError, match="eval accepts only EvaluatorCallbacks"):
+        factory.eval([ActionCallback()])  # type: ignore[list-item]  # the mistake under test
+    with pytest.raises(ValueError, match="at least one EvaluatorCallback"):
+        factory.eval([])
+    with pytest.raises(TypeError, match=r"callbacks must be a list; got .* Write callbacks=\[\.\.\.\]"):
+        factory.eval(Evaluated(line()).callback)  # type: ignore[arg-type]  # the mistake under test
+
+    graph = line(2)
+    with pytest.raises(TypeError, match="user_epochs_done_callback must be a function; got None"):
+        EvaluatorCallback([graph.loss], print, None)  # type: ignore[arg-type]  # the mistake under test
+    with pytest.raises(TypeError, match=r"eval_tensors must be a list of NmTensors, .*; got \['loss'\]"):
+        EvaluatorCallback(["loss"], print, print)  # type: ignore[list-item]  # the mistake under test
+    with pytest.raises(TypeError, match="must return a dict of numbers, or None; got 3"):
+        OldFactory().eval([EvaluatorCallback([graph.loss], lambda v, g: None, lambda g: 3)])  # type: ignore[arg-type,return-value]
+
+
+def test_13_modules_are_in_evaluation_mode_and_no_event_is_called() -> None:
+    graph, events = line(2), list[str]()
+    evaluated = Evaluated(graph, eval_step=2)
+
+    class Ear(ActionCallback):
+        def on_iteration_start(self) -> None:
+            events.append("start")
+
+        def on_iteration_end(self) -> None:
+            events.append("end")
+
+    native = Recorder()
+    train_0_10(graph, Ear(), evaluated.callback, native, max_steps=3)
+    assert graph.net.modes == [True, *[False] * 3, True, True, *[False] * 6]
+    assert events == ["start", "end"] * 3
+    assert native.names.count("on_eval_start") == 3  # native callbacks have this moment
+
+
+def test_13_modules_that_the_training_does_not_use_are_in_evaluation_mode_too() -> None:
+    graph, judge = line(2), LineNM()
+    x, _ = DataLayerNM.of(tiny_loader(3), ["x", "y"])()
+    evaluated: NmTensor = judge(x=x)
+    callback = EvaluatorCallback([evaluated], lambda v, g: None, lambda g: None, eval_step=9, eval_at_start=False)
+    train_0_10(graph, callback, max_steps=1)
+    assert judge.modes == [False] * 3
+    assert judge.training
+
+
+def test_two_evaluators_have_separate_results_which_reach_the_history_of_the_run() -> None:
+    graph = line(2)
+    one, other = Evaluated(graph, eval_step=2), Evaluated(graph, eval_step=3)
+    other.callback.name = "other"
+    other.result = lambda kept: {"score": np.float32(0.5)}
+    run = train_0_10(graph, one.callback, other.callback, max_steps=5)
+    assert [len(evaluated.kept) for evaluated in (one, other)] == [4, 3]  # after steps 0, 2, 4 and 0, 3; and at the end
+    assert [step for step, _ in run.history["EvaluatorCallback/val_loss"]] == [1, 3, 5, 5]
+    assert [value for _, value in run.history["other/score"]] == [0.5] * 3
+
+
+def test_evaluations_do_not_change_the_bits_of_the_training() -> None:
+    def trained(evaluate: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        graph = line(3, net=noisy_net())
+        callbacks = [Evaluated(graph, eval_step=2).callback] if evaluate else []
+        train_0_10(graph, *callbacks, factory=OldFactory(random_seed=1), max_steps=5)
+        return list(graph.net.state_dict().values())
+
+    assert all(map(torch.equal, trained(evaluate=True), trained(evaluate=False)))
+
+
+class Streamed(DataLayerNM):
+    """A data layer with a new iterator for each evaluation. It uses names that the base class could use, too."""
+
+    loader, execute, defaults, type = [(torch.ones(2, 1), torch.ones(2, 1))] * 3, 1, 2, "mine"
+
+    output_ports = ports(x=None, y=None)
+
+    @property
+    def data_iterator(self) -> Any:
+        return iter(self.loader)
+
+
+def test_each_evaluation_reads_the_data_iterator_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "nemo")
+    graph, counts = line(2), list[int]()
+    x, _ = Streamed()()
+    evaluation = EvaluatorCallback(
+        [graph.net(x=x)],
+        lambda values, kept: kept.update(batches=kept.get("batches", 0) + 1),
+        lambda kept: counts.append(kept["batches"]),
+    )
+    train_0_10(graph, evaluation, max_steps=2)
+    assert counts == [3, 3, 3]
+    assert [text.split()[0] for text in caplog.messages if "Evaluation ..." in text] == ["Doing", "Doing", "Final"]
+
+
+def test_an_evaluation_that_fails_shows_its_error_and_logs_nothing(factory: OldFactory, tmp_path: Path) -> None:
+    graph = line(2)
+    evaluated = Evaluated(graph)
+
+    def fail(values: dict[str, Any], kept: dict[str, Any]) -> None:
+        evaluated.gather(values, kept)
+        if len(kept["losses"]) == 2:
+            raise ArithmeticError("on purpose")
+
+    callback = EvaluatorCallback([evaluated.loss], fail, evaluated.done, factory.tb_writer)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        train_0_10(graph, callback, factory=factory, max_steps=5)
+    assert logged(tmp_path) == []
+    assert evaluated.kept == []
+    assert graph.net.training

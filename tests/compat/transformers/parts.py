@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cadenza import Run, Trainer
+from cadenza import Callback, Run, Trainer, on
 from cadenza.compat.transformers import trainer
+from cadenza.loading import TensorBatches
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -101,6 +103,50 @@ def arguments(folder: Path | str, **options: Any) -> Any:
         "seed": 1,
     }
     return transformers.TrainingArguments(**{**given, **options})
+
+
+def made(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
+    """Return a trainer of 3 steps."""
+    tokens = torch.randint(3, 32, (12, 8), generator=torch.Generator().manual_seed(1))
+    batches = TensorBatches({"input_ids": tokens, "labels": tokens}, batch_size=4)
+    given: dict[str, Any] = {"max_epochs": 1, "progress": False, **options}
+    return Trainer(gpt2(), partial(torch.optim.SGD, lr=0.1), batches, directory=folder, callbacks=callbacks, **given)
+
+
+def pretrained(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def results(given: Any) -> dict[str, float]:
+    """Return an accuracy and the sums of what `compute_metrics` received."""
+    hits = (given.predictions.argmax(-1) == given.label_ids).mean()
+    weighted = given.label_ids * range(len(given.label_ids))
+    return {"accuracy": float(hits), "count": len(given.label_ids), "labels": float(weighted.sum())}
+
+
+def shuffled(folder: Path, **options: Any) -> Trainer:
+    """Return a trainer with dropout, a shuffled order, accumulation, saves and a schedule, for 3 epochs."""
+    order = {"train_sampling_strategy": "random", "gradient_accumulation_steps": 2, "num_train_epochs": 3}
+    rates = {"lr_scheduler_type": "linear", "warmup_steps": 3, "optim": "adamw_torch_fused"}
+    args = arguments(folder, save_strategy="steps", save_steps=4, **order, **rates)
+    return trainer(gpt2(resid_pdrop=0.1), args, Texts(), **options)
+
+
+@on(Callback.on_step_end, at=7)
+def fail(run: Run) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def continued(folder: Path) -> dict[str, Any]:
+    """Return whether a run that failed ends with the weights of one that did not."""
+    whole = shuffled(folder / "whole")
+    whole.fit()
+    with pytest.raises(ZeroDivisionError):
+        shuffled(folder / "cut", callbacks=[fail]).fit()
+    again = shuffled(folder / "cut")
+    run = again.fit(resume="auto")
+    resumed = [one.when.step for one in run.decisions if one.what == "resumed"]
+    return {"resumed": resumed, "same": torch.equal(weights(again.model), weights(whole.model))}
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:

@@ -12,27 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from cadenza import Callback, Run, Trainer, on
+from cadenza import Run, Trainer
 from cadenza.callbacks import Checkpoint, ClipGradients, Evaluate, LogTraining
 from cadenza.compat.transformers import trainer
 from cadenza.compat.transformers.fields import FIELDS, check_fields
 from cadenza.errors import AdapterError, CallbackError, DataError
-from tests.compat.transformers.parts import (
-    Made,
-    Reviews,
-    Texts,
-    arguments,
-    bert,
-    both,
-    close,
-    gpt2,
-    logged,
-    theirs,
-    tokenizer,
-    transformers,
-    values,
-    weights,
-)
+from tests.compat.transformers import parts
+from tests.compat.transformers.parts import Reviews, Texts, arguments, bert, both, close, gpt2, logged, theirs, values, weights
+
+transformers: Any = parts.transformers
 
 
 def steps(run: Run, name: str) -> list[float]:
@@ -58,79 +46,61 @@ def test_the_table_has_every_field_of_the_installed_arguments_and_an_earlier_ver
         check_fields(Earlier())
 
 
-def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1)
-
-
-MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "a name for a model": (
-        {"model": "gpt2"},
-        {},
+MISTAKES: list[tuple[type[Exception], str, dict[str, Any]]] = [  # "args" has the fields of TrainingArguments
+    (
         TypeError,
         r"model must be a torch.nn.Module; got 'gpt2'. Give AutoModelForCausalLM.from_pretrained\('gpt2'\)",
+        {"model": "gpt2"},
     ),
-    "a loader for data": (
-        {"train_dataset": DataLoader(Texts(4))},
-        {},
-        TypeError,
-        "train_dataset must be a data set; got a DataL",
-    ),
-    "a loss of a native trainer": ({"compute_loss": max}, {}, TypeError, "no argument 'compute_loss'. Give compute_loss_func"),
-    "a tokenizer": ({"tokenizer": max}, {}, TypeError, "no argument 'tokenizer'. Give it as processing_class="),
-    "no callback": (
-        {"callbacks": ["EarlyStopping"]},
-        {},
-        CallbackError,
-        r"callbacks\[0\] is not a callback: .*'EarlyStopping'",
-    ),
-    "two models": ({"model_init": gpt2}, {}, ValueError, "expected either model or model_init; got both"),
-    "two optimizers": (
-        {"optimizers": (sgd(gpt2()), None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
-        {},
+    (TypeError, "train_dataset must be a data set; got a DataL", {"train_dataset": DataLoader(Texts(4))}),
+    (TypeError, "no argument 'compute_loss'. Give compute_loss_func", {"compute_loss": max}),
+    (TypeError, "no argument 'tokenizer'. Give it as processing_class=", {"tokenizer": max}),
+    (CallbackError, r"callbacks\[0\] is not a callback: .*'EarlyStopping'", {"callbacks": ["EarlyStopping"]}),
+    (ValueError, "expected either model or model_init; got both", {"model_init": gpt2}),
+    (
         TypeError,
         "got both. Leave one out",
+        {
+            "optimizers": (torch.optim.SGD(gpt2().parameters()), None),
+            "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1}),
+        },
     ),
-    "no metric for the best": (
-        {},
-        {"save_strategy": "best", "eval_strategy": "epoch"},
+    (
         TypeError,
         "save_strategy='best'.* needs metric_for_best_model",
+        {"args": {"save_strategy": "best", "eval_strategy": "epoch"}},
     ),
-    "metrics of all batches": (
-        {"compute_metrics": lambda given: {}},
-        {"eval_strategy": "epoch", "batch_eval_metrics": True},
+    (
         TypeError,
         r"compute_metrics\(prediction, compute_result\); got compute_metrics\(given\)",
+        {"compute_metrics": lambda given: {}, "args": {"eval_strategy": "epoch", "batch_eval_metrics": True}},
     ),
-    "a field that would change the results": (
-        {},
-        {"auto_find_batch_size": True, "push_to_hub": True, "accelerator_config": {"split_batches": True}},
+    (
         AdapterError,
         r"(?s)auto_find_batch_size=True\) has no effect. Add FindBatchSize.*push_to_hub=True"
         r".*accelerator_config=AcceleratorConfig\(split_batches=True",
+        {"args": {"auto_find_batch_size": True, "push_to_hub": True, "accelerator_config": {"split_batches": True}}},
     ),
-    "an optimizer": ({}, {"optim": "adalomo"}, AdapterError, "optim='adalomo'.* cannot be used"),
-    "a schedule": (
-        {},
-        {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
+    (AdapterError, "optim='adalomo'.* cannot be used", {"args": {"optim": "adalomo"}}),
+    (
         AdapterError,
         "lr_scheduler_type='greedy'.* cannot be used",
+        {"args": {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}},
     ),
-    "a sampling": (
-        {},
-        {"train_sampling_strategy": "batch_rebalance"},
+    (
         AdapterError,
         "train_sampling_strategy='batch_rebalance'.* cannot be used",
+        {"args": {"train_sampling_strategy": "batch_rebalance"}},
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_an_error_when_the_trainer_is_made(name: str, tmp_path: Path) -> None:
-    given, fields, kind, message = MISTAKES[name]
+@pytest.mark.parametrize(("kind", "message", "given"), MISTAKES, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_mistake_is_an_error_when_the_trainer_is_made(kind: Any, message: str, given: Any, tmp_path: Path) -> None:
     made = {"model": gpt2(), "train_dataset": Texts(4), "eval_dataset": Texts(4), **given}
+    made["args"] = arguments(tmp_path, **given.get("args", {}))
     with pytest.raises(kind, match=message):
-        trainer(args=arguments(tmp_path, **fields), **made)
+        trainer(**made)
 
 
 def told_by(args: Any) -> str:
@@ -161,7 +131,7 @@ def test_a_field_that_changes_no_result_is_a_warning_and_so_are_those_of_a_subcl
 )
 def test_data_that_the_model_cannot_take_is_an_error_with_advice(make: Any, kind: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(kind, match=message) as error:
-        trainer(gpt2(), arguments(tmp_path), Made(make)).fit()
+        trainer(gpt2(), arguments(tmp_path), parts.Made(make)).fit()
     notes = "".join(getattr(error.value, "__notes__", []))
     assert kind is DataError or "a data_collator that pads, such as DataCollatorForLanguageModeling" in notes
 
@@ -207,20 +177,17 @@ def test_losses_rates_and_norms_are_those_of_their_trainer(given: dict[str, Any]
 
 @pytest.mark.parametrize("package", [False, True], ids=["a data set", "of the package datasets"])
 def test_a_classifier_pads_its_batches_and_reports_the_results_of_compute_metrics(package: bool, tmp_path: Path) -> None:
-    def accuracy(given: Any) -> dict[str, float]:
-        return {"accuracy": (given.predictions.argmax(-1) == given.label_ids).mean(), "seen": len(given.label_ids)}
-
     data: Any = Reviews()
     if package:  # it loses the columns that the model does not take
         datasets: Any = pytest.importorskip("datasets", reason="datasets is not installed")
         data = datasets.Dataset.from_list([{**Reviews()[index], "text": f"review {index}"} for index in range(20)])
     args = arguments(tmp_path, optim="sgd", eval_strategy="steps", eval_steps=4, eval_delay=8)
-    options: dict[str, Any] = {"processing_class": tokenizer(), "compute_metrics": accuracy}
+    options: dict[str, Any] = {"processing_class": parts.tokenizer(), "compute_metrics": parts.results}
     _, run, other = both(bert, args, data, Reviews(10), **options)
 
     assert steps(run, "eval/accuracy") == [one["step"] for one in other.state.log_history if "eval_accuracy" in one] == [8, 10]
     assert values(run, "eval/accuracy") == logged(other, "eval_accuracy")
-    assert values(run, "eval/seen") == [10, 10]
+    assert values(run, "eval/count") == [10, 10]
     assert close(run, other, "eval/loss", "train/loss")
     if package:
         with pytest.raises(
@@ -328,32 +295,27 @@ def test_strategies_are_schedules(tmp_path: Path) -> None:
     saved = [one.data["step"] for one in run.decisions if one.what == "saved"]
     assert saved == [6, 10]
     folder = tmp_path / "checkpoints" / "last" / "pretrained"
-    assert torch.equal(weights(transformers.AutoModelForCausalLM.from_pretrained(folder)), weights(made.model))
+    assert torch.equal(weights(parts.pretrained(folder)), weights(made.model))
 
 
 def test_the_best_weights_are_in_the_model_after_the_run(tmp_path: Path) -> None:
-    def rising(given: Any) -> dict[str, float]:
-        return {"score": next(scores)}
-
     scores = iter([1.0, 3.0, 2.0] * 2)
     chosen: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     args = arguments(tmp_path, num_train_epochs=3, metric_for_best_model="score", save_total_limit=1, **chosen)
-    made = trainer(gpt2(), args, Texts(), Texts(4), compute_metrics=rising)
+    made = trainer(gpt2(), args, Texts(), Texts(4), compute_metrics=lambda given: {"score": next(scores)})
     made.fit()
 
-    best = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "best" / "pretrained")
+    best = parts.pretrained(tmp_path / "checkpoints" / "best" / "pretrained")
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000020"
     assert torch.equal(weights(best), weights(made.model))
 
 
 def test_the_best_of_several_data_sets_is_kept(tmp_path: Path) -> None:
-    def score(given: Any) -> dict[str, float]:
-        return {"score": next(scores)}
-
     scores = iter([3.0, 9.0, 1.0, 9.0, 2.0, 9.0])  # of "a", of "b", ...
     chosen: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "eval_a_score"}
     args = arguments(tmp_path, num_train_epochs=3, greater_is_better=False, save_only_model=True, **chosen)
-    run = trainer(gpt2(), args, Texts(), {"a": Texts(4), "b": Texts(4)}, compute_metrics=score).fit()
+    evaluated = {"a": Texts(4), "b": Texts(4)}
+    run = trainer(gpt2(), args, Texts(), evaluated, compute_metrics=lambda given: {"score": next(scores)}).fit()
 
     assert values(run, "eval_a/score") == [3.0, 1.0, 2.0]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000020"
@@ -371,7 +333,7 @@ def test_native_arguments_replace_those_of_the_trainer(tmp_path: Path) -> None:
 
 def test_lengths_are_grouped_and_a_stream_needs_max_steps(tmp_path: Path) -> None:
     args = arguments(tmp_path / "a", train_sampling_strategy="group_by_length", per_device_train_batch_size=5)
-    made = trainer(bert(), args, Reviews(80), processing_class=tokenizer())
+    made = trainer(bert(), args, Reviews(80), processing_class=parts.tokenizer())
     widths = [batch["input_ids"].shape[1] for batch in made.loader]
     assert sorted(set(widths)) == [6, 7, 8, 9]
 
@@ -408,36 +370,8 @@ def test_a_callback_may_request_an_evaluation_that_no_strategy_asks_for(tmp_path
     assert [step for step, _ in run.history["eval/loss"]] == [1, 3]
 
 
-# -- resume and adapters -------------------------------------------------------------------------------------------------
-
-
-def shuffled(folder: Path, **options: Any) -> Trainer:
-    """Return a trainer with dropout, a shuffled order, accumulation and a schedule, for 3 epochs of 5 steps."""
-    chosen: dict[str, Any] = {"train_sampling_strategy": "random", "gradient_accumulation_steps": 2, "save_strategy": "steps"}
-    given = {
-        "num_train_epochs": 3,
-        "save_steps": 4,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 3,
-        "optim": "adamw_torch_fused",
-    }
-    return trainer(gpt2(resid_pdrop=0.1), arguments(folder, **chosen, **given), Texts(), **options)
-
-
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    whole = shuffled(tmp_path / "whole")
-    whole.fit()
-
-    @on(Callback.on_step_end, at=7)
-    def fail(run: Run) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        shuffled(tmp_path / "cut", callbacks=[fail]).fit()
-    continued = shuffled(tmp_path / "cut")
-    run = continued.fit(resume="auto")
-    assert [one.when.step for one in run.decisions if one.what == "resumed"]
-    assert torch.equal(weights(continued.model), weights(whole.model))
+    assert parts.continued(tmp_path) == {"resumed": [4], "same": True}
 
 
 def test_a_peft_model_trains_and_its_checkpoints_have_the_adapter(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Native callbacks and those of NeMo 0.10 and 0.11 in one list: in a native trainer, and in ``nf.train``."""
+"""Callbacks that save, unfreeze and set modules (spec B6); and native callbacks and those of both versions in one list."""
 
 from __future__ import annotations
 
@@ -15,9 +15,140 @@ from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
 from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
-from cadenza.compat.nemo10.core import ActionCallback, CheckpointCallback, EvaluatorCallback, SimpleLossLoggerCallback
+from cadenza.compat.nemo.core.callbacks import ModuleSaverCallback, UnfreezeCallback, ValueSetterCallback
+from cadenza.compat.nemo10.core import ActionCallback, EvaluatorCallback, SimpleLossLoggerCallback
+from cadenza.compat.nemo10.core import CheckpointCallback as OldCheckpoint
 from cadenza.testing import check_callback, launch, tiny_loader, tiny_model, tiny_run, tiny_trainer
-from tests.compat.nemo.graphs import line, names_in, train, written
+from tests.compat.nemo.graphs import Line, LineNM, line, names_in, numbers, train, written
+
+Policy, Method = ValueSetterCallback.Policy, ValueSetterCallback.Method
+
+
+# -- ModuleSaverCallback ------------------------------------------------------------------------------
+
+
+def test_files_are_written_at_multiples_of_step_freq_and_at_the_end_with_the_final_weights(tmp_path: Path) -> None:
+    graph = line()
+    train(graph, ModuleSaverCallback([graph.net], step_freq=2, folder=str(tmp_path / "new")), max_steps=5)
+    name = f"LineNM_{graph.net.unique_instance_id}"
+    assert names_in(tmp_path / "new") == [f"{name}-STEP-{step}.pt" for step in (2, 4, 5)]
+    train(graph, ModuleSaverCallback([graph.net], step_freq=-1, folder=str(tmp_path / "end")), max_steps=3)
+    assert names_in(tmp_path / "end") == [f"{name}-STEP-3.pt"]
+    other = LineNM()
+    other.restore_from(str(tmp_path / "end" / f"{name}-STEP-3.pt"))
+    assert all(map(torch.equal, other.parameters(), graph.net.parameters()))
+
+
+def test_only_its_own_old_files_are_removed(tmp_path: Path) -> None:
+    graph = line()
+    saver = ModuleSaverCallback([graph.net], step_freq=1, folder=str(tmp_path), checkpoints_to_keep=2)
+    train(graph, saver, nemo.CheckpointCallback(str(tmp_path), step_freq=1, checkpoints_to_keep=0), max_steps=5)
+    own = [name for name in names_in(tmp_path) if name.startswith("LineNM_")]
+    assert [name.rpartition("-")[2] for name in own] == ["3.pt", "4.pt", "5.pt"]  # that of the end is extra, as in NeMo
+    assert len(list(tmp_path.glob("trainer-STEP-*.pt"))) == 5
+
+
+def test_wrong_arguments_of_these_callbacks_are_errors() -> None:
+    with pytest.raises(TypeError, match="must hold neural modules; got Linear"):
+        ModuleSaverCallback([nn.Linear(1, 1)])  # type: ignore[list-item]  # the mistake under test
+    with pytest.raises(ValueError, match="step_freq must be a whole number"):
+        ModuleSaverCallback([], step_freq=0)
+
+    with pytest.raises(ValueError, match="must cover the steps 0 to 9 without gaps; they cover 0 to 4, 5 to 9"):
+        ValueSetterCallback(nn.Dropout(), "p", [Policy(Method.Const(1), 0, 4), Policy(Method.Const(1), 5, 9)], 9)
+    with pytest.raises(ValueError, match="total_steps must be the number of steps of the training; got None"):
+        ValueSetterCallback(nn.Dropout(), "p")
+    with pytest.raises(AttributeError, match="has no attribute 'probability'"):
+        ValueSetterCallback(nn.Dropout(), "probability", total_steps=1)
+
+
+# -- UnfreezeCallback ---------------------------------------------------------------------------------
+
+
+def states(graph: Line) -> tuple[list[tuple[int, bool, bool]], Any]:
+    """Freeze a weight; return a list, and a callback that adds the step, whether it is trainable and whether it has changed."""
+    graph.net.freeze(["layer.weight"])
+    seen: list[tuple[int, bool, bool]] = []
+
+    @nemo.on_step_end
+    def see(state: Any) -> None:
+        weight = graph.net.get_weights()["layer.weight"][0]
+        seen.append((state["step"], weight.requires_grad, weight.item() != 0.5))
+
+    return seen, see
+
+
+def test_modules_are_unfrozen_and_trained_from_the_start_epoch_on_and_in_a_resumed_training_too(tmp_path: Path) -> None:
+    graph = line(batches=2)
+    seen, see = states(graph)
+    keep: dict[str, Any] = {"folder": str(tmp_path), "step_freq": 2}
+    train(graph, nemo.CheckpointCallback(**keep), UnfreezeCallback([graph.net], start_epoch=1), see, num_epochs=2)
+    assert seen == [(0, False, False), (1, False, False), (2, True, True), (3, True, True)]
+    again = line(batches=2)
+    seen, see = states(again)
+    train(again, nemo.CheckpointCallback(**keep), UnfreezeCallback([again.net], 1), see, num_epochs=3)
+    assert seen == [(4, True, True), (5, True, True)]
+
+
+def test_a_module_that_is_frozen_again_stays_frozen_in_later_epochs() -> None:
+    graph, seen = line(batches=1), list[bool]()
+    see = nemo.on_step_end(lambda state: seen.append(graph.net.get_weights()["layer.weight"][0].requires_grad))
+    freeze = nemo.on_epoch_end(lambda state: graph.net.freeze(["layer.weight"]))
+    train(graph, UnfreezeCallback([graph.net], start_epoch=0), freeze, see, num_epochs=2)
+    assert seen == [True, False]
+
+
+# -- ValueSetterCallback ------------------------------------------------------------------------------
+
+
+def test_constant_and_linear_policies_with_fractions(tmp_path: Path) -> None:
+    graph, dropout, seen = line(), nn.Dropout(0.9), list[float]()
+    factory = NeuralModuleFactory(log_dir=str(tmp_path), create_tb_writer=True)
+    policies = [Policy(method=Method.Const(0.2), start=0.0, end=0.5), Policy(Method.Linear(0.2, 0.0), start=0.5, end=1.0)]
+    setter = ValueSetterCallback(dropout, "p", policies, total_steps=6, tb_writer=factory.tb_writer)
+    see = nemo.on_batch_start(lambda state: seen.append(dropout.p))
+    train(graph, setter, see, factory=factory, max_steps=6)
+    assert seen == pytest.approx([0.2, 0.2, 0.2, 0.2, 0.1, 0.0])
+    folder = tmp_path / "tensorboard"
+    assert written(folder) == [("param/Dropout.p", step) for step in range(6)]
+    assert numbers(folder, "param/Dropout.p") == pytest.approx(seen)
+
+
+@pytest.mark.parametrize(
+    ("policies", "values"),
+    [
+        # after the last step it does not change
+        ([Policy(lambda step, steps: step / steps, 0, 2), Policy(Method.Const(1.0), 2, 3)], [0.0, 0.5, 1.0, 1.0]),
+        (None, [0.9] * 4),
+    ],
+    ids=["steps and a function of one's own", "no policies"],
+)
+def test_policies_of_steps_set_the_value_of_each_step(policies: Any, values: list[float]) -> None:
+    dropout, seen = nn.Dropout(0.9), list[float]()
+    see = nemo.on_step_end(lambda state: seen.append(dropout.p))
+    train(line(), ValueSetterCallback(dropout, "p", policies, total_steps=3), see, max_steps=4)
+    assert seen == values
+
+
+def test_a_resumed_training_continues_in_the_right_policy(tmp_path: Path) -> None:
+    policies = [Policy(Method.Const(0.5), 0, 2), Policy(Method.Linear(0.4, 0.0), 2, 7)]
+    for steps in (5, 7):
+        dropout, seen = nn.Dropout(0.9), list[tuple[int, float]]()
+        see = nemo.on_step_end(lambda state: seen.append((state["step"], round(dropout.p, 4))))  # noqa: B023
+        keep = nemo.CheckpointCallback(str(tmp_path), step_freq=4)
+        train(line(), keep, ValueSetterCallback(dropout, "p", policies, 7), see, max_steps=steps)
+    assert seen == [(5, 0.1), (6, 0.0)]
+
+
+def test_it_works_beside_native_checkpoints_in_a_native_run(tmp_path: Path) -> None:
+    dropout = nn.Dropout(0.9)
+    setter = ValueSetterCallback(dropout, "p", [Policy(Method.Linear(0.4, 0.0), 0, 5)], 5)
+    tiny_trainer(callbacks=[setter, Checkpoint(every="2 steps")], steps=5, directory=tmp_path).fit(resume="auto")
+    assert dropout.p == 0.0
+
+
+# -- native callbacks and those of NeMo in one list: in a native trainer, and in nf.train ----------
+
 
 Said = list[str]
 
@@ -118,7 +249,7 @@ def test_loggers_of_both_versions_accept_names_in_a_native_run(capsys: pytest.Ca
 
 @pytest.mark.parametrize("version", ["0.10", "0.11"])
 def test_a_native_run_resumed_from_nemo_s_checkpoints_is_bit_identical(version: str, tmp_path: Path) -> None:
-    kind: Any = CheckpointCallback if version == "0.10" else nemo.CheckpointCallback
+    kind: Any = OldCheckpoint if version == "0.10" else nemo.CheckpointCallback
     whole = tiny_run(steps=9)
     tiny_run(callbacks=[kind(str(tmp_path), step_freq=2)], steps=5)
     assert names_in(tmp_path) == sorted(f"{name}-STEP-{n}.pt" for name in ("Linear", "trainer") for n in (2, 4, 5))
@@ -143,7 +274,7 @@ def test_a_native_evaluation_and_early_stopping_work_in_nf_train() -> None:
 
     judging = Evaluate(tiny_loader(2), every="1 epoch", compute=judge)
     stop = EarlyStopping("eval/loss", mode="min", patience=1)
-    worse = on(Callback.on_epoch_start)(lambda run: graph.net.layer.weight.data.add_(3))  # type: ignore[union-attr,operator]
+    worse = on(Callback.on_epoch_start)(lambda run: graph.net.layer.weight.data.add_(3))
     ended = nemo.on_action_end(lambda state: seen.append(state["epoch"]))
     run = train(graph, worse, judging, stop, ended, lr=1e-6, num_epochs=9)
     assert seen == [2]
