@@ -37,7 +37,7 @@ QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/dr
 	tests/contracts/test_words.py tests/engine/test_loop.py tests/engine/test_verbs.py tests/engine/test_plan.py \
 	tests/engine/test_gradients.py tests/callbacks/test_checkpoint.py tests/callbacks/test_conventions.py \
 	tests/checkpoint/store/test_store.py tests/loading/test_tensors.py tests/sinks/test_console.py \
-	tests/test_trainer.py tests/test_run.py tests/test_errors.py
+	tests/test_trainer.py tests/test_run.py
 
 test-quick: .venv/.dev
 	@echo "Lint and a part of the tests: under 60 seconds on two cores. All tests: make test"

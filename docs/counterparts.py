@@ -1,7 +1,7 @@
 """The native equivalents of other systems' built-in callbacks. A test runs every example.
 
 Each row: the built-in callback, and a list of native callbacks that does the same. The examples may use these names, created by
-`tests/test_counterparts.py`: ``loader``, ``loss_module``, ``torch``.
+`tests/test_docs.py`: ``loader``, ``loss_module``, ``torch``.
 """
 
 from __future__ import annotations
