@@ -12,14 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from cadenza.compat.accelerated.accelerator import Accelerator
-from cadenza.compat.accelerated.callbacks import (
-    DataLoaderSlice,
-    SaveTrainingStateCallback,
-    StepBasedEvaluationCallback,
-    StopTrainingError,
-)
+from cadenza.compat.accelerated.callbacks import SaveTrainingStateCallback, StepBasedEvaluationCallback, StopTrainingError
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.compat.accelerated.utils import DataLoaderSlice
 from cadenza.drivers.single import SingleDriver
 from tests.compat.accelerated.parts import HERE, Hooks, Noting, data, metrics_of, run_of, train, trainer_of, weights_of
 

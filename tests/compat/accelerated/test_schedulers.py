@@ -13,20 +13,11 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
+from cadenza.compat.accelerated import schedulers
 from cadenza.compat.accelerated.callbacks import SaveTrainingStateCallback, TrainerCallback, WSDCheckpointCallback
-from cadenza.compat.accelerated.schedulers import (
-    CosineLrScheduler,
-    ScheduleError,
-    SchedulerBase,
-    StatefulSchedulerBase,
-    WSDLrScheduler,
-)
-from cadenza.compat.accelerated.trainer import (
-    Trainer,
-    TrainerPlaceholderValues,
-    TrainerWithTimmScheduler,
-    replace_trainer_placeholder_values,
-)
+from cadenza.compat.accelerated.placeholders import replace_trainer_placeholder_values
+from cadenza.compat.accelerated.schedulers import CosineLrScheduler, ScheduleError, StatefulSchedulerBase, WSDLrScheduler
+from cadenza.compat.accelerated.trainer import Trainer, TrainerPlaceholderValues, TrainerWithTimmScheduler
 from tests.compat.accelerated.parts import Rates, data, names, noting_trainer, train, trainer_of
 
 
@@ -283,7 +274,7 @@ def test_a_schedule_of_ones_own_defines_its_state_and_counts_from_zero() -> None
 
 
 def test_a_schedule_may_set_another_field_of_some_groups_and_starts_from_its_first_value() -> None:
-    class Momentum(SchedulerBase):
+    class Momentum(schedulers.SchedulerBase):
         def get_updated_values(self, num_updates: int) -> Any:
             return None if num_updates == 3 else [num_updates / 10]
 

@@ -18,16 +18,9 @@ from torch.utils.data import DataLoader
 
 from cadenza import Callback, Run
 from cadenza.callbacks import EarlyStopping, Evaluate
+from cadenza.compat.accelerated import callbacks
 from cadenza.compat.accelerated.accelerator import Accelerator
-from cadenza.compat.accelerated.callbacks import (
-    CallbackMethodNotImplementedError,
-    LogMetricsCallback,
-    PrintProgressCallback,
-    ProgressBarCallback,
-    SaveTrainingStateCallback,
-    StopTrainingError,
-    TrainerCallback,
-)
+from cadenza.compat.accelerated.callbacks import CallbackMethodNotImplementedError, LogMetricsCallback, TrainerCallback
 from cadenza.compat.accelerated.checks import check_padding
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker
@@ -35,19 +28,8 @@ from cadenza.compat.accelerated.trainer import Trainer, TrainerWithTimmScheduler
 from cadenza.errors import CallbackError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.testing import tiny_loader, tiny_run
-from tests.compat.accelerated.parts import (
-    HERE,
-    Again,
-    Hooks,
-    Noting,
-    config_of,
-    data,
-    noting_trainer,
-    run_of,
-    train,
-    trainer_of,
-    weights_of,
-)
+from tests.compat.accelerated import parts
+from tests.compat.accelerated.parts import HERE, Hooks, Noting, config_of, data, run_of, train, trainer_of, weights_of
 
 # -- arguments and parts ----------------------------------------------------------------------------------------------------
 
@@ -259,7 +241,7 @@ def test_a_trainer_can_be_used_again_after_an_error_and_after_a_stop() -> None:
         train(trainer, 1, data(1))
     train(trainer, 1, data(1))
     assert noting.log[-1] == "on_training_run_end"
-    stopped = train(trainer_of(callbacks=[once(StopTrainingError("once"))]), 2, data(1))
+    stopped = train(trainer_of(callbacks=[once(callbacks.StopTrainingError("once"))]), 2, data(1))
     assert train(stopped, 2, data(1)).run_history.current_epoch == 3
 
 
@@ -320,7 +302,7 @@ def test_a_scheduler_is_not_stepped_if_the_scaler_skips_the_update(monkeypatch: 
     weights: list[float] = []
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     see = Hooks(on_train_step_start=lambda trainer, **_: weights.append(weights_of(trainer)[0].item()))
-    trainer, noting = noting_trainer(see)
+    trainer, noting = parts.noting_trainer(see)
     train(trainer, 1, data(8), create_scheduler_fn=partial(ExponentialLR, gamma=0.9))
     changed = sum(one != other for one, other in pairwise([*weights, weights_of(trainer)[0].item()]))
     assert 0 < changed < noting.log.count("[optimizer_step]") == 8  # the first scale is too large for float16
@@ -363,7 +345,7 @@ def test_a12_a_second_callback_of_the_same_class_is_an_error_but_a_subclass_is_n
     class Other(LogMetricsCallback):
         pass
 
-    handler = CallbackHandler([LogMetricsCallback, PrintProgressCallback(), Other])
+    handler = CallbackHandler([LogMetricsCallback, callbacks.PrintProgressCallback(), Other])
     assert handler.callback_list == ["LogMetricsCallback", "PrintProgressCallback", "Other"]
     with pytest.raises(
         ValueError, match="LogMetricsCallback is already in the list; got a second one beside LogMetricsCallback, Print"
@@ -375,14 +357,14 @@ def test_a12_a_second_callback_of_the_same_class_is_an_error_but_a_subclass_is_n
 
 
 def test_a12_events_are_called_in_the_order_of_the_list_which_may_be_changed() -> None:
-    noting, again = Noting(), Again()
+    noting, again = Noting(), parts.Again()
     again.log = noting.log
     handler = CallbackHandler([noting, again])
     assert handler.call_event("on_train_epoch_start", trainer_of()) is None  # type: ignore[func-returns-value]  # the point
     assert handler.call_event("on_nothing_at_all", trainer_of(), more=1) is None  # type: ignore[func-returns-value]  # likewise
     assert noting.log == ["on_train_epoch_start"] * 2
     assert list(handler) == [noting, again]
-    trainer, noting = noting_trainer()
+    trainer, noting = parts.noting_trainer()
     late = Noting()
     assert trainer.callback_handler.callbacks == [noting]
     trainer.callback_handler.callbacks.append(late)  # the same class twice, which add_callback refuses
@@ -494,7 +476,7 @@ def test_an_attribute_that_a_callback_lacks_is_a_named_error() -> None:
     callback: Any = Noting()
     with pytest.raises(CallbackMethodNotImplementedError, match="'Noting' object has no attribute 'verify'"):
         _ = callback.verify
-    bar: Any = ProgressBarCallback()
+    bar: Any = callbacks.ProgressBarCallback()
     with pytest.raises(AttributeError, match=r"no attribute 'pbar'\. The native bar draws in a thread"):
         _ = bar.pbar
     assert not hasattr(callback, "verify")
@@ -581,7 +563,7 @@ def test_an_overridden_load_training_state_is_called_when_a_training_resumes(tmp
             return {**found[-1]}
 
     found: list[Mapping[str, Any]] = []
-    train(trainer_of(callbacks=[SaveTrainingStateCallback(tmp_path)]), 1, data(2))
+    train(trainer_of(callbacks=[callbacks.SaveTrainingStateCallback(tmp_path)]), 1, data(2))
     trainer = train(trainer_of(Mine), 2, data(2), resume_from=tmp_path / "final")
     assert found == [{"current_epoch": 2, "global_step": 2}]
     assert trainer.run_history.current_epoch == 3

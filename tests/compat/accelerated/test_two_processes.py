@@ -18,39 +18,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import TensorDataset
 
-from cadenza.compat.accelerated.callbacks import (
-    ConvertSyncBatchNormCallback,
-    EarlyStoppingCallback,
-    LimitBatchesCallback,
-    LimitEvalStepsCallback,
-    LogMetricsCallback,
-    PrintProgressCallback,
-    SaveBestModelCallback,
-    StopTrainingError,
-    TerminateOnNaNCallback,
-    TrainerCallback,
-    WSDCheckpointCallback,
-)
+from cadenza.compat.accelerated import callbacks
+from cadenza.compat.accelerated.callbacks import StopTrainingError, TrainerCallback
 from cadenza.compat.accelerated.schedulers import WSDLrScheduler
 from cadenza.compat.accelerated.trainer import Trainer, TrainerPlaceholderValues
 from cadenza.compat.accelerated.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
 from cadenza.drivers import DdpDriver
-from tests.compat.accelerated.parts import (
-    HERE,
-    Hooks,
-    Rates,
-    Scripted,
-    ScriptedTrainer,
-    config_of,
-    data,
-    metrics_of,
-    names,
-    on_two,
-    run_of,
-    train,
-    trainer_of,
-    weights_of,
-)
+from tests.compat.accelerated import parts
+from tests.compat.accelerated.parts import HERE, Hooks, config_of, data, metrics_of, run_of, train, trainer_of, weights_of
 
 Case = Callable[[Path], Any]
 
@@ -67,7 +42,7 @@ def on_both(case: Case) -> Case:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Any, Any]]:
     """What each case returned on rank 0 and on rank 1."""
     folders = [tmp_path_factory.mktemp(case.__name__) for case in CASES]
-    zero, one = on_two(lambda: [case(folder) for case, folder in zip(CASES, folders, strict=True)])
+    zero, one = parts.on_two(lambda: [case(folder) for case, folder in zip(CASES, folders, strict=True)])
     return dict(zip(CASES, zip(zero, one, strict=True), strict=True))
 
 
@@ -105,7 +80,7 @@ class Gathering(TrainerCallback):
 
 def evaluated() -> dict[str, Any]:
     gathering = Gathering()
-    trainer = trainer_of(callbacks=(PrintProgressCallback, gathering, LogMetricsCallback))
+    trainer = trainer_of(callbacks=(callbacks.PrintProgressCallback, gathering, callbacks.LogMetricsCallback))
     trainer.evaluate(numbered(), per_device_batch_size=2, dataloader_kwargs=HERE)
     return {
         "driver": type(trainer._accelerator.driver),
@@ -135,7 +110,7 @@ def test_a21_two_processes_evaluate_seven_samples_and_decorators_work_before_the
 
     alone = evaluated()
     capfd.readouterr()
-    (of_zero, zero), (of_one, one) = on_two(decorated_and_evaluated)
+    (of_zero, zero), (of_one, one) = parts.on_two(decorated_and_evaluated)
     shown = capfd.readouterr().out
     assert (of_zero, of_one) == (("0", "here", "here", True, 2), ("01", None, None, True, 2))
     assert zero["driver"] == one["driver"] == DdpDriver
@@ -210,7 +185,7 @@ def test_an_uneven_evaluation_works_with_buffers_and_values_can_be_gathered_at_i
 @on_both
 def limited(folder: Path) -> list[int]:
     sizes = []
-    for limit in (LimitEvalStepsCallback(4, limit_intermediate_only=False), LimitBatchesCallback(2)):
+    for limit in (callbacks.LimitEvalStepsCallback(4, limit_intermediate_only=False), callbacks.LimitBatchesCallback(2)):
         gathering = Gathering()
         train(trainer_of(callbacks=(gathering, limit)), 1, data(4), data(8))
         sizes.append(len(gathering.sizes))
@@ -295,7 +270,7 @@ def converted(folder: Path) -> tuple[str, str, bool]:
     def look(trainer: Any, **kwargs: Any) -> None:
         assert isinstance(trainer.get_model().layers[1], nn.BatchNorm1d) == (trainer._accelerator.num_processes == 1)
 
-    trainer = normed(ConvertSyncBatchNormCallback, Hooks(on_train_epoch_start=look))
+    trainer = normed(callbacks.ConvertSyncBatchNormCallback, Hooks(on_train_epoch_start=look))
     model: Any = trainer.model
     said = ""
     try:
@@ -322,10 +297,10 @@ def test_sync_batch_norm_replaces_the_layers_on_two_processes_and_leaves_one_alo
 
 @on_both
 def ended(folder: Path) -> tuple[list[str], int]:
-    trainer = trainer_of(ScriptedTrainer, (TerminateOnNaNCallback, EarlyStoppingCallback(3)))
+    trainer = trainer_of(parts.ScriptedTrainer, (callbacks.TerminateOnNaNCallback, callbacks.EarlyStoppingCallback(3)))
     seen: list[str] = []
     try:
-        train(trainer, 3, Scripted(1.0, 1.0, 1.0, float("nan"), 1.0, 1.0), Scripted(1.0, 1.0), batch_size=1)
+        train(trainer, 3, parts.Scripted(1.0, 1.0, 1.0, float("nan"), 1.0, 1.0), parts.Scripted(1.0, 1.0), batch_size=1)
     except SystemExit as end:
         seen.append(str(end))
     return seen, run_of(trainer).progress.step
@@ -389,9 +364,9 @@ def test_an_overridden_pass_trains_like_the_trainer_and_a_stop_in_it_on_one_proc
 
 @on_both
 def saved(folder: Path) -> Any:
-    trainer = train(trainer_of(callbacks=(SaveBestModelCallback(folder / "best.pt"),)), 2, data(4), data(4))
+    trainer = train(trainer_of(callbacks=(callbacks.SaveBestModelCallback(folder / "best.pt"),)), 2, data(4), data(4))
     written = torch.load(folder / "best.pt", weights_only=True)["model_state_dict"]
-    return weights_of(trainer).tolist(), [value.item() for value in written.values()], names(folder)
+    return weights_of(trainer).tolist(), [value.item() for value in written.values()], parts.names(folder)
 
 
 def test_all_processes_load_the_best_model(ranks: Ranks) -> None:
@@ -431,17 +406,17 @@ def test_a_training_continues_on_two_processes_with_the_losses_of_each(ranks: Ra
 @on_both
 def decayed(folder: Path) -> tuple[list[float], list[float], bool, list[str]]:
     def trained(name: str, *more: TrainerCallback, initial: Any = None, create: Any, **resume: Any) -> Trainer:
-        callbacks = [WSDCheckpointCallback(folder / name, initial_checkpoint=initial), *more]
-        return train(trainer_of(callbacks=callbacks, lr=0.01), 2, data(8), create_scheduler_fn=create, **resume)
+        save = callbacks.WSDCheckpointCallback(folder / name, initial_checkpoint=initial)
+        return train(trainer_of(callbacks=[save, *more], lr=0.01), 2, data(8), create_scheduler_fn=create, **resume)
 
     half = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.5)
     again = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25, is_continuation_from_checkpoint=True)
     checkpoint = folder / "whole" / "checkpoint_4_wsd_pre_decay"
-    rates, then = Rates(), Rates()
+    rates, then = parts.Rates(), parts.Rates()
     whole = trained("whole", create=half)
     rest = trained("rest", rates, create=half, resume_from=checkpoint)
     trained("then", then, initial=checkpoint, create=again)
-    return rates.seen, then.seen[:6], torch.equal(weights_of(whole), weights_of(rest)), names(folder / "then")
+    return rates.seen, then.seen[:6], torch.equal(weights_of(whole), weights_of(rest)), parts.names(folder / "then")
 
 
 def test_two_processes_save_once_and_resume_inside_the_decay(ranks: Ranks) -> None:

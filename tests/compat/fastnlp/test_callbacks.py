@@ -15,22 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from cadenza.compat.fastnlp import (
-    Callback,
-    EarlyStopException,
-    Event,
-    ExtraInfoStatistics,
-    FitlogCallback,
-    LRSchedCallback,
-    MoreEvaluateCallback,
-    RawTextCallback,
-    RichCallback,
-    TimerCallback,
-    TorchGradClipCallback,
-    TorchWarmupCallback,
-    TqdmCallback,
-    Trainer,
-)
+from cadenza.compat import fastnlp
+from cadenza.compat.fastnlp import FitlogCallback, LRSchedCallback, RawTextCallback, TorchGradClipCallback, TorchWarmupCallback
 from cadenza.compat.fastnlp.core.callbacks import progress_callback
 from cadenza.compat.fastnlp.core.callbacks.progress_callback import choose_progress_callback
 from tests.compat.fastnlp.toy import Error, Raising, Scripted, Toy, loader, toy_trainer, trained
@@ -42,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("launch")
 # -- learning rates --------------------------------------------------------------------------------------
 
 
-class Rates(Callback):
+class Rates(fastnlp.Callback):
     """Notes the rates after each batch."""
 
     def __init__(self) -> None:
@@ -84,7 +70,7 @@ def test_a_warm_up_scales_each_optimizer_by_its_own_rates() -> None:
 
 def test_a_resumed_warm_up_uses_the_initial_rates(tmp_path: Path) -> None:
     whole = toy_trainer(20, TorchWarmupCallback(0.2), n_epochs=2)
-    whole.add_callback_fn(Event.on_train_batch_end(once=6), lambda trainer: trainer.save_checkpoint(tmp_path))
+    whole.add_callback_fn(fastnlp.Event.on_train_batch_end(once=6), lambda trainer: trainer.save_checkpoint(tmp_path))
     whole.run()
     notes = Rates()
     toy_trainer(20, [TorchWarmupCallback(0.2), notes], n_epochs=2).run(resume_from=tmp_path)
@@ -115,7 +101,7 @@ def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-def stepped(scheduler: str, step_on: str = "batch", count: int = 16, **arguments: Any) -> tuple[Trainer, Any]:
+def stepped(scheduler: str, step_on: str = "batch", count: int = 16, **arguments: Any) -> tuple[fastnlp.Trainer, Any]:
     """Return a trainer of two epochs, and the scheduler that its callback steps."""
     model = Toy()
     optimizer = optimizer_of(model)
@@ -190,7 +176,7 @@ def test_the_given_parameters_are_clipped_and_no_others() -> None:
         (lambda: TorchGradClipCallback("norm"), ValueError, "clip_value must be a number greater than 0"),  # type: ignore[arg-type]
         (lambda: TorchGradClipCallback(float("nan")), ValueError, "clip_value must be a number greater than 0"),
         (lambda: RawTextCallback(print_every=0), ValueError, "print_every"),
-        (lambda: TimerCallback(0.5), AssertionError, "whole number"),  # type: ignore[arg-type]
+        (lambda: fastnlp.TimerCallback(0.5), AssertionError, "whole number"),  # type: ignore[arg-type]
         (lambda: more_of(watch_monitor="acc", evaluate_every=3), RuntimeError, "got both, with evaluate_every=3"),
         (lambda: more_of(evaluate_every=None), RuntimeError, "evaluate_every or watch_monitor; got neither"),
         (lambda: more_of(evaluate_every=0), ValueError, "evaluate_every"),
@@ -198,7 +184,7 @@ def test_the_given_parameters_are_clipped_and_no_others() -> None:
     ],
 )
 def test_a_wrong_argument_is_an_error_in_the_constructor(
-    made: Callable[[], Callback], error: type[Exception], message: str
+    made: Callable[[], fastnlp.Callback], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         made()
@@ -224,7 +210,7 @@ def test_a_wrong_argument_is_an_error_in_the_constructor(
     ],
 )
 def test_a_part_that_the_training_does_not_have_is_an_error(
-    made: Callable[[torch.optim.Optimizer], Callback], error: type[Exception], message: str
+    made: Callable[[torch.optim.Optimizer], fastnlp.Callback], error: type[Exception], message: str
 ) -> None:
     model = Toy()
     optimizer = optimizer_of(model)
@@ -233,8 +219,8 @@ def test_a_part_that_the_training_does_not_have_is_an_error(
         trained(8, callback, model=model, optimizers=optimizer)
 
 
-def more_of(**options: Any) -> MoreEvaluateCallback:
-    return MoreEvaluateCallback(loader(4), {"f": Scripted(*[0.5] * 9)}, **options)
+def more_of(**options: Any) -> fastnlp.MoreEvaluateCallback:
+    return fastnlp.MoreEvaluateCallback(loader(4), {"f": Scripted(*[0.5] * 9)}, **options)
 
 
 # -- progress --------------------------------------------------------------------------------------------
@@ -283,7 +269,7 @@ def test_evaluations_are_printed_with_a_sign_for_improvements_and_the_best_at_th
     )
 
 
-@pytest.mark.parametrize("kind", [RawTextCallback, RichCallback, TqdmCallback])
+@pytest.mark.parametrize("kind", [RawTextCallback, fastnlp.RichCallback, fastnlp.TqdmCallback])
 def test_all_kinds_inherit_the_trainers_monitor_and_hide_private_results(kind: type[Any], capsys: Shown) -> None:
     bar = kind(format_json=False)
     toy_trainer(8, bar, {"acc": Scripted(0.0, 0.5), "_secret": Error()}, monitor="acc", n_epochs=1).run()
@@ -294,7 +280,7 @@ def test_all_kinds_inherit_the_trainers_monitor_and_hide_private_results(kind: t
 
 
 def test_further_outputs_of_the_model_are_shown_as_means(capsys: Shown) -> None:
-    class Largest(ExtraInfoStatistics):
+    class Largest(fastnlp.ExtraInfoStatistics):
         def get_stat(self) -> dict[str, Any]:
             return {"largest": super().get_stat()["square"] * 2}
 
@@ -303,7 +289,7 @@ def test_further_outputs_of_the_model_are_shown_as_means(capsys: Shown) -> None:
 
 
 def test_the_rich_bar_ends_with_the_last_loss(capsys: Shown) -> None:
-    shown = told(RichCallback(loss_round_ndigit=2), capsys, 12, 2, 0.5, 0.5)
+    shown = told(fastnlp.RichCallback(loss_round_ndigit=2), capsys, 12, 2, 0.5, 0.5)
     assert re.search(r"Epoch:2 .* 6/6 +100%", shown)
     assert "loss:6.0" in shown
     assert shown.count("Eval. results on Epoch:") == 2
@@ -311,7 +297,7 @@ def test_the_rich_bar_ends_with_the_last_loss(capsys: Shown) -> None:
 
 
 def test_the_bars_of_tqdm_show_the_loss(capsys: Shown) -> None:
-    trained(8, TqdmCallback(), model=Flat(), n_epochs=2)
+    trained(8, fastnlp.TqdmCallback(), model=Flat(), n_epochs=2)
     shown = capsys.readouterr().err
     assert "Epoch:1" in shown
     assert "loss=4" in shown
@@ -319,14 +305,14 @@ def test_the_bars_of_tqdm_show_the_loss(capsys: Shown) -> None:
 
 def test_progress_bar_chooses_the_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {
-        "rich": RichCallback,
-        "tqdm": TqdmCallback,
+        "rich": fastnlp.RichCallback,
+        "tqdm": fastnlp.TqdmCallback,
         "raw": RawTextCallback,
         "auto": RawTextCallback,
     }  # a test has no terminal
     assert {word: type(choose_progress_callback(word)) for word in kinds} == kinds
     monkeypatch.setattr(progress_callback, "in_notebook", lambda: True)
-    assert isinstance(choose_progress_callback("auto", extra_show_keys="acc"), RichCallback)
+    assert isinstance(choose_progress_callback("auto", extra_show_keys="acc"), fastnlp.RichCallback)
     given = RawTextCallback()
     assert choose_progress_callback(given) is given
     assert choose_progress_callback(None) is None
@@ -338,7 +324,7 @@ def test_a_trainer_shows_itself_unless_a_callback_does(capsys: Shown) -> None:
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for callbacks, lines in (([], 2), ([RawTextCallback(print_every=2)], 1)):
-        Trainer(
+        fastnlp.Trainer(
             model, loader(8), optimizer, n_epochs=1, callbacks=callbacks, progress_bar="raw" if not callbacks else "auto"
         ).run()
         assert capsys.readouterr().out.count("finished") == lines
@@ -360,7 +346,7 @@ TIMES = ", fetch-data: S, forward: S, backward: S, optimize: S, evaluate: S, tra
     ],
 )
 def test_times_are_printed_by_epochs_batches_or_at_the_end(every: int, words: list[str], capsys: Shown) -> None:
-    shown = told(TimerCallback(every, time_ndigit=9), capsys, 8, 4, 0.1, 0.2, 0.3, 0.4).splitlines()
+    shown = told(fastnlp.TimerCallback(every, time_ndigit=9), capsys, 8, 4, 0.1, 0.2, 0.3, 0.4).splitlines()
     assert [line.partition(",")[0] for line in shown] == words
     if every <= 0:
         assert all(re.sub(r"[\d.e-]+s", "S", line.removeprefix(word)) == TIMES for line, word in zip(shown, words, strict=True))
@@ -369,7 +355,7 @@ def test_times_are_printed_by_epochs_batches_or_at_the_end(every: int, words: li
 def test_the_time_of_an_evaluation_is_not_that_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("cadenza.compat.fastnlp.core.callbacks.timer_callback.time.perf_counter", lambda: now[0])
-    timer: Any = TimerCallback()
+    timer: Any = fastnlp.TimerCallback()
     for hook, passed in (
         *((timer.on_train_begin, 1), (timer.on_fetch_data_begin, 2)),
         *((timer.on_fetch_data_end, 4), (timer.on_evaluate_begin, 8)),
@@ -383,7 +369,7 @@ def test_the_time_of_an_evaluation_is_not_that_of_the_training(monkeypatch: pyte
 
 
 def test_parts_without_time_are_omitted_and_a_second_run_works(capsys: Shown) -> None:
-    trained(8, TimerCallback(0, time_ndigit=0), n_epochs=1).run()
+    trained(8, fastnlp.TimerCallback(0, time_ndigit=0), n_epochs=1).run()
     assert capsys.readouterr().out == "Training finished\n" * 2
 
 
@@ -422,7 +408,7 @@ def test_more_evaluations_run_by_epochs_batches_a_function_or_an_improvement(
 
 def test_the_best_of_them_are_saved(tmp_path: Path) -> None:
     options: dict[str, Any] = {"topk": 1, "topk_monitor": "acc#f", "folder": tmp_path, "num_eval_sanity_batch": 1}
-    trained(20, MoreEvaluateCallback(loader(4), {"f": Scripted(0.0, 0.2, 0.7, 0.1)}, **options), n_epochs=3)
+    trained(20, fastnlp.MoreEvaluateCallback(loader(4), {"f": Scripted(0.0, 0.2, 0.7, 0.1)}, **options), n_epochs=3)
     (folder,) = (tmp_path / "launch").iterdir()
     assert folder.name == "model-epoch_2-batch_10-acc#f_0.7"
     assert json.loads((folder / "fastnlp_evaluate_results.json").read_text()) == {"acc#f": 0.7}
@@ -445,7 +431,7 @@ def test_more_evaluations_use_the_trainers_arguments_even_if_it_evaluates_nothin
     assert capsys.readouterr().out.count('{"acc/f": 0.5}') == 2
     steps: list[Any] = []
     step = lambda evaluator, batch: steps.append(batch)  # noqa: E731  # a function of one's own
-    trained(8, MoreEvaluateCallback(loader(4), {}), evaluate_batch_step_fn=step, n_epochs=1)
+    trained(8, fastnlp.MoreEvaluateCallback(loader(4), {}), evaluate_batch_step_fn=step, n_epochs=1)
     assert len(steps) == 2  # that of the trial, and that of the epoch
 
 
@@ -511,7 +497,7 @@ def test_fitlog_gets_errors_but_an_early_stop_is_a_normal_end(fitlog: StandIn, l
     with pytest.raises(RuntimeError, match="broken"):
         toy_trainer(8, [FitlogCallback(log_exception=log), failing]).run()
     assert fitlog.calls[1:] == [*noted, ("finish", 1)]
-    toy_trainer(8, [FitlogCallback(), Raising("on_train_batch_end", 1, EarlyStopException("enough"))]).run()
+    toy_trainer(8, [FitlogCallback(), Raising("on_train_batch_end", 1, fastnlp.EarlyStopException("enough"))]).run()
     assert fitlog.calls[-1] == ("finish", 0)
 
 

@@ -12,22 +12,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
-from cadenza.compat.fastnlp import (
-    CheckpointCallback,
-    EarlyStopCallback,
-    Event,
-    Filter,
-    HasMonitorCallback,
-    LoadBestModelCallback,
-    LRSchedCallback,
-    MoreEvaluateCallback,
-    RawTextCallback,
-    RichCallback,
-    TimerCallback,
-    TorchGradClipCallback,
-    TorchWarmupCallback,
-    TqdmCallback,
-)
+from cadenza.compat import fastnlp
+from cadenza.compat.fastnlp import CheckpointCallback, EarlyStopCallback, HasMonitorCallback, LRSchedCallback
 from cadenza.compat.fastnlp.core.callbacks.callback import _CallbackWrapper
 from cadenza.compat.nemo.core.callbacks import NeMoCallback
 from cadenza.hooks.dispatch import hooks_of
@@ -56,7 +42,7 @@ class Thorough(HasMonitorCallback):
         self.sums.append(outputs["loss"].item())
         trainer.state["count"] += 1
 
-    @Filter(every=3)
+    @fastnlp.Filter(every=3)
     def on_train_batch_end(self, trainer: Any) -> None:
         self.thirds.append(trainer.global_forward_batches)
 
@@ -84,14 +70,14 @@ LOSS: dict[str, Any] = {"monitor": "eval/loss", "larger_better": False}
 CALLBACKS: dict[str, Callable[[Path], BaseCallback]] = {
     "CheckpointCallback": lambda folder: CheckpointCallback(folder, every_n_epochs=1, topk=1, **LOSS),
     "EarlyStopCallback": lambda folder: EarlyStopCallback(**LOSS, patience=99),
-    "LoadBestModelCallback": lambda folder: LoadBestModelCallback(**LOSS),
+    "LoadBestModelCallback": lambda folder: fastnlp.LoadBestModelCallback(**LOSS),
     "LRSchedCallback": lambda folder: LRSchedCallback(Stepped()),
-    "RawTextCallback": lambda folder: RawTextCallback(**LOSS),
-    "RichCallback": lambda folder: RichCallback(),
-    "TqdmCallback": lambda folder: TqdmCallback(),
-    "TimerCallback": lambda folder: TimerCallback(),
-    "TorchGradClipCallback": lambda folder: TorchGradClipCallback(0.1),
-    "TorchWarmupCallback": lambda folder: TorchWarmupCallback(0.5),
+    "RawTextCallback": lambda folder: fastnlp.RawTextCallback(**LOSS),
+    "RichCallback": lambda folder: fastnlp.RichCallback(),
+    "TqdmCallback": lambda folder: fastnlp.TqdmCallback(),
+    "TimerCallback": lambda folder: fastnlp.TimerCallback(),
+    "TorchGradClipCallback": lambda folder: fastnlp.TorchGradClipCallback(0.1),
+    "TorchWarmupCallback": lambda folder: fastnlp.TorchWarmupCallback(0.5),
     "with all hooks": lambda folder: Scribe(),
     "with a state": lambda folder: Thorough(),
 }
@@ -155,13 +141,13 @@ def test_a_function_at_an_event_is_a_callback_with_its_name() -> None:
     def note(trainer: Any) -> None:
         """Do nothing."""
 
-    wrapper = _CallbackWrapper(Event.on_train_begin(), note)
+    wrapper = _CallbackWrapper(fastnlp.Event.on_train_begin(), note)
     assert (wrapper.callback_name, wrapper.name) == ("note", "note")
     assert list(hooks_of(tiny_run(callbacks=[wrapper], steps=1)).callbacks) == ["note"]
 
 
 def test_an_early_stop_is_a_stop_of_the_run_and_the_best_model_is_loaded_at_its_end() -> None:
-    best, weights = LoadBestModelCallback(**LOSS), []
+    best, weights = fastnlp.LoadBestModelCallback(**LOSS), []
     note = Hooks(on_evaluate_end=lambda trainer, results: weights.append(trainer.model.weight.item()))
     stop = EarlyStopCallback(**LOSS, patience=2)
     run = simulate([best, note, stop], metrics={"eval/loss": [3, 2, 2.1, 2.2, 1]})
@@ -177,12 +163,12 @@ def test_an_early_stop_is_a_stop_of_the_run_and_the_best_model_is_loaded_at_its_
 def test_warm_up_scheduler_and_clipping_work_in_a_native_run() -> None:
     seen: list[float] = []
     rates = Hooks(on_train_batch_end=lambda trainer: seen.append(round(trainer.optimizers.param_groups[0]["lr"], 6)))
-    tiny_run(callbacks=[TorchWarmupCallback(0.2), rates], epochs=2)
+    tiny_run(callbacks=[fastnlp.TorchWarmupCallback(0.2), rates], epochs=2)
     assert seen == [0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125, 0.0]
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     halve = LRSchedCallback(LambdaLR(optimizer, lambda step: 0.5**step), "epoch")
-    tiny_run(model=model, optimizer=optimizer, epochs=3, callbacks=[halve, TorchGradClipCallback(1e-3)])
+    tiny_run(model=model, optimizer=optimizer, epochs=3, callbacks=[halve, fastnlp.TorchGradClipCallback(1e-3)])
     assert optimizer.param_groups[0]["lr"] == 0.0125
     assert abs(model.weight.item() - 0.5) < 0.003  # it moved by no more than the clipped gradients allow
 
@@ -192,7 +178,7 @@ def test_more_evaluations_run_and_checkpoints_of_fastnlp_are_written(
 ) -> None:
     mapping: dict[str, Any] = {"output_mapping": lambda pred: {"pred": pred}}
     batches = [{"input": torch.zeros(2, 1)}]
-    more = MoreEvaluateCallback(batches, {"f": Scripted(*[0.5] * 9)}, evaluate_every=2, **mapping)
+    more = fastnlp.MoreEvaluateCallback(batches, {"f": Scripted(*[0.5] * 9)}, evaluate_every=2, **mapping)
     tiny_run(callbacks=[more, CheckpointCallback(tmp_path, every_n_epochs=1, last=True)], epochs=2, batches=2)
     assert capsys.readouterr().out.count('{"acc#f": 0.5}') == 2
     assert {path.name for path in (tmp_path / "launch").iterdir()} == {"model-epoch_1", "model-epoch_2", "model-last"}
@@ -211,7 +197,12 @@ def test_callbacks_of_three_systems_work_in_one_list(tmp_path: Path, capsys: pyt
         on_train_epoch_end=lambda trainer: calls_seen.append(f"fastNLP: epoch {trainer.cur_epoch_idx}"),
         on_evaluate_end=lambda trainer, results: calls_seen.append(f"fastNLP: {sorted(results)}"),
     )
-    fastnlps = [of_fastnlp, RawTextCallback(print_every=5), TorchWarmupCallback(0.5), EarlyStopCallback(**LOSS, patience=9)]
+    fastnlps = [
+        of_fastnlp,
+        fastnlp.RawTextCallback(print_every=5),
+        fastnlp.TorchWarmupCallback(0.5),
+        EarlyStopCallback(**LOSS, patience=9),
+    ]
     native = [Evaluate(tiny_loader(2)), LogTraining(every="1 epoch", throughput=False), Checkpoint("1 epoch")]
     run = tiny_run(callbacks=[OfNeMo(), *fastnlps, *native], epochs=2, directory=tmp_path, seed=0)
     assert calls_seen == [

@@ -9,31 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza.compat.fastnlp import (
-    Callback,
-    EarlyStopException,
-    EvaluateBatchLoop,
-    Evaluator,
-    Event,
-    Loop,
-    TrainBatchLoop,
-    Trainer,
-)
+from cadenza.compat import fastnlp
+from cadenza.compat.fastnlp import EvaluateBatchLoop, Evaluator, Event, Loop, TrainBatchLoop, Trainer
 from cadenza.compat.fastnlp.core.controllers.loops.train_batch_loop import TrainBatchLoop as Same
 from cadenza.engine.session import session_of
-from tests.compat.fastnlp.toy import (
-    Error,
-    Hooks,
-    Raising,
-    Scribe,
-    Scripted,
-    Toy,
-    live,
-    loader,
-    toy_trainer,
-    trained,
-    weights_of,
-)
+from tests.compat.fastnlp import toy
+from tests.compat.fastnlp.toy import Error, Raising, Scribe, Scripted, Toy, live, loader, toy_trainer, trained, weights_of
 
 
 def own_step(trainer: Trainer, batch: Any) -> None:
@@ -115,7 +96,7 @@ def test_a_custom_loop_gets_the_batches_of_the_run_only(per_epoch: int, n_batche
 
 def test_a_stop_in_a_custom_loop_ends_the_training(caplog: pytest.LogCaptureFixture) -> None:
     scribe = Scribe("on_exception", "on_train_end", "on_train_epoch_end")
-    stop = Raising("on_train_batch_begin", 2, EarlyStopException())
+    stop = Raising("on_train_batch_begin", 2, fastnlp.EarlyStopException())
     trainer = toy_trainer(20, [stop, scribe], n_epochs=2, batch_step_fn=own_step)
     with pytest.raises(TypeError, match="must have a method run"):
         trainer.train_batch_loop = 3  # type: ignore[assignment]  # wrong on purpose
@@ -296,7 +277,7 @@ def test_accumulation_steps_can_change_only_with_a_step_of_ones_own() -> None:
     def grow(trainer: Any) -> None:
         trainer.accumulation_steps = trainer.cur_epoch_idx + 1
 
-    growing = Hooks(on_train_epoch_begin=grow)
+    growing = toy.Hooks(on_train_epoch_begin=grow)
     with pytest.raises(RuntimeError, match="accumulation_steps cannot change during a training with the trainer's own step"):
         trained(24, growing, n_epochs=3)
     trained(24, growing, n_epochs=1)  # the same number is no change
@@ -363,7 +344,7 @@ def test_a_loop_of_ones_own_evaluates_a_loader() -> None:
 def test_events_may_be_fired_from_a_loop_and_are_counted() -> None:
     restored: list[Any] = []
 
-    class Saves(Callback):
+    class Saves(fastnlp.Callback):
         def on_save_checkpoint(self, trainer: Any) -> dict[str, int]:
             return {"at": trainer.global_forward_batches}
 

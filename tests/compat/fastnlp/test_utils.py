@@ -19,30 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cadenza.compat.fastnlp import (
-    all_rank_call_context,
-    auto_param_call,
-    envs,
-    f_rich_progress,
-    f_tqdm_progress,
-    get_global_rank,
-    is_cur_env_distributed,
-    logger,
-    print,
-    rank_zero_call,
-    seq_len_to_mask,
-)
+from cadenza.compat import fastnlp
+from cadenza.compat.fastnlp import auto_param_call, f_rich_progress, f_tqdm_progress, logger, print, seq_len_to_mask
+from cadenza.compat.fastnlp.core import utils
 from cadenza.compat.fastnlp.core.log.logger import FastNLPLogger, parse_level
-from cadenza.compat.fastnlp.core.utils import (
-    Option,
-    apply_to_collection,
-    check_user_specific_params,
-    dataclass_to_dict,
-    flat_nest_dict,
-    is_torch_module,
-    match_and_substitute_params,
-    torch_move_data_to_device,
-)
+from cadenza.compat.fastnlp.core.utils import apply_to_collection, match_and_substitute_params
 from cadenza.compat.fastnlp.envs import FASTNLP_GLOBAL_RANK, FASTNLP_LAUNCH_TIME, FASTNLP_LOG_LEVEL, FASTNLP_NO_SYNC
 from cadenza.compat.fastnlp.envs.utils import get_global_seed
 from cadenza.compat.fastnlp.models.torch import CNNText
@@ -90,30 +71,30 @@ def test_everything_with_a_method_to_is_moved() -> None:
             self.device = str(device)
 
     own = Own()
-    moved = torch_move_data_to_device({"x": [torch.ones(2)], "own": own, "text": "a"}, "meta")
+    moved = utils.torch_move_data_to_device({"x": [torch.ones(2)], "own": own, "text": "a"}, "meta")
     assert (moved["x"][0].device.type, moved["own"], own.device, moved["text"]) == ("meta", own, "meta", "a")
     batch = [torch.ones(1)]
-    assert torch_move_data_to_device(batch) is batch
-    assert (is_torch_module(nn.Linear(1, 1)), is_torch_module(own)) == (True, False)
+    assert utils.torch_move_data_to_device(batch) is batch
+    assert (utils.is_torch_module(nn.Linear(1, 1)), utils.is_torch_module(own)) == (True, False)
 
 
 def test_names_of_nested_results_options_dataclasses_and_sequences() -> None:
     nested = {"dev": {None: {"f": 1}, "acc": 2}, "loss": 3}
-    assert flat_nest_dict(nested) == {"f#dev": 1, "acc#dev": 2, "loss": 3}
-    assert flat_nest_dict(nested, separator=".", top_down=True) == {"dev.f": 1, "dev.acc": 2, "loss": 3}
-    option = Option(rate=1)
+    assert utils.flat_nest_dict(nested) == {"f#dev": 1, "acc#dev": 2, "loss": 3}
+    assert utils.flat_nest_dict(nested, separator=".", top_down=True) == {"dev.f": 1, "dev.acc": 2, "loss": 3}
+    option = utils.Option(rate=1)
     option.size = 2
     del option.rate
     assert (option, option.size) == ({"size": 2}, 2)
     for touch in (lambda: option.rate, lambda: option.__delattr__("rate")):
         with pytest.raises(AttributeError, match="rate"):
             touch()
-    assert dataclass_to_dict(Fields([1])) == {"words": [1], "rest": None}
+    assert utils.dataclass_to_dict(Fields([1])) == {"words": [1], "rest": None}
     assert match_and_substitute_params({"words": "x"}, Fields(1)) == {"x": 1, "rest": None}
     assert match_and_substitute_params(len, [1, 2]) == 2
     assert match_and_substitute_params(None, 3) == 3
     with pytest.raises(TypeError, match="object of a dataclass; got a type"):
-        dataclass_to_dict(Fields)
+        utils.dataclass_to_dict(Fields)
     with pytest.raises(ValueError, match="mapping must be a function, or a dict"):
         match_and_substitute_params(3, {})  # type: ignore[arg-type]
 
@@ -137,7 +118,7 @@ def test_an_unused_argument_of_the_user_is_a_warning(capsys: pytest.CaptureFixtu
 
     def step(rate: float) -> None: ...
 
-    assert check_user_specific_params({"rate": 1, "size": 2}, step, "step") == {"rate": 1, "size": 2}
+    assert utils.check_user_specific_params({"rate": 1, "size": 2}, step, "step") == {"rate": 1, "size": 2}
     assert capsys.readouterr().out == "step has no argument 'size', so the value is probably not used\n"
 
 
@@ -207,25 +188,25 @@ def test_the_import_sets_the_rank_that_torchrun_gave_and_keeps_the_launch_time_o
 
 
 def test_a_function_of_rank_zero_runs_on_the_main_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    @rank_zero_call
+    @fastnlp.rank_zero_call
     def rank_of(text: str) -> str:
         """Return the rank with a text."""
-        return f"{text} {get_global_rank()} {os.environ[FASTNLP_NO_SYNC]}"
+        return f"{text} {fastnlp.get_global_rank()} {os.environ[FASTNLP_NO_SYNC]}"
 
-    @rank_zero_call
+    @fastnlp.rank_zero_call
     def failing() -> None:
         raise KeyError("inside")
 
-    assert (get_global_rank(), is_cur_env_distributed()) == (0, False)  # a process alone
+    assert (fastnlp.get_global_rank(), fastnlp.is_cur_env_distributed()) == (0, False)  # a process alone
     assert (rank_of("rank"), rank_of.__name__, FASTNLP_NO_SYNC in os.environ) == ("rank 0 2", "rank_of", False)
     with pytest.raises(KeyError, match="inside"):
         failing()
     assert FASTNLP_NO_SYNC not in os.environ
     monkeypatch.setenv(FASTNLP_GLOBAL_RANK, "1")
     assert rank_of("rank") is None
-    with all_rank_call_context():
+    with fastnlp.all_rank_call_context():
         assert rank_of("rank") == "rank 0 2"
-    assert (get_global_rank(), is_cur_env_distributed()) == (1, True)
+    assert (fastnlp.get_global_rank(), fastnlp.is_cur_env_distributed()) == (1, True)
 
 
 def test_the_seed_of_all_processes_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +221,12 @@ def test_the_main_process_removes_files_and_folders(tmp_path: Path, monkeypatch:
     (tmp_path / "folder" / "inner" / "file").touch()
     (tmp_path / "file").touch()
     monkeypatch.setenv(FASTNLP_GLOBAL_RANK, "1")
-    envs.rank_zero_rm(tmp_path / "file")
+    fastnlp.envs.rank_zero_rm(tmp_path / "file")
     assert (tmp_path / "file").exists()
     monkeypatch.setenv(FASTNLP_GLOBAL_RANK, "0")
     for name in ("file", "folder", "missing"):
-        envs.rank_zero_rm(str(tmp_path / name))
-    envs.rank_zero_rm(None)
+        fastnlp.envs.rank_zero_rm(str(tmp_path / name))
+    fastnlp.envs.rank_zero_rm(None)
     assert list(tmp_path.iterdir()) == []
 
 
