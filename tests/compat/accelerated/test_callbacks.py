@@ -70,9 +70,7 @@ def test_a18_a_limit_in_the_environment_adds_a_callback_in_front(monkeypatch: py
         trainer_of()
 
 
-def test_intermediate_evaluations_run_after_batches_three_five_and_seven(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_intermediate_evaluations_run_after_batches_3_5_and_7(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     modes: list[bool] = []
     metrics: list[set[str]] = []
     look = parts.Hooks(
@@ -247,7 +245,7 @@ def test_training_states_know_how_many_batches_there_were(tmp_path: Path) -> Non
     assert saving._global_step == 6
 
 
-def test_an_average_with_its_own_formula_gets_each_tensor(tmp_path: Path) -> None:
+def test_an_average_may_have_its_own_formula_for_each_tensor_and_change_its_decay(tmp_path: Path) -> None:
     class Newest(ModelEma):
         def update_fn(self, ema_model_weights: Tensor, updated_model_weights: Tensor) -> Tensor:
             return updated_model_weights * 2
@@ -266,8 +264,6 @@ def test_an_average_with_its_own_formula_gets_each_tensor(tmp_path: Path) -> Non
     with pytest.raises(TypeError, match=r"model_ema must be ModelEma or a subclass; got <class '.*Linear'>"):
         ModelEmaCallback(save_path=tmp_path / "ema.pt", model_ema=wrong)
 
-
-def test_an_average_may_change_its_decay() -> None:
     class Ramp(ModelEma):
         def __init__(self, model: nn.Module, decay: float = 0.9) -> None:
             super().__init__(model, decay)
@@ -308,7 +304,7 @@ def test_a_freezer_freezes_groups_and_returns_the_unfrozen_parameters() -> None:
         freezer.freeze(to_index=3)
 
 
-def test_rows_of_padding_are_removed_also_by_gather() -> None:
+def test_helpers_remove_rows_of_padding_slice_loaders_and_seed_workers() -> None:
     assert remove_padding(torch.tensor([1, -1, 2, -1]), -1).tolist() == [1, 2]
     assert remove_padding(torch.tensor([[[-1, -1]], [[-1, 2]]]), -1).tolist() == [[[-1, 2]]]
     assert remove_padding(torch.zeros(0, 4), -1).shape == (0, 4)
@@ -319,9 +315,6 @@ def test_rows_of_padding_are_removed_also_by_gather() -> None:
     assert trainer.gather(rows) is rows
     with pytest.raises(TypeError, match="with a padding_value needs a tensor; got a list"):
         trainer.gather([rows], padding_value=-1)
-
-
-def test_slices_of_loaders_and_seeds_of_workers() -> None:
     batches = utils.DataLoaderSlice(range(5), 3)
     assert [*batches] == [*batches] == [0, 1, 2]
     assert (len(batches), len(utils.DataLoaderSlice(range(2), 3))) == (3, 2)

@@ -131,7 +131,7 @@ def test_a19_an_evaluation_run_has_its_own_order_resets_the_history_and_needs_no
         trainer_of().evaluate()
 
 
-def test_a2_on_init_end_has_no_run_config() -> None:
+def test_a2_on_init_end_has_no_run_config_and_a3_on_train_step_end_may_replace_the_loss() -> None:
     class Look(TrainerCallback):
         def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
             seen.append(trainer.run_config)
@@ -142,9 +142,6 @@ def test_a2_on_init_end_has_no_run_config() -> None:
     seen: list[Any] = []
     train(trainer_of(callbacks=[Look]), 3, data(1))
     assert seen == [None, 3]
-
-
-def test_a3_a_loss_replaced_in_on_train_step_end_is_used() -> None:
     nothing = parts.Hooks(
         on_train_step_end=lambda trainer, batch_output, **_: batch_output.update(loss=batch_output["loss"] * 0)
     )
@@ -203,7 +200,7 @@ def test_a_second_training_that_keeps_the_history_continues_to_count_epochs() ->
     assert trainer.run_history.current_epoch == 5
 
 
-def test_gradients_are_clipped_by_value_once_they_are_complete_or_by_an_override() -> None:
+def test_gradients_are_clipped_once_they_are_complete_and_overrides_may_clip_or_keep_them() -> None:
     class Zero(Trainer):
         def _clip_gradients(self) -> None:
             for parameter in self.model.parameters():
@@ -221,8 +218,6 @@ def test_gradients_are_clipped_by_value_once_they_are_complete_or_by_an_override
     norm = train(trainer_of(Norm, lr=1.0), 1, data(1), gradient_clip_value=0.25)
     assert (weights_of(norm) - weights_of(trainer_of())).norm().item() == pytest.approx(0.25, rel=1e-4)
 
-
-def test_an_overridden_zero_grad_may_keep_gradients() -> None:
     class Keeping(Trainer):
         def optimizer_zero_grad(self) -> None:
             kept.append(next(self.model.parameters()).grad)
@@ -355,7 +350,7 @@ ERRORS = (RuntimeError("broken"), KeyboardInterrupt())
         *((run, "on_eval_step_end", error) for run in ("training", "evaluation") for error in ERRORS),
     ],
 )
-def test_a9_and_a10_a_stop_outside_the_epochs_and_any_other_error_are_raised_and_no_event_is_called(
+def test_a9_and_a10_stops_outside_epochs_and_errors_are_raised_with_no_event(
     run: str, event: str, error: BaseException
 ) -> None:
     before, after = Noting(), Again()
@@ -379,7 +374,7 @@ def test_a9_a_stop_in_a_hook_around_an_evaluation_run_or_in_the_constructor_is_a
         trainer_of(callbacks=[Raises("on_init_end", StopTrainingError("enough"))])
 
 
-def test_a10_an_attribute_error_in_a_callback_is_not_swallowed() -> None:
+def test_a10_an_attribute_error_in_a_callback_is_raised_and_a14_a_missing_metric_is_named() -> None:
     class Mistyped(TrainerCallback):
         def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
             self.conut += 1  # type: ignore[attr-defined]  # the mistake that is meant
@@ -387,6 +382,8 @@ def test_a10_an_attribute_error_in_a_callback_is_not_swallowed() -> None:
     with pytest.raises(AttributeError, match="conut") as raised:
         train(trainer_of(callbacks=[Mistyped]), 1, data(1))
     assert "raised in Mistyped.on_epoch_start (callback 2 of 3)" in "".join(raised.value.__notes__)
+    with pytest.raises(ValueError, match=r"'eval_loss_epoch'.*The run history has train_loss_epoch"):
+        train(trainer_of(callbacks=[EarlyStoppingCallback]), 2, data(1))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -423,20 +420,13 @@ def test_a11_a_loss_that_is_not_finite_ends_a_training_and_the_process_but_only_
         ([float("nan"), float("nan"), 0.1], {"early_stopping_patience": 2}, 2),  # NaN is no improvement
     ],
 )
-def test_a14_early_stopping_stops_after_the_sequences_of_the_original(
-    metrics: list[float], arguments: Any, epochs: int
-) -> None:
+def test_a14_early_stopping_stops_after_the_originals_sequences(metrics: list[float], arguments: Any, epochs: int) -> None:
     def report(trainer: Trainer, **kwargs: Any) -> None:
         trainer.run_history.update_metric("result", metrics[trainer.run_history.current_epoch - 1])
 
     callbacks = [parts.Hooks(on_eval_epoch_end=report), EarlyStoppingCallback(watch_metric="result", **arguments)]
     trainer = train(trainer_of(callbacks=callbacks), len(metrics), data(1), data(1))
     assert len(trainer.run_history.get_metric_values("result")) == epochs
-
-
-def test_a14_a_missing_metric_is_an_error_that_names_the_recorded_ones() -> None:
-    with pytest.raises(ValueError, match=r"'eval_loss_epoch'.*The run history has train_loss_epoch"):
-        train(trainer_of(callbacks=[EarlyStoppingCallback]), 2, data(1))
 
 
 @pytest.mark.parametrize(("reset", "best"), [(True, 5.0), (False, 1.0)])

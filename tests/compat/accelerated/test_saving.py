@@ -76,9 +76,7 @@ def test_a15_the_model_is_saved_when_a_metric_improves_and_loaded_at_the_end(tmp
 
 
 @pytest.mark.parametrize(("reset", "best"), [(False, 4.0), (True, 8.0)])
-def test_a16_another_training_resets_the_best_value_unless_reset_on_train_is_false(
-    reset: bool, best: float, tmp_path: Path
-) -> None:
+def test_a16_a_training_resets_the_best_value_unless_reset_on_train_is_false(reset: bool, best: float, tmp_path: Path) -> None:
     class ByEpoch(parts.Scripted):
         """One sample with another loss in each epoch."""
 
@@ -122,9 +120,7 @@ def doubling() -> TrainerCallback:
     return Hooks(on_train_epoch_end=lambda trainer, **_: set_weight(trainer, 2.0 * trainer.run_history.current_epoch))
 
 
-def test_a17_the_average_is_updated_once_an_epoch_from_a_copy_of_the_first_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a17_the_average_of_the_first_weights_is_updated_each_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Look(TrainerCallback):
         def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
             seen.append((weight_of(trainer).item(), next(ema.ema_model.module.parameters()).item()))
@@ -174,9 +170,7 @@ def test_a17_a_stop_in_the_evaluation_of_the_average_restores_the_trainer(tmp_pa
     assert noting.log[-2:] == ["on_stop_training_error", "on_training_run_end"]
 
 
-def test_a_scheduler_without_a_state_is_left_out_and_a_message_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_scheduler_without_state_is_left_out_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Steps:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             pass
@@ -387,9 +381,7 @@ def state(states: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("optimizer", [ADAM, SGD])
 @pytest.mark.parametrize("create", [COSINE, None])
-def test_a_state_of_an_epoch_continues_with_the_next_one_to_the_same_weights(
-    optimizer: Any, create: Any, tmp_path: Path
-) -> None:
+def test_a_state_of_an_epoch_continues_with_the_next_to_the_same_weights(optimizer: Any, create: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     rates = Rates()
     whole = trained(3, Write(tmp_path), rates, optimizer=optimizer, create=create)

@@ -245,7 +245,7 @@ def test_a_subclass_may_add_to_the_state() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [AssertionError, ValueError])
-def test_a_wrong_length_is_an_error_that_the_original_raises_and_a_value_error(
+def test_a_wrong_length_is_the_originals_error_and_a_value_error(
     arguments: dict[str, Any], message: str, kind: type[Exception]
 ) -> None:
     with pytest.raises(kind, match=message):
@@ -344,7 +344,7 @@ def test_wsd_has_warm_up_a_stable_phase_and_a_decay(settings: Any, first: list[f
     assert steps(scheduler, 12) == pytest.approx([*first, *last])
 
 
-def test_a_state_of_wsd_contains_its_counter() -> None:
+def test_a_state_of_wsd_continues_or_begins_a_stable_phase_of_a_new_length_without_a_warm_up() -> None:
     whole = WSDLrScheduler(optimizer_of(0.01), total_steps=10, decay_phase_ratio=0.5)
     steps(whole, 8)
     again = WSDLrScheduler(optimizer_of(0.01), total_steps=99)
@@ -352,9 +352,6 @@ def test_a_state_of_wsd_contains_its_counter() -> None:
     assert again.state_dict() == whole.state_dict()
     assert again.get_current_step() == 7
     assert steps(again, 3)[1:] == steps(whole, 3)[1:]
-
-
-def test_a_continuation_of_wsd_begins_a_stable_phase_of_the_new_length_without_a_warm_up() -> None:
     first = WSDLrScheduler(optimizer_of(0.01), total_steps=20, num_warmup_steps=5, decay_phase_ratio=0.2)
     steps(first, 16)
     then = WSDLrScheduler(first.optimizer, total_steps=10, decay_phase_ratio=0.5, is_continuation_from_checkpoint=True)
@@ -473,9 +470,7 @@ def test_a_decay_may_take_the_whole_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoint_15_wsd_pre_decay", "checkpoint_20_wsd_post_decay.pt"])
-def test_a_new_training_begins_at_a_checkpoint_with_a_stable_phase_or_continues_inside_the_decay(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_training_begins_at_a_checkpoint_with_a_stable_phase_or_continues_inside_the_decay(name: str, tmp_path: Path) -> None:
     first, whole = Weights(), Rates()
     trained(4, WSDCheckpointCallback(tmp_path / "first"), first, whole)
     checkpoint = tmp_path / "first" / name
@@ -519,9 +514,7 @@ def test_a_training_that_was_killed_resumes_inside_a_phase(name: str, create: An
     assert set(names(tmp_path / "rest")) == set(names(tmp_path / "whole")) - missing
 
 
-def test_a_scheduler_without_checkpoints_is_an_error_and_a_missing_file_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_checkpoint_steps_is_an_error_and_a_missing_file_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
         ValueError, match=r"needs a scheduler with get_checkpoint_steps; got NoneType\. Use create_scheduler_fn"
     ):

@@ -190,7 +190,7 @@ def test_model_and_optimizer_may_be_set_after_the_constructor_and_an_evaluation_
     assert trainer.run_history.get_metric_names() == {"evaluation_loss"}
 
 
-def test_callbacks_get_more_entries_of_a_batch_and_may_change_them_for_later_ones() -> None:
+def test_callbacks_get_more_entries_of_a_batch_and_may_change_them_and_loaders_have_a_device() -> None:
     class More(Trainer):
         def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
             return {**super().calculate_train_batch_loss(batch), "extra": 42}
@@ -200,6 +200,15 @@ def test_callbacks_get_more_entries_of_a_batch_and_may_change_them_for_later_one
     train(trainer_of(More, [shift, noting]), 1, data(1), data(1))
     assert noting.of("on_train_step_end")[0]["batch_output"]["extra"] == 42
     assert noting.of("on_eval_step_end")[0]["batch_output"]["model_outputs"] == "shifted"
+
+    class Move(TrainerCallback):
+        def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+            devices.extend((trainer._train_dataloader.device, trainer._eval_dataloader.device))
+
+    devices: list[torch.device] = []
+    trainer = trainer_of(callbacks=[Move])
+    train(trainer, 1, data(1), data(1))
+    assert devices == [trainer.device] * 2
 
 
 def test_the_accelerator_places_modules_pads_tensors_and_says_what_it_lacks() -> None:
@@ -403,13 +412,11 @@ class Verifying(Trainer):
         return super().calculate_train_batch_loss(batch)
 
 
-def test_a13_a_custom_event_is_called_on_the_callbacks_that_define_it() -> None:
+def test_a13_a_custom_event_is_called_on_the_callbacks_that_define_it_and_its_errors_are_raised() -> None:
     verify, noting = Verify(), Noting()
     train(trainer_of(Verifying, [noting, verify]), 1, data(2))
     assert verify.shapes == [(2, 1), (2, 1)]
 
-
-def test_a13_its_own_attribute_error_is_not_taken_for_a_missing_event() -> None:
     class Broken(TrainerCallback):
         def verify_train_batch(self, trainer: Trainer, xb: Any, yb: Any) -> None:
             self.nothing  # type: ignore[attr-defined]  # noqa: B018  # the mistake that is meant
@@ -483,21 +490,10 @@ def test_an_attribute_that_a_callback_lacks_is_a_named_error() -> None:
     assert getattr(callback, "verify", None) is None
 
 
-def test_the_loaders_have_the_device() -> None:
-    class Move(TrainerCallback):
-        def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
-            devices.extend((trainer._train_dataloader.device, trainer._eval_dataloader.device))
-
-    devices: list[torch.device] = []
-    trainer = trainer_of(callbacks=[Move])
-    train(trainer, 1, data(1), data(1))
-    assert devices == [trainer.device] * 2
-
-
 # -- the run history --------------------------------------------------------------------------------------------------------
 
 
-def test_a20_the_run_history_keeps_values_by_name() -> None:
+def test_a20_the_run_history_keeps_values_by_name_with_a_prefix_in_writes() -> None:
     history = InMemoryRunHistory()
     history.update_metric("accuracy", 0.5)
     values = history.get_metric_values("accuracy")  # the list that grows
@@ -515,9 +511,6 @@ def test_a20_the_run_history_keeps_values_by_name() -> None:
     history.delete_metric("loss")
     with pytest.raises(KeyError):
         history.delete_metric("loss")
-
-
-def test_a20_a_prefix_changes_the_names_in_writes_but_not_in_reads() -> None:
     history = InMemoryRunHistory()
     history.set_metric_name_prefix("ema_")
     history.update_metric("loss", 1.0)
@@ -536,7 +529,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_samples() -> None:
     assert (tracker.average, tracker.total_loss, tracker.running_count, tracker.loss_value) == (3.0, 9.0, 3, 6.0)
 
 
-def test_metrics_with_train_in_their_names_are_logged_after_the_steps_and_others_after_the_evaluation(
+def test_metrics_named_train_are_logged_after_steps_and_others_after_evaluations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Keep(LogMetricsCallback):

@@ -202,13 +202,11 @@ def test_methods_with_names_of_0_5_that_take_the_trainer_belong_to_the_user(capl
 
 
 @pytest.mark.parametrize(("name", "now"), PROPERTIES.items())
-def test_each_property_of_0_5_is_an_error_that_says_what_to_use(name: str, now: str) -> None:
+def test_each_property_of_0_5_is_an_error_that_says_what_to_use_and_another_error_is_unchanged(name: str, now: str) -> None:
     with pytest.raises(AttributeError, match=re.escape(f"had. Use {now.replace('`', '')}")):
         getattr(Callback(), name.removeprefix("self."))
     assert not hasattr(Callback(), "other")
 
-
-def test_an_attribute_error_in_a_property_of_a_callback_is_raised_unchanged() -> None:
     class Broken(Callback):
         @property
         def rate(self) -> Any:

@@ -52,9 +52,7 @@ DOWN = [0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125, 0.0]
         (-3, "linear", {}, [0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.0]),
     ],
 )
-def test_case_28_a_warm_up_of_any_length_is_followed_by_decay_or_a_constant_rate(
-    warmup: float, schedule: Any, options: Any, rates: list[float]
-) -> None:
+def test_case_28_a_warm_up_precedes_decay_or_a_constant_rate(warmup: float, schedule: Any, options: Any, rates: Any) -> None:
     notes = Rates()
     trained(**{"count": 20, **options}, callbacks=[TorchWarmupCallback(warmup, schedule=schedule), notes], n_epochs=2)
     assert notes.seen == rates
@@ -147,14 +145,11 @@ def step_of(model: Steep, callback: Any) -> tuple[float, float]:
     return round(before[0] - after[0], 4), round(before[1] - after[1], 4)
 
 
-def test_gradients_are_clipped_together_by_norm_or_each_by_value() -> None:
+def test_gradients_are_clipped_together_by_norm_or_each_by_value_or_only_the_given_ones() -> None:
     norm = (5 * 3.0**2 + 4.0**2) ** 0.5
     assert step_of(Steep(), TorchGradClipCallback()) == (round(3 / norm, 4), round(4 / norm, 4))
     assert step_of(Steep(), TorchGradClipCallback(0.5, "value")) == (0.5, 0.5)
     assert step_of(Steep(), TorchGradClipCallback(100)) == (3.0, 4.0)
-
-
-def test_the_given_parameters_are_clipped_and_no_others() -> None:
     model = Steep()
     assert step_of(model, TorchGradClipCallback(1, "norm", parameters=[model.linear.bias])) == (3.0, 1.0)
     assert step_of(model, TorchGradClipCallback(1, "value", parameters=model.linear.weight)) == (1.0, 4.0)
@@ -184,7 +179,7 @@ def test_the_given_parameters_are_clipped_and_no_others() -> None:
     ],
 )
 def test_a_wrong_argument_is_an_error_in_the_constructor(
-    made: Callable[[], fastnlp.Callback], error: type[Exception], message: str
+    made: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         made()
@@ -194,7 +189,7 @@ def test_a_wrong_argument_is_an_error_in_the_constructor(
     ("made", "error", "message"),
     [
         (
-            lambda mine: LRSchedCallback(halving(optimizer_of(Toy()))),
+            lambda own: LRSchedCallback(halving(optimizer_of(Toy()))),
             ValueError,
             "belongs to an optimizer that this run does not have",
         ),
@@ -243,7 +238,7 @@ def told(callback: Any, capsys: Shown, count: int = 8, n_epochs: int = 2, *value
     return capsys.readouterr().out
 
 
-def test_lines_show_epoch_batch_mean_loss_and_progress(capsys: Shown) -> None:
+def test_lines_show_epoch_batch_progress_and_the_means_of_the_loss_and_further_outputs(capsys: Shown) -> None:
     assert told(RawTextCallback(print_every=2), capsys).split("\n") == [
         "",
         "********** Epoch:0 starts **********",
@@ -253,6 +248,13 @@ def test_lines_show_epoch_batch_mean_loss_and_progress(capsys: Shown) -> None:
         "Epoch:1/2, Batch:2, loss:3.5, finished 100.0%.",
         "",
     ]
+
+    class Largest(fastnlp.ExtraInfoStatistics):
+        def get_stat(self) -> dict[str, Any]:
+            return {"largest": super().get_stat()["square"] * 2}
+
+    assert "loss:1.5, square:2.5, " in told(RawTextCallback(2, extra_show_keys="square"), capsys)
+    assert "largest:5.0" in told(RawTextCallback(2, extra_show_keys=Largest("square")), capsys)
 
 
 def test_evaluations_are_printed_with_a_sign_for_improvements_and_the_best_at_the_end(capsys: Shown) -> None:
@@ -279,31 +281,21 @@ def test_all_kinds_inherit_the_trainers_monitor_and_hide_private_results(kind: t
     assert "Epoch:0, Global Batch:2" in shown
 
 
-def test_further_outputs_of_the_model_are_shown_as_means(capsys: Shown) -> None:
-    class Largest(fastnlp.ExtraInfoStatistics):
-        def get_stat(self) -> dict[str, Any]:
-            return {"largest": super().get_stat()["square"] * 2}
-
-    assert "loss:1.5, square:2.5, " in told(RawTextCallback(2, extra_show_keys="square"), capsys)
-    assert "largest:5.0" in told(RawTextCallback(2, extra_show_keys=Largest("square")), capsys)
-
-
-def test_the_rich_bar_ends_with_the_last_loss(capsys: Shown) -> None:
+def test_the_bars_of_rich_and_tqdm_end_with_the_last_loss(capsys: Shown) -> None:
     shown = told(fastnlp.RichCallback(loss_round_ndigit=2), capsys, 12, 2, 0.5, 0.5)
     assert re.search(r"Epoch:2 .* 6/6 +100%", shown)
     assert "loss:6.0" in shown
     assert shown.count("Eval. results on Epoch:") == 2
     assert json.loads(shown[shown.index("{") : shown.index("}") + 1]) == {"acc#acc": 0.5}
-
-
-def test_the_bars_of_tqdm_show_the_loss(capsys: Shown) -> None:
     trained(8, fastnlp.TqdmCallback(), model=Flat(), n_epochs=2)
     shown = capsys.readouterr().err
     assert "Epoch:1" in shown
     assert "loss=4" in shown
 
 
-def test_progress_bar_chooses_the_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_chooses_the_callback_unless_a_callback_shows_the_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: Shown
+) -> None:
     kinds = {
         "rich": fastnlp.RichCallback,
         "tqdm": fastnlp.TqdmCallback,
@@ -318,9 +310,6 @@ def test_progress_bar_chooses_the_callback(monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_progress_callback(None) is None
     with pytest.raises(ValueError, match=r"progress_bar must be .*; got 'bar'"):
         choose_progress_callback("bar")
-
-
-def test_a_trainer_shows_itself_unless_a_callback_does(capsys: Shown) -> None:
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for callbacks, lines in (([], 2), ([RawTextCallback(print_every=2)], 1)):
@@ -339,10 +328,8 @@ TIMES = ", fetch-data: S, forward: S, backward: S, optimize: S, evaluate: S, tra
 @pytest.mark.parametrize(
     ("every", "words"),
     [
-        (-1, ["Running 1 epochs"] * 4),
-        (-2, ["Running 2 epochs"] * 2),
-        (0, ["Training finished"]),
-        (3, ["Running 3 batches"] * 2),
+        *((-1, ["Running 1 epochs"] * 4), (-2, ["Running 2 epochs"] * 2)),
+        *((3, ["Running 3 batches"] * 2), (0, ["Training finished"])),
     ],
 )
 def test_times_are_printed_by_epochs_batches_or_at_the_end(every: int, words: list[str], capsys: Shown) -> None:
@@ -376,31 +363,22 @@ def test_parts_without_time_are_omitted_and_a_second_run_works(capsys: Shown) ->
 # -- more evaluations ------------------------------------------------------------------------------------
 
 
+EPOCHS = ["Epoch:1, Batch:5", "Epoch:2, Batch:10", "Epoch:3, Batch:15"]
+
+
 @pytest.mark.parametrize(
     ("options", "at"),
     [
-        ({}, ["Epoch:1, Batch:5", "Epoch:2, Batch:10", "Epoch:3, Batch:15"]),
+        ({}, EPOCHS),
         ({"evaluate_every": -2}, ["Epoch:2, Batch:10"]),
         ({"evaluate_every": 4}, ["Epoch:0, Batch:4", "Epoch:1, Batch:8", "Epoch:2, Batch:12"]),
         ({"evaluate_every": lambda trainer: trainer.global_forward_batches == 7}, ["Epoch:1, Batch:7"]),
         ({"watch_monitor": "acc#acc"}, ["Epoch:0, Batch:5", "Epoch:2, Batch:15"]),
-        (
-            {"evaluate_fn": "forward", "num_eval_sanity_batch": 0},
-            ["Epoch:1, Batch:5", "Epoch:2, Batch:10", "Epoch:3, Batch:15"],
-        ),
+        ({"evaluate_fn": "forward", "num_eval_sanity_batch": 0}, EPOCHS),
     ],
-    ids=[
-        "epoch",
-        "epochs",
-        "batches",
-        "function",
-        "improvement of the trainer's result",
-        "own function without a sanity check",
-    ],
+    ids=["epoch", "epochs", "batches", "function", "improvement of the trainer's result", "own function without a trial"],
 )
-def test_more_evaluations_run_by_epochs_batches_a_function_or_an_improvement(
-    options: Any, at: list[str], capsys: Shown
-) -> None:
+def test_more_evaluations_run_by_epochs_batches_function_or_improvement(options: Any, at: list[str], capsys: Shown) -> None:
     trained(20, more_of(**options), {"acc": Scripted(0.0, 0.3, 0.2, 0.4)}, n_epochs=3)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" on ")[2] for line in lines if line.startswith("More")] == at

@@ -67,12 +67,18 @@ class Trap:
         return os.mkdir, ("sprung",)
 
 
-def test_reading_weights_executes_no_code_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_weights_executes_no_code_of_the_file_and_a_missing_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(Trap(), tmp_path / "fastnlp_model.pkl.tar")
     with pytest.raises(CheckpointError, match="must hold weights only"):
         toy_trainer().load_model(tmp_path)
     assert not (tmp_path / "sprung").exists()
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        toy_trainer().run(resume_from=tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no fastnlp_model\.pkl\.tar"):
+        toy_trainer().load_model(tmp_path)
 
 
 def test_custom_functions_may_write_and_read(tmp_path: Path) -> None:
@@ -84,13 +90,6 @@ def test_custom_functions_may_write_and_read(tmp_path: Path) -> None:
     assert names(tmp_path / "own") == []
     with pytest.raises(RuntimeError, match="need a folder; got a stream"):
         trainer.save_model(io.BytesIO(), model_save_fn=targets.append)
-
-
-def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        toy_trainer().run(resume_from=tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"no fastnlp_model\.pkl\.tar"):
-        toy_trainer().load_model(tmp_path)
 
 
 class Keeping(Callback):
@@ -276,7 +275,7 @@ SAVED = (1, 3, 5, 6, 8, 9, 10)  # of ten batches, five in each epoch
 
 
 @pytest.mark.parametrize(("loop", "accumulate"), [(None, 2), (None, 3), (None, 7), (Calls(), 1), (Calls(), 2), (Calls(), 3)])
-def test_a_resume_at_batches_also_inside_a_window_over_two_epochs_ends_with_the_same_bits(
+def test_a_resume_also_inside_a_window_over_two_epochs_is_bit_identical(
     tmp_path: Path, accumulate: int, loop: TrainBatchLoop | None
 ) -> None:
     def made() -> Trainer:
@@ -299,9 +298,7 @@ def test_a_resume_at_batches_also_inside_a_window_over_two_epochs_ends_with_the_
 
 
 @pytest.mark.parametrize(("accumulate", "failing"), [(5, 3), (5, 4), (2, 5), (3, 7)])
-def test_a_checkpoint_in_on_exception_holds_the_incomplete_accumulation_window(
-    tmp_path: Path, accumulate: int, failing: int
-) -> None:
+def test_a_checkpoint_in_on_exception_holds_the_incomplete_window(tmp_path: Path, accumulate: int, failing: int) -> None:
     options: dict[str, Any] = {"n_epochs": 2, "accumulation_steps": accumulate}
     broken = toy_trainer(20, Raising("on_before_backward", failing, RuntimeError("once")), **options)
     broken.add_callback_fn(Event.on_exception(), lambda trainer, error: trainer.save_checkpoint(tmp_path))
@@ -488,9 +485,7 @@ NOT_CLASSES = "on_exceptions must be classes of exceptions; got"
         ({"topk": -2}, ValueError, "topk must be"),
     ],
 )
-def test_wrong_arguments_of_savers_are_errors_in_the_constructor(
-    options: Any, error: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_wrong_arguments_of_savers_are_errors(options: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
         CheckpointCallback(**{"folder": tmp_path, **options})
     with pytest.raises(RuntimeError, match="topk=1 needs a monitor"):

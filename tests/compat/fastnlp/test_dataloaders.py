@@ -47,14 +47,11 @@ def test_case_28_the_first_batch_of_the_first_epoch_is_that_of_the_tutorial() ->
     assert [*chain(*epochs(prepare_dataloader(numbered(), batch_size=7), 3)[0])] == list(range(80))  # without shuffling
 
 
-def test_without_a_trainer_each_pass_has_another_order() -> None:
+def test_without_a_trainer_each_pass_has_another_order_which_can_be_read_from_any_batch_on() -> None:
     loader = prepare_dataloader(numbered(), shuffle=True)
     first, second = ([batch["target"].tolist() for batch in loader] for _ in range(2))
     assert first != second
     assert sorted(chain(*second)) == list(range(80))
-
-
-def test_the_order_can_be_read_from_any_batch_on() -> None:
     loader = prepare_dataloader(numbered(), shuffle=True)
     rest = [batch["target"].tolist() for batch in resumable(loader, seed=9).batches(2, 3)]
     assert rest == epochs(loader, 2)[0][3:]
@@ -130,12 +127,18 @@ def test_a_run_continues_inside_an_epoch_with_the_batches_that_are_left(tmp_path
 # -- padding ---------------------------------------------------------------------------------------------
 
 
-def test_a_field_that_cannot_be_padded_stays_a_list() -> None:
+def test_a_field_that_cannot_be_padded_stays_a_list_and_is_an_error_only_if_it_has_a_value() -> None:
     mixed: list[list[Any]] = [[1, 2.5], [[1], 2], [[[1]], [2]], ["a", "b"], [[], []], [{}], [1, True]]
     for values in mixed:
         assert Collator()([{"x": value} for value in values]) == {"x": [*values]} or values == [{}]
         with pytest.raises(ValueError, match=r"can be padded|of the same depth"):
             padded(values)
+    assert Collator().set_pad("text")(ROWS)["text"] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"can be padded; got \['str'\]") as caught:
+        Collator().set_pad("text", pad_val=1)(ROWS)
+    assert caught.value.__notes__ == [
+        "in the field ('text',), which has a setting of set_pad. Pass pad_val=None to keep a list."
+    ]
 
 
 def test_tensors_and_arrays_are_padded_like_lists() -> None:
@@ -195,15 +198,6 @@ def test_shorter_samples_are_padded_with_0_of_their_type() -> None:
     assert batch["flags"].tolist() == [[True], [False]]
     assert (batch["raw"], batch["mixed"]) == (["a", "b"], [1, None])
     assert Collator(None)([{"ids": [1]}, {"ids": [2, 3]}]) == {"ids": [[1], [2, 3]]}  # without a backend
-
-
-def test_a_field_that_cannot_be_padded_is_an_error_only_if_it_has_a_value() -> None:
-    assert Collator().set_pad("text")(ROWS)["text"] == ["a", "b"]
-    with pytest.raises(ValueError, match=r"can be padded; got \['str'\]") as caught:
-        Collator().set_pad("text", pad_val=1)(ROWS)
-    assert caught.value.__notes__ == [
-        "in the field ('text',), which has a setting of set_pad. Pass pad_val=None to keep a list."
-    ]
 
 
 def ids() -> DataSet:
@@ -274,7 +268,7 @@ def test_the_arguments_are_those_of_fastnlp(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == "TorchDataLoader has no arguments ['as_numpy'], so they have no effect\n"
 
 
-def test_a_field_has_its_own_value_type_and_function() -> None:
+def test_a_field_has_its_own_value_type_and_function_and_elements_of_sequences_have_numbers() -> None:
     collator = Collator().set_pad("ids", pad_val=-100).set_pad("part", dtype=int, backend="numpy").set_pad("deep", pad_val=None)
     collator.set_pad(("inner", "y"), pad_fn=lambda values: [len(value) for value in values]).set_ignore("text", ("inner", "x"))
     batch = collator(ROWS)
@@ -284,9 +278,6 @@ def test_a_field_has_its_own_value_type_and_function() -> None:
     assert (batch["deep"], batch["inner"]) == ([[[1]], [[1], [1, 2]]], {"y": [2, 1]})
     assert Collator().set_pad("part", dtype=torch.float64)(ROWS)["part"].dtype is torch.float64
     assert Collator().set_pad("ids", dtype=np.int32)(ROWS)["ids"].dtype is torch.int32
-
-
-def test_elements_of_sequences_have_numbers() -> None:
     collator = Collator("raw").set_ignore("_0", "_3").set_pad("_1", pad_val=7)
     assert collator(LISTS) == [[[1, 7], [1, 2]], ["a", "b"]]
     assert Collator("raw").set_pad("_single")([[1], [2, 3]]) == [[1, 0], [2, 3]]
@@ -486,14 +477,11 @@ def test_a_trainer_sets_the_epoch_of_a_batch_sampler_and_continues_inside_of_one
     assert trained(resume_from=tmp_path) == whole[3:]
 
 
-def test_batches_are_random_and_the_last_one_may_be_dropped() -> None:
+def test_batches_are_random_or_of_similar_lengths_and_the_last_one_may_be_dropped() -> None:
     sampler = at_epoch(RandomBatchSampler(TEN, batch_size=4))
     assert (len(sampler), list(sampler)) == (3, [[4, 6, 2, 7], [3, 5, 9, 0], [8, 1]])
     assert [len(batch) for batch in RandomBatchSampler(TEN, 4, drop_last=True)] == [4, 4]
     assert list(RandomBatchSampler(TEN, 4, shuffle=False)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_batches_of_a_bucket_have_similar_lengths() -> None:
     sampler = at_epoch(BucketedBatchSampler(TEN, LENGTHS, batch_size=2, num_batch_per_bucket=2))
     batches = list(sampler)
     assert batches == [[6, 0], [9, 5], [8, 7], [2, 4], [3, 1]]

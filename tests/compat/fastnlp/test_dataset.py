@@ -99,12 +99,6 @@ def test_apply_more_adds_fields_and_returns_them_and_shows_a_bar(bar: Any, capsy
     assert bool(re.search(r"Processing: +0%\|.*\| 0/4 \[", capsys.readouterr().err)) == (bar == "tqdm")
 
 
-def test_apply_more_without_modify_fields_does_not_change_the_data_set() -> None:
-    dataset = texts()
-    assert dataset.apply_more(doubled, modify_fields=False, progress_bar=None) == {"double": [0, 2, 0, 2]}
-    assert not dataset.has_field("double")
-
-
 def test_functions_of_rows_or_of_values_return_their_results_or_make_fields() -> None:
     rows = numbers()
     assert rows.apply(lambda row: len(row["x"]), progress_bar=None) == [2, 1]
@@ -116,6 +110,9 @@ def test_functions_of_rows_or_of_values_return_their_results_or_make_fields() ->
     many = texts(9)  # several processes return the results of one
     many.apply_more(doubled, num_proc=2, progress_bar=None)
     assert list(many["double"]) == [row["target"] * 2 for row in texts(9)]
+    dataset = texts()
+    assert dataset.apply_more(doubled, modify_fields=False, progress_bar=None) == {"double": [0, 2, 0, 2]}
+    assert not dataset.has_field("double")
 
 
 def test_lengths_are_added_and_fields_deleted_copied_and_renamed() -> None:
@@ -183,16 +180,13 @@ def test_a_field_converts_its_values() -> None:
 # -- the table -------------------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_twelve_rows_are_shown_and_long_cells_are_cut() -> None:
+def test_a_table_has_twelve_rows_cuts_long_cells_and_has_two_columns_for_a_wide_character() -> None:
     lines = str(DataSet({"words": [list(range(100))] * 13, "target": [1] * 13, "seq_len": [5] * 13})).splitlines()
     assert len(lines) == 1 + 1 + 1 + 12 + 1 + 1
     assert lines[3] == "| [0, 1, 2, 3, 4, 5, 6, 7, ... | 1      | 5       |"
     assert lines[-2] == "| ...                          | ...    | ...     |"
     assert len(str(DataSet({"a": [1] * 12})).splitlines()) == 16  # all of them: no dots
     assert repr(Instance(words=["a"], target=1)).splitlines()[-2] == "| ['a'] | 1      |"
-
-
-def test_wide_characters_take_two_columns() -> None:
     line = "+------+---+"
     shown = str(DataSet({"字": ["你好"], "b": ["x"]})).splitlines()
     assert shown == [line, "| 字   | b |", line, "| 你好 | x |", line]
@@ -218,7 +212,7 @@ def test_padding_is_0_unknown_1_then_the_most_frequent(options: Any, words: str,
     assert ("a" in vocabulary) == ("a" in expected)
 
 
-def test_an_unknown_word_has_the_unknown_index_or_is_an_error() -> None:
+def test_an_unknown_word_has_the_unknown_index_or_is_an_error_and_indices_can_be_given() -> None:
     assert Vocabulary().add_word("a")["b"] == 1
     bare = Vocabulary(padding=None, unknown=None).add_word("a")
     assert (bare["a"], bare.padding_idx, bare.unknown_idx) == (0, None, None)
@@ -226,6 +220,13 @@ def test_an_unknown_word_has_the_unknown_index_or_is_an_error() -> None:
         bare.to_index("b")
     bare.update(["b", "b"])  # words that are added later are counted
     assert (bare["b"], bare["a"]) == (0, 1)
+    vocabulary = Vocabulary(padding=None, unknown=None)
+    vocabulary.word2idx = {"x": 0, "y": 5}
+    assert (vocabulary["y"], vocabulary.to_word(5)) == (5, "y")
+    vocabulary.idx2word = {1: "z"}
+    vocabulary.build_reverse_vocab()
+    assert vocabulary.word2idx == {"z": 1}
+    assert len(vocabulary.add_word("a").clear()) == 0
 
 
 @pytest.mark.parametrize("words", [["a", "b"], [["a"], ["b", "a"]], [[["a"], ["b"]], [["a"]]]])
@@ -276,16 +277,6 @@ def test_a_vocabulary_is_written_and_read(tmp_path: Path) -> None:
     assert other["d"] == other.unknown_idx
 
 
-def test_indices_can_be_given_and_words_forgotten() -> None:
-    vocabulary = Vocabulary(padding=None, unknown=None)
-    vocabulary.word2idx = {"x": 0, "y": 5}
-    assert (vocabulary["y"], vocabulary.to_word(5)) == (5, "y")
-    vocabulary.idx2word = {1: "z"}
-    vocabulary.build_reverse_vocab()
-    assert vocabulary.word2idx == {"z": 1}
-    assert len(vocabulary.add_word("a").clear()) == 0
-
-
 # -- bundles ---------------------------------------------------------------------------------------------
 
 
@@ -315,7 +306,7 @@ def test_data_sets_and_vocabularies_have_names() -> None:
         given.set_vocab({}, "x")  # type: ignore[arg-type]
 
 
-def test_fields_of_all_data_sets_change_together() -> None:
+def test_fields_of_all_data_sets_change_together_also_by_functions() -> None:
     given = bundle().copy_field("words", "chars").add_seq_len("words")
     assert [dataset["seq_len"].content for dataset in given.datasets.values()] == [[1, 2], [1]]
     given.set_vocab(Vocabulary(), "chars").rename_field("chars", "letters").delete_field("words")
@@ -324,9 +315,6 @@ def test_fields_of_all_data_sets_change_together() -> None:
     assert given.delete_field("letters").num_vocab == 0
     with pytest.raises(KeyError, match="the data set 'dev' has no field 'y'"):
         given.delete_field("y", ignore_miss_dataset=False)
-
-
-def test_functions_are_applied_to_all_data_sets() -> None:
     given = bundle().apply(lambda row: len(row["words"]), "length", progress_bar=None)
     given.apply_field(lambda words: words[0], "words", "first", progress_bar=None)
     assert [dataset["first"].content for dataset in given.datasets.values()] == [["a", "b"], ["c"]]

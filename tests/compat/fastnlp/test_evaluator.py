@@ -168,7 +168,7 @@ def test_torchmetrics_are_accepted() -> None:
     assert evaluated({"mae": torchmetrics.MeanAbsoluteError()}, model=Judge())["mae"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_model_is_evaluated_without_gradient_and_its_mode_is_restored() -> None:
+def test_the_model_is_evaluated_without_gradient_and_its_mode_and_the_rng_state_are_restored() -> None:
     class Looks(Toy):
         def evaluate_step(self, x: Tensor) -> dict[str, Tensor]:
             modes.append((self.training, torch.is_grad_enabled()))
@@ -181,9 +181,6 @@ def test_the_model_is_evaluated_without_gradient_and_its_mode_is_restored() -> N
     evaluated({"m": Reports(1)}, model=model, model_use_eval_mode=False)
     assert modes == [(False, False)] * 2 + [(True, False)] * 2
     assert (model.training, model.linear.training) == (True, False)
-
-
-def test_an_evaluation_restores_the_rng_state() -> None:
     model = Toy()
     torch.manual_seed(1)
     expected = torch.rand(1)
@@ -210,9 +207,7 @@ def results(*names: str) -> dict[str, Any]:
         ("acc#acc", ("loss#loss", "acc#acc"), "acc#acc"),
     ],
 )
-def test_case_22_the_name_with_the_longest_common_substring_is_used(
-    watched: str, reported: tuple[str, ...], taken: str
-) -> None:
+def test_case_22_the_name_with_the_longest_common_part_is_used(watched: str, reported: tuple[str, ...], taken: str) -> None:
     assert ResultsMonitor(watched).get_monitor_value(results(*reported)) == taken
 
 
@@ -224,14 +219,11 @@ def test_case_22_without_a_common_substring_there_is_no_value(caplog: pytest.Log
     assert monitor.get_monitor_value(results("b#b", "acc#acc")) is None
 
 
-def test_case_22_the_last_used_name_is_used_again() -> None:
+def test_case_22_the_last_used_name_is_used_again_and_a_warning_names_another(caplog: pytest.LogCaptureFixture) -> None:
     monitor = ResultsMonitor("abc")
     assert monitor.get_monitor_value(results("ab")) == "ab"
     assert monitor.get_monitor_value(results("ab", "abcd")) == "ab"
     assert monitor.get_monitor_value(results("abc", "ab")) == "abc"
-
-
-def test_a_warning_names_another_result_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
     monitor = ResultsMonitor("acc")
     for reported in ("acc#acc", "acc#acc", "acc#dev"):
         monitor.get_monitor_value(results(reported))

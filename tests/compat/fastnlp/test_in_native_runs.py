@@ -173,9 +173,7 @@ def test_warm_up_scheduler_and_clipping_work_in_a_native_run() -> None:
     assert abs(model.weight.item() - 0.5) < 0.003  # it moved by no more than the clipped gradients allow
 
 
-def test_more_evaluations_run_and_checkpoints_of_fastnlp_are_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_evaluations_run_and_fastnlps_checkpoints_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mapping: dict[str, Any] = {"output_mapping": lambda pred: {"pred": pred}}
     batches = [{"input": torch.zeros(2, 1)}]
     more = fastnlp.MoreEvaluateCallback(batches, {"f": Scripted(*[0.5] * 9)}, evaluate_every=2, **mapping)

@@ -141,15 +141,12 @@ def test_a_native_evaluation_accepts_a_metric() -> None:
 # -- the numbers ------------------------------------------------------------------------------------------
 
 
-def test_calculations_return_numbers() -> None:
+def test_calculations_return_numbers_and_comparisons_booleans() -> None:
     one, two = Element("one", 1), Element("two", 2)
     assert [one + two, 1 + two, two - one, 3 - two, two * 3, 3 * two] == [3, 3, 1, 1, 6, 6]
     assert [one / two, 1 / two, 5 // two, two // 2, 5 % two, two % 2, two**3, 3**two] == [0.5, 0.5, 2, 1, 1, 0, 8, 9]
     assert [-two, abs(-two), round(two / 3, 2), round(Element("x", 2.567), 1)] == [-2, 2, 0.67, 2.6]
     assert all(type(value) is float for value in (one + two, one / two, two * torch.tensor(3)))
-
-
-def test_comparisons_return_booleans() -> None:
     one, two = Element("one", 1), Element("two", 2)
     assert one < two
     assert two <= 2
@@ -170,7 +167,7 @@ def test_it_can_be_changed_by_any_number(other: Any) -> None:
     assert (element.get_scalar(), other + element, element + other) == (8, 12, 12)
 
 
-def test_the_methods_of_a_tensor_are_available() -> None:
+def test_a_number_has_the_methods_of_a_tensor_and_can_be_copied_and_pickled() -> None:
     element, count = Element("one", 2.5), Element("count", 2**24)
     assert (element.item(), element.tolist(), element.shape, element.ndim, element.sum().item()) == (2.5, [2.5], (1,), 1, 2.5)
     assert (float(element), int(element), f"{element:.2f}") == (2.5, 2, "2.50")
@@ -180,6 +177,10 @@ def test_the_methods_of_a_tensor_are_available() -> None:
     assert (element.value.device.type, element.tensor2numpy().tolist(), element.log().item()) == ("cpu", [3.0], np.log(3))
     count += 1
     assert count.get_scalar() == 2**24 + 1  # counts stay exact
+    element = Element("one", [1, 2], "max", AutoBackend("torch"))
+    for other in (copy.deepcopy(element), pickle.loads(pickle.dumps(element))):
+        other += 1
+        assert (other.to_list(), element.to_list(), other.name) == ([2, 3], [1, 2], "one")
 
 
 def test_a_list_has_items() -> None:
@@ -192,13 +193,6 @@ def test_a_list_has_items() -> None:
     assert (element == [4, 4, 101], element / 2) == ([True, True, True], [2, 2, 50.5])
     element.reset()
     assert element.plain() == [0, 1, 4]
-
-
-def test_it_can_be_copied_and_pickled() -> None:
-    element = Element("one", [1, 2], "max", AutoBackend("torch"))
-    for other in (copy.deepcopy(element), pickle.loads(pickle.dumps(element))):
-        other += 1
-        assert (other.to_list(), element.to_list(), other.name) == ([2, 3], [1, 2], "one")
 
 
 # -- two ranks --------------------------------------------------------------------------------------------
@@ -462,9 +456,7 @@ TOKENS = torch.tensor([[4, 4]])
         (lambda: BLEU().update(["a", "b"], ["a"]), AssertionError, "got 2 predictions and 1 references"),
     ],
 )
-def test_arguments_and_shapes_that_do_not_fit_are_errors(
-    use: Callable[[], object], error: type[Exception], message: str
-) -> None:
+def test_wrong_arguments_and_shapes_are_errors(use: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         use()
 
@@ -504,7 +496,7 @@ def test_bleu_of_one_text(predictions: Any, references: Any) -> None:
     assert metric.get_metric() == {"bleu": 0.759836}
 
 
-def test_bleu_of_several_texts_is_that_of_their_sums() -> None:
+def test_bleu_of_several_texts_is_that_of_their_sums_and_short_texts_are_penalized() -> None:
     metric = BLEU()
     metric.update([CAT, TREE], ["a cat is on the mat", "A big tree is growing near the park here"])
     assert metric.get_metric() == {"bleu": 0.522605}
@@ -514,9 +506,6 @@ def test_bleu_of_several_texts_is_that_of_their_sums() -> None:
     metric.update("I was late for work today for the rainy", "I went to work too late today for the rainy")
     metric.update(CAT, ["a cat is on the mat", "one cat is in the mat", "cat is in mat", "a cat is on a blue mat"])
     assert metric.get_metric()["bleu"] == pytest.approx(0.4181, abs=1e-6)
-
-
-def test_bleu_without_long_matches_is_zero_and_short_texts_are_penalized() -> None:
     metric = BLEU(n_gram=2, smooth=True, ngram_weights=[1, 0])
     metric.update("the dog", "the old cat")
     assert metric.get_metric() == {"bleu": 0.0}

@@ -68,7 +68,7 @@ def test_case_2_an_update_follows_three_batches_also_over_the_end_of_an_epoch() 
     ],
     ids=["3, which counts on over epochs", "4, which sees the epoch before it is counted"],
 )
-def test_case_3_and_4_evaluations_are_after_each_third_batch_or_second_epoch(
+def test_case_3_and_4_evaluate_after_each_third_batch_or_second_epoch(
     every: int, n_epochs: int, between: tuple[str, str], at: Any
 ) -> None:
     scribe = Scribe()
@@ -126,7 +126,7 @@ def test_case_26_a_second_run_has_no_epoch_left() -> None:
     assert scribe.at("on_train_end") == [(1, 0, 2)]
 
 
-def test_case_29_n_batches_is_exact_and_the_last_epoch_is_shorter() -> None:
+def test_case_29_n_batches_is_exact_also_inside_a_window_and_the_last_epoch_is_shorter() -> None:
     scribe = Scribe("on_evaluate_end", "on_train_epoch_end", "on_train_end")
     trainer = toy_trainer(20, [scribe], {"acc": Scripted(*range(9))}, n_batches=7)
     assert trainer.n_epochs is None
@@ -139,9 +139,6 @@ def test_case_29_n_batches_is_exact_and_the_last_epoch_is_shorter() -> None:
         ("on_train_epoch_end", 2, 0, 7),
         ("on_train_end", 2, 0, 7),
     ]
-
-
-def test_case_29_n_batches_may_end_inside_an_accumulation_window() -> None:
     scribe = Scribe("on_before_optimizers_step")
     assert trained(20, scribe, n_batches=7, accumulation_steps=3).global_forward_batches == 7
     assert len(scribe.seen) == 3  # batches 1 to 3, 4 to 5, 6 to 7
@@ -297,9 +294,7 @@ def test_case_9_and_10_markers_choose_the_functions_of_a_trainer_and_each_has_a_
         (lambda a, b, c, *, needed: None, False),
     ],
 )
-def test_case_12_a_function_must_accept_the_arguments_of_its_event_which_must_exist(
-    function: Callable[..., None], fits: bool
-) -> None:
+def test_case_12_a_function_must_accept_the_arguments_of_an_existing_event(function: Callable[..., None], fits: bool) -> None:
     subscribe = Trainer.on(Event.on_train_batch_begin())
     if fits:
         assert subscribe(function) is function
@@ -397,9 +392,7 @@ def test_case_13_on_exception_is_called_for_an_error_and_the_error_is_raised() -
         ("on_train_batch_begin", False),
     ],
 )
-def test_case_14_ctrl_c_in_the_third_batch_ends_the_training_and_is_raised_unless_it_is_caught(
-    event: str, caught: bool
-) -> None:
+def test_case_14_ctrl_c_in_the_third_batch_ends_the_training_and_is_raised_unless_caught(event: str, caught: bool) -> None:
     scribe = Scribe()
     trainer = toy_trainer(20, [Raising(event, 2, KeyboardInterrupt()), scribe], n_epochs=1)
     with nullcontext() if caught else pytest.raises(KeyboardInterrupt):
@@ -430,14 +423,7 @@ def test_case_15_a_stop_or_ctrl_c_before_the_training_is_raised(event: str, erro
     assert scribe.seen == []
 
 
-def test_an_evaluation_may_be_requested_in_on_train_end() -> None:
-    seen: list[Any] = []
-    last = Hooks(on_train_end=lambda trainer: seen.append(trainer.run_evaluate()))
-    trained(8, last, {"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=1)
-    assert seen == [{"acc#acc": 0.2}]
-
-
-def test_an_error_that_a_hook_handles_does_not_disable_other_callbacks() -> None:
+def test_an_evaluation_may_be_requested_in_a_hook_which_may_handle_its_error() -> None:
     def judge(trainer: Any) -> None:
         with pytest.raises(RuntimeError, match="judged"):
             trainer.run_evaluate()
@@ -447,17 +433,10 @@ def test_an_error_that_a_hook_handles_does_not_disable_other_callbacks() -> None
     metrics = {"acc": Scripted(*range(9))}
     trained(4, [Hooks(on_train_batch_end=judge), scribe, broken], metrics, n_epochs=1, evaluate_every=-2)
     assert scribe.names == ["on_train_batch_end", "on_train_epoch_end"]
-
-
-def test_after_an_error_in_the_optimizer_the_batch_does_not_count() -> None:
-    class Broken(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never returns
-            raise RuntimeError("no step")
-
-    model, scribe = Toy(), Scribe("on_exception")
-    with pytest.raises(RuntimeError, match="no step"):
-        toy_trainer(20, [scribe], model=model, optimizers=Broken(model.parameters(), 0.1), n_epochs=1).run()
-    assert scribe.at("on_exception") == [(0, 0, 0)]
+    seen: list[Any] = []
+    last = Hooks(on_train_end=lambda trainer: seen.append(trainer.run_evaluate()))
+    trained(8, last, {"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=1)
+    assert seen == [{"acc#acc": 0.2}]
 
 
 IN_A_BATCH = [
@@ -495,10 +474,19 @@ def test_in_a_native_trainer_a_stop_is_a_stop(event: str) -> None:
     assert scribe.names[-2:] == ["on_exception", "on_train_end"]
 
 
-def test_after_a_stop_at_the_start_no_epoch_begins() -> None:
+def test_after_a_stop_at_the_start_no_epoch_begins_and_an_error_in_an_update_does_not_count() -> None:
     scribe = Scribe()
     trained(20, [Raising("on_train_begin", 0, EarlyStopException()), scribe], n_epochs=1)
     assert scribe.names == ["on_after_trainer_initialized", "on_exception", "on_train_end"]
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never returns
+            raise RuntimeError("no step")
+
+    model, scribe = Toy(), Scribe("on_exception")
+    with pytest.raises(RuntimeError, match="no step"):
+        toy_trainer(20, [scribe], model=model, optimizers=Broken(model.parameters(), 0.1), n_epochs=1).run()
+    assert scribe.at("on_exception") == [(0, 0, 0)]
 
 
 def test_on_exception_gets_the_raised_exception_and_a_native_stop_as_an_early_stop() -> None:
@@ -517,15 +505,12 @@ def test_on_exception_gets_the_raised_exception_and_a_native_stop_as_an_early_st
     assert str(seen[0]) == run.outcome.reason
 
 
-def test_a_stopped_training_continues_in_the_next_run() -> None:
+def test_a_stopped_training_ends_all_started_moments_and_continues_in_the_next_run() -> None:
     scribe = Scribe("on_train_batch_begin")
     trainer = trained(20, [Raising("on_train_epoch_begin", 5, EarlyStopException()), scribe], n_epochs=2)
     trainer.own_callbacks.pop(0)
     trainer.run()
     assert [g for *_, g in scribe.seen] == list(range(10))
-
-
-def test_native_callbacks_get_the_ends_of_started_moments_after_a_stop() -> None:
     recorder = Recorder(NativeCallback.on_step_start, NativeCallback.on_step_end)
     tiny_run(callbacks=[Raising("on_before_backward", 1, EarlyStopException()), recorder])
     assert recorder.names == ["on_step_start", "on_step_end"] * 2

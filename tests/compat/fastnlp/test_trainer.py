@@ -148,15 +148,14 @@ def test_a_change_of_the_batch_or_of_the_loss_reaches_the_training() -> None:
     ("output", "error", "says"),
     [({"lss": 1}, KeyError, "'loss'"), (3, ValueError, "a dict with 'loss'"), (TrainerState(), AttributeError, "has none")],
 )
-def test_outputs_without_a_loss_are_an_error(output: Any, error: type[Exception], says: str) -> None:
+def test_outputs_without_a_loss_and_batches_without_an_argument_are_errors(
+    output: Any, error: type[Exception], says: str
+) -> None:
     trainer = toy_trainer(output_mapping=lambda outputs: output)
     with pytest.raises(error, match=says):
         trainer.run()
     with pytest.raises(error, match=says):
         trainer.extract_loss_from_outputs(output)
-
-
-def test_a_batch_without_a_required_argument_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"train_step needs \['y'\]; got \['x'\]"):
         trained(input_mapping=lambda batch: {"x": batch["x"]})
 
@@ -204,7 +203,7 @@ def test_overfitting_trains_and_evaluates_on_the_first_batches() -> None:
 # -- state -----------------------------------------------------------------------------------------------
 
 
-def test_the_users_state_is_read_by_attribute_and_written_by_key_also_in_a_native_run() -> None:
+def test_the_users_state_is_read_by_attribute_and_written_by_key_and_counters_can_be_set() -> None:
     class Sum(Callback):
         def on_train_begin(self, trainer: Any) -> None:
             trainer.state["loss"] = 0.0
@@ -223,9 +222,6 @@ def test_the_users_state_is_read_by_attribute_and_written_by_key_also_in_a_nativ
     with pytest.raises(AttributeError, match=r"write state\['loss'\]"):
         state.loss = 1
     assert tiny_run(callbacks=[Sum()], losses=[1.0, 2.0]).state.loss == 3.0
-
-
-def test_counters_can_be_set_and_an_unknown_one_is_an_error() -> None:
     trainer = toy_trainer()
     trainer.cur_epoch_idx = 3
     assert trainer.trainer_state.state_dict() == {"cur_epoch_idx": 3, "global_forward_batches": 0, "batch_idx_in_epoch": 0}
@@ -461,7 +457,7 @@ def test_a_callback_may_unscale_gradients_as_fastnlps_own_clipping_does(fp16: bo
     assert finite[0] == pytest.approx(6.80, abs=0.02)  # that of the loss itself, and not of the scaled one
 
 
-def test_loaders_and_workers() -> None:
+def test_seeds_of_the_process_and_of_workers_and_the_device_of_an_optimizers_state(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = toy_trainer().driver
     batches: Any = loader(4)
     driver.check_dataloader_legality(batches)
@@ -475,9 +471,6 @@ def test_loaders_and_workers() -> None:
         drawn.append((random.random(), float(np.random.rand()), torch.rand(()).item()))
     assert drawn[0] == drawn[2]
     assert len({value for one in drawn[:2] for value in one}) == 6
-
-
-def test_seeds_and_the_device_of_an_optimizers_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTNLP_GLOBAL_SEED", raising=False)
     assert fastnlp.torch_seed_everything(3) == 3
     drawn = random.random(), float(np.random.rand()), torch.rand(()).item()

@@ -138,7 +138,7 @@ def test_without_a_terminal_no_bar_is_shown(bars: Any, capsys: pytest.CaptureFix
     assert (task, bars.not_empty(), capsys.readouterr().out) == (None, False, "")
 
 
-def test_rich_bars_count_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_count_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     task = f_rich_progress.add_task("train", total=3)
     f_rich_progress.update(task, advance=2, post_desc="loss 1")
@@ -150,9 +150,6 @@ def test_rich_bars_count_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     f_rich_progress.set_disable()
     assert f_rich_progress.add_task("hidden") is None
     f_rich_progress.set_disable(False)
-
-
-def test_tqdm_bars_count_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Terminal()
     monkeypatch.setattr(sys, "stdout", shown)
     task = f_tqdm_progress.add_task("train", total=3, file=shown)
@@ -168,9 +165,7 @@ def test_tqdm_bars_count_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the environment --------------------------------------------------------------------------------------
 
 
-def test_the_import_sets_the_rank_that_torchrun_gave_and_keeps_the_launch_time_of_the_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_import_takes_torchruns_rank_and_the_parents_launch_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if "FASTNLP" in name]:
         monkeypatch.delenv(name)
     script = tmp_path / "script.py"
@@ -209,14 +204,13 @@ def test_a_function_of_rank_zero_runs_on_the_main_process_only(monkeypatch: pyte
     assert (fastnlp.get_global_rank(), fastnlp.is_cur_env_distributed()) == (1, True)
 
 
-def test_the_seed_of_all_processes_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seed_is_chosen_once_and_the_main_process_removes_files_and_folders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("FASTNLP_GLOBAL_SEED", "7")
     assert get_global_seed() == 7
     monkeypatch.delenv("FASTNLP_GLOBAL_SEED")
     assert get_global_seed() == get_global_seed() < 1_000_000
-
-
-def test_the_main_process_removes_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     (tmp_path / "folder" / "inner" / "file").touch()
     (tmp_path / "file").touch()
@@ -323,7 +317,7 @@ def test_set_level_changes_the_handlers_too_and_print_is_a_message_of_the_main_p
         (None, "launch.log"),
     ],
 )
-def test_a_file_gets_the_messages(
+def test_a_file_gets_messages(
     where: str | None, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Shown
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -377,15 +371,12 @@ def test_padding_has_no_effect_if_the_length_is_known() -> None:
     assert not torch.allclose(cnn(WORDS)["pred"][1:], short)
 
 
-def test_an_embedding_or_its_weights_can_be_given() -> None:
+def test_an_embedding_or_its_weights_can_be_given_and_wrong_convolutions_are_errors() -> None:
     given = nn.Embedding(10, 6)
     assert CNNText(given, 2).embed is given
     made = CNNText(given.weight.detach().clone(), 2).embed
     assert torch.equal(made.weight, given.weight)
     assert made.weight.requires_grad
-
-
-def test_even_widths_and_missing_channels_are_errors() -> None:
     with pytest.raises(ValueError, match=r"must be odd.*got \[2\]"):
         model(kernel_sizes=(1, 2, 3))
     with pytest.raises(ValueError, match=r"for each of \[1, 3, 5\]; got \[4\]"):
