@@ -143,7 +143,7 @@ def test_a2_on_init_end_has_no_run_config_and_a3_on_train_step_end_may_replace_t
     train(trainer_of(callbacks=[Look]), 3, data(1))
     assert seen == [None, 3]
     nothing = parts.Hooks(
-        on_train_step_end=lambda trainer, batch_output, **_: batch_output.update(loss=batch_output["loss"] * 0)
+        on_train_step_end=lambda trainer, batch_output, **_: batch_output.update(loss=0 * batch_output["loss"])
     )
     trainer = train(trainer_of(callbacks=[nothing]), 1, data(3))
     assert weights_of(trainer).tolist() == [0.5, 0.0]
@@ -350,7 +350,7 @@ ERRORS = (RuntimeError("broken"), KeyboardInterrupt())
         *((run, "on_eval_step_end", error) for run in ("training", "evaluation") for error in ERRORS),
     ],
 )
-def test_a9_and_a10_stops_outside_epochs_and_errors_are_raised_with_no_event(
+def test_a9_and_a10_stops_outside_epochs_and_errors_are_raised_without_events(
     run: str, event: str, error: BaseException
 ) -> None:
     before, after = Noting(), Again()

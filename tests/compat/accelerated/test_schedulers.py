@@ -245,9 +245,7 @@ def test_a_subclass_may_add_to_the_state() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [AssertionError, ValueError])
-def test_a_wrong_length_is_the_originals_error_and_a_value_error(
-    arguments: dict[str, Any], message: str, kind: type[Exception]
-) -> None:
+def test_a_wrong_length_is_the_originals_error_and_a_value_error(arguments: Any, message: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=message):
         CosineLrScheduler(optimizer_of(0.01), **{"total_num_epochs": 1, "num_update_steps_per_epoch": 1, **arguments})
 
@@ -393,9 +391,8 @@ def test_the_lengths_of_a_wsd_schedule_are_those_of_the_run() -> None:
     create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5, decay_phase_ratio=0.25)
     trainer = train(trainer_of(lr=0.01), 2, data(8), create_scheduler_fn=create, gradient_accumulation_steps=2)
     assert (trainer.scheduler.total_steps, trainer.scheduler.num_warmup_steps) == (8, 2)
-    train(
-        trainer, 2, data(8), create_scheduler_fn=WSDLrScheduler.create_scheduler_fn(TrainerPlaceholderValues.NUM_EPOCHS * 2, 50)
-    )
+    twice = WSDLrScheduler.create_scheduler_fn(TrainerPlaceholderValues.NUM_EPOCHS * 2, 50)
+    train(trainer, 2, data(8), create_scheduler_fn=twice)
     assert (trainer.scheduler.total_steps, trainer.scheduler.num_warmup_steps) == (200, 2)
 
 

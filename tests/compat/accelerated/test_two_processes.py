@@ -93,7 +93,7 @@ def evaluated() -> dict[str, Any]:
     }
 
 
-def test_a21_two_processes_evaluate_seven_samples_and_decorators_work_before_there_is_a_trainer(
+def test_a21_two_processes_evaluate_seven_samples_and_decorators_need_no_trainer(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     order = tmp_path / "order"

@@ -156,9 +156,8 @@ def test_one_error_lists_all_callbacks_and_arguments_also_of_a_subclass() -> Non
     assert last == "See docs/guides/from-fastnlp.md."
     made: list[Callable[[], object]] = [lambda: Mine(rows(4), Toy(), None), lambda: Trainer(rows(4), model=Toy(), loss=None)]  # type: ignore[call-arg, misc, arg-type]
     for make in made:
-        with pytest.raises(
-            TypeError, match=r"Trainer\(train_data=\)  ->  train_dataloader=(.|\n)*Trainer\(loss=\)  ->  train_step"
-        ):
+        both = r"Trainer\(train_data=\)  ->  train_dataloader=(.|\n)*Trainer\(loss=\)  ->  train_step"
+        with pytest.raises(TypeError, match=both):
             make()
 
 

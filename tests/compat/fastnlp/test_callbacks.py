@@ -178,9 +178,7 @@ def test_gradients_are_clipped_together_by_norm_or_each_by_value_or_only_the_giv
         (lambda: more_of(topk=2), RuntimeError, "topk and topk_monitor belong together"),
     ],
 )
-def test_a_wrong_argument_is_an_error_in_the_constructor(
-    made: Callable[[], object], error: type[Exception], message: str
-) -> None:
+def test_wrong_arguments_are_errors_in_a_constructor(made: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         made()
 
@@ -313,9 +311,8 @@ def test_progress_bar_chooses_the_callback_unless_a_callback_shows_the_progress(
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for callbacks, lines in (([], 2), ([RawTextCallback(print_every=2)], 1)):
-        fastnlp.Trainer(
-            model, loader(8), optimizer, n_epochs=1, callbacks=callbacks, progress_bar="raw" if not callbacks else "auto"
-        ).run()
+        bar: Any = "auto" if callbacks else "raw"
+        fastnlp.Trainer(model, loader(8), optimizer, n_epochs=1, callbacks=callbacks, progress_bar=bar).run()
         assert capsys.readouterr().out.count("finished") == lines
 
 
@@ -343,10 +340,8 @@ def test_the_time_of_an_evaluation_is_not_that_of_the_training(monkeypatch: pyte
     now = [0.0]
     monkeypatch.setattr("cadenza.compat.fastnlp.core.callbacks.timer_callback.time.perf_counter", lambda: now[0])
     timer: Any = fastnlp.TimerCallback()
-    for hook, passed in (
-        *((timer.on_train_begin, 1), (timer.on_fetch_data_begin, 2)),
-        *((timer.on_fetch_data_end, 4), (timer.on_evaluate_begin, 8)),
-    ):
+    hooks = timer.on_train_begin, timer.on_fetch_data_begin, timer.on_fetch_data_end, timer.on_evaluate_begin
+    for hook, passed in zip(hooks, (1, 2, 4, 8), strict=True):
         hook(None)
         now[0] += passed
     timer.on_evaluate_end(None, {})

@@ -96,10 +96,8 @@ def test_other_data_sets_samplers_and_collate_functions_are_accepted() -> None:
     inputs, doubled = next(iter(loader))
     assert doubled.tolist() == (inputs * 2).tolist()
     assert loader.get_batch_indices() == inputs.tolist()
-    assert list(fastnlp.TorchDataLoader(pairs, batch_sampler=BatchSampler(range(6), 3, drop_last=False), collate_fn=len)) == [
-        3,
-        3,
-    ]
+    batches: Any = BatchSampler(range(6), 3, drop_last=False)
+    assert list(fastnlp.TorchDataLoader(pairs, batch_sampler=batches, collate_fn=len)) == [3, 3]
     assert loader.dataset.tensors is pairs.tensors  # type: ignore[attr-defined]  # it shows the data set
 
 
@@ -166,9 +164,7 @@ def plain(value: Any) -> Any:
     return [plain(part) for part in value] if isinstance(value, list) else getattr(value, "tolist", lambda: value)()
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind"), [("torch", torch.Tensor), ("auto", torch.Tensor), ("numpy", np.ndarray), ("raw", list)]
-)
+@pytest.mark.parametrize(("backend", "kind"), [("torch", Tensor), ("auto", Tensor), ("numpy", np.ndarray), ("raw", list)])
 def test_the_backend_is_the_type_of_padded_fields(backend: str, kind: type) -> None:
     batch = Collator(backend)(ROWS)
     assert plain(batch) == {
@@ -185,13 +181,7 @@ def test_the_backend_is_the_type_of_padded_fields(backend: str, kind: type) -> N
 
 
 def test_shorter_samples_are_padded_with_0_of_their_type() -> None:
-    fields: dict[str, Any] = {
-        "ids": [[1], [2, 3]],
-        "part": [0.5, 1.5],
-        "flags": [[True], []],
-        "raw": ["a", "b"],
-        "mixed": [1, None],
-    }
+    fields: Any = {"ids": [[1], [2, 3]], "part": [0.5, 1.5], "flags": [[True], []], "raw": ["a", "b"], "mixed": [1, None]}
     batch = next(iter(prepare_dataloader(DataSet(fields))))
     assert batch["ids"].tolist() == [[1, 0], [2, 3]]
     assert [batch[name].dtype for name in ("ids", "part", "flags")] == [torch.int64, torch.float32, torch.bool]
@@ -249,9 +239,8 @@ def test_loaders_copy_the_settings_of_their_data_set() -> None:
 
 @pytest.mark.parametrize("given", [DataBundle(datasets={"train": ids(), "dev": ids()}), {"train": ids(), "dev": ids()}])
 def test_several_data_sets_get_loaders_for_training_and_for_evaluation(given: Any) -> None:
-    loaders = fastnlp.prepare_torch_dataloader(
-        given, batch_size=1, non_train_batch_size=2, non_train_sampler=[1], drop_last=False
-    )
+    options: dict[str, Any] = {"non_train_batch_size": 2, "non_train_sampler": [1], "drop_last": False}
+    loaders = fastnlp.prepare_torch_dataloader(given, batch_size=1, **options)
     assert [len(list(loader)) for loader in loaders.values()] == [2, 1]
     assert isinstance(loaders["train"].sampler, RandomSampler)
     assert loaders["train"].sampler.shuffle

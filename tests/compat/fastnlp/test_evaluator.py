@@ -248,10 +248,8 @@ def score(results: dict[str, Any], weight: int) -> float:
 
 
 def test_a_function_of_the_results_is_a_monitor() -> None:
-    monitor, named = (
-        ResultsMonitor(lambda results: results.get("a"), larger_better=False),
-        ResultsMonitor(partial(score, weight=2)),
-    )
+    monitor = ResultsMonitor(lambda results: results.get("a"), larger_better=False)
+    named = ResultsMonitor(partial(score, weight=2))
     assert [monitor.get_monitor_value({"a": 2.0}), monitor.get_monitor_value({"b": 2.0})] == [2.0, None]
     assert monitor.get_monitor_value({}) is None
     assert named.monitor_name == "score"

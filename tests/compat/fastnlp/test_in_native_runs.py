@@ -195,12 +195,8 @@ def test_callbacks_of_three_systems_work_in_one_list(tmp_path: Path, capsys: pyt
         on_train_epoch_end=lambda trainer: calls_seen.append(f"fastNLP: epoch {trainer.cur_epoch_idx}"),
         on_evaluate_end=lambda trainer, results: calls_seen.append(f"fastNLP: {sorted(results)}"),
     )
-    fastnlps = [
-        of_fastnlp,
-        fastnlp.RawTextCallback(print_every=5),
-        fastnlp.TorchWarmupCallback(0.5),
-        EarlyStopCallback(**LOSS, patience=9),
-    ]
+    warmup, lines = fastnlp.TorchWarmupCallback(0.5), fastnlp.RawTextCallback(print_every=5)
+    fastnlps = [of_fastnlp, lines, warmup, EarlyStopCallback(**LOSS, patience=9)]
     native = [Evaluate(tiny_loader(2)), LogTraining(every="1 epoch", throughput=False), Checkpoint("1 epoch")]
     run = tiny_run(callbacks=[OfNeMo(), *fastnlps, *native], epochs=2, directory=tmp_path, seed=0)
     assert calls_seen == [

@@ -139,16 +139,15 @@ def test_a_change_of_the_batch_or_of_the_loss_reaches_the_training() -> None:
     zero = Hooks(on_train_batch_begin=lambda trainer, batch, indices: batch.update(x=torch.zeros_like(batch["x"])))
     assert torch.equal(trained(callbacks=zero, n_epochs=1).model.linear.weight, Toy().linear.weight)  # type: ignore[union-attr,arg-type]
     for model in (Toy(), Typed()):
-        assert torch.equal(
-            weights_of(trained(model=model, callbacks=Hooks(on_before_backward=free), n_epochs=1)), weights_of(Toy())
-        )
+        freed = trained(model=model, callbacks=Hooks(on_before_backward=free), n_epochs=1)
+        assert torch.equal(weights_of(freed), weights_of(Toy()))
 
 
 @pytest.mark.parametrize(
     ("output", "error", "says"),
     [({"lss": 1}, KeyError, "'loss'"), (3, ValueError, "a dict with 'loss'"), (TrainerState(), AttributeError, "has none")],
 )
-def test_outputs_without_a_loss_and_batches_without_an_argument_are_errors(
+def test_outputs_without_loss_and_batches_without_an_argument_are_errors(
     output: Any, error: type[Exception], says: str
 ) -> None:
     trainer = toy_trainer(output_mapping=lambda outputs: output)
