@@ -26,7 +26,7 @@ from tests.compat.accelerated import parts
 from tests.compat.accelerated.parts import Noting, Scripted, ScriptedTrainer, data, metrics_of, train, trainer_of, weights_of
 
 
-def test_the_default_callbacks_are_these_in_this_order() -> None:
+def test_the_default_callbacks_are_these_in_this_order_and_print_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = ["MoveModulesToDevice", "TerminateOnNaN", "PrintProgress", "ProgressBar", "LogMetrics"]
     assert [kind.__name__ for kind in DEFAULT_CALLBACKS] == [f"{kind}Callback" for kind in kinds]
     assert callbacks.get_default_callbacks() == DEFAULT_CALLBACKS
@@ -35,9 +35,6 @@ def test_the_default_callbacks_are_these_in_this_order() -> None:
     linear = nn.Linear(1, 1)
     trainer = Trainer(linear, nn.MSELoss(), torch.optim.SGD(linear.parameters(), lr=0.1))
     assert trainer.callback_handler.callback_list == [f"{kind}Callback" for kind in kinds]
-
-
-def test_the_default_callbacks_print_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_of(callbacks=DEFAULT_CALLBACKS)
     train(trainer, 2, data(3), data(2))
     shown = capsys.readouterr().out
@@ -328,7 +325,7 @@ def test_helpers_remove_rows_of_padding_slice_loaders_and_seed_workers() -> None
 MEAN_SQUARE = supervised(nn.functional.mse_loss)
 
 
-def test_the_order_of_events_is_that_of_the_adapter_s_trainer() -> None:
+def test_the_order_of_events_is_that_of_the_adapter_s_trainer_and_with_a_step_fn_each_batch_ends_once() -> None:
     native, own = Noting(), Noting()
     run = tiny_run(callbacks=[native, Evaluate(tiny_loader(2))], epochs=2, batches=3, compute_loss=MEAN_SQUARE)
     trainer = train(trainer_of(callbacks=[own]), 2, data(3), data(2))
@@ -340,28 +337,6 @@ def test_the_order_of_events_is_that_of_the_adapter_s_trainer() -> None:
     assert metrics["eval_loss_epoch"] == pytest.approx(metrics_of(trainer)["eval_loss_epoch"])
     assert set(EVENTS) - set(native.log) == {"on_evaluation_run_start", "on_evaluation_run_end", "on_stop_training_error"}
 
-
-def test_the_steps_end_before_the_evaluation_and_the_epoch_ends_after_it_for_all_callbacks() -> None:
-    noting, again, between = Noting(), parts.Again(), Noting()
-    again.log = noting.log
-    tiny_run(callbacks=[noting, Evaluate(tiny_loader(1)), again], batches=1)
-    start = noting.log.index("on_train_epoch_end")
-    evaluation = ["on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"]
-    events = ["on_train_epoch_end", *evaluation, "on_training_run_epoch_end", "on_training_run_end"]
-    assert noting.log[start:] == [event for event in events for _ in range(2)]
-    tiny_run(callbacks=[Evaluate(tiny_loader(1), every="2 steps"), between], batches=4)
-    assert [end["is_intermediate"] for end in between.of("on_eval_epoch_end")] == [True, True]
-
-
-def test_an_evaluation_without_a_training_is_an_evaluation_run() -> None:
-    noting = Noting()
-    result = tiny_trainer(callbacks=[noting], compute_loss=MEAN_SQUARE).evaluate(tiny_loader(1))
-    step = ["on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"]
-    assert noting.log == ["on_evaluation_run_start", *step, "on_evaluation_run_end"]
-    assert result["eval/loss"] > 0
-
-
-def test_with_a_step_fn_each_batch_ends_once() -> None:
     def step(run: Run, batch: Any) -> Any:
         for _ in range(2):
             run.backward(nn.functional.mse_loss(run.model(batch[0]), batch[1]))
@@ -371,6 +346,23 @@ def test_with_a_step_fn_each_batch_ends_once() -> None:
     noting = Noting()
     tiny_run(callbacks=[noting], batches=3, step_fn=step)
     assert [end["step"] for end in noting.of("on_train_step_end")] == [0, 1, 2]
+
+
+def test_the_steps_end_before_the_evaluation_and_the_epoch_after_it_and_it_may_run_without_a_training() -> None:
+    noting, again, between = Noting(), parts.Again(), Noting()
+    again.log = noting.log
+    tiny_run(callbacks=[noting, Evaluate(tiny_loader(1)), again], batches=1)
+    start = noting.log.index("on_train_epoch_end")
+    evaluation = ["on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"]
+    events = ["on_train_epoch_end", *evaluation, "on_training_run_epoch_end", "on_training_run_end"]
+    assert noting.log[start:] == [event for event in events for _ in range(2)]
+    tiny_run(callbacks=[Evaluate(tiny_loader(1), every="2 steps"), between], batches=4)
+    assert [end["is_intermediate"] for end in between.of("on_eval_epoch_end")] == [True, True]
+    noting = Noting()
+    result = tiny_trainer(callbacks=[noting], compute_loss=MEAN_SQUARE).evaluate(tiny_loader(1))
+    step = ["on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"]
+    assert noting.log == ["on_evaluation_run_start", *step, "on_evaluation_run_end"]
+    assert result["eval/loss"] > 0
 
 
 def test_the_trainer_argument_shows_the_run_with_the_names_of_pytorch_accelerated() -> None:
@@ -478,7 +470,9 @@ def test_averages_and_evaluations_between_steps_work_on_native_evaluations(tmp_p
     assert len(noting.of("on_eval_step_end")) == 2 * (1 + 1 + 2)
 
 
-def test_a_checkpoint_offers_the_average_by_name(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical_and_a_checkpoint_offers_the_average_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ema = ModelEmaCallback(0.5, evaluate_during_training=False, save_path=tmp_path / "ema.pt")
     trainer = tiny_trainer(directory=tmp_path / "run", callbacks=[ema, Checkpoint()], epochs=3)
     trainer.fit()
@@ -489,8 +483,6 @@ def test_a_checkpoint_offers_the_average_by_name(tmp_path: Path) -> None:
     stored = trainer.evaluate(tiny_loader(), which="last", weights="ema_model")
     assert trainer.evaluate(tiny_loader(), weights="ema_model") == stored
 
-
-def test_a_resumed_run_with_these_callbacks_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(directory: Any) -> Any:
         adapted = [callbacks.EarlyStoppingCallback(9), callbacks.SaveBestModelCallback("best.pt"), ModelEmaCallback(0.5)]
         more: dict[str, Any] = {"callbacks": [Evaluate(tiny_loader(2)), *adapted], "compute_loss": MEAN_SQUARE}

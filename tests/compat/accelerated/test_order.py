@@ -149,7 +149,7 @@ def test_a2_on_init_end_has_no_run_config_and_a3_on_train_step_end_may_replace_t
     assert weights_of(trainer).tolist() == [0.5, 0.0]
 
 
-def test_a5_five_batches_by_two_are_three_updates_after_batches_two_four_and_five() -> None:
+def test_a5_five_batches_by_two_are_three_updates_after_batches_2_4_and_5_and_a6_the_loss_is_the_true_one() -> None:
     trainer, noting = noting_trainer()
     train(trainer, 1, data(5), gradient_accumulation_steps=2)
     counts = Counter(noting.log)
@@ -157,9 +157,6 @@ def test_a5_five_batches_by_two_are_three_updates_after_batches_two_four_and_fiv
     assert counts["[optimizer_step]"] == counts["[optimizer_zero_grad]"] == config_of(trainer).num_update_steps_per_epoch == 3
     steps = [name for name in noting.log if name in ("[backward_step]", "[optimizer_step]")]
     assert "".join(name[1] for name in steps) == "bbobbobo"
-
-
-def test_a6_the_loss_under_accumulation_is_the_true_one() -> None:
     plain, accumulated = (train(trainer_of(lr=0.0), 1, data(8), gradient_accumulation_steps=steps) for steps in (1, 4))
     assert parts.metrics_of(plain) == parts.metrics_of(accumulated)
     inputs, targets = data(8).tensors
@@ -175,7 +172,7 @@ def test_a6_accumulated_batches_give_the_update_of_one_large_batch(accumulate: i
     assert torch.allclose(weights_of(large), weights_of(small), atol=1e-6)
 
 
-def test_a7_the_limit_of_steps_ends_the_run_normally(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a7_the_limit_of_steps_ends_the_run_normally_and_a_kept_history_continues(capsys: pytest.CaptureFixture[str]) -> None:
     trainer, noting = noting_trainer()
     train(trainer, 9, data(3), data(2), max_num_train_steps=4)
     counts = Counter(noting.log)
@@ -191,9 +188,6 @@ def test_a7_the_limit_of_steps_ends_the_run_normally(capsys: pytest.CaptureFixtu
     assert Counter(noting.log)["on_train_step_end"] == 6
     train(trainer, 2, data(3))
     assert "limit" not in capsys.readouterr().out
-
-
-def test_a_second_training_that_keeps_the_history_continues_to_count_epochs() -> None:
     trainer = train(trainer_of(), 2, data(3))
     train(trainer, 2, data(3), reset_run_history=False)
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 4

@@ -60,7 +60,7 @@ class Saving(Trainer):
         super().save_checkpoint(*arguments, **keywords)
 
 
-def test_a15_the_model_is_saved_when_a_metric_improves_and_loaded_at_the_end(tmp_path: Path) -> None:
+def test_a15_the_model_is_saved_when_a_metric_improves_and_loaded_at_the_end_if_this_run_saved_it(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "best.pt"
     save = SaveBestModelCallback(path, watch_metric="result")
     trainer: Any = train(trainer_of(Saving, [results(3, 1, 2, 1), save], lr=0.0), 4, data(1), data(1))
@@ -73,6 +73,13 @@ def test_a15_the_model_is_saved_when_a_metric_improves_and_loaded_at_the_end(tmp
     save = SaveBestModelCallback(path, watch_metric="result", save_optimizer=False, save_scheduler=False)
     train(trainer_of(callbacks=[results(1, 2, 3), save]), 3, data(1), data(1), create_scheduler_fn=EXPONENTIAL)
     assert set(torch.load(path, weights_only=True)) == {"model_state_dict", "result", "loss"}  # the first epoch is the best
+
+    def stop(trainer: Trainer, **kwargs: Any) -> None:
+        raise callbacks.StopTrainingError("at once")
+
+    (tmp_path / "best.pt").write_text("of an earlier run")
+    callbacks = [SaveBestModelCallback(tmp_path / "best.pt"), Hooks(on_train_epoch_start=stop)]
+    train(trainer_of(callbacks=callbacks), 1, data(1), data(1))
 
 
 @pytest.mark.parametrize(("reset", "best"), [(False, 4.0), (True, 8.0)])
@@ -94,16 +101,9 @@ def test_a16_a_training_resets_the_best_value_unless_reset_on_train_is_false(res
     assert save.best_metric == best
 
 
-def test_a_stop_before_the_first_save_loads_no_file_of_an_earlier_run(tmp_path: Path) -> None:
-    def stop(trainer: Trainer, **kwargs: Any) -> None:
-        raise callbacks.StopTrainingError("at once")
-
-    (tmp_path / "best.pt").write_text("of an earlier run")
-    callbacks = [SaveBestModelCallback(tmp_path / "best.pt"), Hooks(on_train_epoch_start=stop)]
-    train(trainer_of(callbacks=callbacks), 1, data(1), data(1))
-
-
-def test_a_checkpoint_holds_optimizer_and_scheduler_and_needs_a_trainer_that_has_them(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_optimizer_and_scheduler_but_not_one_without_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = train(trainer_of(), 1, data(2), create_scheduler_fn=EXPONENTIAL)
     trainer.save_checkpoint(tmp_path / "one.pt", checkpoint_kwargs={"f1": np.float64(0.5)})
     fresh = trainer_of()
@@ -113,6 +113,20 @@ def test_a_checkpoint_holds_optimizer_and_scheduler_and_needs_a_trainer_that_has
     assert fresh.load_checkpoint(tmp_path / "one.pt", load_scheduler=False)["f1"] == 0.5  # a plain number
     assert weight_of(fresh).item() == weight_of(trainer).item()
     assert fresh.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+    class Steps:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            pass
+
+        def step(self) -> None:
+            pass
+
+    train(trainer_of(), 1, data(1), create_scheduler_fn=Steps).save_checkpoint(tmp_path / "one.pt")
+    assert "scheduler_state_dict" not in torch.load(tmp_path / "one.pt")
+    assert "Steps has no state_dict, so its state is not saved" in capsys.readouterr().out
+    states = SaveTrainingStateCallback(tmp_path / "states")
+    with pytest.raises(StateError, match="Steps has no state_dict, so a training cannot resume with it"):
+        train(trainer_of(callbacks=[states]), 1, data(1), create_scheduler_fn=Steps)
 
 
 def doubling() -> TrainerCallback:
@@ -168,22 +182,6 @@ def test_a17_a_stop_in_the_evaluation_of_the_average_restores_the_trainer(tmp_pa
     assert trainer.callback_handler is handler
     assert trainer.run_history.metric_name_prefix == ""
     assert noting.log[-2:] == ["on_stop_training_error", "on_training_run_end"]
-
-
-def test_a_scheduler_without_state_is_left_out_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Steps:
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            pass
-
-        def step(self) -> None:
-            pass
-
-    train(trainer_of(), 1, data(1), create_scheduler_fn=Steps).save_checkpoint(tmp_path / "one.pt")
-    assert "scheduler_state_dict" not in torch.load(tmp_path / "one.pt")
-    assert "Steps has no state_dict, so its state is not saved" in capsys.readouterr().out
-    states = SaveTrainingStateCallback(tmp_path / "states")
-    with pytest.raises(StateError, match="Steps has no state_dict, so a training cannot resume with it"):
-        train(trainer_of(callbacks=[states]), 1, data(1), create_scheduler_fn=Steps)
 
 
 def test_a_checkpoint_of_the_original_with_a_number_of_numpy_is_loaded_and_one_with_code_is_not(tmp_path: Path) -> None:
@@ -278,7 +276,7 @@ def test_checkpoint_kwargs_are_returned_and_a_folder_without_a_state_is_an_error
         train(trainer, 1, data(1), resume_from=tmp_path / "nowhere")
 
 
-def test_a_resumed_training_knows_the_earlier_best_value(tmp_path: Path) -> None:
+def test_a_resumed_training_knows_the_best_value_and_the_count_of_batches_also_of_an_earlier_cadenza(tmp_path: Path) -> None:
     def best(**more: Any) -> tuple[float | None, int | None]:
         save = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", load_saved_checkpoint=False)
         states = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=1)
@@ -289,8 +287,6 @@ def test_a_resumed_training_knows_the_earlier_best_value(tmp_path: Path) -> None
     assert best(resume_from=tmp_path / "states" / "epoch_1") == whole
     assert whole[1] == 1
 
-
-def test_a_state_of_an_earlier_cadenza_without_the_count_of_batches_continues_it(tmp_path: Path) -> None:
     class Earlier(SaveTrainingStateCallback):
         def state_dict(self) -> dict[str, Any]:
             return {"saved": super().state_dict()["saved"]}
@@ -562,7 +558,9 @@ def test_a_wsd_training_of_the_original_resumes_inside_its_decay_or_begins_anoth
     assert trainer.run_history.current_epoch == 3
 
 
-def test_the_scale_of_fp16_is_restored(monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
+def test_the_scale_of_fp16_and_the_count_of_steps_are_restored(
+    monkeypatch: pytest.MonkeyPatch, state: Path, states: Path, tmp_path: Path
+) -> None:
     def look(trainer: Trainer, **kwargs: Any) -> None:
         seen.append(session_of(run_of(trainer)).precision.state_dict()["scale"])
 
@@ -571,6 +569,8 @@ def test_the_scale_of_fp16_is_restored(monkeypatch: pytest.MonkeyPatch, state: P
     torch.save({**torch.amp.GradScaler("cpu").state_dict(), "scale": 64.0}, state / "scaler.pt")
     trained(1, Hooks(on_training_run_start=look), resume_from=state)
     assert seen == [64.0]
+    trained(2, SaveTrainingStateCallback(tmp_path, save_every_n_steps=4), resume_from=states / "epoch_1")
+    assert names(tmp_path) == ["final", "step_8"]
 
 
 @pytest.mark.parametrize("counted", ["scheduler", "optimizer"])
@@ -588,11 +588,6 @@ def test_the_updates_of_an_earlier_training_do_not_count(counted: str, tmp_path:
     rates = Rates()
     trained(2, rates, create=COSINE if scheduler is not None else None, resume_from=tmp_path)
     assert len(rates.seen) == 10  # the first epoch was not complete
-
-
-def test_callbacks_that_save_states_continue_to_count(states: Path, tmp_path: Path) -> None:
-    trained(2, SaveTrainingStateCallback(tmp_path, save_every_n_steps=4), resume_from=states / "epoch_1")
-    assert names(tmp_path) == ["final", "step_8"]
 
 
 def test_a_file_that_one_of_two_processes_cannot_read_is_an_error_on_both(state: Path) -> None:

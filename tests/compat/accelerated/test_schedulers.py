@@ -42,7 +42,7 @@ def rates_of(create: Callable[[torch.optim.Optimizer], Any], updates: int, epoch
     return seen.seen
 
 
-def test_a22_a_scheduler_is_stepped_after_each_update_of_a_training_that_has_one() -> None:
+def test_a22_a_scheduler_is_stepped_after_each_update_and_one_of_timm_also_after_epochs() -> None:
     rates = Rates()
     trainer, noting = noting_trainer(rates, lr=1.0)
     tenth = partial(ExponentialLR, gamma=0.1)
@@ -54,8 +54,6 @@ def test_a22_a_scheduler_is_stepped_after_each_update_of_a_training_that_has_one
     assert trainer.scheduler is None
     assert "[scheduler_step]" not in noting.log
 
-
-def test_schedulers_of_timm_are_stepped_after_updates_and_epochs() -> None:
     class Told:
         def __init__(self, optimizer: Any) -> None:
             self.said: list[str] = []
@@ -166,7 +164,7 @@ STATE = {
 """A state that pytorch-accelerated wrote after three updates."""
 
 
-def test_a_cosine_state_of_the_original_continues_and_ours_has_the_same_keys() -> None:
+def test_cosine_states_of_the_original_and_of_an_earlier_cadenza_continue_and_ours_has_the_originals_keys() -> None:
     whole = CosineLrScheduler(optimizer_of(0.01), 1, 6)
     rates = steps(whole, 3)
     assert whole.state_dict() == STATE
@@ -175,9 +173,6 @@ def test_a_cosine_state_of_the_original_continues_and_ours_has_the_same_keys() -
     continued = CosineLrScheduler(optimizer_of(0.01), 9, 9)
     continued.load_state_dict(STATE)
     assert steps(continued, 3)[1:] == rates[4:]
-
-
-def test_a_state_with_the_names_of_an_earlier_cadenza_keeps_the_rates_of_its_training() -> None:
     earlier = {  # written after two updates: the counter was one ahead
         "param_group_field": "lr",
         "base_lr_values": [0.01],
@@ -361,7 +356,7 @@ def test_a_state_of_wsd_continues_or_begins_a_stable_phase_of_a_new_length_witho
     assert rates[11] == pytest.approx(1e-8)
 
 
-def test_an_interrupted_continuation_of_wsd_is_resumed_and_not_begun_anew() -> None:
+def test_an_interrupted_continuation_of_wsd_is_resumed_but_a_state_without_counter_begins_a_training() -> None:
     def continuation() -> WSDLrScheduler:
         return WSDLrScheduler(optimizer_of(0.01), total_steps=10, is_continuation_from_checkpoint=True)
 
@@ -375,9 +370,6 @@ def test_an_interrupted_continuation_of_wsd_is_resumed_and_not_begun_anew() -> N
     resumed.resume(then.state_dict())
     anew.load_state_dict(then.state_dict())
     assert (resumed.get_current_step(), anew.get_current_step()) == (3, -1)
-
-
-def test_a_wsd_state_of_the_original_has_no_counter_so_it_only_begins_a_new_training() -> None:
     state = WSDLrScheduler(optimizer_of(0.01), total_steps=20).state_dict()
     del state["num_updates"]
     with pytest.raises(ScheduleError, match=r"no 'num_updates'.*is_continuation_from_checkpoint=True"):
@@ -446,7 +438,7 @@ def test_a_state_is_saved_before_the_decay_and_a_file_after_it(accumulate: int, 
     assert fresh.scheduler.get_current_step() == 14
 
 
-def test_each_of_several_decays_has_its_checkpoints(tmp_path: Path) -> None:
+def test_each_of_several_decays_has_its_checkpoints_and_one_may_take_the_whole_training(tmp_path: Path) -> None:
     create = WSDLrScheduler.create_scheduler_fn(num_checkpoints=3)
     save = WSDCheckpointCallback(tmp_path, save_optimizer=False, save_scheduler=False)
     trained(4, save, batches=20, create=create)
@@ -455,9 +447,6 @@ def test_each_of_several_decays_has_its_checkpoints(tmp_path: Path) -> None:
     assert save.checkpoint_steps == {*post}
     content = torch.load(tmp_path / "checkpoint_40_wsd_post_decay.pt")
     assert not {"optimizer_state_dict", "scheduler_state_dict"} & content.keys()
-
-
-def test_a_decay_may_take_the_whole_training(tmp_path: Path) -> None:
     whole, again = Weights(), Weights()
     create = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=1.0)
     trained(1, WSDCheckpointCallback(tmp_path), whole, create=create)

@@ -106,15 +106,6 @@ def test_a_scheduler_needs_the_method_that_its_trainer_calls() -> None:
     assert train(trainer_of(Own), 1, data(3), create_scheduler_fn=lambda optimizer: Scheduler()).scheduler.steps == 3
 
 
-def test_lengths_may_be_numpy_integers_and_an_unknown_setting_is_an_error_with_the_nearest_name() -> None:
-    two: Any = np.int64(2)
-    config = config_of(train(trainer_of(), two, data(4), gradient_accumulation_steps=two, max_num_train_steps=np.int64(9)))
-    lengths = (config.num_epochs, config.gradient_accumulation_steps, config.max_num_train_steps)
-    assert [type(length) for length in lengths] == [int] * 3
-    with pytest.raises(KeyError, match="Did you mean 'num_epochs'"):
-        config["num_epoch"]
-
-
 class Mistyped(TrainerCallback):
     def on_train_epoch_ends(self, trainer: Any, **kwargs: Any) -> None:
         """Never called."""
@@ -134,7 +125,7 @@ def test_a_method_named_almost_like_an_event_is_a_warning(native: bool, caplog: 
     assert "Did you mean 'on_train_epoch_end'" in message
 
 
-def test_run_config_takes_the_arguments_of_the_original_in_their_order() -> None:
+def test_run_config_takes_the_originals_arguments_and_numpy_integers_and_names_the_nearest_setting() -> None:
     class Mine(Trainer):
         def _create_run_config(self, per_device_batch_size: int, num_epochs: int, *others: Any, **named: Any) -> Any:
             seen.append((per_device_batch_size, num_epochs, others, named))
@@ -150,6 +141,12 @@ def test_run_config_takes_the_arguments_of_the_original_in_their_order() -> None
     trainer.evaluate(data(1), per_device_batch_size=7, dataloader_kwargs=HERE)
     shown = config_of(trainer).to_dict()
     assert (shown["train_per_device_batch_size"], shown["num_update_steps_per_epoch"], shown["train_dl_kwargs"]) == (7, 0, None)
+    two: Any = np.int64(2)
+    config = config_of(train(trainer_of(), two, data(4), gradient_accumulation_steps=two, max_num_train_steps=np.int64(9)))
+    lengths = (config.num_epochs, config.gradient_accumulation_steps, config.max_num_train_steps)
+    assert [type(length) for length in lengths] == [int] * 3
+    with pytest.raises(KeyError, match="Did you mean 'num_epochs'"):
+        config["num_epoch"]
 
 
 def test_the_last_batches_of_an_evaluation_on_several_processes_are_checked_before_a_run() -> None:
@@ -254,7 +251,7 @@ def test_a_trainer_can_be_used_again_after_an_error_and_after_a_stop() -> None:
     assert train(stopped, 2, data(1)).run_history.current_epoch == 3
 
 
-def test_native_evaluations_monitors_and_sinks_work_in_the_adapter_s_trainer() -> None:
+def test_native_callbacks_evaluations_monitors_and_sinks_work_in_the_adapter_s_trainer() -> None:
     noting = Noting()
     native = [Evaluate(tiny_loader(2), name="other"), EarlyStopping("eval/loss", mode="min", threshold=100.0)]
     trainer = train(trainer_of(callbacks=[*native, noting]), 5, data(3), data(2))
@@ -266,6 +263,16 @@ def test_native_evaluations_monitors_and_sinks_work_in_the_adapter_s_trainer() -
     trainer = train(trainer_of(), 2, data(3), data(2))
     recorded = run_of(trainer).history["eval_loss_epoch"]
     assert recorded == [*zip((3, 6), trainer.run_history.get_metric_values("eval_loss_epoch"), strict=True)]
+
+    class Steps(Callback):
+        def on_step_end(self, run: Run) -> None:
+            steps.append(run.progress.step)
+
+    steps: list[int] = []
+    trainer = train(trainer_of(callbacks=[Steps(), Noting(), Steps()]), 1, data(4), gradient_accumulation_steps=2)
+    assert steps == [1, 1, 2, 2]
+    listed = ["Trainer's hooks", "Steps", "Noting", "Steps#2", "Trainer's evaluation"]
+    assert list(hooks_of(run_of(trainer)).callbacks) == listed
 
 
 # -- seeds and precision ----------------------------------------------------------------------------------------------------
@@ -307,7 +314,9 @@ def test_the_launcher_or_the_accelerator_sets_the_precision(by: str, monkeypatch
     assert config_of(trainer).mixed_precision == "bf16"
 
 
-def test_a_scheduler_is_not_stepped_if_the_scaler_skips_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_is_not_stepped_if_the_scaler_of_fp16_skips_the_update_also_of_an_own_optimizer_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weights: list[float] = []
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     see = Hooks(on_train_step_start=lambda trainer, **_: weights.append(weights_of(trainer)[0].item()))
@@ -317,8 +326,6 @@ def test_a_scheduler_is_not_stepped_if_the_scaler_skips_the_update(monkeypatch: 
     assert 0 < changed < noting.log.count("[optimizer_step]") == 8  # the first scale is too large for float16
     assert noting.log.count("[scheduler_step]") == changed
 
-
-def test_an_own_optimizer_step_updates_as_the_scaler_of_fp16_does(monkeypatch: pytest.MonkeyPatch) -> None:
     class Overflows(Trainer):
         updates = 0
 
@@ -436,18 +443,6 @@ def test_callbacks_added_or_removed_during_a_run_get_the_events_from_then_on_or_
     clearing = Hooks(on_train_epoch_start=lambda trainer, **_: trainer.callback_handler.clear_callbacks())
     train(trainer_of(callbacks=[clearing, removed]), 1, data(2))
     assert removed.log == ["on_init_end", "on_training_run_start"]
-
-
-def test_native_callbacks_may_be_in_the_same_list() -> None:
-    class Steps(Callback):
-        def on_step_end(self, run: Run) -> None:
-            steps.append(run.progress.step)
-
-    steps: list[int] = []
-    trainer = train(trainer_of(callbacks=[Steps(), Noting(), Steps()]), 1, data(4), gradient_accumulation_steps=2)
-    assert steps == [1, 1, 2, 2]
-    listed = ["Trainer's hooks", "Steps", "Noting", "Steps#2", "Trainer's evaluation"]
-    assert list(hooks_of(run_of(trainer)).callbacks) == listed
 
 
 def test_a_handler_with_its_own_call_event_gets_every_event_of_a_run_and_a_history_can_be_passed() -> None:

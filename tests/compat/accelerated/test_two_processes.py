@@ -134,10 +134,6 @@ def gathered(folder: Path) -> Any:
     return together["rows"].tolist(), together["pair"][0].tolist(), together["pair"][1][0].tolist()
 
 
-def test_gather_takes_numbers_and_collections_of_tensors_of_any_length(ranks: Ranks) -> None:
-    assert ranks[gathered] == (([[0.0], [1.0], [1.0]], [0, 1], [0, 1]),) * 2
-
-
 class Normed(nn.Module):
     """Has buffers, which are broadcast."""
 
@@ -176,10 +172,11 @@ def uneven(folder: Path) -> tuple[float, int, list[float]]:
     return loss, len(late.parts), sorted(late.parts[0].flatten().tolist())
 
 
-def test_an_uneven_evaluation_works_with_buffers_and_values_can_be_gathered_at_its_end(ranks: Ranks) -> None:
+def test_values_of_any_length_can_be_gathered_also_at_the_end_of_an_uneven_evaluation_with_buffers(ranks: Ranks) -> None:
     zero, one = ranks[uneven]
     assert zero == one
     assert zero[1:] == (1, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert ranks[gathered] == (([[0.0], [1.0], [1.0]], [0, 1], [0, 1]),) * 2
 
 
 @on_both
@@ -244,8 +241,10 @@ def scheduled(folder: Path) -> Any:
     return *made[0], *lengths, *sizes, run_of(trainer).progress.step
 
 
-def test_run_config_and_placeholders_count_per_process(ranks: Ranks) -> None:
+def test_run_config_counts_per_process_and_every_sample_is_read_once_per_epoch_with_different_seeds(ranks: Ranks) -> None:
     assert ranks[scheduled] == ((4, 4, 4, 2, 4, 6, 4, 2, True, 6),) * 2
+    for zero, one in zip(*ranks[shuffled], strict=True):
+        assert Counter(zero + one) == dict.fromkeys(range(1, 12), 1)
 
 
 @on_both
@@ -258,11 +257,6 @@ def shuffled(folder: Path) -> list[list[float]]:
     torch.manual_seed(int(os.environ["RANK"]))
     train(trainer_of(callbacks=[see], lr=0.001), 2, numbered(11), train_dataloader_kwargs={**HERE, "shuffle": True})
     return epochs
-
-
-def test_every_sample_is_read_once_per_epoch_with_different_seeds_per_process(ranks: Ranks) -> None:
-    for zero, one in zip(*ranks[shuffled], strict=True):
-        assert Counter(zero + one) == dict.fromkeys(range(1, 12), 1)
 
 
 @on_both
@@ -306,11 +300,12 @@ def ended(folder: Path) -> tuple[list[str], int]:
     return seen, run_of(trainer).progress.step
 
 
-def test_a_nan_on_one_process_ends_the_training_on_all(ranks: Ranks) -> None:
+def test_a_stop_or_a_nan_on_one_process_ends_the_training_on_all(ranks: Ranks) -> None:
     zero, one = ranks[ended]
     assert zero == ([], 3)  # a stop that one process requests takes effect one step later
     assert one[0][0].startswith("The training was ended: ")
     assert one[1] == 3
+    assert ranks[stopped] == (dict.fromkeys(EVENTS, 1),) * 2
 
 
 EVENTS = ["on_train_epoch_end", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end", "on_training_run_epoch_end"]
@@ -323,10 +318,6 @@ def stopped(folder: Path) -> dict[str, int]:
             raise StopTrainingError("enough")
 
     return {event: run_of(train(normed(Hooks(**{event: stop})), 3, data(4), numbered(9))).progress.epoch for event in EVENTS}
-
-
-def test_a_stop_on_one_process_stops_all(ranks: Ranks) -> None:
-    assert ranks[stopped] == (dict.fromkeys(EVENTS, 1),) * 2
 
 
 class OwnPass(Trainer):
@@ -369,12 +360,14 @@ def saved(folder: Path) -> Any:
     return weights_of(trainer).tolist(), [value.item() for value in written.values()], parts.names(folder)
 
 
-def test_all_processes_load_the_best_model(ranks: Ranks) -> None:
+def test_all_processes_load_the_best_model_and_a_training_continues_with_the_losses_of_each(ranks: Ranks) -> None:
     zero, one = ranks[saved]
     assert zero == one
     weights, written, files = zero
     assert weights == written
     assert files == ["best.pt"]
+    for whole, *others in ranks[continued]:
+        assert others == [whole, whole]
 
 
 @on_both
@@ -396,11 +389,6 @@ def continued(folder: Path) -> list[list[Any]]:
 
     whole = results(Save())
     return [whole, *(results(resume_from=folder / name) for name in ("inside", "epoch_1"))]
-
-
-def test_a_training_continues_on_two_processes_with_the_losses_of_each(ranks: Ranks) -> None:
-    for whole, *others in ranks[continued]:
-        assert others == [whole, whole]
 
 
 @on_both

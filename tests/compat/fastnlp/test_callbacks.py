@@ -58,15 +58,12 @@ def test_case_28_a_warm_up_precedes_decay_or_a_constant_rate(warmup: float, sche
     assert notes.seen == rates
 
 
-def test_a_warm_up_scales_each_optimizer_by_its_own_rates() -> None:
+def test_a_warm_up_scales_each_optimizer_by_its_own_initial_rates_also_after_a_resume(tmp_path: Path) -> None:
     model = Toy()
     optimizers = [torch.optim.SGD([model.linear.weight], 0.1), torch.optim.SGD([model.linear.bias], 0.4)]
     for _ in range(2):
         trained(20, TorchWarmupCallback(1.0), model=model, optimizers=optimizers, n_batches=5)
     assert [one.param_groups[0]["lr"] for one in optimizers] == [0.1, 0.4]
-
-
-def test_a_resumed_warm_up_uses_the_initial_rates(tmp_path: Path) -> None:
     whole = toy_trainer(20, TorchWarmupCallback(0.2), n_epochs=2)
     whole.add_callback_fn(fastnlp.Event.on_train_batch_end(once=6), lambda trainer: trainer.save_checkpoint(tmp_path))
     whole.run()
@@ -336,7 +333,9 @@ def test_times_are_printed_by_epochs_batches_or_at_the_end(every: int, words: li
         assert all(re.sub(r"[\d.e-]+s", "S", line.removeprefix(word)) == TIMES for line, word in zip(shown, words, strict=True))
 
 
-def test_the_time_of_an_evaluation_is_not_that_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_an_evaluation_is_not_that_of_the_training_and_parts_without_time_are_omitted(
+    monkeypatch: pytest.MonkeyPatch, capsys: Shown
+) -> None:
     now = [0.0]
     monkeypatch.setattr("cadenza.compat.fastnlp.core.callbacks.timer_callback.time.perf_counter", lambda: now[0])
     timer: Any = fastnlp.TimerCallback()
@@ -348,9 +347,6 @@ def test_the_time_of_an_evaluation_is_not_that_of_the_training(monkeypatch: pyte
     now[0] += 16
     assert timer.format_timer() == ", fetch-data: 2.0s, evaluate: 8.0s, train: 23.0s, total: 31.0s"
     assert timer.format_timer() == ""
-
-
-def test_parts_without_time_are_omitted_and_a_second_run_works(capsys: Shown) -> None:
     trained(8, fastnlp.TimerCallback(0, time_ndigit=0), n_epochs=1).run()
     assert capsys.readouterr().out == "Training finished\n" * 2
 

@@ -139,15 +139,6 @@ def test_a_field_that_cannot_be_padded_stays_a_list_and_is_an_error_only_if_it_h
     ]
 
 
-def test_tensors_and_arrays_are_padded_like_lists() -> None:
-    tensors = [torch.ones(1, 2), torch.ones(2, 1)]
-    assert padded(tensors).tolist() == [[[1, 1], [0, 0]], [[1, 0], [1, 0]]]
-    with pytest.raises(ValueError, match="the same number of dimensions"):
-        padded([tensors[0], torch.ones(3)])
-    assert padded([numpy.array([1, 2]), [3]]).tolist() == [[1, 2], [3, 0]]
-    assert padded([numpy.float64(0.5), 1.5]).dtype == torch.float32
-
-
 ROWS = [
     {"text": "a", "ids": [1], "deep": [[1]], "part": 1.5, "array": np.ones(1), "inner": {"x": 1, "y": [1, 2]}},
     {"text": "b", "ids": [2, 3], "deep": [[1], [1, 2]], "part": 2.5, "array": np.zeros(2), "inner": {"x": 2, "y": [3]}},
@@ -180,7 +171,7 @@ def test_the_backend_is_the_type_of_padded_fields(backend: str, kind: type) -> N
     assert plain(Collator(backend)(LISTS)) == [[1, 2], [[1, 0], [1, 2]], ["a", "b"], [{"x": 1}, {"x": 2}]]
 
 
-def test_shorter_samples_are_padded_with_0_of_their_type() -> None:
+def test_shorter_lists_tensors_and_arrays_are_padded_with_0_of_their_type() -> None:
     fields: Any = {"ids": [[1], [2, 3]], "part": [0.5, 1.5], "flags": [[True], []], "raw": ["a", "b"], "mixed": [1, None]}
     batch = next(iter(prepare_dataloader(DataSet(fields))))
     assert batch["ids"].tolist() == [[1, 0], [2, 3]]
@@ -188,6 +179,12 @@ def test_shorter_samples_are_padded_with_0_of_their_type() -> None:
     assert batch["flags"].tolist() == [[True], [False]]
     assert (batch["raw"], batch["mixed"]) == (["a", "b"], [1, None])
     assert Collator(None)([{"ids": [1]}, {"ids": [2, 3]}]) == {"ids": [[1], [2, 3]]}  # without a backend
+    tensors = [torch.ones(1, 2), torch.ones(2, 1)]
+    assert padded(tensors).tolist() == [[[1, 1], [0, 0]], [[1, 0], [1, 0]]]
+    with pytest.raises(ValueError, match="the same number of dimensions"):
+        padded([tensors[0], torch.ones(3)])
+    assert padded([numpy.array([1, 2]), [3]]).tolist() == [[1, 2], [3, 0]]
+    assert padded([numpy.float64(0.5), 1.5]).dtype == torch.float32
 
 
 def ids() -> DataSet:
@@ -323,15 +320,12 @@ def at_epoch(sampler: Sampler, epoch: int = 0) -> Sampler:
     return sampler
 
 
-def test_a_random_order_depends_on_the_seed_and_the_epoch() -> None:
+def test_an_order_depends_on_the_seed_and_the_epoch_or_begins_with_the_longest_sample() -> None:
     assert list(at_epoch(RandomSampler(TEN))) == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
     assert list(at_epoch(RandomSampler(TEN, seed=2), 1)) == list(at_epoch(RandomSampler(TEN), 3))
     without_trainer = RandomSampler(TEN)
     assert list(without_trainer) != list(without_trainer)
     assert without_trainer.epoch == -3
-
-
-def test_the_longest_sample_comes_first() -> None:
     dataset = DataSet({"words": [["a"] * length for length in LENGTHS], "seq_len": LENGTHS})
     order = [5, 8, 9, 7, 4, 2, 0, 6, 1, 3]
     for length in (LENGTHS, "words", "seq_len"):

@@ -160,12 +160,16 @@ def test_batches_need_no_names_and_unknown_arguments_are_warnings(caplog: pytest
         Evaluator(Toy())
 
 
-def test_torchmetrics_are_accepted() -> None:
+def test_torchmetrics_are_accepted_and_a_native_evaluation_can_be_monitored() -> None:
     class Judge(nn.Module):
         def evaluate_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
             return {"preds": x.sum(1, keepdim=True), "target": y}
 
     assert evaluated({"mae": torchmetrics.MeanAbsoluteError()}, model=Judge())["mae"] == pytest.approx(0.0, abs=1e-6)
+    watching = Watching("loss", larger_better=False)
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(), sanity_batches=1), watching], epochs=2)
+    assert [value for value, _ in watching.seen] == [value for _, value in run.history["eval/loss"]]
+    assert watching.seen[0][1]
 
 
 def test_the_model_is_evaluated_without_gradient_and_its_mode_and_the_rng_state_are_restored() -> None:
@@ -273,13 +277,17 @@ class Watching(HasMonitorCallback):
         self.seen.append((self.get_monitor_value(results), self.is_better_results(results)))
 
 
-def test_case_22_each_training_starts_anew_and_the_sanity_check_does_not_count() -> None:
+def test_case_22_each_training_starts_anew_without_its_sanity_check_and_improvements_call_a_function() -> None:
     watching = Watching("acc#acc")
     trained(8, watching, {"acc": Scripted(0.9, 0.1, 0.3, 0.2)}, n_epochs=3)
     assert watching.seen == [(0.1, True), (0.3, True), (0.2, False)]
     watching.seen.clear()
     trained(8, watching, {"acc": Scripted(0.0, 0.1)}, n_epochs=1)
     assert watching.seen == [(0.1, True)]
+    calls: list[int] = []
+    once = ExecuteOnceBetterMonitor("acc", True, lambda: calls.append(1))
+    trained(8, once, {"acc": Scripted(0.0, 0.1, 0.5, 0.3, 0.7)}, n_epochs=4)
+    assert len(calls) == 3
 
 
 def test_callbacks_without_a_monitor_use_the_trainers() -> None:
@@ -297,17 +305,3 @@ def test_callbacks_without_a_monitor_use_the_trainers() -> None:
     with pytest.raises(RuntimeError, match="nothing is evaluated"):
         toy_trainer(8, [Watching("acc", must_have_monitor=True)])
     assert toy_trainer(8, [Watching(must_have_monitor=True)], {"acc": Scripted()}, monitor="acc").evaluates
-
-
-def test_case_22_a_function_is_called_at_each_improvement() -> None:
-    calls: list[int] = []
-    once = ExecuteOnceBetterMonitor("acc", True, lambda: calls.append(1))
-    trained(8, once, {"acc": Scripted(0.0, 0.1, 0.5, 0.3, 0.7)}, n_epochs=4)
-    assert len(calls) == 3
-
-
-def test_a_native_evaluation_can_be_monitored() -> None:
-    watching = Watching("loss", larger_better=False)
-    run = tiny_run(callbacks=[Evaluate(tiny_loader(), sanity_batches=1), watching], epochs=2)
-    assert [value for value, _ in watching.seen] == [value for _, value in run.history["eval/loss"]]
-    assert watching.seen[0][1]

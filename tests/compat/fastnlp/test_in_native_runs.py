@@ -123,7 +123,7 @@ def test_the_trainer_argument_in_a_native_run(tmp_path: Path) -> None:
     assert scribe.names == ["on_save_model", "on_save_checkpoint"]
 
 
-def test_an_error_names_the_callback_like_any_other() -> None:
+def test_an_error_names_the_callback_like_any_other_and_a_function_has_its_name() -> None:
     def fail(trainer: Any) -> None:
         raise RuntimeError("oh")
 
@@ -136,8 +136,6 @@ def test_an_error_names_the_callback_like_any_other() -> None:
     assert [fault.callback for fault in run.faults] == ["Hooks"]
     assert len(scribe.seen) == 5
 
-
-def test_a_function_at_an_event_is_a_callback_with_its_name() -> None:
     def note(trainer: Any) -> None:
         """Do nothing."""
 
@@ -268,15 +266,15 @@ def test_the_name_of_a_native_evaluation_is_that_of_a_loader() -> None:
     assert [[value for _, value in watch.seen] for watch in watches] == taken
 
 
-def test_a_monitor_of_fastnlp_stops_a_native_run_and_saves_its_best(tmp_path: Path) -> None:
+def test_a_monitor_stops_a_native_run_and_saves_its_best_and_gets_native_evaluations_in_fastnlps_trainer(
+    tmp_path: Path,
+) -> None:
     callbacks = [EarlyStopCallback("acc#acc", patience=1), CheckpointCallback(tmp_path, topk=1, monitor="acc#acc")]
     evaluated(*callbacks, Evaluate(tiny_loader(1), metrics={"acc": Fixed({"acc": 0.5})}, every="1 step"))
     (folder,) = (tmp_path / "launch").iterdir()
     assert folder.name == "model-epoch_0-batch_1-acc#acc_0.5"
     assert sorted(json.loads((folder / "fastnlp_evaluate_results.json").read_text())) == ["acc#acc", "loss"]
 
-
-def test_a_native_evaluation_in_fastnlps_trainer_reaches_its_monitors() -> None:
     def compute(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
         return {"predictions": model(batch["x"])["pred"], "targets": batch["y"]}
 

@@ -78,11 +78,17 @@ def test_a_step_or_a_loop_of_the_trainers_parts_equals_the_trainers(parts: dict[
     assert torch.allclose(weights_of(trainers[0]), weights_of(trainers[1]), atol=1e-7)
 
 
-def test_events_that_a_batch_step_fn_does_not_cause_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_a_batch_step_fn_does_not_cause_are_a_warning_and_its_parts_need_a_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scribe = Scribe("on_before_backward", "on_train_begin")
     trainer = trained(callbacks=scribe, batch_step_fn=lambda trainer, batch: None, n_batches=2)
     assert caplog.text.count("callbacks have hooks at on_before_backward, but batch_step_fn did not cause these events") == 1
     assert trainer.global_forward_batches == 2
+    with pytest.raises(RuntimeError, match="no training is in progress"):
+        toy_trainer().backward({"loss": torch.ones(())})
+    with pytest.raises(RuntimeError, match="no training is in progress"):
+        toy_trainer().run_evaluate()
 
 
 @pytest.mark.parametrize(("per_epoch", "n_batches", "ends"), [(3, -1, [3, 6]), (-1, 7, [5, 7]), (4, 6, [4, 6])])
@@ -104,13 +110,6 @@ def test_a_stop_in_a_custom_loop_ends_the_training(caplog: pytest.LogCaptureFixt
     assert "train_batch_loop must call it" in caplog.text
     trainer.run()
     assert scribe.seen == [("on_exception", 0, 2, 2), ("on_train_end", 0, 2, 2)]
-
-
-def test_the_parts_of_a_step_need_a_training_in_progress() -> None:
-    with pytest.raises(RuntimeError, match="no training is in progress"):
-        toy_trainer().backward({"loss": torch.ones(())})
-    with pytest.raises(RuntimeError, match="no training is in progress"):
-        toy_trainer().run_evaluate()
 
 
 class OfRelease(Loop):
@@ -246,12 +245,6 @@ def test_a_subclass_of_the_trainer_may_override_the_parts_of_a_step() -> None:
     assert toy_trainer(driver=mine.driver).driver_name == "TorchSingleDriver"
 
 
-def test_a_last_epoch_that_n_batches_shortens_is_no_wrong_length_of_the_loader(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = trained(20, n_batches=7)
-    assert (trainer.global_forward_batches, trainer.n_epochs, trainer.n_batches) == (7, 2, 7)
-    assert "the length of the training loader" not in caplog.text
-
-
 def test_fp16_trains() -> None:
     trainer = trained(20, metrics={"e": Error()}, fp16=True, n_epochs=2)
     assert session_of(live(trainer)).precision.name == "fp16"
@@ -291,7 +284,9 @@ def test_accumulation_steps_can_change_only_with_a_step_of_ones_own() -> None:
     assert live(trainer).progress.step == 1
 
 
-def test_without_epochs_only_the_sanity_check_and_the_ends_run() -> None:
+def test_without_epochs_only_the_sanity_check_and_the_ends_run_and_n_batches_may_shorten_the_last_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scribe = Scribe()
     trainer = trained(8, scribe, {"acc": Scripted(0.5)}, n_epochs=0)
     events = ["on_after_trainer_initialized", "on_sanity_check_begin", "on_sanity_check_end", "on_train_begin", "on_train_end"]
@@ -302,6 +297,9 @@ def test_without_epochs_only_the_sanity_check_and_the_ends_run() -> None:
     trainer.evaluator.metrics["acc"] = Scripted(0.5, 0.6)
     trainer.run()
     assert trainer.global_forward_batches == 2
+    trainer = trained(20, n_batches=7)
+    assert (trainer.global_forward_batches, trainer.n_epochs, trainer.n_batches) == (7, 2, 7)
+    assert "the length of the training loader" not in caplog.text
 
 
 # -- evaluations -------------------------------------------------------------------------------------------

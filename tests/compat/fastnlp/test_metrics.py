@@ -41,7 +41,7 @@ class Fraction(Metric):
         return {"fraction": float(self.positive / self.total), "highest": self.highest.get_scalar()}
 
 
-def test_accuracy_counts_classes_and_scores_alike_over_all_batches() -> None:
+def test_accuracy_counts_classes_and_scores_alike_over_all_batches_also_in_a_native_evaluation() -> None:
     accuracy = Accuracy()
     for _ in range(2):  # before the first batch, and after a reset
         with pytest.raises(AssertionError, match=r"Accuracy.get_metric was called before any update"):
@@ -56,6 +56,12 @@ def test_accuracy_counts_classes_and_scores_alike_over_all_batches() -> None:
     accuracy.total = 2  # a registered number can be set
     accuracy.correct = accuracy.total * 0.5
     assert (accuracy.total.item(), accuracy.correct.tolist()) == (2, [1.0])
+
+    def judged(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        return {"predictions": torch.ones(4, dtype=torch.long), "targets": torch.tensor([1, 1, 1, 0])}
+
+    evaluate = Evaluate([torch.zeros(4, 1)], metrics={"acc": Accuracy()}, compute=judged)
+    assert tiny_run(callbacks=[evaluate], epochs=1).history["eval/acc/acc"][0][1] == 0.75
 
 
 def test_padding_does_not_count() -> None:
@@ -94,7 +100,7 @@ def test_wrong_uses_are_errors(use: Callable[[], object], error: type[Exception]
         use()
 
 
-def test_a_custom_metric_accumulates_registered_numbers() -> None:
+def test_a_custom_metric_accumulates_registered_numbers_which_results_may_contain() -> None:
     fraction = Fraction()
     fraction.update(torch.tensor([1.0, -1.0]))
     fraction.update(torch.tensor([2.0, 3.0]))
@@ -102,8 +108,6 @@ def test_a_custom_metric_accumulates_registered_numbers() -> None:
     fraction.reset()
     assert (fraction.total.value, fraction.highest.value) == (0, -1.0)
 
-
-def test_results_may_contain_registered_numbers() -> None:
     class Counting(Metric):
         def __init__(self) -> None:
             super().__init__()
@@ -128,14 +132,6 @@ def test_results_may_contain_registered_numbers() -> None:
     counting.reset()
     assert results == {"count": 1, "inner": [[0, 2]], "texts": 1}
     assert (counting.count, counting.texts) == (0, []), "numbers are reset, although reset does not call the base class"
-
-
-def test_a_native_evaluation_accepts_a_metric() -> None:
-    def judged(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
-        return {"predictions": torch.ones(4, dtype=torch.long), "targets": torch.tensor([1, 1, 1, 0])}
-
-    evaluate = Evaluate([torch.zeros(4, 1)], metrics={"acc": Accuracy()}, compute=judged)
-    assert tiny_run(callbacks=[evaluate], epochs=1).history["eval/acc/acc"][0][1] == 0.75
 
 
 # -- the numbers ------------------------------------------------------------------------------------------

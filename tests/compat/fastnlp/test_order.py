@@ -76,7 +76,7 @@ def test_case_3_and_4_evaluate_each_third_batch_or_second_epoch(every: int, n_ep
         assert (scribe.names[index - 1], scribe.names[index + 2]) == between
 
 
-def test_case_5_a_function_decides_after_each_batch_whether_to_evaluate() -> None:
+def test_case_5_a_function_decides_after_each_batch_whether_to_evaluate_and_case_6_every_tenth_epoch_is() -> None:
     asked: list[int] = []
 
     def at_four(trainer: Trainer) -> bool:
@@ -87,9 +87,6 @@ def test_case_5_a_function_decides_after_each_batch_whether_to_evaluate() -> Non
     trained(20, scribe, {"acc": Scripted(*range(9))}, n_epochs=2, evaluate_every=at_four)
     assert asked == list(range(1, 11))
     assert scribe.at("on_evaluate_end") == [(0, 4, 4)]
-
-
-def test_case_6_forty_epochs_are_evaluated_at_ten_twenty_thirty_forty() -> None:
     said: list[str] = []
 
     def checked(trainer: Any, results: Any) -> None:
@@ -115,13 +112,24 @@ def test_case_11_functions_run_first_then_callbacks_then_added_functions() -> No
     assert order == ["function", "first", "second", "added"]
 
 
-def test_case_26_a_second_run_has_no_epoch_left() -> None:
+def test_the_lengths_of_the_training_are_known_in_on_train_begin_and_case_26_a_second_run_has_no_epoch() -> None:
     scribe = Scribe()
     trainer = trained(8, scribe, {"acc": Scripted(*range(9))}, n_epochs=1)
     scribe.seen.clear()
     trainer.run()
     assert scribe.names == ["on_sanity_check_begin", "on_sanity_check_end", "on_train_begin", "on_train_end"]
     assert scribe.at("on_train_end") == [(1, 0, 2)]
+    seen: dict[str, Any] = {}
+
+    def lengths(trainer: Any, driver: Any = None) -> tuple[Any, ...]:
+        return trainer.n_epochs, trainer.n_batches, trainer.num_batches_per_epoch, driver is trainer.driver
+
+    look = Hooks(
+        on_after_trainer_initialized=lambda trainer, driver: seen.update(made=lengths(trainer, driver)),
+        on_train_begin=lambda trainer: seen.update(begin=lengths(trainer)),
+    )
+    toy_trainer(20, look, n_epochs=3).run(num_train_batch_per_epoch=2)
+    assert seen == {"made": (3, -1, None, True), "begin": (3, 6, 2, False)}
 
 
 def test_case_29_n_batches_is_exact_also_inside_a_window_and_the_last_epoch_is_shorter() -> None:
@@ -140,20 +148,6 @@ def test_case_29_n_batches_is_exact_also_inside_a_window_and_the_last_epoch_is_s
     scribe = Scribe("on_before_optimizers_step")
     assert trained(20, scribe, n_batches=7, accumulation_steps=3).global_forward_batches == 7
     assert len(scribe.seen) == 3  # batches 1 to 3, 4 to 5, 6 to 7
-
-
-def test_the_lengths_of_the_training_are_known_in_on_train_begin() -> None:
-    seen: dict[str, Any] = {}
-
-    def lengths(trainer: Any, driver: Any = None) -> tuple[Any, ...]:
-        return trainer.n_epochs, trainer.n_batches, trainer.num_batches_per_epoch, driver is trainer.driver
-
-    look = Hooks(
-        on_after_trainer_initialized=lambda trainer, driver: seen.update(made=lengths(trainer, driver)),
-        on_train_begin=lambda trainer: seen.update(begin=lengths(trainer)),
-    )
-    toy_trainer(20, look, n_epochs=3).run(num_train_batch_per_epoch=2)
-    assert seen == {"made": (3, -1, None, True), "begin": (3, 6, 2, False)}
 
 
 def test_a_native_trainer_calls_the_same_events_but_for_those_of_the_trainer_itself() -> None:
@@ -369,7 +363,9 @@ def test_a_callable_without_source_is_a_hook() -> None:
 # -- the end -----------------------------------------------------------------------------------------------
 
 
-def test_case_13_on_exception_is_called_for_an_error_and_the_error_is_raised() -> None:
+def test_case_13_on_exception_is_called_for_an_error_which_is_raised_as_is_ctrl_c_with_several_processes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     scribe, error = Scribe(), RuntimeError("third")
     with pytest.raises(RuntimeError, match="third"):
         trained(20, [Raising("on_train_batch_end", 3, error), scribe], n_epochs=1)
@@ -377,6 +373,11 @@ def test_case_13_on_exception_is_called_for_an_error_and_the_error_is_raised() -
     assert scribe.names[-2:] == ["on_exception", "on_train_end"]
     assert "on_train_epoch_end" not in scribe.names
     assert scribe.at("on_train_batch_end") == [(0, 1, 1), (0, 2, 2)]  # callbacks after the failing one do not get the event
+    trainer = toy_trainer(20, [Raising("on_train_batch_begin", 2, KeyboardInterrupt())], n_epochs=1)
+    monkeypatch.setattr(trainer.driver, "is_distributed", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(catch_KeyboardInterrupt=True)
+    assert "catch_KeyboardInterrupt works in a single process only" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -395,14 +396,6 @@ def test_case_14_ctrl_c_in_the_third_batch_ends_the_training_and_is_raised_unles
         trainer.run(catch_KeyboardInterrupt=None if caught else False)
     assert scribe.at("on_exception") == scribe.at("on_train_end") == [(0, 2, 2)]
     assert scribe.names[-2:] == ["on_exception", "on_train_end"]
-
-
-def test_ctrl_c_with_several_processes_is_raised(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = toy_trainer(20, [Raising("on_train_batch_begin", 2, KeyboardInterrupt())], n_epochs=1)
-    monkeypatch.setattr(trainer.driver, "is_distributed", lambda: True)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run(catch_KeyboardInterrupt=True)
-    assert "catch_KeyboardInterrupt works in a single process only" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -517,12 +510,6 @@ def test_case_17_evaluations_between_batches_stop_before_the_next_fetch() -> Non
     assert scribe.seen[-3:] == [("on_fetch_data_begin", 1, 5, 10), ("on_exception", 1, 5, 10), ("on_train_end", 1, 5, 10)]
 
 
-def test_a_training_that_ends_first_is_not_stopped() -> None:
-    scribe = Scribe("on_exception", "on_train_epoch_end")
-    trained(8, [scribe, EarlyStopCallback("acc", patience=2)], {"acc": Scripted(0.0, 3.0, 2.0, 1.0)}, n_epochs=3)
-    assert scribe.names == ["on_train_epoch_end"] * 3
-
-
 def test_a_checkpoint_restores_the_patience(tmp_path: Path) -> None:
     def stopped(*values: float, **run: Any) -> int:
         stop = EarlyStopCallback("acc", larger_better=False, patience=3)
@@ -537,8 +524,11 @@ def test_a_checkpoint_restores_the_patience(tmp_path: Path) -> None:
     assert EarlyStopCallback("acc", patience=3).callback_name == "EarlyStopCallback#monitor-acc#patience-3"
 
 
-def test_an_early_stop_needs_a_monitor_and_patience() -> None:
+def test_an_early_stop_needs_a_monitor_and_patience_and_does_not_stop_a_training_that_ends_first() -> None:
     with pytest.raises(RuntimeError, match="EarlyStopCallback needs a monitor"):
         toy_trainer(8, EarlyStopCallback(), {"acc": Scripted(0.0)})
     with pytest.raises(ValueError, match="patience must be a whole number of at least 1; got 0"):
         EarlyStopCallback("acc", patience=0)
+    scribe = Scribe("on_exception", "on_train_epoch_end")
+    trained(8, [scribe, EarlyStopCallback("acc", patience=2)], {"acc": Scripted(0.0, 3.0, 2.0, 1.0)}, n_epochs=3)
+    assert scribe.names == ["on_train_epoch_end"] * 3

@@ -177,7 +177,7 @@ def test_hooks_and_errors_get_the_indices_of_a_batch_if_the_loader_provides_them
         assert caught.value.__notes__.count("while training on the samples [4, 2]") == notes
 
 
-def test_the_order_of_a_shuffled_loader_depends_on_the_users_seed() -> None:
+def test_the_order_of_a_shuffled_loader_depends_on_the_users_seed_and_overfitting_uses_the_first_batches() -> None:
     def order(seed: int) -> list[list[float]]:
         torch.manual_seed(seed)
         seen: list[list[float]] = []
@@ -186,9 +186,6 @@ def test_the_order_of_a_shuffled_loader_depends_on_the_users_seed() -> None:
 
     assert order(1) == order(1) != order(2)
     assert order(1)[:5] != order(1)[5:]
-
-
-def test_overfitting_trains_and_evaluates_on_the_first_batches() -> None:
     seen: list[list[float]] = []
     trainer = toy_trainer(20, toy.batches_seen(seen), {"e": Error()}, overfit_batches=2, n_epochs=3)
     trainer.run(num_eval_sanity_batch=0)
@@ -251,7 +248,7 @@ def test_the_trainer_passes_its_arguments_to_the_evaluator() -> None:
         toy_trainer(8, None, {"acc": Scripted()}, evaluate_fn="judge")
 
 
-def test_results_of_the_evaluator_are_in_the_native_history_and_an_evaluation_can_be_requested() -> None:
+def test_results_are_in_the_native_history_and_an_evaluation_can_be_requested_or_stop_the_training() -> None:
     trainer = trained(8, metrics={"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=2)
     assert toy.live(trainer).history["eval/acc#acc"] == [(2, 0.1), (4, 0.2)]
     seen: list[Any] = []
@@ -259,9 +256,6 @@ def test_results_of_the_evaluator_are_in_the_native_history_and_an_evaluation_ca
     trainer.add_callback_fn(Event.on_train_batch_end(once=1), lambda trainer: seen.append(trainer.run_evaluate()))
     trainer.run()
     assert seen == [{"acc#acc": 0.1}]
-
-
-def test_a_stop_in_the_evaluation_ends_the_training_before_the_epoch_is_counted() -> None:
     scribe, stop = toy.Scribe("on_train_epoch_end", "on_exception", "on_train_end"), EarlyStopException("good enough")
     trained(8, [toy.Raising("on_evaluate_end", 2, stop), scribe], {"acc": Scripted(0.0, 0.1)}, n_epochs=3)
     assert scribe.seen == [("on_exception", 0, 2, 2), ("on_train_end", 0, 2, 2)]
@@ -340,7 +334,7 @@ def test_a_driver_or_device_that_does_not_exist_is_an_error(arguments: Any, erro
         toy_trainer(**arguments)
 
 
-def test_a_driver_object_may_be_passed_on() -> None:
+def test_a_driver_object_may_be_passed_on_and_has_the_arguments_of_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
     model = Toy()
     mine = TorchSingleDriver(model, CPU, torch_kwargs={"non_blocking": False})
     trainer = toy_trainer(model=model, driver=mine, n_epochs=1)
@@ -352,9 +346,6 @@ def test_a_driver_object_may_be_passed_on() -> None:
     native = drivers.SingleDriver("cpu")
     assert toy_trainer(driver=native).driver.native is native
     assert issubclass(TorchFSDPDriver, TorchDriver)
-
-
-def test_the_arguments_of_the_driver(caplog: pytest.LogCaptureFixture) -> None:
     settings = {"non_blocking": False, "set_grad_to_none": True}
     driver = toy_trainer(torch_kwargs=settings, model_wo_auto_param_call=True, output_from_new_proc="all").driver
     assert (driver.non_blocking, driver.set_grad_to_none, driver.wo_auto_param_call) == (False, True, True)

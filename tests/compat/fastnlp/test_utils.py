@@ -51,7 +51,7 @@ def test_a_mask_is_true_inside_of_each_sample() -> None:
         seq_len_to_mask([1, 2])
 
 
-def test_a_function_is_applied_to_everything_of_a_type() -> None:
+def test_a_function_is_applied_to_everything_of_a_type_and_everything_with_a_method_to_is_moved() -> None:
     data = {"a": [1, "b", (2, None)], "c": Pair(3, "d"), "e": Fields(4)}
     changed = apply_to_collection(data, int, lambda number, by: number + by, 10)
     assert changed == {"a": [11, "b", (12, None)], "c": Pair(13, "d"), "e": Fields(14)}
@@ -62,8 +62,6 @@ def test_a_function_is_applied_to_everything_of_a_type() -> None:
     assert apply_to_collection({"a": Fields(1)}, int, lambda number: None, include_none=False) == {"a": Fields(1)}
     assert apply_to_collection([1, True], int, str, wrong_dtype=bool) == ["1", True]
 
-
-def test_everything_with_a_method_to_is_moved() -> None:
     class Own:
         device = "cpu"
 
@@ -264,15 +262,14 @@ def test_the_last_way_replaces_the_others_and_none_shows_nothing(capsys: Shown) 
         logger.set_stdout("paper")  # type: ignore[arg-type]
 
 
-def test_a_warning_once_is_shown_once(capsys: Shown) -> None:
+def test_a_warning_once_is_shown_once_and_other_processes_show_warnings_with_their_rank_only(
+    capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger.set_stdout("raw")
     for text in ("a", "a", "b"):
         logger.warning_once(text)
         logger.rank_zero_warning(text, once=True)
     assert capsys.readouterr().out == "a\nb\n"
-
-
-def test_other_processes_show_warnings_with_their_rank_only(monkeypatch: pytest.MonkeyPatch, capsys: Shown) -> None:
     monkeypatch.setenv(FASTNLP_GLOBAL_RANK, "2")
     other = FastNLPLogger("other")
     other.set_stdout("raw")
@@ -282,16 +279,7 @@ def test_other_processes_show_warnings_with_their_rank_only(monkeypatch: pytest.
     assert capsys.readouterr().out == "Rank: 2 - mine\n"
 
 
-def test_the_environment_chooses_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_level() == logging.INFO
-    monkeypatch.setenv(FASTNLP_LOG_LEVEL, "ERROR")
-    assert FastNLPLogger("other").level == logging.ERROR
-    monkeypatch.setenv(FASTNLP_LOG_LEVEL, "loud")
-    with pytest.raises(ValueError, match=r"level must be one of .* got 'loud'"):
-        FastNLPLogger("other")
-
-
-def test_set_level_changes_the_handlers_too_and_print_is_a_message_of_the_main_process(capsys: Shown) -> None:
+def test_the_environment_and_set_level_choose_the_level_also_of_print(capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     logger.set_stdout("raw")
     logger.setLevel("debug")
     logger.debug("now visible")
@@ -302,6 +290,12 @@ def test_set_level_changes_the_handlers_too_and_print_is_a_message_of_the_main_p
     logger.warning("now hidden")
     builtins.print("plain")  # noqa: T201  # Python's own one still prints
     assert capsys.readouterr().out == "now visible\n[1, 2], a, 3.5\nplain\n"
+    assert parse_level() == logging.INFO
+    monkeypatch.setenv(FASTNLP_LOG_LEVEL, "ERROR")
+    assert FastNLPLogger("other").level == logging.ERROR
+    monkeypatch.setenv(FASTNLP_LOG_LEVEL, "loud")
+    with pytest.raises(ValueError, match=r"level must be one of .* got 'loud'"):
+        FastNLPLogger("other")
 
 
 @pytest.mark.usefixtures("launch")
@@ -346,15 +340,12 @@ def model(**options: object) -> CNNText:
     return CNNText((10, 6), 3, **options)  # type: ignore[arg-type]  # any
 
 
-def test_the_model_returns_scores_a_loss_and_classes() -> None:
+def test_the_model_returns_scores_a_loss_and_classes_without_effect_of_padding_of_known_length() -> None:
     cnn, lengths, target = model(dropout=0.0), torch.tensor([4, 2]), torch.tensor([0, 2])
     scores = cnn(WORDS, lengths)["pred"]
     assert scores.shape == (2, 3)
     assert torch.equal(cnn.train_step(WORDS, target, lengths)["loss"], functional.cross_entropy(scores, target))
     assert torch.equal(cnn.evaluate_step(WORDS, lengths)["pred"], scores.argmax(-1))
-
-
-def test_padding_has_no_effect_if_the_length_is_known() -> None:
     cnn = model(kernel_sizes=(1,), kernel_nums=(8,)).eval()
     short, lengths = cnn(WORDS[1:, :2], torch.tensor([2]))["pred"], torch.tensor([4, 2])
     torch.testing.assert_close(cnn(WORDS, lengths)["pred"][1:], short)
