@@ -470,9 +470,7 @@ def test_averages_and_evaluations_between_steps_work_on_native_evaluations(tmp_p
     assert len(noting.of("on_eval_step_end")) == 2 * (1 + 1 + 2)
 
 
-def test_a_resumed_run_is_bit_identical_and_a_checkpoint_offers_the_average_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_bit_identical_and_an_average_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ema = ModelEmaCallback(0.5, evaluate_during_training=False, save_path=tmp_path / "ema.pt")
     trainer = tiny_trainer(directory=tmp_path / "run", callbacks=[ema, Checkpoint()], epochs=3)
     trainer.fit()

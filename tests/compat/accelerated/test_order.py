@@ -344,7 +344,7 @@ ERRORS = (RuntimeError("broken"), KeyboardInterrupt())
         *((run, "on_eval_step_end", error) for run in ("training", "evaluation") for error in ERRORS),
     ],
 )
-def test_a9_and_a10_stops_outside_epochs_and_errors_are_raised_without_events(
+def test_a9_and_a10_stops_outside_epochs_and_errors_are_raised_with_no_event(
     run: str, event: str, error: BaseException
 ) -> None:
     before, after = Noting(), Again()

@@ -101,9 +101,7 @@ def test_a16_a_training_resets_the_best_value_unless_reset_on_train_is_false(res
     assert save.best_metric == best
 
 
-def test_a_checkpoint_holds_optimizer_and_scheduler_but_not_one_without_state(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_holds_optimizer_and_a_scheduler_with_a_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = train(trainer_of(), 1, data(2), create_scheduler_fn=EXPONENTIAL)
     trainer.save_checkpoint(tmp_path / "one.pt", checkpoint_kwargs={"f1": np.float64(0.5)})
     fresh = trainer_of()

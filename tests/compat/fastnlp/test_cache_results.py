@@ -15,6 +15,7 @@ import pytest
 from cadenza.compat.fastnlp import cache_results, logger
 
 RUNS: list[Any] = []
+Shown = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def define(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., typ
     return define
 
 
-def test_a_function_runs_once_for_equal_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_runs_once_for_equal_arguments(capsys: Shown) -> None:
     @cache_results("caches/data.pkl")
     def process(path: str, *rest: int, size: int = 1, **options: int) -> list[int]:
         RUNS.append(path)
@@ -65,7 +66,7 @@ def test_the_file_is_named_and_filled_as_by_fastnlp() -> None:
     assert pickle.loads(file.read_bytes()).keys() == {"results", "hash", "save_time"}
 
 
-def test_a_call_can_choose_everything_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_can_choose_everything_itself(capsys: Shown) -> None:
     @cache_results(None)
     def process(a: int) -> int:
         RUNS.append(a)
@@ -80,9 +81,7 @@ def test_a_call_can_choose_everything_itself(capsys: pytest.CaptureFixture[str])
     assert "Read" not in capsys.readouterr().out
 
 
-def test_another_source_text_is_a_warning(
-    define: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_source_text_is_a_warning(define: Callable[..., Any], tmp_path: Path, capsys: Shown) -> None:
     text = "@cache_results('{path}')\ndef process():\n    RUNS.append(1)\n    return {value}\n"
     path = tmp_path / "data.pkl"
     define(text.format(path=path, value=1)).process()
@@ -98,7 +97,7 @@ def test_another_source_text_is_a_warning(
 
 @pytest.mark.parametrize("call", ["helper()", "tools.helper()", "worker.run()", "(lambda: helper())()"])
 def test_a_change_of_a_function_that_is_called_is_a_warning(
-    call: str, define: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    call: str, define: Callable[..., Any], tmp_path: Path, capsys: Shown
 ) -> None:
     helper = "def helper():\n    return {value}\nclass Worker:\n    def run(self):\n        return {value}\n"
     for value in (1, 1, 2):

@@ -288,7 +288,7 @@ def test_the_bars_of_rich_and_tqdm_end_with_the_last_loss(capsys: Shown) -> None
     assert "loss=4" in shown
 
 
-def test_progress_bar_chooses_the_callback_unless_a_callback_shows_the_progress(
+def test_progress_bar_chooses_the_callback_unless_there_is_a_progress_one(
     monkeypatch: pytest.MonkeyPatch, capsys: Shown
 ) -> None:
     kinds = {

@@ -67,9 +67,7 @@ class Trap:
         return os.mkdir, ("sprung",)
 
 
-def test_weights_are_read_without_executing_code_or_a_missing_file_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_read_without_executing_code_or_a_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(Trap(), tmp_path / "fastnlp_model.pkl.tar")
     with pytest.raises(CheckpointError, match="must hold weights only"):

@@ -191,36 +191,6 @@ def ids() -> DataSet:
     return DataSet({"ids": [[1], [2, 3]], "target": [0, 1]})
 
 
-@pytest.mark.parametrize(
-    ("use", "error", "message"),
-    [
-        (lambda: Collator().set_ignore(("inner", "x")).set_pad("inner"), KeyError, "is ignored, and one contains the other"),
-        (lambda: Collator().set_pad("inner").set_pad(("inner", "x")), KeyError, "is padded, and one contains the other"),
-        (lambda: Collator().set_pad("inner").set_ignore(("inner", "x")), KeyError, "which contains it, is padded"),
-        (lambda: Collator().set_pad("ids").set_pad("_0"), AssertionError, "samples cannot have both"),
-        (lambda: Collator("paddle"), ValueError, "backend must be one of"),
-        (lambda: prepare_dataloader(ids(), backend="paddle"), ValueError, "backend must be 'auto' or 'torch'"),  # type: ignore[arg-type]
-        (lambda: prepare_dataloader(ids(), collate_fn="pad"), ValueError, "collate_fn"),  # type: ignore[arg-type]
-        (
-            lambda: fastnlp.TorchDataLoader(ids(), collate_fn=len).set_pad("ids"),
-            ValueError,
-            "set_pad needs collate_fn='auto' or a Collator",
-        ),
-        (lambda: fastnlp.TorchDataLoader(ids(), collate_fn=None), ValueError, "cannot collate the rows of a DataSet"),
-        (
-            lambda: fastnlp.prepare_torch_dataloader({"dev": ids()}, sampler=[0]),
-            AssertionError,
-            "sampler and batch_sampler are for one data set",
-        ),
-        (lambda: fastnlp.prepare_torch_dataloader(3), ValueError, "needs __getitem__ and __len__; got a int"),
-        (lambda: collators.Padder()([1]), NotImplementedError, "needs a static method pad"),
-    ],
-)
-def test_wrong_and_contradictory_settings_are_errors(use: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        use()
-
-
 def test_loaders_copy_the_settings_of_their_data_set() -> None:
     rows = ids()
     rows.set_pad("ids", pad_val=-1)
@@ -388,6 +358,26 @@ WHOLE = "must be a whole number of at least 1; got 0"
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
+        (lambda: Collator().set_ignore(("inner", "x")).set_pad("inner"), KeyError, "is ignored, and one contains the other"),
+        (lambda: Collator().set_pad("inner").set_pad(("inner", "x")), KeyError, "is padded, and one contains the other"),
+        (lambda: Collator().set_pad("inner").set_ignore(("inner", "x")), KeyError, "which contains it, is padded"),
+        (lambda: Collator().set_pad("ids").set_pad("_0"), AssertionError, "samples cannot have both"),
+        (lambda: Collator("paddle"), ValueError, "backend must be one of"),
+        (lambda: prepare_dataloader(ids(), backend="paddle"), ValueError, "backend must be 'auto' or 'torch'"),  # type: ignore[arg-type]
+        (lambda: prepare_dataloader(ids(), collate_fn="pad"), ValueError, "collate_fn"),  # type: ignore[arg-type]
+        (
+            lambda: fastnlp.TorchDataLoader(ids(), collate_fn=len).set_pad("ids"),
+            ValueError,
+            "set_pad needs collate_fn='auto' or a Collator",
+        ),
+        (lambda: fastnlp.TorchDataLoader(ids(), collate_fn=None), ValueError, "cannot collate the rows of a DataSet"),
+        (
+            lambda: fastnlp.prepare_torch_dataloader({"dev": ids()}, sampler=[0]),
+            AssertionError,
+            "sampler and batch_sampler are for one data set",
+        ),
+        (lambda: fastnlp.prepare_torch_dataloader(3), ValueError, "needs __getitem__ and __len__; got a int"),
+        (lambda: collators.Padder()([1]), NotImplementedError, "needs a static method pad"),
         (lambda: RandomBatchSampler(TEN, batch_size=0), ValueError, f"batch_size {WHOLE}"),
         (lambda: BucketedBatchSampler(TEN, LENGTHS, num_batch_per_bucket=0), ValueError, f"num_batch_per_bucket {WHOLE}"),
         (lambda: begun(RandomSampler(TEN)).set_distributed(2, 0), AssertionError, "set_distributed must not be called while"),
@@ -416,7 +406,9 @@ WHOLE = "must be a whole number of at least 1; got 0"
         ),
     ],
 )
-def test_wrong_uses_are_errors(use: Callable[[], object], error: type[Exception], message: str) -> None:
+def test_wrong_uses_and_contradictory_settings_are_errors(
+    use: Callable[[], object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         use()
 

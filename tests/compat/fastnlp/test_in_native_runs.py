@@ -266,7 +266,7 @@ def test_the_name_of_a_native_evaluation_is_that_of_a_loader() -> None:
     assert [[value for _, value in watch.seen] for watch in watches] == taken
 
 
-def test_a_monitor_stops_a_native_run_and_saves_its_best_and_gets_native_evaluations_in_fastnlps_trainer(
+def test_a_monitor_stops_a_native_run_saves_its_best_and_gets_native_evaluations_in_fastnlps_trainer(
     tmp_path: Path,
 ) -> None:
     callbacks = [EarlyStopCallback("acc#acc", patience=1), CheckpointCallback(tmp_path, topk=1, monitor="acc#acc")]

@@ -78,7 +78,7 @@ def test_a_step_or_a_loop_of_the_trainers_parts_equals_the_trainers(parts: dict[
     assert torch.allclose(weights_of(trainers[0]), weights_of(trainers[1]), atol=1e-7)
 
 
-def test_events_that_a_batch_step_fn_does_not_cause_are_a_warning_and_its_parts_need_a_training(
+def test_events_that_a_batch_step_fn_omits_are_a_warning_and_its_parts_need_a_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scribe = Scribe("on_before_backward", "on_train_begin")
@@ -284,7 +284,7 @@ def test_accumulation_steps_can_change_only_with_a_step_of_ones_own() -> None:
     assert live(trainer).progress.step == 1
 
 
-def test_without_epochs_only_the_sanity_check_and_the_ends_run_and_n_batches_may_shorten_the_last_one(
+def test_without_epochs_only_the_trial_and_the_ends_run_and_n_batches_may_shorten_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scribe = Scribe()

@@ -30,20 +30,33 @@ from tests.compat.fastnlp.toy import Error, Hooks, Scripted, Toy, loader, toy_tr
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
+        ({"driver": "paddle"}, ValueError, "driver='paddle' is not provided. Cadenza trains with PyTorch"),
+        ({"driver": "jittor"}, ValueError, "Write the model as a torch.nn.Module"),
+        ({"driver": "oneflow"}, ValueError, "Cadenza trains with PyTorch"),
+        ({"driver": "fairscale"}, ValueError, "Use driver=cadenza.drivers.FsdpDriver"),
+        ({"driver": "deepspeed"}, ValueError, "which shards the weights over the ranks"),
+        ({"driver": "tensorflow"}, ValueError, "driver must be one of 'auto', 'torch', 'single', 'torch_ddp', 'torch_fsdp'"),
+        ({"driver": 3}, ValueError, "driver must be one of"),
+        ({"driver": "torch_ddp"}, RuntimeError, "torchrun --nproc-per-node 2"),
+        ({"driver": "torch_fsdp", "device": [0, 1]}, RuntimeError, "processes that a launcher started"),
+        ({"device": [0, 1]}, RuntimeError, r"device=\[0, 1\] needs 2 processes. Start them with torchrun"),
+        ({"device": ["cuda:0"]}, ValueError, "a list of devices must hold the indices of GPUs; got 'cuda:0'"),
+        ({"device": [-1]}, ValueError, "got -1 in"),
+        ({"device": 99}, ValueError, "the index of a GPU, of which there are"),
+        ({"device": -2}, ValueError, "device must be -1 or the index of a GPU"),
+        *(({"device": device}, TypeError, "device must be a name such as") for device in (1.5, True)),
+        ({"device": "gpux"}, ValueError, "device must be a name such as"),
         ({"train_dataloader": [1]}, TypeError, "train_dataloader must be a torch DataLoader"),
         ({"optimizers": 3}, TypeError, "optimizers must be"),
         ({"callbacks": {toy.Scribe}}, ValueError, "callbacks must be a callback, or a list"),
         ({"callbacks": [3]}, TypeError, r"callbacks\[0\] must be"),
         ({"metrics": {"e": Error()}, "evaluate_dataloaders": None}, ValueError, "metrics= needs"),
-        ({"metrics": {"e": Error()}, "evaluate_every": 0}, ValueError, "evaluate_every must be"),
-        ({"metrics": {"e": Error()}, "evaluate_every": 1.0}, ValueError, "evaluate_every must be"),
+        *(({"metrics": {"e": Error()}, "evaluate_every": n}, ValueError, "evaluate_every must be") for n in (0, 1.0)),
         ({"metrics": [Error()]}, TypeError, "metrics must be a dict"),
         ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be"),
         ({"n_batches": 0}, ValueError, "n_batches must be"),
         ({"n_epochs": -1}, ValueError, "n_epochs must be a whole number of at least 0; got -1"),
-        ({"n_epochs": 1.5}, ValueError, "n_epochs must be"),
-        ({"n_epochs": None}, ValueError, "n_epochs must be"),
-        ({"n_epochs": "3"}, ValueError, "n_epochs must be"),
+        *(({"n_epochs": epochs}, ValueError, "n_epochs must be") for epochs in (1.5, None, "3")),
         ({"metrics": {"e": Error}}, TypeError, r"got the class Error: write Error\(\)"),
         ({"train_fn": "missing"}, RuntimeError, "no method 'missing'"),
         ({"train_fn": 3}, TypeError, "the name of a method"),
@@ -56,7 +69,9 @@ from tests.compat.fastnlp.toy import Error, Hooks, Scripted, Toy, loader, toy_tr
         ({"input_mapping": {"a": "b"}, "train_input_mapping": {"a": "b"}}, ValueError, "got both"),
     ],
 )
-def test_a_wrong_argument_is_an_error_in_the_trainers_constructor(arguments: Any, error: type[Exception], says: str) -> None:
+def test_a_wrong_argument_driver_or_device_is_an_error_in_the_constructor(
+    arguments: Any, error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         toy_trainer(**arguments)
 
@@ -147,9 +162,7 @@ def test_a_change_of_the_batch_or_of_the_loss_reaches_the_training() -> None:
     ("output", "error", "says"),
     [({"lss": 1}, KeyError, "'loss'"), (3, ValueError, "a dict with 'loss'"), (TrainerState(), AttributeError, "has none")],
 )
-def test_outputs_without_loss_and_batches_without_an_argument_are_errors(
-    output: Any, error: type[Exception], says: str
-) -> None:
+def test_outputs_without_loss_and_batches_without_argument_are_errors(output: Any, error: type[Exception], says: str) -> None:
     trainer = toy_trainer(output_mapping=lambda outputs: output)
     with pytest.raises(error, match=says):
         trainer.run()
@@ -305,33 +318,6 @@ def test_without_a_device_the_model_stays_where_it_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="device=-1 means all GPUs, but there is none"):
         toy_trainer(device=-1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ({"driver": "paddle"}, ValueError, "driver='paddle' is not provided. Cadenza trains with PyTorch"),
-        ({"driver": "jittor"}, ValueError, "Write the model as a torch.nn.Module"),
-        ({"driver": "oneflow"}, ValueError, "Cadenza trains with PyTorch"),
-        ({"driver": "fairscale"}, ValueError, "Use driver=cadenza.drivers.FsdpDriver"),
-        ({"driver": "deepspeed"}, ValueError, "which shards the weights over the ranks"),
-        ({"driver": "tensorflow"}, ValueError, "driver must be one of 'auto', 'torch', 'single', 'torch_ddp', 'torch_fsdp'"),
-        ({"driver": 3}, ValueError, "driver must be one of"),
-        ({"driver": "torch_ddp"}, RuntimeError, "torchrun --nproc-per-node 2"),
-        ({"driver": "torch_fsdp", "device": [0, 1]}, RuntimeError, "processes that a launcher started"),
-        ({"device": [0, 1]}, RuntimeError, r"device=\[0, 1\] needs 2 processes. Start them with torchrun"),
-        ({"device": ["cuda:0"]}, ValueError, "a list of devices must hold the indices of GPUs; got 'cuda:0'"),
-        ({"device": [-1]}, ValueError, "got -1 in"),
-        ({"device": 99}, ValueError, "the index of a GPU, of which there are"),
-        ({"device": -2}, ValueError, "device must be -1 or the index of a GPU"),
-        ({"device": 1.5}, TypeError, "device must be a name such as"),
-        ({"device": True}, TypeError, "device must be a name such as"),
-        ({"device": "gpux"}, ValueError, "device must be a name such as"),
-    ],
-)
-def test_a_driver_or_device_that_does_not_exist_is_an_error(arguments: Any, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        toy_trainer(**arguments)
 
 
 def test_a_driver_object_may_be_passed_on_and_has_the_arguments_of_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
