@@ -59,7 +59,7 @@ def test_a_training_loader_that_a_callback_replaces_is_used(event: str) -> None:
 # -- an epoch -----------------------------------------------------------------------------------------------------------
 
 
-class StopsAfterSteps(Trainer):
+class StopsEpoch(Trainer):
     def _run_train_epoch(self, train_dl: Any) -> bool:
         super()._run_train_epoch(train_dl)
         raise StopTrainingError("enough")
@@ -79,11 +79,7 @@ class StopsPass(Trainer):
 
 @pytest.mark.parametrize(
     ("kind", "last", "updates"),
-    [
-        (StopsAfterSteps, "on_train_epoch_end", 3),
-        (StopsEvaluation, "on_train_epoch_end", 3),
-        (StopsPass, "on_train_step_start", 1),
-    ],
+    [(StopsEpoch, "on_train_epoch_end", 3), (StopsEvaluation, "on_train_epoch_end", 3), (StopsPass, "on_train_step_start", 1)],
 )
 def test_a_stop_in_an_overridden_part_is_a_stop(kind: type[Trainer], last: str, updates: int) -> None:
     noting = Noting()

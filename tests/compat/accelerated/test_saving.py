@@ -307,7 +307,6 @@ def test_on_another_number_of_processes_the_first_one_gets_the_losses_of_all() -
 
 # -- states that accelerate wrote --------------------------------------------------------------------------
 
-
 COSINE = CosineLrScheduler.create_scheduler_fn()
 ADAM: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=0.01)
 SGD: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.01, momentum=0.9)

@@ -150,17 +150,9 @@ def test_after_a_warm_up_the_rates_of_the_original_are_an_option() -> None:
     assert ratio == pytest.approx([1e-6, 0.5, 0.74999975, 0.9999995, 1.24999925])
 
 
-STATE = {
-    "total_iterations": 6,
-    "lr_min_ratio": None,
-    "lr_min": 1e-06,
-    "warmup_iterations": 0,
-    "warmup_lr_init": 1e-06,
-    "warmup_lr_ratio": None,
-    "k_decay": 1.0,
-    "num_cooldown_iterations": 0,
-    "num_updates": 2,
-}
+STATE: dict[str, Any] = {"total_iterations": 6, "lr_min_ratio": None, "lr_min": 1e-06}
+STATE |= {"warmup_iterations": 0, "warmup_lr_init": 1e-06, "warmup_lr_ratio": None}
+STATE |= {"k_decay": 1.0, "num_cooldown_iterations": 0, "num_updates": 2}
 """A state that pytorch-accelerated wrote after three updates."""
 
 
@@ -173,23 +165,18 @@ def test_cosine_states_of_the_original_and_of_an_earlier_cadenza_continue_and_ou
     continued = CosineLrScheduler(optimizer_of(0.01), 9, 9)
     continued.load_state_dict(STATE)
     assert steps(continued, 3)[1:] == rates[4:]
-    earlier = {  # written after two updates: the counter was one ahead
-        "param_group_field": "lr",
-        "base_lr_values": [0.01],
-        "_num_updates": 2,
-        "total_updates": 6,
-        "warmup_updates": 0,
-        "decay_end": 6,
-        "k_decay": 1.0,
-        "lr_min": 1e-6,
-        "min_lr_ratio": None,
-        "warmup_starting_lr": 1e-6,
-        "warmup_starting_lr_ratio": None,
-    }
+    # The earlier state was written after two updates: the counter was one ahead.
+    earlier: dict[str, Any] = {"param_group_field": "lr", "base_lr_values": [0.01], "_num_updates": 2}
+    earlier |= {"total_updates": 6, "warmup_updates": 0, "decay_end": 6}
+    earlier |= {"k_decay": 1.0, "lr_min": 1e-6, "min_lr_ratio": None}
+    earlier |= {"warmup_starting_lr": 1e-6, "warmup_starting_lr_ratio": None}
     scheduler = CosineLrScheduler(optimizer_of(0.01), 9, 9)
     scheduler.load_state_dict(earlier)
     assert scheduler.state_dict() == STATE
     assert steps(scheduler, 2)[1] == pytest.approx(0.0050005)  # after the rate 0.0075 of the last update
+
+
+NUM_EPOCHS = TrainerPlaceholderValues.NUM_EPOCHS
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
@@ -231,10 +218,7 @@ def test_a_subclass_may_add_to_the_state() -> None:
     [
         ({"total_num_epochs": 0}, "total_num_epochs must be positive; got 0"),
         ({"total_num_epochs": "3"}, "total_num_epochs must be a number; got '3'"),
-        (
-            {"total_num_epochs": TrainerPlaceholderValues.NUM_EPOCHS},
-            "must be a number; .*Pass placeholders to create_scheduler_fn, not",
-        ),
+        ({"total_num_epochs": NUM_EPOCHS}, "must be a number; .*Pass placeholders to create_scheduler_fn, not"),
         ({"num_update_steps_per_epoch": 0}, "num_update_steps_per_epoch must be positive"),
         ({"lr_min": -1}, "lr_min must be at least 0; got -1"),
     ],
@@ -243,9 +227,6 @@ def test_a_subclass_may_add_to_the_state() -> None:
 def test_a_wrong_length_is_the_originals_error_and_a_value_error(arguments: Any, message: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=message):
         CosineLrScheduler(optimizer_of(0.01), **{"total_num_epochs": 1, "num_update_steps_per_epoch": 1, **arguments})
-
-
-# -- schedules of one's own -------------------------------------------------------------------------------------
 
 
 def test_a_schedule_of_ones_own_defines_its_state_and_counts_from_zero() -> None:
@@ -383,7 +364,7 @@ def test_the_lengths_of_a_wsd_schedule_are_those_of_the_run() -> None:
     create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5, decay_phase_ratio=0.25)
     trainer = train(trainer_of(lr=0.01), 2, data(8), create_scheduler_fn=create, gradient_accumulation_steps=2)
     assert (trainer.scheduler.total_steps, trainer.scheduler.num_warmup_steps) == (8, 2)
-    twice = WSDLrScheduler.create_scheduler_fn(TrainerPlaceholderValues.NUM_EPOCHS * 2, 50)
+    twice = WSDLrScheduler.create_scheduler_fn(NUM_EPOCHS * 2, 50)
     train(trainer, 2, data(8), create_scheduler_fn=twice)
     assert (trainer.scheduler.total_steps, trainer.scheduler.num_warmup_steps) == (200, 2)
 
@@ -400,7 +381,6 @@ def test_a_checkpoint_of_the_trainer_restores_the_schedule(scheduler: Any, tmp_p
 
 
 # -- checkpoints around the decays of WSD ------------------------------------------------------------------------
-
 
 QUARTER = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25)
 AGAIN = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25, is_continuation_from_checkpoint=True)

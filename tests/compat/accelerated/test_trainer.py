@@ -77,16 +77,13 @@ def test_a_wrong_part_of_a_trainer_is_an_error_before_anything_runs(part: Any, m
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("create_eval_dataloader", "must return a loader; got None"),
-        ("_create_run_config", "must return a TrainerRunConfig; got None"),
-        ("_create_callback_handler", "must return a CallbackHandler; got None"),
-    ],
+    ("part", "wanted"),
+    [("eval_dataloader", "loader"), ("_run_config", "TrainerRunConfig"), ("_callback_handler", "CallbackHandler")],
 )
-def test_an_override_without_a_return_statement_is_an_error(method: str, message: str) -> None:
+def test_an_override_without_a_return_statement_is_an_error(part: str, wanted: str) -> None:
+    method = f"_create{part}" if part.startswith("_") else f"create_{part}"
     kind = type("Forgetful", (Trainer,), {method: lambda *arguments, **keywords: None})
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=f"must return a {wanted}; got None"):
         train(trainer_of(kind), 1, data(1), data(1))
 
 
@@ -273,9 +270,6 @@ def test_native_callbacks_evaluations_monitors_and_sinks_work_in_the_adapter_s_t
     assert steps == [1, 1, 2, 2]
     listed = ["Trainer's hooks", "Steps", "Noting", "Steps#2", "Trainer's evaluation"]
     assert list(hooks_of(run_of(trainer)).callbacks) == listed
-
-
-# -- seeds and precision ----------------------------------------------------------------------------------------------------
 
 
 def test_the_order_of_the_data_depends_on_the_seed_of_the_user_and_training_does_not_change_the_seed() -> None:
@@ -539,9 +533,6 @@ def test_metrics_named_train_are_logged_after_steps_and_others_after_evaluations
     train(trainer_of(callbacks=[Hooks(on_train_epoch_end=update), Keep, LogMetricsCallback]), 1, data(1), data(1))
     assert logged == [{"train_loss_epoch", "pretrained"}, {"eval_loss_epoch", "other"}]
     assert "\nother: 2\n" in capsys.readouterr().out
-
-
-# -- a resumed run ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_overridden_load_training_state_is_called_when_a_training_resumes(tmp_path: Path) -> None:

@@ -54,9 +54,6 @@ def numbered(count: int = 7) -> TensorDataset:
     return TensorDataset(numbers, numbers)
 
 
-# -- before a training, and evaluations -------------------------------------------------------------------------------
-
-
 class Gathering(TrainerCallback):
     """A metric of gathered values, as in pytorch-accelerated's guide: the mean absolute error."""
 

@@ -184,7 +184,7 @@ def test_wrong_arguments_are_errors_in_a_constructor(made: Callable[[], object],
     ("made", "error", "message"),
     [
         (
-            lambda own: LRSchedCallback(halving(optimizer_of(Toy()))),
+            lambda mine: LRSchedCallback(halving(optimizer_of(Toy()))),
             ValueError,
             "belongs to an optimizer that this run does not have",
         ),
@@ -291,12 +291,8 @@ def test_the_bars_of_rich_and_tqdm_end_with_the_last_loss(capsys: Shown) -> None
 def test_progress_bar_chooses_the_callback_unless_there_is_a_progress_one(
     monkeypatch: pytest.MonkeyPatch, capsys: Shown
 ) -> None:
-    kinds = {
-        "rich": fastnlp.RichCallback,
-        "tqdm": fastnlp.TqdmCallback,
-        "raw": RawTextCallback,
-        "auto": RawTextCallback,
-    }  # a test has no terminal
+    lines = dict.fromkeys(("raw", "auto"), RawTextCallback)  # a test has no terminal
+    kinds: dict[Any, Any] = {"rich": fastnlp.RichCallback, "tqdm": fastnlp.TqdmCallback, **lines}
     assert {word: type(choose_progress_callback(word)) for word in kinds} == kinds
     monkeypatch.setattr(progress_callback, "in_notebook", lambda: True)
     assert isinstance(choose_progress_callback("auto", extra_show_keys="acc"), fastnlp.RichCallback)
@@ -311,9 +307,6 @@ def test_progress_bar_chooses_the_callback_unless_there_is_a_progress_one(
         bar: Any = "auto" if callbacks else "raw"
         fastnlp.Trainer(model, loader(8), optimizer, n_epochs=1, callbacks=callbacks, progress_bar=bar).run()
         assert capsys.readouterr().out.count("finished") == lines
-
-
-# -- times -----------------------------------------------------------------------------------------------
 
 
 TIMES = ", fetch-data: S, forward: S, backward: S, optimize: S, evaluate: S, train: S, total: S"
@@ -352,7 +345,6 @@ def test_the_time_of_an_evaluation_is_not_that_of_the_training_and_parts_without
 
 
 # -- more evaluations ------------------------------------------------------------------------------------
-
 
 EPOCHS = ["Epoch:1, Batch:5", "Epoch:2, Batch:10", "Epoch:3, Batch:15"]
 
@@ -474,19 +466,14 @@ def test_a_broken_fitlog_is_an_error_that_names_alternatives(tmp_path: Path, mon
     monkeypatch.delitem(sys.modules, "fitlog", raising=False)
     with pytest.raises(ImportError, match=r"'fitlog', which is not installed.*cadenza.sinks.*TensorBoard"):
         FitlogCallback()
-    for text, message in (
-        (
-            "raise AttributeError('module numpy has no attribute float')",
-            "cannot be imported: AttributeError.*names that current numpy does not have",
-        ),
-        ("import a_package_that_is_not_there", "cannot be imported: ModuleNotFoundError"),
-    ):
+    old, said = "raise AttributeError('module numpy has no attribute float')", "names that current numpy does not have"
+    for text, message in ((old, f"AttributeError.*{said}"), ("import a_package_that_is_not_there", "ModuleNotFoundError")):
         target_ = tmp_path / str(len(message))
         target_.mkdir()
         (target_ / "fitlog.py").write_text(text)
         with monkeypatch.context() as patch:
             patch.syspath_prepend(target_)
-            with pytest.raises(ImportError, match=rf"{message}.*cadenza.sinks"):
+            with pytest.raises(ImportError, match=rf"cannot be imported: {message}.*cadenza.sinks"):
                 FitlogCallback()
     with pytest.raises(ValueError, match="log_loss_every"):
         FitlogCallback(log_loss_every=-1)

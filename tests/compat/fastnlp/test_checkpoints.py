@@ -67,16 +67,16 @@ class Trap:
         return os.mkdir, ("sprung",)
 
 
-def test_weights_are_read_without_executing_code_or_a_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_named_and_weights_execute_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save(Trap(), tmp_path / "fastnlp_model.pkl.tar")
-    with pytest.raises(CheckpointError, match="must hold weights only"):
-        toy_trainer().load_model(tmp_path)
-    assert not (tmp_path / "sprung").exists()
     with pytest.raises(FileNotFoundError, match="no folder"):
         toy_trainer().run(resume_from=tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"no fastnlp_model\.pkl\.tar"):
         toy_trainer().load_model(tmp_path)
+    torch.save(Trap(), tmp_path / "fastnlp_model.pkl.tar")
+    with pytest.raises(CheckpointError, match="must hold weights only"):
+        toy_trainer().load_model(tmp_path)
+    assert not (tmp_path / "sprung").exists()
 
 
 def test_custom_functions_may_write_and_read(tmp_path: Path) -> None:
@@ -127,7 +127,6 @@ def shuffled(seen: list[list[float]], *callbacks: Any, batch: int = 4, **argumen
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
         train_dataloader=loader(20, shuffle=True, batch_size=batch),
-        evaluate_dataloaders=loader(8) if "metrics" in arguments else None,
         n_epochs=3,
         **arguments,
     )
@@ -297,7 +296,6 @@ def test_a_checkpoint_in_on_exception_holds_the_incomplete_window(tmp_path: Path
 
 
 # -- folders of callbacks ----------------------------------------------------------------------------------
-
 
 pytestmark = pytest.mark.usefixtures("launch")
 MODEL, CHECKPOINT, RESULTS = "fastnlp_model.pkl.tar", "fastnlp_checkpoint.pkl.tar", "fastnlp_evaluate_results.json"

@@ -177,9 +177,6 @@ def test_a_field_converts_its_values() -> None:
     assert FieldArray("f", [[1], [2, 3]]).get([0, 1]).tolist() == [[1], [2, 3]]
 
 
-# -- the table -------------------------------------------------------------------------------------------
-
-
 def test_a_table_has_twelve_rows_cuts_long_cells_and_has_two_columns_for_a_wide_character() -> None:
     lines = str(DataSet({"words": [list(range(100))] * 13, "target": [1] * 13, "seq_len": [5] * 13})).splitlines()
     assert len(lines) == 1 + 1 + 1 + 12 + 1 + 1

@@ -229,6 +229,7 @@ def test_case_22_the_last_used_name_is_used_again_and_a_warning_names_another(ca
     assert monitor.get_monitor_value(results("ab", "abcd")) == "ab"
     assert monitor.get_monitor_value(results("abc", "ab")) == "abc"
     monitor = ResultsMonitor("acc")
+    caplog.clear()
     for reported in ("acc#acc", "acc#acc", "acc#dev"):
         monitor.get_monitor_value(results(reported))
     assert [line.rpartition("; ")[2] for line in caplog.messages] == ["using 'acc#acc'", "using 'acc#dev'"]

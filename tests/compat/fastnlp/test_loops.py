@@ -302,9 +302,6 @@ def test_without_epochs_only_the_trial_and_the_ends_run_and_n_batches_may_shorte
     assert "the length of the training loader" not in caplog.text
 
 
-# -- evaluations -------------------------------------------------------------------------------------------
-
-
 def test_a_loop_of_ones_own_evaluates_a_loader() -> None:
     class EvaluateCalls(EvaluateBatchLoop):
         def run(self, evaluator: Any, dataloader: Any) -> dict[str, Any]:

@@ -111,9 +111,6 @@ def test_a_custom_metric_accumulates_registered_numbers_which_results_may_contai
     assert (counting.count, counting.texts) == (0, []), "numbers are reset, although reset does not call the base class"
 
 
-# -- the numbers ------------------------------------------------------------------------------------------
-
-
 def test_calculations_return_numbers_and_comparisons_booleans() -> None:
     one, two = Element("one", 1), Element("two", 2)
     assert [one + two, 1 + two, two - one, 3 - two, two * 3, 3 * two] == [3, 3, 1, 1, 6, 6]
@@ -283,7 +280,6 @@ def test_numbers_are_aggregated_over_ranks_and_each_rank_keeps_its_own() -> None
 
 # -- classes and spans -------------------------------------------------------------------------------------
 
-
 TARGET = torch.tensor([0, 0, 1, 1, 2, 2, 2, 3])
 PRED = torch.tensor([0, 1, 1, 1, 2, 0, 2, 2])
 
@@ -450,8 +446,7 @@ def bio(**options: Any) -> SpanFPreRecMetric:
 
 # -- texts -------------------------------------------------------------------------------------------------
 
-
-CAT = "the cat is on the mat"
+CAT, ONE = "the cat is on the mat", "a cat is on the mat"
 TREE = "There is a big tree near the park here"
 
 
@@ -466,13 +461,7 @@ def test_perplexity_is_that_of_the_tokens_that_count() -> None:
 
 
 @pytest.mark.parametrize("predictions", [CAT, [CAT]])
-@pytest.mark.parametrize(
-    "references",
-    [
-        *("a cat is on the mat", ["a cat is on the mat"], [["a cat is on the mat"]]),
-        *(["a cat is on the mat", "one cat is on the mat"], [["a cat is on the mat", "one cat is on the mat"]]),
-    ],
-)
+@pytest.mark.parametrize("references", [ONE, [ONE], [[ONE]], [ONE, "one cat is on the mat"], [[ONE, "one cat is on the mat"]]])
 def test_bleu_of_one_text(predictions: Any, references: Any) -> None:
     metric = BLEU()
     metric.update(predictions, references)

@@ -20,15 +20,8 @@ from cadenza.testing import Recorder, tiny_loader, tiny_run
 from tests.compat.fastnlp.toy import Hooks, Raising, Scribe, Scripted, Seen, Toy, live, toy_trainer, trained, weights_of
 
 BATCH = [
-    "on_fetch_data_begin",
-    "on_fetch_data_end",
-    "on_train_batch_begin",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizers_step",
-    "on_after_optimizers_step",
-    "on_before_zero_grad",
-    "on_after_zero_grad",
+    *("on_fetch_data_begin", "on_fetch_data_end", "on_train_batch_begin", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizers_step", "on_after_optimizers_step", "on_before_zero_grad", "on_after_zero_grad"),
 ]
 
 
@@ -234,16 +227,9 @@ def test_case_7_a_filter_counts_calls_and_passed_calls_and_its_function_sees_thi
     assert seen == [(1, 0), (2, 1)]
 
 
-@pytest.mark.parametrize(
-    ("event", "error"),
-    [
-        (Event.on_train_begin(every=0), ValueError),
-        (Event.on_train_begin(every=-1), ValueError),
-        (Event.on_train_begin(once=1.0), ValueError),  # type: ignore[arg-type]  # wrong on purpose
-        (Event.on_train_begin(filter_fn=3), TypeError),  # type: ignore[arg-type]  # wrong on purpose
-    ],
-)
-def test_case_8_wrong_numbers_are_errors_in_the_trainers_constructor(event: Event, error: type[Exception]) -> None:
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"every": -1}, {"once": 1.0}, {"filter_fn": 3}])
+def test_case_8_wrong_numbers_are_errors_in_the_trainers_constructor(wrong: Any) -> None:
+    event, error = Event.on_train_begin(**wrong), TypeError if "filter_fn" in wrong else ValueError
     Trainer.on(event)(lambda trainer: None)
     with pytest.raises(error, match=r"every must|once must|filter_fn must"):
         toy_trainer()
@@ -278,10 +264,10 @@ def test_case_9_and_10_markers_choose_the_functions_of_a_trainer_and_each_has_a_
 @pytest.mark.parametrize(
     ("function", "fits"),
     [
-        (lambda trainer, batch: None, False),
+        (lambda a, b: None, False),
         (lambda a, b, c, d=1: None, True),
-        (lambda *everything: None, True),
-        (lambda a, b, c, *, needed: None, False),
+        (lambda *a: None, True),
+        (lambda a, b, c, *, d: None, False),
     ],
 )
 def test_case_12_a_function_must_accept_the_arguments_of_an_existing_event(function: Callable[..., None], fits: bool) -> None:
@@ -380,15 +366,8 @@ def test_case_13_on_exception_is_called_for_an_error_which_is_raised_as_is_ctrl_
     assert "catch_KeyboardInterrupt works in a single process only" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("event", "caught"),
-    [
-        ("on_train_batch_begin", True),
-        ("on_before_backward", True),
-        ("on_before_optimizers_step", True),
-        ("on_train_batch_begin", False),
-    ],
-)
+@pytest.mark.parametrize("event", ["on_train_batch_begin", "on_before_backward", "on_before_optimizers_step"])
+@pytest.mark.parametrize("caught", [True, False])
 def test_case_14_ctrl_c_in_the_third_batch_ends_the_training_and_is_raised_unless_caught(event: str, caught: bool) -> None:
     scribe = Scribe()
     trainer = toy_trainer(20, [Raising(event, 2, KeyboardInterrupt()), scribe], n_epochs=1)

@@ -24,8 +24,6 @@ from cadenza.testing import tiny_run
 from tests.compat.fastnlp import toy
 from tests.compat.fastnlp.toy import Error, Hooks, Scripted, Toy, loader, toy_trainer, trained, weights_of
 
-# -- arguments -----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
@@ -209,9 +207,6 @@ def test_the_order_of_a_shuffled_loader_depends_on_the_users_seed_and_overfittin
     assert trainer.evaluator.dataloaders[""] is trainer.dataloader
 
 
-# -- state -----------------------------------------------------------------------------------------------
-
-
 def test_the_users_state_is_read_by_attribute_and_written_by_key_and_counters_can_be_set() -> None:
     class Sum(Callback):
         def on_train_begin(self, trainer: Any) -> None:
@@ -236,9 +231,6 @@ def test_the_users_state_is_read_by_attribute_and_written_by_key_and_counters_ca
     assert trainer.trainer_state.state_dict() == {"cur_epoch_idx": 3, "global_forward_batches": 0, "batch_idx_in_epoch": 0}
     with pytest.raises(AssertionError):
         trainer.trainer_state.load_state_dict({"n_epochs": 3})
-
-
-# -- evaluation -------------------------------------------------------------------------------------------
 
 
 def test_the_trainer_passes_its_arguments_to_the_evaluator() -> None:
@@ -274,9 +266,6 @@ def test_results_are_in_the_native_history_and_an_evaluation_can_be_requested_or
     assert scribe.seen == [("on_exception", 0, 2, 2), ("on_train_end", 0, 2, 2)]
 
 
-# -- together with others --------------------------------------------------------------------------------
-
-
 def test_fastnlps_and_native_callbacks_run_in_the_order_of_one_list() -> None:
     class Native(NativeCallback):
         def on_batch_start(self, run: Run, batch: Any) -> None:
@@ -294,7 +283,6 @@ def test_fastnlps_and_native_callbacks_run_in_the_order_of_one_list() -> None:
 
 
 # -- drivers and devices -----------------------------------------------------------------------------------
-
 
 CPU = torch.device("cpu")
 
@@ -340,9 +328,6 @@ def test_a_driver_object_may_be_passed_on_and_has_the_arguments_of_the_trainer(c
     assert "torch_kwargs" not in caplog.text
     toy_trainer(torch_kwargs={"ddp_kwargs": {"find_unused_parameters": True}})
     assert "torch_kwargs['ddp_kwargs'] has no effect: pass driver=cadenza.drivers.DdpDriver(" in caplog.text
-
-
-# -- its methods -----------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):

@@ -331,7 +331,6 @@ def test_an_existing_file_is_replaced_with_a_warning_or_continued(tmp_path: Path
 
 # -- the text classifier of the tutorials ------------------------------------------------------------------
 
-
 WORDS = torch.tensor([[2, 3, 4, 5], [6, 7, 0, 0]])
 
 
