@@ -150,9 +150,6 @@ def test_an_epoch_runs_once_and_with_the_loader_of_the_trainer() -> None:
         train(idle, 1, data(1))
 
 
-# -- a batch ------------------------------------------------------------------------------------------------------------
-
-
 class OwnPass(Trainer):
     """What the original does for a batch, written out."""
 

@@ -78,8 +78,8 @@ def test_a15_the_model_is_saved_when_a_metric_improves_and_loaded_at_the_end_if_
         raise callbacks.StopTrainingError("at once")
 
     (tmp_path / "best.pt").write_text("of an earlier run")
-    callbacks = [SaveBestModelCallback(tmp_path / "best.pt"), Hooks(on_train_epoch_start=stop)]
-    train(trainer_of(callbacks=callbacks), 1, data(1), data(1))
+    save = SaveBestModelCallback(tmp_path / "best.pt")
+    train(trainer_of(callbacks=[save, Hooks(on_train_epoch_start=stop)]), 1, data(1), data(1))
 
 
 @pytest.mark.parametrize(("reset", "best"), [(False, 4.0), (True, 8.0)])
@@ -555,19 +555,17 @@ def test_a_wsd_training_of_the_original_resumes_inside_its_decay_or_begins_anoth
     assert trainer.run_history.current_epoch == 3
 
 
-def test_the_scale_of_fp16_and_the_count_of_steps_are_restored(
-    monkeypatch: pytest.MonkeyPatch, state: Path, states: Path, tmp_path: Path
-) -> None:
+def test_the_count_of_steps_and_the_scale_of_fp16_are_restored(monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
     def look(trainer: Trainer, **kwargs: Any) -> None:
         seen.append(session_of(run_of(trainer)).precision.state_dict()["scale"])
 
+    trained(2, SaveTrainingStateCallback(state / "counted", save_every_n_steps=4), resume_from=state)
+    assert names(state / "counted") == ["final", "step_8"]
     seen: list[float] = []
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     torch.save({**torch.amp.GradScaler("cpu").state_dict(), "scale": 64.0}, state / "scaler.pt")
     trained(1, Hooks(on_training_run_start=look), resume_from=state)
     assert seen == [64.0]
-    trained(2, SaveTrainingStateCallback(tmp_path, save_every_n_steps=4), resume_from=states / "epoch_1")
-    assert names(tmp_path) == ["final", "step_8"]
 
 
 @pytest.mark.parametrize("counted", ["scheduler", "optimizer"])

@@ -429,9 +429,10 @@ def test_each_of_several_decays_has_its_checkpoints_and_one_may_take_the_whole_t
     assert not {"optimizer_state_dict", "scheduler_state_dict"} & content.keys()
     whole, again = Weights(), Weights()
     create = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=1.0)
-    trained(1, WSDCheckpointCallback(tmp_path), whole, create=create)
-    assert names(tmp_path) == ["checkpoint_0_wsd_pre_decay", "checkpoint_5_wsd_post_decay.pt"]
-    trained(1, WSDCheckpointCallback(tmp_path), again, create=create, resume_from=tmp_path / "checkpoint_0_wsd_pre_decay")
+    folder = tmp_path / "one"
+    trained(1, WSDCheckpointCallback(folder), whole, create=create)
+    assert names(folder) == ["checkpoint_0_wsd_pre_decay", "checkpoint_5_wsd_post_decay.pt"]
+    trained(1, WSDCheckpointCallback(folder), again, create=create, resume_from=folder / "checkpoint_0_wsd_pre_decay")
     assert again.seen == whole.seen
 
 

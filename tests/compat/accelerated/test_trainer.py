@@ -31,8 +31,6 @@ from cadenza.testing import tiny_loader, tiny_run
 from tests.compat.accelerated import parts
 from tests.compat.accelerated.parts import HERE, Hooks, Noting, config_of, data, run_of, train, trainer_of, weights_of
 
-# -- arguments and parts ----------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
@@ -366,7 +364,7 @@ def test_a12_a_second_callback_of_the_same_class_is_an_error_but_a_subclass_is_n
     assert len(handler) == 1
 
 
-def test_a12_events_are_called_in_the_order_of_the_list_which_may_be_changed() -> None:
+def test_a12_events_are_called_in_the_order_of_the_list_which_may_be_changed_also_during_a_run() -> None:
     noting, again = Noting(), parts.Again()
     again.log = noting.log
     handler = CallbackHandler([noting, again])
@@ -388,6 +386,16 @@ def test_a12_events_are_called_in_the_order_of_the_list_which_may_be_changed() -
     trainer.callback_handler._enabled = False
     train(trainer, 1, data(1), data(1))
     assert late.log == []
+    added, removed = Noting(), Noting()
+    adding = Hooks(on_train_epoch_end=lambda trainer, **_: trainer.callback_handler.add_callback(added))
+    train(trainer_of(callbacks=[adding]), 1, data(2), data(1))
+    assert added.log == [
+        *["on_train_epoch_end", "on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"],
+        *["on_training_run_epoch_end", "on_training_run_end"],
+    ]
+    clearing = Hooks(on_train_epoch_start=lambda trainer, **_: trainer.callback_handler.clear_callbacks())
+    train(trainer_of(callbacks=[clearing, removed]), 1, data(2))
+    assert removed.log == ["on_init_end", "on_training_run_start"]
 
 
 @pytest.mark.parametrize("thing", [42, object(), int])
@@ -424,19 +432,6 @@ def test_a13_a_custom_event_is_called_on_the_callbacks_that_define_it_and_its_er
 
     with pytest.raises(AttributeError, match="nothing"):
         train(trainer_of(Verifying, [Broken]), 1, data(1))
-
-
-def test_callbacks_added_or_removed_during_a_run_get_the_events_from_then_on_or_until_then() -> None:
-    added, removed = Noting(), Noting()
-    adding = Hooks(on_train_epoch_end=lambda trainer, **_: trainer.callback_handler.add_callback(added))
-    train(trainer_of(callbacks=[adding]), 1, data(2), data(1))
-    assert added.log == [
-        *["on_train_epoch_end", "on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"],
-        *["on_training_run_epoch_end", "on_training_run_end"],
-    ]
-    clearing = Hooks(on_train_epoch_start=lambda trainer, **_: trainer.callback_handler.clear_callbacks())
-    train(trainer_of(callbacks=[clearing, removed]), 1, data(2))
-    assert removed.log == ["on_init_end", "on_training_run_start"]
 
 
 def test_a_handler_with_its_own_call_event_gets_every_event_of_a_run_and_a_history_can_be_passed() -> None:
@@ -477,9 +472,6 @@ def test_an_attribute_that_a_callback_lacks_is_a_named_error() -> None:
         _ = bar.pbar
     assert not hasattr(callback, "verify")
     assert getattr(callback, "verify", None) is None
-
-
-# -- the run history --------------------------------------------------------------------------------------------------------
 
 
 def test_a20_the_run_history_keeps_values_by_name_with_a_prefix_in_writes() -> None:

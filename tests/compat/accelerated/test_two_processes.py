@@ -347,9 +347,6 @@ def test_an_overridden_pass_trains_like_the_trainer_and_a_stop_in_it_on_one_proc
         assert own[1] == 1
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 @on_both
 def saved(folder: Path) -> Any:
     trainer = train(trainer_of(callbacks=(callbacks.SaveBestModelCallback(folder / "best.pt"),)), 2, data(4), data(4))

@@ -115,7 +115,7 @@ def test_functions_of_rows_or_of_values_return_their_results_or_make_fields() ->
     assert not dataset.has_field("double")
 
 
-def test_lengths_are_added_and_fields_deleted_copied_and_renamed() -> None:
+def test_fields_are_added_deleted_copied_and_renamed_and_rows_replaced_removed_and_joined() -> None:
     dataset = texts().add_seq_len("words").delete_field("words")
     assert dataset.get_field_names() == ["target", "seq_len"]
     assert list(dataset["seq_len"]) == list(texts().add_seq_len("words", "length")["length"]) == [1, 2, 3, 4]
@@ -124,6 +124,17 @@ def test_lengths_are_added_and_fields_deleted_copied_and_renamed() -> None:
     assert (rows["x"][0], rows.get_field_names(), rows["target"].name) == ([1, 2], ["x", "z", "target"], "target")
     rows.add_fieldarray("w", FieldArray("w", [5, 6]))
     assert (rows.get_all_fields()["w"].content, rows.get_length()) == ([5, 6], 2)
+    rows = numbers()
+    rows[0] = rows[1]
+    assert rows["y"].content == [1, 1]
+    rows = numbers()
+    assert len(rows.drop(lambda row: row["y"] == 1, inplace=False)) == 1
+    assert (len(rows), len(rows.drop(lambda row: True))) == (2, 0)
+    rows, other = numbers(), DataSet({"X": [[7]], "y": [5], "more": [0]})
+    joined = rows.concat(other, inplace=False, field_mapping={"X": "x"})
+    other["X"][0].append(8)
+    assert (joined["x"].content, len(rows), joined.get_field_names()) == ([[1, 2], [3], [7]], 2, ["x", "y"])
+    assert len(numbers().delete_instance(0)) == 1
 
 
 def test_a_split_is_shuffled_by_numpys_generator_or_not_at_all() -> None:
@@ -138,20 +149,6 @@ def test_a_split_is_shuffled_by_numpys_generator_or_not_at_all() -> None:
     assert [len(row["words"]) - 1 for row in [*first, *rest]] == expected
     first, _ = texts(10).split(0.55, shuffle=False)
     assert [len(row["words"]) for row in first] == [1, 2, 3, 4, 5]
-
-
-def test_rows_are_replaced_removed_and_joined() -> None:
-    rows = numbers()
-    rows[0] = rows[1]
-    assert rows["y"].content == [1, 1]
-    rows = numbers()
-    assert len(rows.drop(lambda row: row["y"] == 1, inplace=False)) == 1
-    assert (len(rows), len(rows.drop(lambda row: True))) == (2, 0)
-    rows, other = numbers(), DataSet({"X": [[7]], "y": [5], "more": [0]})
-    joined = rows.concat(other, inplace=False, field_mapping={"X": "x"})
-    other["X"][0].append(8)
-    assert (joined["x"].content, len(rows), joined.get_field_names()) == ([[1, 2], [3], [7]], 2, ["x", "y"])
-    assert len(numbers().delete_instance(0)) == 1
 
 
 def test_a_data_set_is_written_and_read(tmp_path: Path) -> None:
@@ -235,7 +232,7 @@ def test_a_field_may_hold_words_lists_or_lists_of_lists(words: list[object]) -> 
     assert str(dataset["words"][:]) == str(words).replace("'a'", "2").replace("'b'", "3")
 
 
-def test_indices_may_be_written_to_a_new_field_and_words_without_entry_are_marked() -> None:
+def test_indices_may_be_written_to_a_new_field_words_without_entry_are_marked_and_wrong_fields_are_errors() -> None:
     dataset = DataSet({"words": [["a"]], "tags": [["x"]]})
     vocabulary = Vocabulary().from_dataset(dataset, field_name=["words", "tags"])
     vocabulary.index_dataset(dataset, field_name=["words", "tags"], new_field_name=["w", "t"])
@@ -246,9 +243,6 @@ def test_indices_may_be_written_to_a_new_field_and_words_without_entry_are_marke
     assert vocabulary.is_word_no_create_entry("b")
     assert not vocabulary.is_word_no_create_entry("a")
     assert not vocabulary.add_word("b").is_word_no_create_entry("b")  # now it was seen in training
-
-
-def test_wrong_arguments_of_a_vocabulary_are_errors() -> None:
     with pytest.raises(TypeError, match="expected a DataSet; got dict"):
         Vocabulary().from_dataset({"words": []}, field_name="words")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'words' must hold words"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,20 +59,13 @@ class Thorough(HasMonitorCallback):
         self.monitor_value = states["best"]
 
 
-class Stepped:
-    """A schedule of one's own."""
-
-    def step(self) -> None:
-        """Do nothing."""
-
-
 LOSS: dict[str, Any] = {"monitor": "eval/loss", "larger_better": False}
 
 CALLBACKS: dict[str, Callable[[Path], BaseCallback]] = {
     "CheckpointCallback": lambda folder: CheckpointCallback(folder, every_n_epochs=1, topk=1, **LOSS),
     "EarlyStopCallback": lambda folder: EarlyStopCallback(**LOSS, patience=99),
     "LoadBestModelCallback": lambda folder: fastnlp.LoadBestModelCallback(**LOSS),
-    "LRSchedCallback": lambda folder: LRSchedCallback(Stepped()),
+    "LRSchedCallback": lambda folder: LRSchedCallback(SimpleNamespace(step=lambda: None)),
     "RawTextCallback": lambda folder: fastnlp.RawTextCallback(**LOSS),
     "RichCallback": lambda folder: fastnlp.RichCallback(),
     "TqdmCallback": lambda folder: fastnlp.TqdmCallback(),

@@ -254,7 +254,7 @@ def test_fp16_trains() -> None:
 # -- accumulation windows, and trainings without epochs ----------------------------------------------------
 
 
-def test_an_accumulation_window_continues_over_the_end_of_an_epoch() -> None:
+def test_an_accumulation_window_continues_over_epochs_and_changes_only_with_a_step_of_ones_own() -> None:
     plain = Toy()
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     batches = [*loader(12)] * 3
@@ -265,8 +265,6 @@ def test_an_accumulation_window_continues_over_the_end_of_an_epoch() -> None:
     trainer = trained(12, n_epochs=3, accumulation_steps=2)
     assert torch.allclose(weights_of(trainer), weights_of(plain), atol=1e-6)
 
-
-def test_accumulation_steps_can_change_only_with_a_step_of_ones_own() -> None:
     def grow(trainer: Any) -> None:
         trainer.accumulation_steps = trainer.cur_epoch_idx + 1
 

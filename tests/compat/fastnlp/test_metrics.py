@@ -468,7 +468,7 @@ def test_bleu_of_one_text(predictions: Any, references: Any) -> None:
     assert metric.get_metric() == {"bleu": 0.759836}
 
 
-def test_bleu_of_several_texts_is_that_of_their_sums_and_short_texts_are_penalized() -> None:
+def test_bleu_of_several_texts_is_that_of_their_sums_short_ones_are_penalized_and_chinese_ones_split() -> None:
     metric = BLEU()
     metric.update([CAT, TREE], ["a cat is on the mat", "A big tree is growing near the park here"])
     assert metric.get_metric() == {"bleu": 0.522605}
@@ -483,6 +483,12 @@ def test_bleu_of_several_texts_is_that_of_their_sums_and_short_texts_are_penaliz
     assert metric.get_metric() == {"bleu": 0.0}
     metric.update("the old", "the old cat")
     assert metric.get_metric() == {"bleu": round(0.75 * 2.718281828**-0.5, 6)}
+    metric = BLEU(n_gram=1)
+    metric.update("猫在垫子上", "猫在那边的垫子")
+    assert metric.pred_len == 5
+    own = BLEU(n_gram=1, tokenizer_fn=lambda text: text.split("-"))
+    own.update("a-b", "a-c")
+    assert own.get_metric() == {"bleu": 0.5}
 
 
 @pytest.mark.parametrize(("key", "expected"), [(1, 0.6382868885993958), (2, 0.4007352888584137), ("L", 0.6105090975761414)])
@@ -510,12 +516,3 @@ def test_several_references_give_the_best_one_or_the_mean() -> None:
     empty = ROUGE()
     empty.update("", "a")
     assert set(empty.get_metric().values()) == {0.0}
-
-
-def test_chinese_texts_are_split_into_characters() -> None:
-    metric = BLEU(n_gram=1)
-    metric.update("猫在垫子上", "猫在那边的垫子")
-    assert metric.pred_len == 5
-    own = BLEU(n_gram=1, tokenizer_fn=lambda text: text.split("-"))
-    own.update("a-b", "a-c")
-    assert own.get_metric() == {"bleu": 0.5}

@@ -74,7 +74,9 @@ def test_a_wrong_argument_driver_or_device_is_an_error_in_the_constructor(
         toy_trainer(**arguments)
 
 
-def test_a_missing_loader_is_an_error_and_arguments_without_effect_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_loader_or_length_is_an_error_and_arguments_without_effect_are_warnings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = Toy()
     with pytest.raises(ValueError, match="got None"):
         Trainer(model, None, torch.optim.SGD(model.parameters(), 0.1))
@@ -88,8 +90,6 @@ def test_a_missing_loader_is_an_error_and_arguments_without_effect_are_warnings(
     assert (trainer.evaluator, trainer.evaluates) == (None, False)
     assert "nothing is evaluated" in caplog.text
 
-
-def test_a_loader_without_length_is_an_error() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(toy.rows(8))

@@ -1,14 +1,18 @@
-"""fastNLP's functions for user code: masks, collections, arguments by name, bars, its logger and its environment; CNNText."""
+"""Functions of fastNLP for user code: masks, collections, arguments, bars, logger, environment; CNNText; cached results."""
 
 from __future__ import annotations
 
 import builtins
+import hashlib
 import io
 import logging
 import os
+import pickle
 import re
 import sys
+import types
 from collections import defaultdict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from cadenza.compat.fastnlp.models.torch import CNNText
 from tests import forked
 
 pytestmark = pytest.mark.usefixtures("fresh_logger")
+Shown = pytest.CaptureFixture[str]
 Pair = namedtuple("Pair", ["first", "second"])  # as users write it
 
 
@@ -97,7 +102,9 @@ def test_names_of_nested_results_options_dataclasses_and_sequences() -> None:
         match_and_substitute_params(3, {})  # type: ignore[arg-type]
 
 
-def test_arguments_are_found_by_name_and_by_mapped_name() -> None:
+def test_arguments_are_found_by_name_and_by_mapped_name_and_an_unused_one_is_a_warning(
+    capsys: Shown,
+) -> None:
     def add(x: int, y: int = 100) -> int:
         return x + y
 
@@ -108,10 +115,6 @@ def test_arguments_are_found_by_name_and_by_mapped_name() -> None:
         auto_param_call(add, {"y": 1})
     with pytest.raises(TypeError, match=r"must be given as dicts; got \['list'\]"):
         auto_param_call(add, [1])  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("fresh_logger")
-def test_an_unused_argument_of_the_user_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     logger.set_stdout("raw")
 
     def step(rate: float) -> None: ...
@@ -128,7 +131,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("bars", [f_rich_progress, f_tqdm_progress])
-def test_without_a_terminal_no_bar_is_shown(bars: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_no_bar_is_shown(bars: Any, capsys: Shown) -> None:
     assert bars.dummy
     task = bars.add_task("train", total=3)
     bars.update(task, advance=1)
@@ -221,8 +224,6 @@ def test_the_seed_is_chosen_once_and_the_main_process_removes_files(monkeypatch:
 
 
 # -- the logger -------------------------------------------------------------------------------------------
-
-Shown = pytest.CaptureFixture[str]
 
 
 def test_without_a_choice_rich_shows_the_level_and_the_calling_file(capsys: Shown) -> None:
@@ -371,3 +372,118 @@ def test_each_convolution_keeps_the_length_and_the_initial_embedding_is_within_t
     weight = model().embed.weight
     assert weight.shape == (10, 6)
     assert 0.6 < weight.abs().max() <= 0.5**0.5
+
+
+# -- cached results ----------------------------------------------------------------------------------------
+
+
+RUNS: list[Any] = []
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, no runs, and messages as they are."""
+    monkeypatch.chdir(tmp_path)
+    RUNS.clear()
+    logger.set_stdout("raw")
+
+
+@pytest.fixture
+def define(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scratch: None) -> Callable[..., types.ModuleType]:
+    """A function that returns a new module with a source text, in a file of its own, and with given names."""
+
+    def define(source: str, **names: Any) -> types.ModuleType:
+        path = tmp_path / f"module_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(source)
+        module = types.ModuleType(path.stem)
+        monkeypatch.setitem(sys.modules, path.stem, module)
+        vars(module).update(cache_results=fastnlp.cache_results, RUNS=RUNS, __file__=str(path), **names)
+        exec(compile(source, str(path), "exec"), vars(module))
+        return module
+
+    return define
+
+
+@pytest.mark.usefixtures("scratch")
+def test_a_function_runs_once_for_equal_arguments(capsys: Shown) -> None:
+    @fastnlp.cache_results("caches/data.pkl")
+    def process(path: str, *rest: int, size: int = 1, **options: int) -> list[int]:
+        RUNS.append(path)
+        return [size]
+
+    assert process("a") == process("a", size=1) == process(path="a") == [1]
+    assert process("b", 2, size=3, x=4, y=5) == process("b", 2, y=5, x=4, size=3) == [3]
+    assert RUNS == ["a", "b"]
+    assert len(list(Path("caches").iterdir())) == 2
+    shown = capsys.readouterr().out
+    assert (shown.count("Save cache to"), shown.count("Read cache from")) == (2, 3)
+
+
+@pytest.mark.usefixtures("scratch")
+def test_the_file_is_named_and_filled_as_by_fastnlp() -> None:
+    @fastnlp.cache_results("data.pkl")
+    def process(a: int, b: int = 2) -> int:
+        return a
+
+    process(1)
+    (file,) = Path().iterdir()
+    assert file.name == hashlib.sha1(b"a1b2").hexdigest()[:8] + "_data.pkl"
+    assert pickle.loads(file.read_bytes()).keys() == {"results", "hash", "save_time"}
+
+
+@pytest.mark.usefixtures("scratch")
+def test_a_call_can_choose_everything_itself(capsys: Shown) -> None:
+    @fastnlp.cache_results(None)
+    def process(a: int) -> int:
+        RUNS.append(a)
+        return a
+
+    process(1)
+    process(1, _cache_fp="data.pkl", _hash_param=False)
+    assert process(2, _cache_fp="data.pkl", _hash_param=False, _verbose=0) == 1, "the arguments are not in the name"
+    assert process(2, _cache_fp="data.pkl", _hash_param=False, _refresh=True) == 2
+    assert RUNS == [1, 1, 2]
+    assert [path.name for path in Path().iterdir()] == ["data.pkl"]
+    assert "Read" not in capsys.readouterr().out
+
+
+def test_another_source_text_is_a_warning(define: Callable[..., Any], tmp_path: Path, capsys: Shown) -> None:
+    text = "@cache_results('{path}')\ndef process():\n    RUNS.append(1)\n    return {value}\n"
+    path = tmp_path / "data.pkl"
+    define(text.format(path=path, value=1)).process()
+    changed = define(text.format(path=path, value=2)).process
+    assert changed() == 1
+    assert "different from that of the cached result" in capsys.readouterr().out
+    changed(_check_hash=False)
+    same = text.format(path=path, value=1).replace(")\ndef", ", _verbose=0)\ndef")
+    define(same).process()
+    assert "different" not in capsys.readouterr().out, "the decorator is not part of the source"
+    assert RUNS == [1]
+
+
+@pytest.mark.parametrize("call", ["helper()", "tools.helper()", "worker.run()", "(lambda: helper())()"])
+def test_a_change_of_a_function_that_is_called_is_a_warning(
+    call: str, define: Callable[..., Any], tmp_path: Path, capsys: Shown
+) -> None:
+    helper = "def helper():\n    return {value}\nclass Worker:\n    def run(self):\n        return {value}\n"
+    for value in (1, 1, 2):
+        tools = define(helper.format(value=value))
+        names = {"tools": tools, "helper": tools.helper, "worker": tools.Worker()}
+        source = f"@cache_results('{tmp_path / 'data.pkl'}')\ndef process():\n    return {call}\n"
+        assert define(source, **names).process() == 1
+        assert ("different" in capsys.readouterr().out) == (value == 2)
+
+
+@pytest.mark.usefixtures("scratch")
+def test_wrong_uses_of_cache_results_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"has the arguments \['_refresh'\] of cache_results"):
+
+        @fastnlp.cache_results(None)
+        def taken(_refresh: bool) -> int:
+            return 1
+
+    with pytest.raises(RuntimeError, match="returned None, which cannot be cached"):
+        fastnlp.cache_results("data.pkl")(lambda: None)()
+    with pytest.raises(RuntimeError, match="is a folder"):
+        fastnlp.cache_results(str(tmp_path))(lambda: 1)()
+    assert list(tmp_path.iterdir()) == []
