@@ -188,20 +188,7 @@ def test_a_subclass_may_choose_the_best_model_itself(tmp_path: Path) -> None:
             assert stop.best_metric == value
 
 
-def test_metrics_pass_through_the_methods_that_collect_them() -> None:
-    class Rounded(callbacks.LogMetricsCallback):
-        def _get_latest_metrics(self, trainer: Any, metric_names: Any) -> dict[str, Any]:
-            return {name: round(value) for name, value in super()._get_latest_metrics(trainer, metric_names).items()}
-
-        def log_metrics(self, trainer: Any, metrics: dict[str, Any]) -> None:
-            logged.append(metrics)
-
-    logged: list[dict[str, Any]] = []
-    train(trainer_of(ScriptedTrainer, [Rounded]), 1, Scripted(1.2), Scripted(2.8), batch_size=1)
-    assert logged == [{"train_loss_epoch": 1}, {"eval_loss_epoch": 3}]
-
-
-def test_a_subclass_may_trigger_the_end_of_the_process() -> None:
+def test_a_subclass_may_trigger_the_end_of_the_process_or_collect_the_metrics() -> None:
     class Large(callbacks.TerminateOnNaNCallback):
         def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
             self.check_for_nan_after_batch(batch_output, step="training")
@@ -215,6 +202,17 @@ def test_a_subclass_may_trigger_the_end_of_the_process() -> None:
     assert large.triggered
     with pytest.raises(StopTrainingError, match="in a validation step"):
         large.check_for_nan_after_batch({"loss": torch.tensor([1.0, float("inf")])}, step="validation")
+
+    class Rounded(callbacks.LogMetricsCallback):
+        def _get_latest_metrics(self, trainer: Any, metric_names: Any) -> dict[str, Any]:
+            return {name: round(value) for name, value in super()._get_latest_metrics(trainer, metric_names).items()}
+
+        def log_metrics(self, trainer: Any, metrics: dict[str, Any]) -> None:
+            logged.append(metrics)
+
+    logged: list[dict[str, Any]] = []
+    train(trainer_of(ScriptedTrainer, [Rounded]), 1, Scripted(1.2), Scripted(2.8), batch_size=1)
+    assert logged == [{"train_loss_epoch": 1}, {"eval_loss_epoch": 3}]
 
 
 def test_training_states_know_how_many_batches_there_were(tmp_path: Path) -> None:
@@ -372,17 +370,16 @@ def test_the_trainer_argument_shows_the_run_with_the_names_of_pytorch_accelerate
 
 
 def test_a_stop_ends_the_native_run_as_a_stop_and_drops_the_batch() -> None:
-    class Stop(TrainerCallback):
-        def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, step: int = 0, **kwargs: Any) -> None:
-            if step == 2:
-                raise StopTrainingError("enough")
+    def stop(trainer: Any, step: int, **kwargs: Any) -> None:
+        if step == 2:
+            raise StopTrainingError("enough")
 
     noting, again, recorder = Noting(), parts.Again(), Recorder(Callback.on_after_optimizer_step)
-    run = tiny_run(callbacks=[noting, Stop(), again, recorder], epochs=3)
+    run = tiny_run(callbacks=[noting, parts.Hooks(on_train_step_end=stop), again, recorder], epochs=3)
     assert [seen.at.step for seen in recorder.seen] == [0, 1]
     assert run.outcome is not None
     assert (run.outcome.kind, run.outcome.reason) == ("stopped", "enough")
-    assert run.why("stopped").startswith("stopped by Stop at epoch 0, step 2")
+    assert run.why("stopped").startswith("stopped by Hooks at epoch 0, step 2")
     assert noting.log[-3:] == ["on_train_step_end", "on_stop_training_error", "on_training_run_end"]
     assert again.log[-3:] == ["on_train_step_start", "on_stop_training_error", "on_training_run_end"]
 

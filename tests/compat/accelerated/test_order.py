@@ -25,12 +25,10 @@ UPDATE = ["[optimizer_step]", "[optimizer_zero_grad]"]
 EVAL_STEP = ["on_eval_step_start", "[calculate_eval_batch_loss]", "on_eval_step_end"]
 EVAL = ["[eval_epoch_start]", "on_eval_epoch_start", *EVAL_STEP * 2, "[eval_epoch_end]", "on_eval_epoch_end"]
 
-
 EPOCH = [
     *["[train_epoch_start]", "on_train_epoch_start", *(TRAIN_STEP + UPDATE) * 3],
     *["[train_epoch_end]", "on_train_epoch_end", *EVAL, "[training_run_epoch_end]", "on_training_run_epoch_end"],
 ]
-
 
 RUN = ["[training_run_start]", "on_training_run_start", *EPOCH * 2, "[training_run_end]", "on_training_run_end"]
 
@@ -132,15 +130,12 @@ def test_a19_an_evaluation_run_has_its_own_order_resets_the_history_and_needs_no
 
 
 def test_a2_on_init_end_has_no_run_config_and_a3_on_train_step_end_may_replace_the_loss() -> None:
-    class Look(TrainerCallback):
-        def on_init_end(self, trainer: Trainer, **kwargs: Any) -> None:
-            seen.append(trainer.run_config)
-
-        def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-            seen.append(config_of(trainer).num_epochs)
-
     seen: list[Any] = []
-    train(trainer_of(callbacks=[Look]), 3, data(1))
+    look = parts.Hooks(
+        on_init_end=lambda trainer, **_: seen.append(trainer.run_config),
+        on_training_run_start=lambda trainer, **_: seen.append(config_of(trainer).num_epochs),
+    )
+    train(trainer_of(callbacks=[look]), 3, data(1))
     assert seen == [None, 3]
     nothing = parts.Hooks(
         on_train_step_end=lambda trainer, batch_output, **_: batch_output.update(loss=0 * batch_output["loss"])
@@ -188,7 +183,6 @@ def test_a7_the_limit_of_steps_ends_the_run_normally_and_a_kept_history_continue
     assert Counter(noting.log)["on_train_step_end"] == 6
     train(trainer, 2, data(3))
     assert "limit" not in capsys.readouterr().out
-    trainer = train(trainer_of(), 2, data(3))
     train(trainer, 2, data(3), reset_run_history=False)
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 4
     assert trainer.run_history.current_epoch == 5

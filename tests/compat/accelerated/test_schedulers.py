@@ -64,8 +64,8 @@ def test_a22_a_scheduler_is_stepped_after_each_update_and_one_of_timm_also_after
         def step(self, epoch: int) -> None:
             self.said.append(f"epoch {epoch}")
 
-    trainer = train(trainer_of(TrainerWithTimmScheduler), 2, data(2), data(1), create_scheduler_fn=Told)
-    assert trainer.scheduler.said == ["update 1", "update 2", "epoch 1", "update 3", "update 4", "epoch 2"]
+    timm = train(trainer_of(TrainerWithTimmScheduler), 2, data(2), data(1), create_scheduler_fn=Told)
+    assert timm.scheduler.said == ["update 1", "update 2", "epoch 1", "update 3", "update 4", "epoch 2"]
 
 
 def test_placeholders_are_values_of_the_run_or_of_any_object_with_its_settings() -> None:

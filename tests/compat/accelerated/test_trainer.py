@@ -193,13 +193,11 @@ def test_callbacks_get_more_entries_of_a_batch_and_may_change_them_and_loaders_h
     assert noting.of("on_train_step_end")[0]["batch_output"]["extra"] == 42
     assert noting.of("on_eval_step_end")[0]["batch_output"]["model_outputs"] == "shifted"
 
-    class Move(TrainerCallback):
-        def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
-            devices.extend((trainer._train_dataloader.device, trainer._eval_dataloader.device))
+    def look(trainer: Any, **kwargs: Any) -> None:
+        devices.extend((trainer._train_dataloader.device, trainer._eval_dataloader.device))
 
     devices: list[torch.device] = []
-    trainer = trainer_of(callbacks=[Move])
-    train(trainer, 1, data(1), data(1))
+    trainer = train(trainer_of(callbacks=[Hooks(on_training_run_start=look)]), 1, data(1), data(1))
     assert devices == [trainer.device] * 2
 
 
@@ -409,8 +407,7 @@ class Verify(TrainerCallback):
         self.shapes: list[tuple[int, ...]] = []
 
     def verify_train_batch(self, trainer: Trainer, xb: Any, yb: Any) -> None:
-        assert trainer.run_config is not None
-        assert len(xb) == trainer.run_config["train_per_device_batch_size"]
+        assert len(xb) == config_of(trainer)["train_per_device_batch_size"]
         self.shapes.append(tuple(xb.shape))
 
 

@@ -151,22 +151,16 @@ def normed(*callbacks: Any) -> Trainer:
 
 @on_both
 def uneven(folder: Path) -> tuple[float, int, list[float]]:
-    class Late(TrainerCallback):
-        def __init__(self) -> None:
-            self.parts: list[Tensor] = []
+    def gather(trainer: Any, **kwargs: Any) -> None:
+        rows[:] = [trainer.gather(torch.cat(rows))]
 
-        def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-            self.parts.append(batch[1])
-
-        def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-            self.parts = [trainer.gather(torch.cat(self.parts))]
-
-    late = Late()
+    rows: list[Tensor] = []
+    late = Hooks(on_eval_step_end=lambda trainer, batch, **_: rows.append(batch[1]), on_eval_epoch_end=gather)
     trainer = train(normed(), 1, data(4), numbered(9))
     trainer.callback_handler.add_callback(late)
     trainer.evaluate(numbered(9), 2, HERE)
     loss = float(trainer.run_history.get_latest_metric("evaluation_loss"))
-    return loss, len(late.parts), sorted(late.parts[0].flatten().tolist())
+    return loss, len(rows), sorted(rows[0].flatten().tolist())
 
 
 def test_values_of_any_length_can_be_gathered_also_at_the_end_of_an_uneven_evaluation_with_buffers(ranks: Ranks) -> None:
@@ -368,20 +362,17 @@ def test_all_processes_load_the_best_model_and_a_training_continues_with_the_los
 def continued(folder: Path) -> list[list[Any]]:
     """Return the results of a whole training, and of those that continue inside an epoch and after one."""
 
-    class Save(TrainerCallback):
-        def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, step: int = 0, **kwargs: Any) -> None:
-            if trainer.run_history.current_epoch == 2 and step == 1:
-                trainer.save_training_state(folder / "inside")
-
-        def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-            trainer.save_training_state(folder / f"epoch_{trainer.run_history.current_epoch}")
+    def save(trainer: Any, step: int | None = None, **kwargs: Any) -> None:
+        epoch = trainer.run_history.current_epoch
+        if step is None or (epoch, step) == (2, 1):
+            trainer.save_training_state(folder / (f"epoch_{epoch}" if step is None else "inside"))
 
     def results(*more: TrainerCallback, **resume: Any) -> list[Any]:
         order = {**HERE, "shuffle": True}
         trainer = train(trainer_of(callbacks=more), 3, data(7), data(4), train_dataloader_kwargs=order, **resume)
         return [metrics_of(trainer), weights_of(trainer).tolist()]
 
-    whole = results(Save())
+    whole = results(Hooks(on_train_step_end=save, on_train_epoch_end=save))
     return [whole, *(results(resume_from=folder / name) for name in ("inside", "epoch_1"))]
 
 

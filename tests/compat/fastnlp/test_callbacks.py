@@ -123,9 +123,6 @@ def test_a_checkpoint_holds_the_schedulers_state(tmp_path: Path, kind: str) -> N
     assert other.state_dict() == one.state_dict()
 
 
-# -- gradients -------------------------------------------------------------------------------------------
-
-
 class Steep(Toy):
     """Has the gradient 3 for each of its five weights, and 4 for its bias."""
 
@@ -157,10 +154,10 @@ def test_gradients_are_clipped_together_by_norm_or_each_by_value_or_only_the_giv
     [
         (lambda: TorchWarmupCallback(schedule="cosine"), RuntimeError, "schedule must be 'constant' or 'linear'; got 'cosine'"),  # type: ignore[arg-type]
         (
-            lambda: TorchWarmupCallback("x"),
+            lambda: TorchWarmupCallback("x"),  # type: ignore[arg-type]
             TypeError,
             "warmup must be a fraction of the training, or a number of batches; got 'x'",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: LRSchedCallback(object()), AssertionError, "must be an object with a method step"),
         (lambda: LRSchedCallback(LambdaLR), AssertionError, "got <class .*LambdaLR"),
         (lambda: TorchGradClipCallback(1, "max"), ValueError, "clip_type must be 'norm' or 'value'; got 'max'"),  # type: ignore[arg-type]
@@ -303,10 +300,10 @@ def test_progress_bar_chooses_the_callback_unless_there_is_a_progress_one(
         choose_progress_callback("bar")
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for callbacks, lines in (([], 2), ([RawTextCallback(print_every=2)], 1)):
+    for callbacks, finished in (([], 2), ([RawTextCallback(print_every=2)], 1)):
         bar: Any = "auto" if callbacks else "raw"
         fastnlp.Trainer(model, loader(8), optimizer, n_epochs=1, callbacks=callbacks, progress_bar=bar).run()
-        assert capsys.readouterr().out.count("finished") == lines
+        assert capsys.readouterr().out.count("finished") == finished
 
 
 TIMES = ", fetch-data: S, forward: S, backward: S, optimize: S, evaluate: S, train: S, total: S"
@@ -367,15 +364,9 @@ def test_more_evaluations_run_by_epochs_batches_function_or_improvement(options:
     assert [line.partition(" on ")[2] for line in lines if line.startswith("More")] == at
 
 
-def test_the_best_of_them_are_saved(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"topk": 1, "topk_monitor": "acc#f", "folder": tmp_path, "num_eval_sanity_batch": 1}
-    trained(20, fastnlp.MoreEvaluateCallback(loader(4), {"f": Scripted(0.0, 0.2, 0.7, 0.1)}, **options), n_epochs=3)
-    (folder,) = (tmp_path / "launch").iterdir()
-    assert folder.name == "model-epoch_2-batch_10-acc#f_0.7"
-    assert json.loads((folder / "fastnlp_evaluate_results.json").read_text()) == {"acc#f": 0.7}
-
-
-def test_more_evaluations_use_the_trainers_arguments_even_if_it_evaluates_nothing(capsys: Shown) -> None:
+def test_more_evaluations_use_the_trainers_arguments_even_if_it_evaluates_nothing_and_save_the_best(
+    capsys: Shown, tmp_path: Path
+) -> None:
     class Whole(Toy):
         def train_step(self, batch: Any) -> dict[str, Tensor]:  # type: ignore[override]  # it takes batches whole
             return {"loss": self.linear(batch["features"]).mean()}
@@ -394,6 +385,11 @@ def test_more_evaluations_use_the_trainers_arguments_even_if_it_evaluates_nothin
     step = lambda evaluator, batch: steps.append(batch)  # noqa: E731  # a function of one's own
     trained(8, fastnlp.MoreEvaluateCallback(loader(4), {}), evaluate_batch_step_fn=step, n_epochs=1)
     assert len(steps) == 2  # that of the trial, and that of the epoch
+    options: dict[str, Any] = {"topk": 1, "topk_monitor": "acc#f", "folder": tmp_path, "num_eval_sanity_batch": 1}
+    trained(20, fastnlp.MoreEvaluateCallback(loader(4), {"f": Scripted(0.0, 0.2, 0.7, 0.1)}, **options), n_epochs=3)
+    (folder,) = (tmp_path / "launch").iterdir()
+    assert folder.name == "model-epoch_2-batch_10-acc#f_0.7"
+    assert json.loads((folder / "fastnlp_evaluate_results.json").read_text()) == {"acc#f": 0.7}
 
 
 # -- fitlog ----------------------------------------------------------------------------------------------

@@ -143,8 +143,6 @@ ROWS = [
     {"text": "a", "ids": [1], "deep": [[1]], "part": 1.5, "array": np.ones(1), "inner": {"x": 1, "y": [1, 2]}},
     {"text": "b", "ids": [2, 3], "deep": [[1], [1, 2]], "part": 2.5, "array": np.zeros(2), "inner": {"x": 2, "y": [3]}},
 ]
-
-
 LISTS = [[1, [1], "a", {"x": 1}], [2, [1, 2], "b", {"x": 2}]]
 
 

@@ -434,9 +434,9 @@ def test_seeds_of_the_process_and_of_workers_and_the_device_of_an_optimizers_sta
     assert len({value for one in drawn[:2] for value in one}) == 6
     monkeypatch.delenv("FASTNLP_GLOBAL_SEED", raising=False)
     assert fastnlp.torch_seed_everything(3) == 3
-    drawn = random.random(), float(np.random.rand()), torch.rand(()).item()
+    expected = random.random(), float(np.random.rand()), torch.rand(()).item()
     assert fastnlp.torch_seed_everything() == 3  # the seed of the process
-    assert (random.random(), float(np.random.rand()), torch.rand(()).item()) == drawn
+    assert (random.random(), float(np.random.rand()), torch.rand(()).item()) == expected
     state = {"state": {0: {"momentum": torch.ones(2), "step": 3}}, "name": "SGD"}
     moved = optimizer_state_to_device(state, "meta")
     assert (moved["state"][0]["momentum"].device.type, moved["state"][0]["step"]) == ("meta", 3)
