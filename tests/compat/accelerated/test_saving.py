@@ -133,12 +133,13 @@ def doubling() -> TrainerCallback:
 
 
 def test_a17_the_average_of_the_first_weights_is_updated_each_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def look(trainer: Trainer, **kwargs: Any) -> None:
-        seen.append((weight_of(trainer).item(), next(ema.ema_model.module.parameters()).item()))
+    class Look(TrainerCallback):
+        def on_training_run_epoch_end(self, trainer: Trainer, **kwargs: Any) -> None:
+            seen.append((weight_of(trainer).item(), next(ema.ema_model.module.parameters()).item()))
 
     seen: list[tuple[float, float]] = []
     ema: Any = callbacks.ModelEmaCallback(decay=0.5, evaluate_during_training=False, save_path=tmp_path / "ema.pt")
-    trainer = trainer_of(callbacks=[doubling(), ema, Hooks(on_training_run_epoch_end=look)], lr=0.0)
+    trainer = trainer_of(callbacks=[doubling(), ema, Look], lr=0.0)
     set_weight(trainer, 0.0)
     train(trainer, 2, data(1))
     assert seen == [(2.0, 1.0), (4.0, 2.5)]

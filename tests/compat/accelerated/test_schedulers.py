@@ -262,9 +262,8 @@ def test_a_schedule_may_set_another_field_of_some_groups_and_starts_from_its_fir
     assert optimizer.param_groups[0]["momentum"] == 0.9
     with pytest.raises(KeyError, match="beta"):
         Momentum(optimizer, param_group_field="beta")
-    with pytest.raises(
-        ScheduleError, match="Momentum must return one value for all groups or one for each of the 2 groups; got 1"
-    ):
+    said = "Momentum must return one value for all groups or one for each of the 2 groups; got 1"
+    with pytest.raises(ScheduleError, match=said):
         Momentum(optimizer_of(0.01, 0.002)).step_update(0)
 
 
@@ -482,9 +481,8 @@ def test_a_training_that_was_killed_resumes_inside_a_phase(name: str, create: An
 
 
 def test_no_checkpoint_steps_is_an_error_and_a_missing_file_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(
-        ValueError, match=r"needs a scheduler with get_checkpoint_steps; got NoneType\. Use create_scheduler_fn"
-    ):
+    said = r"needs a scheduler with get_checkpoint_steps; got NoneType\. Use create_scheduler_fn"
+    with pytest.raises(ValueError, match=said):
         trained(1, WSDCheckpointCallback(tmp_path), create=None)
     trained(1, WSDCheckpointCallback(tmp_path, initial_checkpoint=tmp_path / "nowhere"))
     assert "nowhere' does not exist, so the training starts without it" in caplog.text

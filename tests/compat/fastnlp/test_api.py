@@ -172,9 +172,8 @@ def test_each_property_of_0_5_is_an_error_that_says_what_to_use_and_another_erro
 
 
 def test_the_patience_of_0_5_is_an_error_that_says_what_to_write() -> None:
-    with pytest.raises(
-        TypeError, match=r"In fastNLP 0.5 the first argument was patience: write EarlyStopCallback\(patience=5\)"
-    ):
+    said = r"In fastNLP 0.5 the first argument was patience: write EarlyStopCallback\(patience=5\)"
+    with pytest.raises(TypeError, match=said):
         EarlyStopCallback(5)  # type: ignore[arg-type]
 
 

@@ -285,9 +285,7 @@ def test_the_bars_of_rich_and_tqdm_end_with_the_last_loss(capsys: Shown) -> None
     assert "loss=4" in shown
 
 
-def test_progress_bar_chooses_the_callback_unless_there_is_a_progress_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: Shown
-) -> None:
+def test_progress_bar_chooses_the_callback_unless_the_list_has_one(monkeypatch: pytest.MonkeyPatch, capsys: Shown) -> None:
     lines = dict.fromkeys(("raw", "auto"), RawTextCallback)  # a test has no terminal
     kinds: dict[Any, Any] = {"rich": fastnlp.RichCallback, "tqdm": fastnlp.TqdmCallback, **lines}
     assert {word: type(choose_progress_callback(word)) for word in kinds} == kinds

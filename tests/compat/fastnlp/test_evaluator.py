@@ -185,10 +185,11 @@ def test_the_model_is_evaluated_without_gradient_and_its_mode_and_the_rng_state_
     evaluated({"m": Reports(1)}, model=model, model_use_eval_mode=False)
     assert modes == [(False, False)] * 2 + [(True, False)] * 2
     assert (model.training, model.linear.training) == (True, False)
+    plain = Toy()
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
-    evaluated({"m": Reports(1)}, loader(8, shuffle=True), Toy())
+    evaluated({"m": Reports(1)}, loader(8, shuffle=True), plain)
     assert torch.equal(torch.rand(1), expected)
 
 

@@ -282,7 +282,7 @@ def test_an_accumulation_window_continues_over_epochs_and_changes_only_with_a_st
     assert live(trainer).progress.step == 1
 
 
-def test_without_epochs_only_the_trial_and_the_ends_run_and_n_batches_may_shorten_one(
+def test_without_epochs_only_the_trial_and_the_ends_run_and_n_batches_may_shorten_the_last(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scribe = Scribe()

@@ -74,7 +74,7 @@ def test_case_3_and_4_evaluate_each_third_batch_or_second_epoch(every: int, n_ep
         assert (scribe.names[index - 1], scribe.names[index + 2]) == between
 
 
-def test_case_5_a_function_decides_after_each_batch_whether_to_evaluate_and_case_6_every_tenth_epoch_is() -> None:
+def test_case_5_a_function_decides_after_each_batch_and_case_6_every_tenth_epoch_is_evaluated() -> None:
     asked: list[int] = []
 
     def at_four(trainer: Trainer) -> bool:
