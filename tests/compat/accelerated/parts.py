@@ -124,24 +124,10 @@ class Rates(TrainerCallback):
 
 
 HOOKS = (
-    "create_train_dataloader",
-    "create_eval_dataloader",
-    "create_scheduler",
-    "training_run_start",
-    "train_epoch_start",
-    "calculate_train_batch_loss",
-    "backward_step",
-    "optimizer_step",
-    "scheduler_step",
-    "optimizer_zero_grad",
-    "train_epoch_end",
-    "eval_epoch_start",
-    "calculate_eval_batch_loss",
-    "eval_epoch_end",
-    "training_run_epoch_end",
-    "training_run_end",
-    "evaluation_run_start",
-    "evaluation_run_end",
+    *("create_train_dataloader", "create_eval_dataloader", "create_scheduler", "training_run_start", "train_epoch_start"),
+    *("calculate_train_batch_loss", "backward_step", "optimizer_step", "scheduler_step", "optimizer_zero_grad"),
+    *("train_epoch_end", "eval_epoch_start", "calculate_eval_batch_loss", "eval_epoch_end", "training_run_epoch_end"),
+    *("training_run_end", "evaluation_run_start", "evaluation_run_end"),
 )
 
 

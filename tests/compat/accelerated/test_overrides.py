@@ -12,14 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from cadenza.compat.accelerated.accelerator import Accelerator
-from cadenza.compat.accelerated.callbacks import (
-    DataLoaderSlice,
-    SaveTrainingStateCallback,
-    StepBasedEvaluationCallback,
-    StopTrainingError,
-)
+from cadenza.compat.accelerated.callbacks import SaveTrainingStateCallback, StepBasedEvaluationCallback, StopTrainingError
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.trainer import Trainer
+from cadenza.compat.accelerated.utils import DataLoaderSlice
 from cadenza.drivers.single import SingleDriver
 from tests.compat.accelerated.parts import HERE, Hooks, Noting, data, metrics_of, run_of, train, trainer_of, weights_of
 
@@ -63,7 +59,7 @@ def test_a_training_loader_that_a_callback_replaces_is_used(event: str) -> None:
 # -- an epoch -----------------------------------------------------------------------------------------------------------
 
 
-class StopsAfterSteps(Trainer):
+class StopsEpoch(Trainer):
     def _run_train_epoch(self, train_dl: Any) -> bool:
         super()._run_train_epoch(train_dl)
         raise StopTrainingError("enough")
@@ -83,11 +79,7 @@ class StopsPass(Trainer):
 
 @pytest.mark.parametrize(
     ("kind", "last", "updates"),
-    [
-        (StopsAfterSteps, "on_train_epoch_end", 3),
-        (StopsEvaluation, "on_train_epoch_end", 3),
-        (StopsPass, "on_train_step_start", 1),
-    ],
+    [(StopsEpoch, "on_train_epoch_end", 3), (StopsEvaluation, "on_train_epoch_end", 3), (StopsPass, "on_train_step_start", 1)],
 )
 def test_a_stop_in_an_overridden_part_is_a_stop(kind: type[Trainer], last: str, updates: int) -> None:
     noting = Noting()
@@ -158,9 +150,6 @@ def test_an_epoch_runs_once_and_with_the_loader_of_the_trainer() -> None:
         train(idle, 1, data(1))
 
 
-# -- a batch ------------------------------------------------------------------------------------------------------------
-
-
 class OwnPass(Trainer):
     """What the original does for a batch, written out."""
 
@@ -197,7 +186,7 @@ def test_an_overridden_pass_trains_like_the_trainer(kind: type[Trainer], accumul
     assert metrics_of(mine) == {name: pytest.approx(values) for name, values in metrics_of(other).items()}
 
 
-def test_a_pass_may_call_backward_twice() -> None:
+def test_a_pass_may_call_backward_twice_and_resumes_to_the_same_weights(tmp_path: Path) -> None:
     class Twice(Trainer):
         def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
             super()._perform_forward_and_backward_passes(batch, step)
@@ -205,9 +194,6 @@ def test_a_pass_may_call_backward_twice() -> None:
 
     twice, fast = train(trainer_of(Twice, lr=0.05), 1, data(3)), train(trainer_of(lr=0.1), 1, data(3))
     assert torch.allclose(weights_of(twice), weights_of(fast))
-
-
-def test_an_overridden_pass_resumes_to_the_same_weights(tmp_path: Path) -> None:
     whole, first, second = (trainer_of(OwnPass, [SaveTrainingStateCallback(tmp_path / str(n))]) for n in range(3))
     train(whole, 2, data(3))
     train(first, 1, data(3))
@@ -248,9 +234,7 @@ def test_results_need_a_loss_and_a_batch_size_and_callbacks_get_what_the_hook_re
         ("calculate_eval_batch_loss", {"loss": torch.zeros(())}, KeyError),
     ],
 )
-def test_a_wrong_result_of_a_hook_is_an_error_that_names_the_missing_entries(
-    hook: str, result: Any, error: type[Exception]
-) -> None:
+def test_a_wrong_result_of_a_hook_is_an_error_with_the_missing_entries(hook: str, result: Any, error: type[Exception]) -> None:
     def short(self: Trainer, batch: Any) -> Any:
         return result
 
@@ -281,9 +265,7 @@ class Items(Trainer):
 
 
 @pytest.mark.parametrize(("processes", "accumulate", "loss"), [(4, 2, 2.0), (4, 1, 1.0), (1, 2, 0.5)])
-def test_losses_of_items_are_summed_over_processes_under_accumulation_and_the_true_one_is_reported(
-    processes: int, accumulate: int, loss: float
-) -> None:
+def test_losses_of_items_sum_over_processes_and_report_the_true_one(processes: int, accumulate: int, loss: float) -> None:
     trainer: Any = trainer_of(Items)
     trainer.processes = processes
     train(trainer, 1, data(4), gradient_accumulation_steps=accumulate)

@@ -13,20 +13,11 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
+from cadenza.compat.accelerated import schedulers
 from cadenza.compat.accelerated.callbacks import SaveTrainingStateCallback, TrainerCallback, WSDCheckpointCallback
-from cadenza.compat.accelerated.schedulers import (
-    CosineLrScheduler,
-    ScheduleError,
-    SchedulerBase,
-    StatefulSchedulerBase,
-    WSDLrScheduler,
-)
-from cadenza.compat.accelerated.trainer import (
-    Trainer,
-    TrainerPlaceholderValues,
-    TrainerWithTimmScheduler,
-    replace_trainer_placeholder_values,
-)
+from cadenza.compat.accelerated.placeholders import replace_trainer_placeholder_values
+from cadenza.compat.accelerated.schedulers import CosineLrScheduler, ScheduleError, StatefulSchedulerBase, WSDLrScheduler
+from cadenza.compat.accelerated.trainer import Trainer, TrainerPlaceholderValues, TrainerWithTimmScheduler
 from tests.compat.accelerated.parts import Rates, data, names, noting_trainer, train, trainer_of
 
 
@@ -51,7 +42,7 @@ def rates_of(create: Callable[[torch.optim.Optimizer], Any], updates: int, epoch
     return seen.seen
 
 
-def test_a22_a_scheduler_is_stepped_after_each_update_of_a_training_that_has_one() -> None:
+def test_a22_a_scheduler_is_stepped_after_each_update_and_one_of_timm_also_after_epochs() -> None:
     rates = Rates()
     trainer, noting = noting_trainer(rates, lr=1.0)
     tenth = partial(ExponentialLR, gamma=0.1)
@@ -63,8 +54,6 @@ def test_a22_a_scheduler_is_stepped_after_each_update_of_a_training_that_has_one
     assert trainer.scheduler is None
     assert "[scheduler_step]" not in noting.log
 
-
-def test_schedulers_of_timm_are_stepped_after_updates_and_epochs() -> None:
     class Told:
         def __init__(self, optimizer: Any) -> None:
             self.said: list[str] = []
@@ -75,8 +64,8 @@ def test_schedulers_of_timm_are_stepped_after_updates_and_epochs() -> None:
         def step(self, epoch: int) -> None:
             self.said.append(f"epoch {epoch}")
 
-    trainer = train(trainer_of(TrainerWithTimmScheduler), 2, data(2), data(1), create_scheduler_fn=Told)
-    assert trainer.scheduler.said == ["update 1", "update 2", "epoch 1", "update 3", "update 4", "epoch 2"]
+    timm = train(trainer_of(TrainerWithTimmScheduler), 2, data(2), data(1), create_scheduler_fn=Told)
+    assert timm.scheduler.said == ["update 1", "update 2", "epoch 1", "update 3", "update 4", "epoch 2"]
 
 
 def test_placeholders_are_values_of_the_run_or_of_any_object_with_its_settings() -> None:
@@ -161,21 +150,13 @@ def test_after_a_warm_up_the_rates_of_the_original_are_an_option() -> None:
     assert ratio == pytest.approx([1e-6, 0.5, 0.74999975, 0.9999995, 1.24999925])
 
 
-STATE = {
-    "total_iterations": 6,
-    "lr_min_ratio": None,
-    "lr_min": 1e-06,
-    "warmup_iterations": 0,
-    "warmup_lr_init": 1e-06,
-    "warmup_lr_ratio": None,
-    "k_decay": 1.0,
-    "num_cooldown_iterations": 0,
-    "num_updates": 2,
-}
+STATE: dict[str, Any] = {"total_iterations": 6, "lr_min_ratio": None, "lr_min": 1e-06}
+STATE |= {"warmup_iterations": 0, "warmup_lr_init": 1e-06, "warmup_lr_ratio": None}
+STATE |= {"k_decay": 1.0, "num_cooldown_iterations": 0, "num_updates": 2}
 """A state that pytorch-accelerated wrote after three updates."""
 
 
-def test_a_cosine_state_of_the_original_continues_and_ours_has_the_same_keys() -> None:
+def test_cosine_states_of_the_original_and_of_an_earlier_cadenza_continue_and_ours_has_the_originals_keys() -> None:
     whole = CosineLrScheduler(optimizer_of(0.01), 1, 6)
     rates = steps(whole, 3)
     assert whole.state_dict() == STATE
@@ -184,26 +165,18 @@ def test_a_cosine_state_of_the_original_continues_and_ours_has_the_same_keys() -
     continued = CosineLrScheduler(optimizer_of(0.01), 9, 9)
     continued.load_state_dict(STATE)
     assert steps(continued, 3)[1:] == rates[4:]
-
-
-def test_a_state_with_the_names_of_an_earlier_cadenza_keeps_the_rates_of_its_training() -> None:
-    earlier = {  # written after two updates: the counter was one ahead
-        "param_group_field": "lr",
-        "base_lr_values": [0.01],
-        "_num_updates": 2,
-        "total_updates": 6,
-        "warmup_updates": 0,
-        "decay_end": 6,
-        "k_decay": 1.0,
-        "lr_min": 1e-6,
-        "min_lr_ratio": None,
-        "warmup_starting_lr": 1e-6,
-        "warmup_starting_lr_ratio": None,
-    }
+    # The earlier state was written after two updates: the counter was one ahead.
+    earlier: dict[str, Any] = {"param_group_field": "lr", "base_lr_values": [0.01], "_num_updates": 2}
+    earlier |= {"total_updates": 6, "warmup_updates": 0, "decay_end": 6}
+    earlier |= {"k_decay": 1.0, "lr_min": 1e-6, "min_lr_ratio": None}
+    earlier |= {"warmup_starting_lr": 1e-6, "warmup_starting_lr_ratio": None}
     scheduler = CosineLrScheduler(optimizer_of(0.01), 9, 9)
     scheduler.load_state_dict(earlier)
     assert scheduler.state_dict() == STATE
     assert steps(scheduler, 2)[1] == pytest.approx(0.0050005)  # after the rate 0.0075 of the last update
+
+
+NUM_EPOCHS = TrainerPlaceholderValues.NUM_EPOCHS
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
@@ -245,23 +218,15 @@ def test_a_subclass_may_add_to_the_state() -> None:
     [
         ({"total_num_epochs": 0}, "total_num_epochs must be positive; got 0"),
         ({"total_num_epochs": "3"}, "total_num_epochs must be a number; got '3'"),
-        (
-            {"total_num_epochs": TrainerPlaceholderValues.NUM_EPOCHS},
-            "must be a number; .*Pass placeholders to create_scheduler_fn, not",
-        ),
+        ({"total_num_epochs": NUM_EPOCHS}, "must be a number; .*Pass placeholders to create_scheduler_fn, not"),
         ({"num_update_steps_per_epoch": 0}, "num_update_steps_per_epoch must be positive"),
         ({"lr_min": -1}, "lr_min must be at least 0; got -1"),
     ],
 )
 @pytest.mark.parametrize("kind", [AssertionError, ValueError])
-def test_a_wrong_length_is_an_error_that_the_original_raises_and_a_value_error(
-    arguments: dict[str, Any], message: str, kind: type[Exception]
-) -> None:
+def test_a_wrong_length_is_the_originals_error_and_a_value_error(arguments: Any, message: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=message):
         CosineLrScheduler(optimizer_of(0.01), **{"total_num_epochs": 1, "num_update_steps_per_epoch": 1, **arguments})
-
-
-# -- schedules of one's own -------------------------------------------------------------------------------------
 
 
 def test_a_schedule_of_ones_own_defines_its_state_and_counts_from_zero() -> None:
@@ -283,7 +248,7 @@ def test_a_schedule_of_ones_own_defines_its_state_and_counts_from_zero() -> None
 
 
 def test_a_schedule_may_set_another_field_of_some_groups_and_starts_from_its_first_value() -> None:
-    class Momentum(SchedulerBase):
+    class Momentum(schedulers.SchedulerBase):
         def get_updated_values(self, num_updates: int) -> Any:
             return None if num_updates == 3 else [num_updates / 10]
 
@@ -297,9 +262,8 @@ def test_a_schedule_may_set_another_field_of_some_groups_and_starts_from_its_fir
     assert optimizer.param_groups[0]["momentum"] == 0.9
     with pytest.raises(KeyError, match="beta"):
         Momentum(optimizer, param_group_field="beta")
-    with pytest.raises(
-        ScheduleError, match="Momentum must return one value for all groups or one for each of the 2 groups; got 1"
-    ):
+    said = "Momentum must return one value for all groups or one for each of the 2 groups; got 1"
+    with pytest.raises(ScheduleError, match=said):
         Momentum(optimizer_of(0.01, 0.002)).step_update(0)
 
 
@@ -353,7 +317,7 @@ def test_wsd_has_warm_up_a_stable_phase_and_a_decay(settings: Any, first: list[f
     assert steps(scheduler, 12) == pytest.approx([*first, *last])
 
 
-def test_a_state_of_wsd_contains_its_counter() -> None:
+def test_a_state_of_wsd_continues_or_begins_a_stable_phase_of_a_new_length_without_a_warm_up() -> None:
     whole = WSDLrScheduler(optimizer_of(0.01), total_steps=10, decay_phase_ratio=0.5)
     steps(whole, 8)
     again = WSDLrScheduler(optimizer_of(0.01), total_steps=99)
@@ -361,9 +325,6 @@ def test_a_state_of_wsd_contains_its_counter() -> None:
     assert again.state_dict() == whole.state_dict()
     assert again.get_current_step() == 7
     assert steps(again, 3)[1:] == steps(whole, 3)[1:]
-
-
-def test_a_continuation_of_wsd_begins_a_stable_phase_of_the_new_length_without_a_warm_up() -> None:
     first = WSDLrScheduler(optimizer_of(0.01), total_steps=20, num_warmup_steps=5, decay_phase_ratio=0.2)
     steps(first, 16)
     then = WSDLrScheduler(first.optimizer, total_steps=10, decay_phase_ratio=0.5, is_continuation_from_checkpoint=True)
@@ -375,7 +336,7 @@ def test_a_continuation_of_wsd_begins_a_stable_phase_of_the_new_length_without_a
     assert rates[11] == pytest.approx(1e-8)
 
 
-def test_an_interrupted_continuation_of_wsd_is_resumed_and_not_begun_anew() -> None:
+def test_an_interrupted_continuation_of_wsd_is_resumed_but_a_state_without_counter_begins_a_training() -> None:
     def continuation() -> WSDLrScheduler:
         return WSDLrScheduler(optimizer_of(0.01), total_steps=10, is_continuation_from_checkpoint=True)
 
@@ -389,9 +350,6 @@ def test_an_interrupted_continuation_of_wsd_is_resumed_and_not_begun_anew() -> N
     resumed.resume(then.state_dict())
     anew.load_state_dict(then.state_dict())
     assert (resumed.get_current_step(), anew.get_current_step()) == (3, -1)
-
-
-def test_a_wsd_state_of_the_original_has_no_counter_so_it_only_begins_a_new_training() -> None:
     state = WSDLrScheduler(optimizer_of(0.01), total_steps=20).state_dict()
     del state["num_updates"]
     with pytest.raises(ScheduleError, match=r"no 'num_updates'.*is_continuation_from_checkpoint=True"):
@@ -405,9 +363,8 @@ def test_the_lengths_of_a_wsd_schedule_are_those_of_the_run() -> None:
     create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5, decay_phase_ratio=0.25)
     trainer = train(trainer_of(lr=0.01), 2, data(8), create_scheduler_fn=create, gradient_accumulation_steps=2)
     assert (trainer.scheduler.total_steps, trainer.scheduler.num_warmup_steps) == (8, 2)
-    train(
-        trainer, 2, data(8), create_scheduler_fn=WSDLrScheduler.create_scheduler_fn(TrainerPlaceholderValues.NUM_EPOCHS * 2, 50)
-    )
+    twice = WSDLrScheduler.create_scheduler_fn(NUM_EPOCHS * 2, 50)
+    train(trainer, 2, data(8), create_scheduler_fn=twice)
     assert (trainer.scheduler.total_steps, trainer.scheduler.num_warmup_steps) == (200, 2)
 
 
@@ -423,7 +380,6 @@ def test_a_checkpoint_of_the_trainer_restores_the_schedule(scheduler: Any, tmp_p
 
 
 # -- checkpoints around the decays of WSD ------------------------------------------------------------------------
-
 
 QUARTER = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25)
 AGAIN = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25, is_continuation_from_checkpoint=True)
@@ -461,7 +417,7 @@ def test_a_state_is_saved_before_the_decay_and_a_file_after_it(accumulate: int, 
     assert fresh.scheduler.get_current_step() == 14
 
 
-def test_each_of_several_decays_has_its_checkpoints(tmp_path: Path) -> None:
+def test_each_of_several_decays_has_its_checkpoints_and_one_may_take_the_whole_training(tmp_path: Path) -> None:
     create = WSDLrScheduler.create_scheduler_fn(num_checkpoints=3)
     save = WSDCheckpointCallback(tmp_path, save_optimizer=False, save_scheduler=False)
     trained(4, save, batches=20, create=create)
@@ -470,21 +426,17 @@ def test_each_of_several_decays_has_its_checkpoints(tmp_path: Path) -> None:
     assert save.checkpoint_steps == {*post}
     content = torch.load(tmp_path / "checkpoint_40_wsd_post_decay.pt")
     assert not {"optimizer_state_dict", "scheduler_state_dict"} & content.keys()
-
-
-def test_a_decay_may_take_the_whole_training(tmp_path: Path) -> None:
     whole, again = Weights(), Weights()
     create = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=1.0)
-    trained(1, WSDCheckpointCallback(tmp_path), whole, create=create)
-    assert names(tmp_path) == ["checkpoint_0_wsd_pre_decay", "checkpoint_5_wsd_post_decay.pt"]
-    trained(1, WSDCheckpointCallback(tmp_path), again, create=create, resume_from=tmp_path / "checkpoint_0_wsd_pre_decay")
+    folder = tmp_path / "one"
+    trained(1, WSDCheckpointCallback(folder), whole, create=create)
+    assert names(folder) == ["checkpoint_0_wsd_pre_decay", "checkpoint_5_wsd_post_decay.pt"]
+    trained(1, WSDCheckpointCallback(folder), again, create=create, resume_from=folder / "checkpoint_0_wsd_pre_decay")
     assert again.seen == whole.seen
 
 
 @pytest.mark.parametrize("name", ["checkpoint_15_wsd_pre_decay", "checkpoint_20_wsd_post_decay.pt"])
-def test_a_new_training_begins_at_a_checkpoint_with_a_stable_phase_or_continues_inside_the_decay(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_training_begins_at_a_checkpoint_with_a_stable_phase_or_continues_inside_the_decay(name: str, tmp_path: Path) -> None:
     first, whole = Weights(), Rates()
     trained(4, WSDCheckpointCallback(tmp_path / "first"), first, whole)
     checkpoint = tmp_path / "first" / name
@@ -528,12 +480,9 @@ def test_a_training_that_was_killed_resumes_inside_a_phase(name: str, create: An
     assert set(names(tmp_path / "rest")) == set(names(tmp_path / "whole")) - missing
 
 
-def test_a_scheduler_without_checkpoints_is_an_error_and_a_missing_file_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(
-        ValueError, match=r"needs a scheduler with get_checkpoint_steps; got NoneType\. Use create_scheduler_fn"
-    ):
+def test_no_checkpoint_steps_is_an_error_and_a_missing_file_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = r"needs a scheduler with get_checkpoint_steps; got NoneType\. Use create_scheduler_fn"
+    with pytest.raises(ValueError, match=said):
         trained(1, WSDCheckpointCallback(tmp_path), create=None)
     trained(1, WSDCheckpointCallback(tmp_path, initial_checkpoint=tmp_path / "nowhere"))
     assert "nowhere' does not exist, so the training starts without it" in caplog.text

@@ -18,16 +18,9 @@ from torch.utils.data import DataLoader
 
 from cadenza import Callback, Run
 from cadenza.callbacks import EarlyStopping, Evaluate
+from cadenza.compat.accelerated import callbacks
 from cadenza.compat.accelerated.accelerator import Accelerator
-from cadenza.compat.accelerated.callbacks import (
-    CallbackMethodNotImplementedError,
-    LogMetricsCallback,
-    PrintProgressCallback,
-    ProgressBarCallback,
-    SaveTrainingStateCallback,
-    StopTrainingError,
-    TrainerCallback,
-)
+from cadenza.compat.accelerated.callbacks import CallbackMethodNotImplementedError, LogMetricsCallback, TrainerCallback
 from cadenza.compat.accelerated.checks import check_padding
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker
@@ -35,21 +28,8 @@ from cadenza.compat.accelerated.trainer import Trainer, TrainerWithTimmScheduler
 from cadenza.errors import CallbackError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.testing import tiny_loader, tiny_run
-from tests.compat.accelerated.parts import (
-    HERE,
-    Again,
-    Hooks,
-    Noting,
-    config_of,
-    data,
-    noting_trainer,
-    run_of,
-    train,
-    trainer_of,
-    weights_of,
-)
-
-# -- arguments and parts ----------------------------------------------------------------------------------------------------
+from tests.compat.accelerated import parts
+from tests.compat.accelerated.parts import HERE, Hooks, Noting, config_of, data, run_of, train, trainer_of, weights_of
 
 
 @pytest.mark.parametrize(
@@ -95,16 +75,16 @@ def test_a_wrong_part_of_a_trainer_is_an_error_before_anything_runs(part: Any, m
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
+    ("method", "wanted"),
     [
-        ("create_eval_dataloader", "must return a loader; got None"),
-        ("_create_run_config", "must return a TrainerRunConfig; got None"),
-        ("_create_callback_handler", "must return a CallbackHandler; got None"),
+        ("create_eval_dataloader", "loader"),
+        ("_create_run_config", "TrainerRunConfig"),
+        ("_create_callback_handler", "CallbackHandler"),
     ],
 )
-def test_an_override_without_a_return_statement_is_an_error(method: str, message: str) -> None:
+def test_an_override_without_a_return_statement_is_an_error(method: str, wanted: str) -> None:
     kind = type("Forgetful", (Trainer,), {method: lambda *arguments, **keywords: None})
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=f"must return a {wanted}; got None"):
         train(trainer_of(kind), 1, data(1), data(1))
 
 
@@ -122,15 +102,6 @@ def test_a_scheduler_needs_the_method_that_its_trainer_calls() -> None:
     with pytest.raises(TypeError, match="TrainerWithTimmScheduler calls step_update of the scheduler"):
         train(trainer_of(TrainerWithTimmScheduler), 1, data(1), create_scheduler_fn=partial(ExponentialLR, gamma=0.9))
     assert train(trainer_of(Own), 1, data(3), create_scheduler_fn=lambda optimizer: Scheduler()).scheduler.steps == 3
-
-
-def test_lengths_may_be_numpy_integers_and_an_unknown_setting_is_an_error_with_the_nearest_name() -> None:
-    two: Any = np.int64(2)
-    config = config_of(train(trainer_of(), two, data(4), gradient_accumulation_steps=two, max_num_train_steps=np.int64(9)))
-    lengths = (config.num_epochs, config.gradient_accumulation_steps, config.max_num_train_steps)
-    assert [type(length) for length in lengths] == [int] * 3
-    with pytest.raises(KeyError, match="Did you mean 'num_epochs'"):
-        config["num_epoch"]
 
 
 class Mistyped(TrainerCallback):
@@ -152,7 +123,7 @@ def test_a_method_named_almost_like_an_event_is_a_warning(native: bool, caplog: 
     assert "Did you mean 'on_train_epoch_end'" in message
 
 
-def test_run_config_takes_the_arguments_of_the_original_in_their_order() -> None:
+def test_run_config_takes_the_originals_arguments_and_numpy_integers_and_names_the_nearest_setting() -> None:
     class Mine(Trainer):
         def _create_run_config(self, per_device_batch_size: int, num_epochs: int, *others: Any, **named: Any) -> Any:
             seen.append((per_device_batch_size, num_epochs, others, named))
@@ -168,6 +139,12 @@ def test_run_config_takes_the_arguments_of_the_original_in_their_order() -> None
     trainer.evaluate(data(1), per_device_batch_size=7, dataloader_kwargs=HERE)
     shown = config_of(trainer).to_dict()
     assert (shown["train_per_device_batch_size"], shown["num_update_steps_per_epoch"], shown["train_dl_kwargs"]) == (7, 0, None)
+    two: Any = np.int64(2)
+    config = config_of(train(trainer_of(), two, data(4), gradient_accumulation_steps=two, max_num_train_steps=np.int64(9)))
+    lengths = (config.num_epochs, config.gradient_accumulation_steps, config.max_num_train_steps)
+    assert [type(length) for length in lengths] == [int] * 3
+    with pytest.raises(KeyError, match="Did you mean 'num_epochs'"):
+        config["num_epoch"]
 
 
 def test_the_last_batches_of_an_evaluation_on_several_processes_are_checked_before_a_run() -> None:
@@ -208,7 +185,7 @@ def test_model_and_optimizer_may_be_set_after_the_constructor_and_an_evaluation_
     assert trainer.run_history.get_metric_names() == {"evaluation_loss"}
 
 
-def test_callbacks_get_more_entries_of_a_batch_and_may_change_them_for_later_ones() -> None:
+def test_callbacks_get_more_entries_of_a_batch_and_may_change_them_and_loaders_have_a_device() -> None:
     class More(Trainer):
         def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
             return {**super().calculate_train_batch_loss(batch), "extra": 42}
@@ -218,6 +195,13 @@ def test_callbacks_get_more_entries_of_a_batch_and_may_change_them_for_later_one
     train(trainer_of(More, [shift, noting]), 1, data(1), data(1))
     assert noting.of("on_train_step_end")[0]["batch_output"]["extra"] == 42
     assert noting.of("on_eval_step_end")[0]["batch_output"]["model_outputs"] == "shifted"
+
+    def look(trainer: Any, **kwargs: Any) -> None:
+        devices.extend((trainer._train_dataloader.device, trainer._eval_dataloader.device))
+
+    devices: list[torch.device] = []
+    trainer = train(trainer_of(callbacks=[Hooks(on_training_run_start=look)]), 1, data(1), data(1))
+    assert devices == [trainer.device] * 2
 
 
 def test_the_accelerator_places_modules_pads_tensors_and_says_what_it_lacks() -> None:
@@ -259,11 +243,11 @@ def test_a_trainer_can_be_used_again_after_an_error_and_after_a_stop() -> None:
         train(trainer, 1, data(1))
     train(trainer, 1, data(1))
     assert noting.log[-1] == "on_training_run_end"
-    stopped = train(trainer_of(callbacks=[once(StopTrainingError("once"))]), 2, data(1))
+    stopped = train(trainer_of(callbacks=[once(callbacks.StopTrainingError("once"))]), 2, data(1))
     assert train(stopped, 2, data(1)).run_history.current_epoch == 3
 
 
-def test_native_evaluations_monitors_and_sinks_work_in_the_adapter_s_trainer() -> None:
+def test_native_callbacks_evaluations_monitors_and_sinks_work_in_the_adapter_s_trainer() -> None:
     noting = Noting()
     native = [Evaluate(tiny_loader(2), name="other"), EarlyStopping("eval/loss", mode="min", threshold=100.0)]
     trainer = train(trainer_of(callbacks=[*native, noting]), 5, data(3), data(2))
@@ -276,8 +260,15 @@ def test_native_evaluations_monitors_and_sinks_work_in_the_adapter_s_trainer() -
     recorded = run_of(trainer).history["eval_loss_epoch"]
     assert recorded == [*zip((3, 6), trainer.run_history.get_metric_values("eval_loss_epoch"), strict=True)]
 
+    class Steps(Callback):
+        def on_step_end(self, run: Run) -> None:
+            steps.append(run.progress.step)
 
-# -- seeds and precision ----------------------------------------------------------------------------------------------------
+    steps: list[int] = []
+    trainer = train(trainer_of(callbacks=[Steps(), Noting(), Steps()]), 1, data(4), gradient_accumulation_steps=2)
+    assert steps == [1, 1, 2, 2]
+    listed = ["Trainer's hooks", "Steps", "Noting", "Steps#2", "Trainer's evaluation"]
+    assert list(hooks_of(run_of(trainer)).callbacks) == listed
 
 
 def test_the_order_of_the_data_depends_on_the_seed_of_the_user_and_training_does_not_change_the_seed() -> None:
@@ -316,18 +307,18 @@ def test_the_launcher_or_the_accelerator_sets_the_precision(by: str, monkeypatch
     assert config_of(trainer).mixed_precision == "bf16"
 
 
-def test_a_scheduler_is_not_stepped_if_the_scaler_skips_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_is_not_stepped_if_the_scaler_of_fp16_skips_the_update_also_of_an_own_optimizer_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weights: list[float] = []
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     see = Hooks(on_train_step_start=lambda trainer, **_: weights.append(weights_of(trainer)[0].item()))
-    trainer, noting = noting_trainer(see)
+    trainer, noting = parts.noting_trainer(see)
     train(trainer, 1, data(8), create_scheduler_fn=partial(ExponentialLR, gamma=0.9))
     changed = sum(one != other for one, other in pairwise([*weights, weights_of(trainer)[0].item()]))
     assert 0 < changed < noting.log.count("[optimizer_step]") == 8  # the first scale is too large for float16
     assert noting.log.count("[scheduler_step]") == changed
 
-
-def test_an_own_optimizer_step_updates_as_the_scaler_of_fp16_does(monkeypatch: pytest.MonkeyPatch) -> None:
     class Overflows(Trainer):
         updates = 0
 
@@ -363,26 +354,25 @@ def test_a12_a_second_callback_of_the_same_class_is_an_error_but_a_subclass_is_n
     class Other(LogMetricsCallback):
         pass
 
-    handler = CallbackHandler([LogMetricsCallback, PrintProgressCallback(), Other])
+    handler = CallbackHandler([LogMetricsCallback, callbacks.PrintProgressCallback(), Other])
     assert handler.callback_list == ["LogMetricsCallback", "PrintProgressCallback", "Other"]
-    with pytest.raises(
-        ValueError, match="LogMetricsCallback is already in the list; got a second one beside LogMetricsCallback, Print"
-    ):
+    said = "LogMetricsCallback is already in the list; got a second one beside LogMetricsCallback, Print"
+    with pytest.raises(ValueError, match=said):
         handler.add_callback(LogMetricsCallback())
     handler.clear_callbacks()
     handler.add_callbacks([LogMetricsCallback])
     assert len(handler) == 1
 
 
-def test_a12_events_are_called_in_the_order_of_the_list_which_may_be_changed() -> None:
-    noting, again = Noting(), Again()
+def test_a12_events_are_called_in_the_order_of_the_list_which_may_be_changed_also_during_a_run() -> None:
+    noting, again = Noting(), parts.Again()
     again.log = noting.log
     handler = CallbackHandler([noting, again])
     assert handler.call_event("on_train_epoch_start", trainer_of()) is None  # type: ignore[func-returns-value]  # the point
     assert handler.call_event("on_nothing_at_all", trainer_of(), more=1) is None  # type: ignore[func-returns-value]  # likewise
     assert noting.log == ["on_train_epoch_start"] * 2
     assert list(handler) == [noting, again]
-    trainer, noting = noting_trainer()
+    trainer, noting = parts.noting_trainer()
     late = Noting()
     assert trainer.callback_handler.callbacks == [noting]
     trainer.callback_handler.callbacks.append(late)  # the same class twice, which add_callback refuses
@@ -396,6 +386,16 @@ def test_a12_events_are_called_in_the_order_of_the_list_which_may_be_changed() -
     trainer.callback_handler._enabled = False
     train(trainer, 1, data(1), data(1))
     assert late.log == []
+    added, removed = Noting(), Noting()
+    adding = Hooks(on_train_epoch_end=lambda trainer, **_: trainer.callback_handler.add_callback(added))
+    train(trainer_of(callbacks=[adding]), 1, data(2), data(1))
+    assert added.log == [
+        *["on_train_epoch_end", "on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"],
+        *["on_training_run_epoch_end", "on_training_run_end"],
+    ]
+    clearing = Hooks(on_train_epoch_start=lambda trainer, **_: trainer.callback_handler.clear_callbacks())
+    train(trainer_of(callbacks=[clearing, removed]), 1, data(2))
+    assert removed.log == ["on_init_end", "on_training_run_start"]
 
 
 @pytest.mark.parametrize("thing", [42, object(), int])
@@ -409,8 +409,7 @@ class Verify(TrainerCallback):
         self.shapes: list[tuple[int, ...]] = []
 
     def verify_train_batch(self, trainer: Trainer, xb: Any, yb: Any) -> None:
-        assert trainer.run_config is not None
-        assert len(xb) == trainer.run_config["train_per_device_batch_size"]
+        assert len(xb) == config_of(trainer)["train_per_device_batch_size"]
         self.shapes.append(tuple(xb.shape))
 
 
@@ -421,44 +420,17 @@ class Verifying(Trainer):
         return super().calculate_train_batch_loss(batch)
 
 
-def test_a13_a_custom_event_is_called_on_the_callbacks_that_define_it() -> None:
+def test_a13_a_custom_event_is_called_on_the_callbacks_that_define_it_and_its_errors_are_raised() -> None:
     verify, noting = Verify(), Noting()
     train(trainer_of(Verifying, [noting, verify]), 1, data(2))
     assert verify.shapes == [(2, 1), (2, 1)]
 
-
-def test_a13_its_own_attribute_error_is_not_taken_for_a_missing_event() -> None:
     class Broken(TrainerCallback):
         def verify_train_batch(self, trainer: Trainer, xb: Any, yb: Any) -> None:
             self.nothing  # type: ignore[attr-defined]  # noqa: B018  # the mistake that is meant
 
     with pytest.raises(AttributeError, match="nothing"):
         train(trainer_of(Verifying, [Broken]), 1, data(1))
-
-
-def test_callbacks_added_or_removed_during_a_run_get_the_events_from_then_on_or_until_then() -> None:
-    added, removed = Noting(), Noting()
-    adding = Hooks(on_train_epoch_end=lambda trainer, **_: trainer.callback_handler.add_callback(added))
-    train(trainer_of(callbacks=[adding]), 1, data(2), data(1))
-    assert added.log == [
-        *["on_train_epoch_end", "on_eval_epoch_start", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end"],
-        *["on_training_run_epoch_end", "on_training_run_end"],
-    ]
-    clearing = Hooks(on_train_epoch_start=lambda trainer, **_: trainer.callback_handler.clear_callbacks())
-    train(trainer_of(callbacks=[clearing, removed]), 1, data(2))
-    assert removed.log == ["on_init_end", "on_training_run_start"]
-
-
-def test_native_callbacks_may_be_in_the_same_list() -> None:
-    class Steps(Callback):
-        def on_step_end(self, run: Run) -> None:
-            steps.append(run.progress.step)
-
-    steps: list[int] = []
-    trainer = train(trainer_of(callbacks=[Steps(), Noting(), Steps()]), 1, data(4), gradient_accumulation_steps=2)
-    assert steps == [1, 1, 2, 2]
-    listed = ["Trainer's hooks", "Steps", "Noting", "Steps#2", "Trainer's evaluation"]
-    assert list(hooks_of(run_of(trainer)).callbacks) == listed
 
 
 def test_a_handler_with_its_own_call_event_gets_every_event_of_a_run_and_a_history_can_be_passed() -> None:
@@ -494,28 +466,14 @@ def test_an_attribute_that_a_callback_lacks_is_a_named_error() -> None:
     callback: Any = Noting()
     with pytest.raises(CallbackMethodNotImplementedError, match="'Noting' object has no attribute 'verify'"):
         _ = callback.verify
-    bar: Any = ProgressBarCallback()
+    bar: Any = callbacks.ProgressBarCallback()
     with pytest.raises(AttributeError, match=r"no attribute 'pbar'\. The native bar draws in a thread"):
         _ = bar.pbar
     assert not hasattr(callback, "verify")
     assert getattr(callback, "verify", None) is None
 
 
-def test_the_loaders_have_the_device() -> None:
-    class Move(TrainerCallback):
-        def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
-            devices.extend((trainer._train_dataloader.device, trainer._eval_dataloader.device))
-
-    devices: list[torch.device] = []
-    trainer = trainer_of(callbacks=[Move])
-    train(trainer, 1, data(1), data(1))
-    assert devices == [trainer.device] * 2
-
-
-# -- the run history --------------------------------------------------------------------------------------------------------
-
-
-def test_a20_the_run_history_keeps_values_by_name() -> None:
+def test_a20_the_run_history_keeps_values_by_name_with_a_prefix_in_writes() -> None:
     history = InMemoryRunHistory()
     history.update_metric("accuracy", 0.5)
     values = history.get_metric_values("accuracy")  # the list that grows
@@ -533,9 +491,6 @@ def test_a20_the_run_history_keeps_values_by_name() -> None:
     history.delete_metric("loss")
     with pytest.raises(KeyError):
         history.delete_metric("loss")
-
-
-def test_a20_a_prefix_changes_the_names_in_writes_but_not_in_reads() -> None:
     history = InMemoryRunHistory()
     history.set_metric_name_prefix("ema_")
     history.update_metric("loss", 1.0)
@@ -554,7 +509,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_samples() -> None:
     assert (tracker.average, tracker.total_loss, tracker.running_count, tracker.loss_value) == (3.0, 9.0, 3, 6.0)
 
 
-def test_metrics_with_train_in_their_names_are_logged_after_the_steps_and_others_after_the_evaluation(
+def test_metrics_named_train_are_logged_after_steps_and_others_after_evaluations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Keep(LogMetricsCallback):
@@ -571,9 +526,6 @@ def test_metrics_with_train_in_their_names_are_logged_after_the_steps_and_others
     assert "\nother: 2\n" in capsys.readouterr().out
 
 
-# -- a resumed run ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_overridden_load_training_state_is_called_when_a_training_resumes(tmp_path: Path) -> None:
     class Mine(Trainer):
         def load_training_state(self, input_dir: Any) -> dict[str, Any]:
@@ -581,7 +533,7 @@ def test_an_overridden_load_training_state_is_called_when_a_training_resumes(tmp
             return {**found[-1]}
 
     found: list[Mapping[str, Any]] = []
-    train(trainer_of(callbacks=[SaveTrainingStateCallback(tmp_path)]), 1, data(2))
+    train(trainer_of(callbacks=[callbacks.SaveTrainingStateCallback(tmp_path)]), 1, data(2))
     trainer = train(trainer_of(Mine), 2, data(2), resume_from=tmp_path / "final")
     assert found == [{"current_epoch": 2, "global_step": 2}]
     assert trainer.run_history.current_epoch == 3

@@ -18,39 +18,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import TensorDataset
 
-from cadenza.compat.accelerated.callbacks import (
-    ConvertSyncBatchNormCallback,
-    EarlyStoppingCallback,
-    LimitBatchesCallback,
-    LimitEvalStepsCallback,
-    LogMetricsCallback,
-    PrintProgressCallback,
-    SaveBestModelCallback,
-    StopTrainingError,
-    TerminateOnNaNCallback,
-    TrainerCallback,
-    WSDCheckpointCallback,
-)
+from cadenza.compat.accelerated import callbacks
+from cadenza.compat.accelerated.callbacks import StopTrainingError, TrainerCallback
 from cadenza.compat.accelerated.schedulers import WSDLrScheduler
 from cadenza.compat.accelerated.trainer import Trainer, TrainerPlaceholderValues
 from cadenza.compat.accelerated.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
 from cadenza.drivers import DdpDriver
-from tests.compat.accelerated.parts import (
-    HERE,
-    Hooks,
-    Rates,
-    Scripted,
-    ScriptedTrainer,
-    config_of,
-    data,
-    metrics_of,
-    names,
-    on_two,
-    run_of,
-    train,
-    trainer_of,
-    weights_of,
-)
+from tests.compat.accelerated import parts
+from tests.compat.accelerated.parts import HERE, Hooks, config_of, data, metrics_of, run_of, train, trainer_of, weights_of
 
 Case = Callable[[Path], Any]
 
@@ -67,7 +42,7 @@ def on_both(case: Case) -> Case:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Any, Any]]:
     """What each case returned on rank 0 and on rank 1."""
     folders = [tmp_path_factory.mktemp(case.__name__) for case in CASES]
-    zero, one = on_two(lambda: [case(folder) for case, folder in zip(CASES, folders, strict=True)])
+    zero, one = parts.on_two(lambda: [case(folder) for case, folder in zip(CASES, folders, strict=True)])
     return dict(zip(CASES, zip(zero, one, strict=True), strict=True))
 
 
@@ -77,9 +52,6 @@ Ranks = dict[Case, tuple[Any, Any]]
 def numbered(count: int = 7) -> TensorDataset:
     numbers = torch.arange(1.0, count + 1).unsqueeze(1)
     return TensorDataset(numbers, numbers)
-
-
-# -- before a training, and evaluations -------------------------------------------------------------------------------
 
 
 class Gathering(TrainerCallback):
@@ -105,7 +77,7 @@ class Gathering(TrainerCallback):
 
 def evaluated() -> dict[str, Any]:
     gathering = Gathering()
-    trainer = trainer_of(callbacks=(PrintProgressCallback, gathering, LogMetricsCallback))
+    trainer = trainer_of(callbacks=(callbacks.PrintProgressCallback, gathering, callbacks.LogMetricsCallback))
     trainer.evaluate(numbered(), per_device_batch_size=2, dataloader_kwargs=HERE)
     return {
         "driver": type(trainer._accelerator.driver),
@@ -118,7 +90,7 @@ def evaluated() -> dict[str, Any]:
     }
 
 
-def test_a21_two_processes_evaluate_seven_samples_and_decorators_work_before_there_is_a_trainer(
+def test_a21_two_processes_evaluate_seven_samples_and_decorators_need_no_trainer(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     order = tmp_path / "order"
@@ -135,7 +107,7 @@ def test_a21_two_processes_evaluate_seven_samples_and_decorators_work_before_the
 
     alone = evaluated()
     capfd.readouterr()
-    (of_zero, zero), (of_one, one) = on_two(decorated_and_evaluated)
+    (of_zero, zero), (of_one, one) = parts.on_two(decorated_and_evaluated)
     shown = capfd.readouterr().out
     assert (of_zero, of_one) == (("0", "here", "here", True, 2), ("01", None, None, True, 2))
     assert zero["driver"] == one["driver"] == DdpDriver
@@ -159,10 +131,6 @@ def gathered(folder: Path) -> Any:
     return together["rows"].tolist(), together["pair"][0].tolist(), together["pair"][1][0].tolist()
 
 
-def test_gather_takes_numbers_and_collections_of_tensors_of_any_length(ranks: Ranks) -> None:
-    assert ranks[gathered] == (([[0.0], [1.0], [1.0]], [0, 1], [0, 1]),) * 2
-
-
 class Normed(nn.Module):
     """Has buffers, which are broadcast."""
 
@@ -183,34 +151,29 @@ def normed(*callbacks: Any) -> Trainer:
 
 @on_both
 def uneven(folder: Path) -> tuple[float, int, list[float]]:
-    class Late(TrainerCallback):
-        def __init__(self) -> None:
-            self.parts: list[Tensor] = []
+    def gather(trainer: Any, **kwargs: Any) -> None:
+        rows[:] = [trainer.gather(torch.cat(rows))]
 
-        def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
-            self.parts.append(batch[1])
-
-        def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-            self.parts = [trainer.gather(torch.cat(self.parts))]
-
-    late = Late()
+    rows: list[Tensor] = []
+    late = Hooks(on_eval_step_end=lambda trainer, batch, **_: rows.append(batch[1]), on_eval_epoch_end=gather)
     trainer = train(normed(), 1, data(4), numbered(9))
     trainer.callback_handler.add_callback(late)
     trainer.evaluate(numbered(9), 2, HERE)
     loss = float(trainer.run_history.get_latest_metric("evaluation_loss"))
-    return loss, len(late.parts), sorted(late.parts[0].flatten().tolist())
+    return loss, len(rows), sorted(rows[0].flatten().tolist())
 
 
-def test_an_uneven_evaluation_works_with_buffers_and_values_can_be_gathered_at_its_end(ranks: Ranks) -> None:
+def test_values_of_any_length_can_be_gathered_also_at_the_end_of_an_uneven_evaluation_with_buffers(ranks: Ranks) -> None:
     zero, one = ranks[uneven]
     assert zero == one
     assert zero[1:] == (1, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert ranks[gathered] == (([[0.0], [1.0], [1.0]], [0, 1], [0, 1]),) * 2
 
 
 @on_both
 def limited(folder: Path) -> list[int]:
     sizes = []
-    for limit in (LimitEvalStepsCallback(4, limit_intermediate_only=False), LimitBatchesCallback(2)):
+    for limit in (callbacks.LimitEvalStepsCallback(4, limit_intermediate_only=False), callbacks.LimitBatchesCallback(2)):
         gathering = Gathering()
         train(trainer_of(callbacks=(gathering, limit)), 1, data(4), data(8))
         sizes.append(len(gathering.sizes))
@@ -269,8 +232,10 @@ def scheduled(folder: Path) -> Any:
     return *made[0], *lengths, *sizes, run_of(trainer).progress.step
 
 
-def test_run_config_and_placeholders_count_per_process(ranks: Ranks) -> None:
+def test_run_config_counts_per_process_and_every_sample_is_read_once_per_epoch_with_different_seeds(ranks: Ranks) -> None:
     assert ranks[scheduled] == ((4, 4, 4, 2, 4, 6, 4, 2, True, 6),) * 2
+    for zero, one in zip(*ranks[shuffled], strict=True):
+        assert Counter(zero + one) == dict.fromkeys(range(1, 12), 1)
 
 
 @on_both
@@ -285,17 +250,12 @@ def shuffled(folder: Path) -> list[list[float]]:
     return epochs
 
 
-def test_every_sample_is_read_once_per_epoch_with_different_seeds_per_process(ranks: Ranks) -> None:
-    for zero, one in zip(*ranks[shuffled], strict=True):
-        assert Counter(zero + one) == dict.fromkeys(range(1, 12), 1)
-
-
 @on_both
 def converted(folder: Path) -> tuple[str, str, bool]:
     def look(trainer: Any, **kwargs: Any) -> None:
         assert isinstance(trainer.get_model().layers[1], nn.BatchNorm1d) == (trainer._accelerator.num_processes == 1)
 
-    trainer = normed(ConvertSyncBatchNormCallback, Hooks(on_train_epoch_start=look))
+    trainer = normed(callbacks.ConvertSyncBatchNormCallback, Hooks(on_train_epoch_start=look))
     model: Any = trainer.model
     said = ""
     try:
@@ -322,20 +282,21 @@ def test_sync_batch_norm_replaces_the_layers_on_two_processes_and_leaves_one_alo
 
 @on_both
 def ended(folder: Path) -> tuple[list[str], int]:
-    trainer = trainer_of(ScriptedTrainer, (TerminateOnNaNCallback, EarlyStoppingCallback(3)))
+    trainer = trainer_of(parts.ScriptedTrainer, (callbacks.TerminateOnNaNCallback, callbacks.EarlyStoppingCallback(3)))
     seen: list[str] = []
     try:
-        train(trainer, 3, Scripted(1.0, 1.0, 1.0, float("nan"), 1.0, 1.0), Scripted(1.0, 1.0), batch_size=1)
+        train(trainer, 3, parts.Scripted(1.0, 1.0, 1.0, float("nan"), 1.0, 1.0), parts.Scripted(1.0, 1.0), batch_size=1)
     except SystemExit as end:
         seen.append(str(end))
     return seen, run_of(trainer).progress.step
 
 
-def test_a_nan_on_one_process_ends_the_training_on_all(ranks: Ranks) -> None:
+def test_a_stop_or_a_nan_on_one_process_ends_the_training_on_all(ranks: Ranks) -> None:
     zero, one = ranks[ended]
     assert zero == ([], 3)  # a stop that one process requests takes effect one step later
     assert one[0][0].startswith("The training was ended: ")
     assert one[1] == 3
+    assert ranks[stopped] == (dict.fromkeys(EVENTS, 1),) * 2
 
 
 EVENTS = ["on_train_epoch_end", "on_eval_step_start", "on_eval_step_end", "on_eval_epoch_end", "on_training_run_epoch_end"]
@@ -348,10 +309,6 @@ def stopped(folder: Path) -> dict[str, int]:
             raise StopTrainingError("enough")
 
     return {event: run_of(train(normed(Hooks(**{event: stop})), 3, data(4), numbered(9))).progress.epoch for event in EVENTS}
-
-
-def test_a_stop_on_one_process_stops_all(ranks: Ranks) -> None:
-    assert ranks[stopped] == (dict.fromkeys(EVENTS, 1),) * 2
 
 
 class OwnPass(Trainer):
@@ -384,64 +341,55 @@ def test_an_overridden_pass_trains_like_the_trainer_and_a_stop_in_it_on_one_proc
         assert own[1] == 1
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 @on_both
 def saved(folder: Path) -> Any:
-    trainer = train(trainer_of(callbacks=(SaveBestModelCallback(folder / "best.pt"),)), 2, data(4), data(4))
+    trainer = train(trainer_of(callbacks=(callbacks.SaveBestModelCallback(folder / "best.pt"),)), 2, data(4), data(4))
     written = torch.load(folder / "best.pt", weights_only=True)["model_state_dict"]
-    return weights_of(trainer).tolist(), [value.item() for value in written.values()], names(folder)
+    return weights_of(trainer).tolist(), [value.item() for value in written.values()], parts.names(folder)
 
 
-def test_all_processes_load_the_best_model(ranks: Ranks) -> None:
+def test_all_processes_load_the_best_model_and_a_training_continues_with_the_losses_of_each(ranks: Ranks) -> None:
     zero, one = ranks[saved]
     assert zero == one
     weights, written, files = zero
     assert weights == written
     assert files == ["best.pt"]
+    for whole, *others in ranks[continued]:
+        assert others == [whole, whole]
 
 
 @on_both
 def continued(folder: Path) -> list[list[Any]]:
     """Return the results of a whole training, and of those that continue inside an epoch and after one."""
 
-    class Save(TrainerCallback):
-        def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, step: int = 0, **kwargs: Any) -> None:
-            if trainer.run_history.current_epoch == 2 and step == 1:
-                trainer.save_training_state(folder / "inside")
-
-        def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-            trainer.save_training_state(folder / f"epoch_{trainer.run_history.current_epoch}")
+    def save(trainer: Any, step: int | None = None, **kwargs: Any) -> None:
+        epoch = trainer.run_history.current_epoch
+        if step is None or (epoch, step) == (2, 1):
+            trainer.save_training_state(folder / (f"epoch_{epoch}" if step is None else "inside"))
 
     def results(*more: TrainerCallback, **resume: Any) -> list[Any]:
         order = {**HERE, "shuffle": True}
         trainer = train(trainer_of(callbacks=more), 3, data(7), data(4), train_dataloader_kwargs=order, **resume)
         return [metrics_of(trainer), weights_of(trainer).tolist()]
 
-    whole = results(Save())
+    whole = results(Hooks(on_train_step_end=save, on_train_epoch_end=save))
     return [whole, *(results(resume_from=folder / name) for name in ("inside", "epoch_1"))]
-
-
-def test_a_training_continues_on_two_processes_with_the_losses_of_each(ranks: Ranks) -> None:
-    for whole, *others in ranks[continued]:
-        assert others == [whole, whole]
 
 
 @on_both
 def decayed(folder: Path) -> tuple[list[float], list[float], bool, list[str]]:
     def trained(name: str, *more: TrainerCallback, initial: Any = None, create: Any, **resume: Any) -> Trainer:
-        callbacks = [WSDCheckpointCallback(folder / name, initial_checkpoint=initial), *more]
-        return train(trainer_of(callbacks=callbacks, lr=0.01), 2, data(8), create_scheduler_fn=create, **resume)
+        save = callbacks.WSDCheckpointCallback(folder / name, initial_checkpoint=initial)
+        return train(trainer_of(callbacks=[save, *more], lr=0.01), 2, data(8), create_scheduler_fn=create, **resume)
 
     half = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.5)
     again = WSDLrScheduler.create_scheduler_fn(decay_phase_ratio=0.25, is_continuation_from_checkpoint=True)
     checkpoint = folder / "whole" / "checkpoint_4_wsd_pre_decay"
-    rates, then = Rates(), Rates()
+    rates, then = parts.Rates(), parts.Rates()
     whole = trained("whole", create=half)
     rest = trained("rest", rates, create=half, resume_from=checkpoint)
     trained("then", then, initial=checkpoint, create=again)
-    return rates.seen, then.seen[:6], torch.equal(weights_of(whole), weights_of(rest)), names(folder / "then")
+    return rates.seen, then.seen[:6], torch.equal(weights_of(whole), weights_of(rest)), parts.names(folder / "then")
 
 
 def test_two_processes_save_once_and_resume_inside_the_decay(ranks: Ranks) -> None:

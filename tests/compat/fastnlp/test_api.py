@@ -1,12 +1,19 @@
-"""The API of fastNLP 1.0: arguments, in its order, with its defaults. Code for 0.5 is refused, with what became of it."""
+"""The API of fastNLP 1.0 and its tutorial, run as a script. Code for 0.5 is refused, with what became of it."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import runpy
+import sys
+import warnings
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -19,71 +26,20 @@ from cadenza.compat.fastnlp import Callback, EarlyStopCallback, Trainer
 from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, HOOKS, PROPERTIES
 from cadenza.compat.fastnlp.translation import EVENTS
 from cadenza.testing import tiny_loader, tiny_model
+from tests import forked
 from tests.compat.fastnlp.toy import Scribe, Toy, loader, rows, toy_trainer
 
-WANTED = {
-    "CheckpointCallback": (
-        "folder=None, every_n_epochs=None, every_n_batches=None, last=False, topk=0, on_exceptions=EarlyStopException, "
-        "monitor=None, larger_better=True, only_state_dict=True, model_save_fn=None, save_object='model', "
-        "save_evaluate_results=True"
-    ),
-    "TopkSaver": (
-        "topk=0, monitor=None, larger_better=True, folder=None, save_object='model', only_state_dict=True, "
-        "model_save_fn=None, save_evaluate_results=True"
-    ),
-    "ProgressCallback": (
-        "print_every=1, loss_round_ndigit=6, monitor=None, larger_better=True, format_json=True, extra_show_keys=None"
-    ),
-    "RawTextCallback": (
-        "print_every=1, loss_round_ndigit=6, monitor=None, larger_better=True, format_json=True, extra_show_keys=None"
-    ),
-    "LRSchedCallback": "scheduler, step_on='batch'",
-    "LoadBestModelCallback": (
-        "monitor=None, larger_better=True, only_state_dict=True, save_folder=None, model_save_fn=None, model_load_fn=None, "
-        "delete_after_train=True"
-    ),
-    "EarlyStopCallback": "monitor=None, larger_better=True, patience=10",
-    "MoreEvaluateCallback": (
-        "dataloaders, metrics, evaluate_every=-1, watch_monitor=None, watch_monitor_larger_better=True, evaluate_fn=None, "
-        "num_eval_sanity_batch=2, topk=0, topk_monitor=None, topk_larger_better=True, folder=None, only_state_dict=True, "
-        "save_object='model', model_save_fn=None, save_evaluate_results=True, save_kwargs=None"
-    ),
-    "FitlogCallback": "monitor=None, larger_better=True, log_exception=True, log_loss_every=0",
-    "TimerCallback": "print_every=-1, time_ndigit=3",
-    "TorchWarmupCallback": "warmup=0.1, schedule='linear'",
-    "TorchGradClipCallback": "clip_value=1, clip_type='norm', parameters=None",
-    "ResultsMonitor": "monitor, larger_better=True",
-    "HasMonitorCallback": "monitor, larger_better, must_have_monitor=False",
-    "ExecuteOnceBetterMonitor": "monitor, larger_better, execute_fn",
-    "Trainer": (
-        "model, train_dataloader, optimizers, driver='auto', device='cpu', n_epochs=20, evaluate_dataloaders=None, "
-        "batch_step_fn=None, evaluate_batch_step_fn=None, train_fn=None, evaluate_fn=None, callbacks=None, metrics=None, "
-        "evaluate_every=-1, input_mapping=None, output_mapping=None, model_wo_auto_param_call=False, accumulation_steps=1, "
-        "fp16=False, monitor=None, larger_better=True, n_batches=-1, overfit_batches=0, marker=None"
-    ),
-    "Evaluator": (
-        "model, dataloaders=None, metrics=None, driver='auto', device=None, evaluate_batch_step_fn=None, evaluate_fn=None, "
-        "input_mapping=None, output_mapping=None, model_wo_auto_param_call=False, fp16=False, verbose=1"
-    ),
-    "Trainer.run": (
-        "num_train_batch_per_epoch=-1, num_eval_batch_per_dl=-1, num_eval_sanity_batch=2, resume_from=None, "
-        "resume_training=True, catch_KeyboardInterrupt=None"
-    ),
-    "Trainer.save_model": "folder, only_state_dict=False, model_save_fn=None",
-    "Trainer.load_model": "folder, only_state_dict=True, model_load_fn=None, strict=True",
-    "Trainer.save_checkpoint": "folder, only_state_dict=True, model_save_fn=None",
-    "Trainer.load_checkpoint": "folder, resume_training=True, only_state_dict=True, model_load_fn=None",
-}
+WANTED = (Path(__file__).parent / "signatures.txt").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("name", WANTED)
-def test_a_class_or_method_has_the_signature_of_fastnlp(name: str) -> None:
+@pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted.partition("(")[0])
+def test_a_class_or_method_has_the_signature_of_fastnlp(wanted: str) -> None:
     taken: Any = fastnlp
-    for part in name.split("."):
+    for part in wanted.partition("(")[0].split("."):
         taken = getattr(taken, part)
     parameters = inspect.signature(taken).parameters
     named = [one for one in parameters.values() if one.name != "self" and one.kind is one.POSITIONAL_OR_KEYWORD]
-    assert ", ".join(map(written, named)) == WANTED[name]
+    assert f"({', '.join(map(written, named))})" == wanted[wanted.index("(") :]
 
 
 def written(parameter: inspect.Parameter) -> str:
@@ -156,9 +112,8 @@ def test_one_error_lists_all_callbacks_and_arguments_also_of_a_subclass() -> Non
     assert last == "See docs/guides/from-fastnlp.md."
     made: list[Callable[[], object]] = [lambda: Mine(rows(4), Toy(), None), lambda: Trainer(rows(4), model=Toy(), loss=None)]  # type: ignore[call-arg, misc, arg-type]
     for make in made:
-        with pytest.raises(
-            TypeError, match=r"Trainer\(train_data=\)  ->  train_dataloader=(.|\n)*Trainer\(loss=\)  ->  train_step"
-        ):
+        both = r"Trainer\(train_data=\)  ->  train_dataloader=(.|\n)*Trainer\(loss=\)  ->  train_step"
+        with pytest.raises(TypeError, match=both):
             make()
 
 
@@ -202,13 +157,11 @@ def test_methods_with_names_of_0_5_that_take_the_trainer_belong_to_the_user(capl
 
 
 @pytest.mark.parametrize(("name", "now"), PROPERTIES.items())
-def test_each_property_of_0_5_is_an_error_that_says_what_to_use(name: str, now: str) -> None:
+def test_each_property_of_0_5_is_an_error_that_says_what_to_use_and_another_error_is_unchanged(name: str, now: str) -> None:
     with pytest.raises(AttributeError, match=re.escape(f"had. Use {now.replace('`', '')}")):
         getattr(Callback(), name.removeprefix("self."))
     assert not hasattr(Callback(), "other")
 
-
-def test_an_attribute_error_in_a_property_of_a_callback_is_raised_unchanged() -> None:
     class Broken(Callback):
         @property
         def rate(self) -> Any:
@@ -219,7 +172,100 @@ def test_an_attribute_error_in_a_property_of_a_callback_is_raised_unchanged() ->
 
 
 def test_the_patience_of_0_5_is_an_error_that_says_what_to_write() -> None:
-    with pytest.raises(
-        TypeError, match=r"In fastNLP 0.5 the first argument was patience: write EarlyStopCallback\(patience=5\)"
-    ):
+    said = r"In fastNLP 0.5 the first argument was patience: write EarlyStopCallback\(patience=5\)"
+    with pytest.raises(TypeError, match=said):
         EarlyStopCallback(5)  # type: ignore[arg-type]
+
+
+# -- the tutorial ------------------------------------------------------------------------------------------
+
+
+LISTING = Path(__file__).parent / "listings" / "t7.py"
+SHARED = Path(__file__).resolve().parents[4] / "shared"
+DATA = SHARED / "data" / "sst2"
+TUTORIAL = SHARED / "seeds" / "002_8dfaeb90ea727427.txt"
+
+INDICES = [50, 5, 19, 66, 53, 9, 64, 36, 20, 11, 13, 52, 8, 65, 16, 74]  # of the first batch, as the tutorial recorded them
+
+
+def run_seeded(folder: Path) -> None:
+    """Run the cells in a folder. The tutorial has no seed of its own: it splits the data at random."""
+    os.environ["HF_HOME"] = str(folder / "huggingface")
+    os.chdir(folder)
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    sys.argv = [str(LISTING), str(folder)]
+    runpy.run_path(str(LISTING), run_name="__main__")
+
+
+def test_all_fourteen_cells_are_the_tutorials_but_for_imports_and_the_datas_path() -> None:
+    if not TUTORIAL.exists():
+        pytest.skip(f"the tutorial is not in {TUTORIAL}")
+    tutorial = TUTORIAL.read_text()
+    starts = list(re.finditer(r"^In \[(\d+)\]:?\n+", tutorial, re.MULTILINE))
+    assert [int(start[1]) for start in starts] == list(range(1, 15))
+    cells = re.split(r"^# In \[\d+\]\n", LISTING.read_text(), flags=re.MULTILINE)[1:]
+    for start, cell in zip(starts, cells, strict=True):
+        wanted = cell.rstrip().replace("cadenza.compat.fastnlp", "fastNLP")
+        if start[1] == "1":  # it loads the data
+            assert tutorial[start.end() :].startswith("from datasets import load_dataset\n\n# sst-2 数据集\nsst2data = ")
+            assert "from datasets import load_dataset\n\n# sst-2 数据集\nsst2data = " in wanted
+        else:
+            assert tutorial[start.end() :].startswith(f"{wanted}\n"), f"cell {start[1]} is another one"
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if not DATA.exists():
+        pytest.skip(f"the data are not in {DATA}")
+    folder = tmp_path_factory.mktemp("tutorial")
+    with (DATA / "train.tsv").open(encoding="utf-8") as rows:  # the tutorial takes the first hundred
+        (folder / "train.tsv").write_text("".join(islice(rows, 201)), encoding="utf-8")
+    process = forked.start(run_seeded, folder, output=folder / "said")
+    assert process.ended() == 0, process.said()
+    return process.said()
+
+
+def lines(shown: str, start: str) -> list[str]:
+    return [line for line in shown.splitlines() if line.startswith(start)]
+
+
+def test_the_data_set_is_printed_as_in_the_tutorial(shown: str) -> None:
+    table = [*lines(shown, "+"), *lines(shown, "|")]
+    assert table[:3] == ["+------------------------------+--------+---------+"] * 3
+    assert table[3] == "| words                        | target | seq_len |"
+    assert len(table) == 3 + 1 + 12 + 1
+    assert table[-1] == "| ...                          | ...    | ...     |"
+    row = re.compile(r"\| \[[\d, ]+(\]|\.\.\.|\]\.\.\.) * \| [01] {6}\| \d+ +\|")
+    assert all(row.fullmatch(line) for line in table[4:-1])
+
+
+def test_the_first_callback_prints_five_batches(shown: str) -> None:
+    told = shown[shown.index("Now start training...") : shown.index("Quit training process.")]
+    assert "Epoch 1/1\n" in told
+    assert lines(told, "Training Batch") == [f"Training Batch {number}/5..." for number in range(1, 6)]
+    first, *_ = lines(told, "Batch Words: ")
+    assert first.endswith(f"Indices: {INDICES}")
+    losses = [float(line.removeprefix("Loss: ")) for line in lines(told, "Loss: ")]
+    ending = re.search(r"End Epoch 1, Average Loss ([\d.]+)\n", told)
+    assert ending is not None
+    assert float(ending[1]) == pytest.approx(sum(losses) / 5)
+
+
+def test_the_monitored_accuracy_is_printed_after_10_20_30_and_40_epochs(shown: str) -> None:
+    told = [re.fullmatch(r"Epoch: (\d+/40), 'acc' is (not )?better: ([\d.]+)", line) for line in lines(shown, "Epoch: ")]
+    assert [match[1] for match in told if match] == ["10/40", "20/40", "30/40", "40/40"]
+    assert all("acc#acc" in line for line in lines(shown, "{"))
+    assert "Eval. results on Epoch:9, Batch:5" in shown  # as the tutorial recorded it
+    values = [(match[2] is None, float(match[3])) for match in told if match]
+    best = 0.0
+    for better, value in values:
+        assert better == (value > best)
+        best = max(best, value)
+
+
+def test_functions_at_events_print_all_batches_each_second_one_and_the_second(shown: str) -> None:
+    batches = [int(match[1]) for match in re.finditer(r"^Total Batches (\d+)/10 Loss [\d.]+$", shown, re.MULTILINE)]
+    assert batches == [*range(1, 11), *range(2, 11, 2), 2, *range(2, 11, 2)]

@@ -160,15 +160,19 @@ def test_batches_need_no_names_and_unknown_arguments_are_warnings(caplog: pytest
         Evaluator(Toy())
 
 
-def test_torchmetrics_are_accepted() -> None:
+def test_torchmetrics_are_accepted_and_a_native_evaluation_can_be_monitored() -> None:
     class Judge(nn.Module):
         def evaluate_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
             return {"preds": x.sum(1, keepdim=True), "target": y}
 
     assert evaluated({"mae": torchmetrics.MeanAbsoluteError()}, model=Judge())["mae"] == pytest.approx(0.0, abs=1e-6)
+    watching = Watching("loss", larger_better=False)
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(), sanity_batches=1), watching], epochs=2)
+    assert [value for value, _ in watching.seen] == [value for _, value in run.history["eval/loss"]]
+    assert watching.seen[0][1]
 
 
-def test_the_model_is_evaluated_without_gradient_and_its_mode_is_restored() -> None:
+def test_the_model_is_evaluated_without_gradient_and_its_mode_and_the_rng_state_are_restored() -> None:
     class Looks(Toy):
         def evaluate_step(self, x: Tensor) -> dict[str, Tensor]:
             modes.append((self.training, torch.is_grad_enabled()))
@@ -181,14 +185,11 @@ def test_the_model_is_evaluated_without_gradient_and_its_mode_is_restored() -> N
     evaluated({"m": Reports(1)}, model=model, model_use_eval_mode=False)
     assert modes == [(False, False)] * 2 + [(True, False)] * 2
     assert (model.training, model.linear.training) == (True, False)
-
-
-def test_an_evaluation_restores_the_rng_state() -> None:
-    model = Toy()
+    plain = Toy()
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
-    evaluated({"m": Reports(1)}, loader(8, shuffle=True), model)
+    evaluated({"m": Reports(1)}, loader(8, shuffle=True), plain)
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -210,9 +211,7 @@ def results(*names: str) -> dict[str, Any]:
         ("acc#acc", ("loss#loss", "acc#acc"), "acc#acc"),
     ],
 )
-def test_case_22_the_name_with_the_longest_common_substring_is_used(
-    watched: str, reported: tuple[str, ...], taken: str
-) -> None:
+def test_case_22_the_name_with_the_longest_common_part_is_used(watched: str, reported: tuple[str, ...], taken: str) -> None:
     assert ResultsMonitor(watched).get_monitor_value(results(*reported)) == taken
 
 
@@ -224,15 +223,13 @@ def test_case_22_without_a_common_substring_there_is_no_value(caplog: pytest.Log
     assert monitor.get_monitor_value(results("b#b", "acc#acc")) is None
 
 
-def test_case_22_the_last_used_name_is_used_again() -> None:
+def test_case_22_the_last_used_name_is_used_again_and_a_warning_names_another(caplog: pytest.LogCaptureFixture) -> None:
     monitor = ResultsMonitor("abc")
     assert monitor.get_monitor_value(results("ab")) == "ab"
     assert monitor.get_monitor_value(results("ab", "abcd")) == "ab"
     assert monitor.get_monitor_value(results("abc", "ab")) == "abc"
-
-
-def test_a_warning_names_another_result_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
     monitor = ResultsMonitor("acc")
+    caplog.clear()
     for reported in ("acc#acc", "acc#acc", "acc#dev"):
         monitor.get_monitor_value(results(reported))
     assert [line.rpartition("; ")[2] for line in caplog.messages] == ["using 'acc#acc'", "using 'acc#dev'"]
@@ -256,10 +253,8 @@ def score(results: dict[str, Any], weight: int) -> float:
 
 
 def test_a_function_of_the_results_is_a_monitor() -> None:
-    monitor, named = (
-        ResultsMonitor(lambda results: results.get("a"), larger_better=False),
-        ResultsMonitor(partial(score, weight=2)),
-    )
+    monitor = ResultsMonitor(lambda results: results.get("a"), larger_better=False)
+    named = ResultsMonitor(partial(score, weight=2))
     assert [monitor.get_monitor_value({"a": 2.0}), monitor.get_monitor_value({"b": 2.0})] == [2.0, None]
     assert monitor.get_monitor_value({}) is None
     assert named.monitor_name == "score"
@@ -283,13 +278,17 @@ class Watching(HasMonitorCallback):
         self.seen.append((self.get_monitor_value(results), self.is_better_results(results)))
 
 
-def test_case_22_each_training_starts_anew_and_the_sanity_check_does_not_count() -> None:
+def test_case_22_each_training_starts_anew_without_its_sanity_check_and_improvements_call_a_function() -> None:
     watching = Watching("acc#acc")
     trained(8, watching, {"acc": Scripted(0.9, 0.1, 0.3, 0.2)}, n_epochs=3)
     assert watching.seen == [(0.1, True), (0.3, True), (0.2, False)]
     watching.seen.clear()
     trained(8, watching, {"acc": Scripted(0.0, 0.1)}, n_epochs=1)
     assert watching.seen == [(0.1, True)]
+    calls: list[int] = []
+    once = ExecuteOnceBetterMonitor("acc", True, lambda: calls.append(1))
+    trained(8, once, {"acc": Scripted(0.0, 0.1, 0.5, 0.3, 0.7)}, n_epochs=4)
+    assert len(calls) == 3
 
 
 def test_callbacks_without_a_monitor_use_the_trainers() -> None:
@@ -307,17 +306,3 @@ def test_callbacks_without_a_monitor_use_the_trainers() -> None:
     with pytest.raises(RuntimeError, match="nothing is evaluated"):
         toy_trainer(8, [Watching("acc", must_have_monitor=True)])
     assert toy_trainer(8, [Watching(must_have_monitor=True)], {"acc": Scripted()}, monitor="acc").evaluates
-
-
-def test_case_22_a_function_is_called_at_each_improvement() -> None:
-    calls: list[int] = []
-    once = ExecuteOnceBetterMonitor("acc", True, lambda: calls.append(1))
-    trained(8, once, {"acc": Scripted(0.0, 0.1, 0.5, 0.3, 0.7)}, n_epochs=4)
-    assert len(calls) == 3
-
-
-def test_a_native_evaluation_can_be_monitored() -> None:
-    watching = Watching("loss", larger_better=False)
-    run = tiny_run(callbacks=[Evaluate(tiny_loader(), sanity_batches=1), watching], epochs=2)
-    assert [value for value, _ in watching.seen] == [value for _, value in run.history["eval/loss"]]
-    assert watching.seen[0][1]

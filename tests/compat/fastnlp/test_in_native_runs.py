@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,22 +13,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
-from cadenza.compat.fastnlp import (
-    CheckpointCallback,
-    EarlyStopCallback,
-    Event,
-    Filter,
-    HasMonitorCallback,
-    LoadBestModelCallback,
-    LRSchedCallback,
-    MoreEvaluateCallback,
-    RawTextCallback,
-    RichCallback,
-    TimerCallback,
-    TorchGradClipCallback,
-    TorchWarmupCallback,
-    TqdmCallback,
-)
+from cadenza.compat import fastnlp
+from cadenza.compat.fastnlp import CheckpointCallback, EarlyStopCallback, HasMonitorCallback, LRSchedCallback
 from cadenza.compat.fastnlp.core.callbacks.callback import _CallbackWrapper
 from cadenza.compat.nemo.core.callbacks import NeMoCallback
 from cadenza.hooks.dispatch import hooks_of
@@ -56,7 +43,7 @@ class Thorough(HasMonitorCallback):
         self.sums.append(outputs["loss"].item())
         trainer.state["count"] += 1
 
-    @Filter(every=3)
+    @fastnlp.Filter(every=3)
     def on_train_batch_end(self, trainer: Any) -> None:
         self.thirds.append(trainer.global_forward_batches)
 
@@ -72,26 +59,19 @@ class Thorough(HasMonitorCallback):
         self.monitor_value = states["best"]
 
 
-class Stepped:
-    """A schedule of one's own."""
-
-    def step(self) -> None:
-        """Do nothing."""
-
-
 LOSS: dict[str, Any] = {"monitor": "eval/loss", "larger_better": False}
 
 CALLBACKS: dict[str, Callable[[Path], BaseCallback]] = {
     "CheckpointCallback": lambda folder: CheckpointCallback(folder, every_n_epochs=1, topk=1, **LOSS),
     "EarlyStopCallback": lambda folder: EarlyStopCallback(**LOSS, patience=99),
-    "LoadBestModelCallback": lambda folder: LoadBestModelCallback(**LOSS),
-    "LRSchedCallback": lambda folder: LRSchedCallback(Stepped()),
-    "RawTextCallback": lambda folder: RawTextCallback(**LOSS),
-    "RichCallback": lambda folder: RichCallback(),
-    "TqdmCallback": lambda folder: TqdmCallback(),
-    "TimerCallback": lambda folder: TimerCallback(),
-    "TorchGradClipCallback": lambda folder: TorchGradClipCallback(0.1),
-    "TorchWarmupCallback": lambda folder: TorchWarmupCallback(0.5),
+    "LoadBestModelCallback": lambda folder: fastnlp.LoadBestModelCallback(**LOSS),
+    "LRSchedCallback": lambda folder: LRSchedCallback(SimpleNamespace(step=lambda: None)),
+    "RawTextCallback": lambda folder: fastnlp.RawTextCallback(**LOSS),
+    "RichCallback": lambda folder: fastnlp.RichCallback(),
+    "TqdmCallback": lambda folder: fastnlp.TqdmCallback(),
+    "TimerCallback": lambda folder: fastnlp.TimerCallback(),
+    "TorchGradClipCallback": lambda folder: fastnlp.TorchGradClipCallback(0.1),
+    "TorchWarmupCallback": lambda folder: fastnlp.TorchWarmupCallback(0.5),
     "with all hooks": lambda folder: Scribe(),
     "with a state": lambda folder: Thorough(),
 }
@@ -137,7 +117,7 @@ def test_the_trainer_argument_in_a_native_run(tmp_path: Path) -> None:
     assert scribe.names == ["on_save_model", "on_save_checkpoint"]
 
 
-def test_an_error_names_the_callback_like_any_other() -> None:
+def test_an_error_names_the_callback_like_any_other_and_a_function_has_its_name() -> None:
     def fail(trainer: Any) -> None:
         raise RuntimeError("oh")
 
@@ -150,18 +130,16 @@ def test_an_error_names_the_callback_like_any_other() -> None:
     assert [fault.callback for fault in run.faults] == ["Hooks"]
     assert len(scribe.seen) == 5
 
-
-def test_a_function_at_an_event_is_a_callback_with_its_name() -> None:
     def note(trainer: Any) -> None:
         """Do nothing."""
 
-    wrapper = _CallbackWrapper(Event.on_train_begin(), note)
+    wrapper = _CallbackWrapper(fastnlp.Event.on_train_begin(), note)
     assert (wrapper.callback_name, wrapper.name) == ("note", "note")
     assert list(hooks_of(tiny_run(callbacks=[wrapper], steps=1)).callbacks) == ["note"]
 
 
 def test_an_early_stop_is_a_stop_of_the_run_and_the_best_model_is_loaded_at_its_end() -> None:
-    best, weights = LoadBestModelCallback(**LOSS), []
+    best, weights = fastnlp.LoadBestModelCallback(**LOSS), []
     note = Hooks(on_evaluate_end=lambda trainer, results: weights.append(trainer.model.weight.item()))
     stop = EarlyStopCallback(**LOSS, patience=2)
     run = simulate([best, note, stop], metrics={"eval/loss": [3, 2, 2.1, 2.2, 1]})
@@ -177,22 +155,20 @@ def test_an_early_stop_is_a_stop_of_the_run_and_the_best_model_is_loaded_at_its_
 def test_warm_up_scheduler_and_clipping_work_in_a_native_run() -> None:
     seen: list[float] = []
     rates = Hooks(on_train_batch_end=lambda trainer: seen.append(round(trainer.optimizers.param_groups[0]["lr"], 6)))
-    tiny_run(callbacks=[TorchWarmupCallback(0.2), rates], epochs=2)
+    tiny_run(callbacks=[fastnlp.TorchWarmupCallback(0.2), rates], epochs=2)
     assert seen == [0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125, 0.0]
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     halve = LRSchedCallback(LambdaLR(optimizer, lambda step: 0.5**step), "epoch")
-    tiny_run(model=model, optimizer=optimizer, epochs=3, callbacks=[halve, TorchGradClipCallback(1e-3)])
+    tiny_run(model=model, optimizer=optimizer, epochs=3, callbacks=[halve, fastnlp.TorchGradClipCallback(1e-3)])
     assert optimizer.param_groups[0]["lr"] == 0.0125
     assert abs(model.weight.item() - 0.5) < 0.003  # it moved by no more than the clipped gradients allow
 
 
-def test_more_evaluations_run_and_checkpoints_of_fastnlp_are_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_evaluations_run_and_fastnlps_checkpoints_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mapping: dict[str, Any] = {"output_mapping": lambda pred: {"pred": pred}}
     batches = [{"input": torch.zeros(2, 1)}]
-    more = MoreEvaluateCallback(batches, {"f": Scripted(*[0.5] * 9)}, evaluate_every=2, **mapping)
+    more = fastnlp.MoreEvaluateCallback(batches, {"f": Scripted(*[0.5] * 9)}, evaluate_every=2, **mapping)
     tiny_run(callbacks=[more, CheckpointCallback(tmp_path, every_n_epochs=1, last=True)], epochs=2, batches=2)
     assert capsys.readouterr().out.count('{"acc#f": 0.5}') == 2
     assert {path.name for path in (tmp_path / "launch").iterdir()} == {"model-epoch_1", "model-epoch_2", "model-last"}
@@ -211,7 +187,8 @@ def test_callbacks_of_three_systems_work_in_one_list(tmp_path: Path, capsys: pyt
         on_train_epoch_end=lambda trainer: calls_seen.append(f"fastNLP: epoch {trainer.cur_epoch_idx}"),
         on_evaluate_end=lambda trainer, results: calls_seen.append(f"fastNLP: {sorted(results)}"),
     )
-    fastnlps = [of_fastnlp, RawTextCallback(print_every=5), TorchWarmupCallback(0.5), EarlyStopCallback(**LOSS, patience=9)]
+    warmup, lines = fastnlp.TorchWarmupCallback(0.5), fastnlp.RawTextCallback(print_every=5)
+    fastnlps = [of_fastnlp, lines, warmup, EarlyStopCallback(**LOSS, patience=9)]
     native = [Evaluate(tiny_loader(2)), LogTraining(every="1 epoch", throughput=False), Checkpoint("1 epoch")]
     run = tiny_run(callbacks=[OfNeMo(), *fastnlps, *native], epochs=2, directory=tmp_path, seed=0)
     assert calls_seen == [
@@ -283,15 +260,15 @@ def test_the_name_of_a_native_evaluation_is_that_of_a_loader() -> None:
     assert [[value for _, value in watch.seen] for watch in watches] == taken
 
 
-def test_a_monitor_of_fastnlp_stops_a_native_run_and_saves_its_best(tmp_path: Path) -> None:
+def test_a_monitor_stops_a_native_run_saves_its_best_and_gets_native_evaluations_in_fastnlps_trainer(
+    tmp_path: Path,
+) -> None:
     callbacks = [EarlyStopCallback("acc#acc", patience=1), CheckpointCallback(tmp_path, topk=1, monitor="acc#acc")]
     evaluated(*callbacks, Evaluate(tiny_loader(1), metrics={"acc": Fixed({"acc": 0.5})}, every="1 step"))
     (folder,) = (tmp_path / "launch").iterdir()
     assert folder.name == "model-epoch_0-batch_1-acc#acc_0.5"
     assert sorted(json.loads((folder / "fastnlp_evaluate_results.json").read_text())) == ["acc#acc", "loss"]
 
-
-def test_a_native_evaluation_in_fastnlps_trainer_reaches_its_monitors() -> None:
     def compute(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
         return {"predictions": model(batch["x"])["pred"], "targets": batch["y"]}
 

@@ -9,31 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza.compat.fastnlp import (
-    Callback,
-    EarlyStopException,
-    EvaluateBatchLoop,
-    Evaluator,
-    Event,
-    Loop,
-    TrainBatchLoop,
-    Trainer,
-)
+from cadenza.compat import fastnlp
+from cadenza.compat.fastnlp import EvaluateBatchLoop, Evaluator, Event, Loop, TrainBatchLoop, Trainer
 from cadenza.compat.fastnlp.core.controllers.loops.train_batch_loop import TrainBatchLoop as Same
 from cadenza.engine.session import session_of
-from tests.compat.fastnlp.toy import (
-    Error,
-    Hooks,
-    Raising,
-    Scribe,
-    Scripted,
-    Toy,
-    live,
-    loader,
-    toy_trainer,
-    trained,
-    weights_of,
-)
+from tests.compat.fastnlp import toy
+from tests.compat.fastnlp.toy import Error, Raising, Scribe, Scripted, Toy, live, loader, toy_trainer, trained, weights_of
 
 
 def own_step(trainer: Trainer, batch: Any) -> None:
@@ -97,11 +78,17 @@ def test_a_step_or_a_loop_of_the_trainers_parts_equals_the_trainers(parts: dict[
     assert torch.allclose(weights_of(trainers[0]), weights_of(trainers[1]), atol=1e-7)
 
 
-def test_events_that_a_batch_step_fn_does_not_cause_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_a_batch_step_fn_omits_are_a_warning_and_its_parts_need_a_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scribe = Scribe("on_before_backward", "on_train_begin")
     trainer = trained(callbacks=scribe, batch_step_fn=lambda trainer, batch: None, n_batches=2)
     assert caplog.text.count("callbacks have hooks at on_before_backward, but batch_step_fn did not cause these events") == 1
     assert trainer.global_forward_batches == 2
+    with pytest.raises(RuntimeError, match="no training is in progress"):
+        toy_trainer().backward({"loss": torch.ones(())})
+    with pytest.raises(RuntimeError, match="no training is in progress"):
+        toy_trainer().run_evaluate()
 
 
 @pytest.mark.parametrize(("per_epoch", "n_batches", "ends"), [(3, -1, [3, 6]), (-1, 7, [5, 7]), (4, 6, [4, 6])])
@@ -115,7 +102,7 @@ def test_a_custom_loop_gets_the_batches_of_the_run_only(per_epoch: int, n_batche
 
 def test_a_stop_in_a_custom_loop_ends_the_training(caplog: pytest.LogCaptureFixture) -> None:
     scribe = Scribe("on_exception", "on_train_end", "on_train_epoch_end")
-    stop = Raising("on_train_batch_begin", 2, EarlyStopException())
+    stop = Raising("on_train_batch_begin", 2, fastnlp.EarlyStopException())
     trainer = toy_trainer(20, [stop, scribe], n_epochs=2, batch_step_fn=own_step)
     with pytest.raises(TypeError, match="must have a method run"):
         trainer.train_batch_loop = 3  # type: ignore[assignment]  # wrong on purpose
@@ -123,13 +110,6 @@ def test_a_stop_in_a_custom_loop_ends_the_training(caplog: pytest.LogCaptureFixt
     assert "train_batch_loop must call it" in caplog.text
     trainer.run()
     assert scribe.seen == [("on_exception", 0, 2, 2), ("on_train_end", 0, 2, 2)]
-
-
-def test_the_parts_of_a_step_need_a_training_in_progress() -> None:
-    with pytest.raises(RuntimeError, match="no training is in progress"):
-        toy_trainer().backward({"loss": torch.ones(())})
-    with pytest.raises(RuntimeError, match="no training is in progress"):
-        toy_trainer().run_evaluate()
 
 
 class OfRelease(Loop):
@@ -265,12 +245,6 @@ def test_a_subclass_of_the_trainer_may_override_the_parts_of_a_step() -> None:
     assert toy_trainer(driver=mine.driver).driver_name == "TorchSingleDriver"
 
 
-def test_a_last_epoch_that_n_batches_shortens_is_no_wrong_length_of_the_loader(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = trained(20, n_batches=7)
-    assert (trainer.global_forward_batches, trainer.n_epochs, trainer.n_batches) == (7, 2, 7)
-    assert "the length of the training loader" not in caplog.text
-
-
 def test_fp16_trains() -> None:
     trainer = trained(20, metrics={"e": Error()}, fp16=True, n_epochs=2)
     assert session_of(live(trainer)).precision.name == "fp16"
@@ -280,7 +254,7 @@ def test_fp16_trains() -> None:
 # -- accumulation windows, and trainings without epochs ----------------------------------------------------
 
 
-def test_an_accumulation_window_continues_over_the_end_of_an_epoch() -> None:
+def test_an_accumulation_window_continues_over_epochs_and_changes_only_with_a_step_of_ones_own() -> None:
     plain = Toy()
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     batches = [*loader(12)] * 3
@@ -291,12 +265,10 @@ def test_an_accumulation_window_continues_over_the_end_of_an_epoch() -> None:
     trainer = trained(12, n_epochs=3, accumulation_steps=2)
     assert torch.allclose(weights_of(trainer), weights_of(plain), atol=1e-6)
 
-
-def test_accumulation_steps_can_change_only_with_a_step_of_ones_own() -> None:
     def grow(trainer: Any) -> None:
         trainer.accumulation_steps = trainer.cur_epoch_idx + 1
 
-    growing = Hooks(on_train_epoch_begin=grow)
+    growing = toy.Hooks(on_train_epoch_begin=grow)
     with pytest.raises(RuntimeError, match="accumulation_steps cannot change during a training with the trainer's own step"):
         trained(24, growing, n_epochs=3)
     trained(24, growing, n_epochs=1)  # the same number is no change
@@ -310,7 +282,9 @@ def test_accumulation_steps_can_change_only_with_a_step_of_ones_own() -> None:
     assert live(trainer).progress.step == 1
 
 
-def test_without_epochs_only_the_sanity_check_and_the_ends_run() -> None:
+def test_without_epochs_only_the_trial_and_the_ends_run_and_n_batches_may_shorten_the_last(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scribe = Scribe()
     trainer = trained(8, scribe, {"acc": Scripted(0.5)}, n_epochs=0)
     events = ["on_after_trainer_initialized", "on_sanity_check_begin", "on_sanity_check_end", "on_train_begin", "on_train_end"]
@@ -321,9 +295,9 @@ def test_without_epochs_only_the_sanity_check_and_the_ends_run() -> None:
     trainer.evaluator.metrics["acc"] = Scripted(0.5, 0.6)
     trainer.run()
     assert trainer.global_forward_batches == 2
-
-
-# -- evaluations -------------------------------------------------------------------------------------------
+    trainer = trained(20, n_batches=7)
+    assert (trainer.global_forward_batches, trainer.n_epochs, trainer.n_batches) == (7, 2, 7)
+    assert "the length of the training loader" not in caplog.text
 
 
 def test_a_loop_of_ones_own_evaluates_a_loader() -> None:
@@ -363,7 +337,7 @@ def test_a_loop_of_ones_own_evaluates_a_loader() -> None:
 def test_events_may_be_fired_from_a_loop_and_are_counted() -> None:
     restored: list[Any] = []
 
-    class Saves(Callback):
+    class Saves(fastnlp.Callback):
         def on_save_checkpoint(self, trainer: Any) -> dict[str, int]:
             return {"at": trainer.global_forward_batches}
 

@@ -1,29 +1,27 @@
-"""Events: their order, the counters that they see, filters, and functions at events: cases 1 to 12, 24, 26 and 29."""
+"""Events: their order and counters, filters, functions at events; the end of a training: cases 1 to 15, 17, 24, 26 and 29."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from cadenza.compat.fastnlp import Callback, Event, Filter, Trainer
+from cadenza import Callback as NativeCallback
+from cadenza.callbacks import EarlyStopping, Evaluate, Limit
+from cadenza.compat.fastnlp import Callback, EarlyStopCallback, EarlyStopException, Event, Filter, Trainer
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.callbacks.callback_event import filter_of
 from cadenza.compat.fastnlp.translation import EVENTS
-from cadenza.testing import Recorder, tiny_run
-from tests.compat.fastnlp.toy import Hooks, Scribe, Scripted, Seen, toy_trainer, trained
+from cadenza.testing import Recorder, tiny_loader, tiny_run
+from tests.compat.fastnlp.toy import Hooks, Raising, Scribe, Scripted, Seen, Toy, live, toy_trainer, trained, weights_of
 
 BATCH = [
-    "on_fetch_data_begin",
-    "on_fetch_data_end",
-    "on_train_batch_begin",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizers_step",
-    "on_after_optimizers_step",
-    "on_before_zero_grad",
-    "on_after_zero_grad",
+    *("on_fetch_data_begin", "on_fetch_data_end", "on_train_batch_begin", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizers_step", "on_after_optimizers_step", "on_before_zero_grad", "on_after_zero_grad"),
 ]
 
 
@@ -45,7 +43,7 @@ def test_case_1_two_epochs_of_two_batches_give_this_sequence() -> None:
     assert trainer.callback_manager.callback_counter["on_train_batch_end"] == 4
 
 
-def test_case_2_an_update_follows_three_batches_also_over_the_end_of_an_epoch() -> None:
+def test_case_2_an_update_follows_three_batches_also_over_the_end_of_an_epoch_and_before_its_evaluation() -> None:
     """Deviation: in fastNLP the gradients of the last, incomplete window are lost. Here they are applied at the end."""
     scribe = Scribe()
     toy_trainer(20, [scribe], accumulation_steps=3, n_epochs=2).run()
@@ -53,6 +51,11 @@ def test_case_2_an_update_follows_three_batches_also_over_the_end_of_an_epoch() 
     assert len(scribe.at("on_before_backward")) == 10
     steps = [name for name in scribe.names if "optimizers_step" in name or "zero_grad" in name]
     assert steps == BATCH[-4:] * 4
+    scribe = Scribe()
+    trained(12, scribe, {"acc": Scripted(*range(3))}, n_epochs=2, accumulation_steps=4, evaluate_every=-2)
+    assert [scribe.at(event)[-1] for event in BATCH[-4:]] == [(1, 3, 6)] * 4
+    assert scribe.at("on_evaluate_begin") == scribe.at("on_evaluate_end") == [(1, 3, 6)]
+    assert scribe.at("on_train_epoch_end")[-1] == (2, 0, 6)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,7 @@ def test_case_2_an_update_follows_three_batches_also_over_the_end_of_an_epoch() 
     ],
     ids=["3, which counts on over epochs", "4, which sees the epoch before it is counted"],
 )
-def test_case_3_and_4_evaluations_are_after_each_third_batch_or_second_epoch(
-    every: int, n_epochs: int, between: tuple[str, str], at: Any
-) -> None:
+def test_case_3_and_4_evaluate_each_third_batch_or_second_epoch(every: int, n_epochs: int, between: Any, at: Any) -> None:
     scribe = Scribe()
     trained(20, scribe, {"acc": Scripted(*range(9))}, n_epochs=n_epochs, evaluate_every=every)
     assert scribe.at("on_evaluate_begin") == scribe.at("on_evaluate_end") == at
@@ -73,7 +74,7 @@ def test_case_3_and_4_evaluations_are_after_each_third_batch_or_second_epoch(
         assert (scribe.names[index - 1], scribe.names[index + 2]) == between
 
 
-def test_case_5_a_function_decides_after_each_batch_whether_to_evaluate() -> None:
+def test_case_5_a_function_decides_after_each_batch_and_case_6_every_tenth_epoch_is_evaluated() -> None:
     asked: list[int] = []
 
     def at_four(trainer: Trainer) -> bool:
@@ -84,9 +85,6 @@ def test_case_5_a_function_decides_after_each_batch_whether_to_evaluate() -> Non
     trained(20, scribe, {"acc": Scripted(*range(9))}, n_epochs=2, evaluate_every=at_four)
     assert asked == list(range(1, 11))
     assert scribe.at("on_evaluate_end") == [(0, 4, 4)]
-
-
-def test_case_6_forty_epochs_are_evaluated_at_ten_twenty_thirty_forty() -> None:
     said: list[str] = []
 
     def checked(trainer: Any, results: Any) -> None:
@@ -112,37 +110,13 @@ def test_case_11_functions_run_first_then_callbacks_then_added_functions() -> No
     assert order == ["function", "first", "second", "added"]
 
 
-def test_case_26_a_second_run_has_no_epoch_left() -> None:
+def test_the_lengths_of_the_training_are_known_in_on_train_begin_and_case_26_a_second_run_has_no_epoch() -> None:
     scribe = Scribe()
     trainer = trained(8, scribe, {"acc": Scripted(*range(9))}, n_epochs=1)
     scribe.seen.clear()
     trainer.run()
     assert scribe.names == ["on_sanity_check_begin", "on_sanity_check_end", "on_train_begin", "on_train_end"]
     assert scribe.at("on_train_end") == [(1, 0, 2)]
-
-
-def test_case_29_n_batches_is_exact_and_the_last_epoch_is_shorter() -> None:
-    scribe = Scribe("on_evaluate_end", "on_train_epoch_end", "on_train_end")
-    trainer = toy_trainer(20, [scribe], {"acc": Scripted(*range(9))}, n_batches=7)
-    assert trainer.n_epochs is None
-    trainer.run()
-    assert [trainer.n_epochs, trainer.n_batches, trainer.global_forward_batches] == [2, 7, 7]
-    assert scribe.seen == [
-        ("on_evaluate_end", 0, 5, 5),
-        ("on_train_epoch_end", 1, 0, 5),
-        ("on_evaluate_end", 1, 2, 7),
-        ("on_train_epoch_end", 2, 0, 7),
-        ("on_train_end", 2, 0, 7),
-    ]
-
-
-def test_case_29_n_batches_may_end_inside_an_accumulation_window() -> None:
-    scribe = Scribe("on_before_optimizers_step")
-    assert trained(20, scribe, n_batches=7, accumulation_steps=3).global_forward_batches == 7
-    assert len(scribe.seen) == 3  # batches 1 to 3, 4 to 5, 6 to 7
-
-
-def test_the_lengths_of_the_training_are_known_in_on_train_begin() -> None:
     seen: dict[str, Any] = {}
 
     def lengths(trainer: Any, driver: Any = None) -> tuple[Any, ...]:
@@ -156,6 +130,24 @@ def test_the_lengths_of_the_training_are_known_in_on_train_begin() -> None:
     assert seen == {"made": (3, -1, None, True), "begin": (3, 6, 2, False)}
 
 
+def test_case_29_n_batches_is_exact_also_inside_a_window_and_the_last_epoch_is_shorter() -> None:
+    scribe = Scribe("on_evaluate_end", "on_train_epoch_end", "on_train_end")
+    trainer = toy_trainer(20, [scribe], {"acc": Scripted(*range(9))}, n_batches=7)
+    assert trainer.n_epochs is None
+    trainer.run()
+    assert [trainer.n_epochs, trainer.n_batches, trainer.global_forward_batches] == [2, 7, 7]
+    assert scribe.seen == [
+        ("on_evaluate_end", 0, 5, 5),
+        ("on_train_epoch_end", 1, 0, 5),
+        ("on_evaluate_end", 1, 2, 7),
+        ("on_train_epoch_end", 2, 0, 7),
+        ("on_train_end", 2, 0, 7),
+    ]
+    scribe = Scribe("on_before_optimizers_step")
+    assert trained(20, scribe, n_batches=7, accumulation_steps=3).global_forward_batches == 7
+    assert len(scribe.seen) == 3  # batches 1 to 3, 4 to 5, 6 to 7
+
+
 def test_a_native_trainer_calls_the_same_events_but_for_those_of_the_trainer_itself() -> None:
     scribe, limited = Scribe(), Scribe("on_train_epoch_end", "on_train_end")
     run = tiny_run(callbacks=[scribe, Recorder()], epochs=2, batches=2)
@@ -166,14 +158,6 @@ def test_a_native_trainer_calls_the_same_events_but_for_those_of_the_trainer_its
     tiny_run(callbacks=[limited], steps=7, batches=5)  # the limit ends the last epoch
     assert limited.seen == [("on_train_epoch_end", 1, 0, 5), ("on_train_epoch_end", 2, 0, 7), ("on_train_end", 2, 0, 7)]
     assert [listener.moment.__name__ for listener in Hooks().listeners()] == ["on_setup"]  # one without hooks
-
-
-def test_the_evaluation_after_the_last_incomplete_window_sees_the_epoch_before_it_is_counted() -> None:
-    scribe = Scribe()
-    trained(12, scribe, {"acc": Scripted(*range(3))}, n_epochs=2, accumulation_steps=4, evaluate_every=-2)
-    assert [scribe.at(event)[-1] for event in BATCH[-4:]] == [(1, 3, 6)] * 4
-    assert scribe.at("on_evaluate_begin") == scribe.at("on_evaluate_end") == [(1, 3, 6)]
-    assert scribe.at("on_train_epoch_end")[-1] == (2, 0, 6)
 
 
 # -- filters ---------------------------------------------------------------------------------------------
@@ -214,9 +198,7 @@ def test_case_7_and_8_every_once_and_filter_fn_of_which_the_first_is_used(
 ) -> None:
     """As the tutorial promises; fastNLP refuses two arguments, and takes three."""
     assert done(Event.on_train_batch_end(**arguments)) == batches
-    ignored = [
-        f"{first}= is used, and {second}= is ignored" for first, second in zip(arguments, [*arguments][1:], strict=False)
-    ]
+    ignored = [f"{first}= is used, and {other}= is ignored" for first, other in zip(arguments, [*arguments][1:], strict=False)]
     assert [message for message in ignored if message not in caplog.text] == []
     assert ("is ignored" in caplog.text) == bool(ignored)
 
@@ -242,16 +224,9 @@ def test_case_7_a_filter_counts_calls_and_passed_calls_and_its_function_sees_thi
     assert seen == [(1, 0), (2, 1)]
 
 
-@pytest.mark.parametrize(
-    ("event", "error"),
-    [
-        (Event.on_train_begin(every=0), ValueError),
-        (Event.on_train_begin(every=-1), ValueError),
-        (Event.on_train_begin(once=1.0), ValueError),  # type: ignore[arg-type]  # wrong on purpose
-        (Event.on_train_begin(filter_fn=3), TypeError),  # type: ignore[arg-type]  # wrong on purpose
-    ],
-)
-def test_case_8_wrong_numbers_are_errors_in_the_trainers_constructor(event: Event, error: type[Exception]) -> None:
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"every": -1}, {"once": 1.0}, {"filter_fn": 3}])
+def test_case_8_wrong_numbers_are_errors_in_the_trainers_constructor(wrong: Any) -> None:
+    event, error = Event.on_train_begin(**wrong), TypeError if "filter_fn" in wrong else ValueError
     Trainer.on(event)(lambda trainer: None)
     with pytest.raises(error, match=r"every must|once must|filter_fn must"):
         toy_trainer()
@@ -286,15 +261,13 @@ def test_case_9_and_10_markers_choose_the_functions_of_a_trainer_and_each_has_a_
 @pytest.mark.parametrize(
     ("function", "fits"),
     [
-        (lambda trainer, batch: None, False),
+        (lambda a, b: None, False),
         (lambda a, b, c, d=1: None, True),
-        (lambda *everything: None, True),
-        (lambda a, b, c, *, needed: None, False),
+        (lambda *a: None, True),
+        (lambda a, b, c, *, d: None, False),
     ],
 )
-def test_case_12_a_function_must_accept_the_arguments_of_its_event_which_must_exist(
-    function: Callable[..., None], fits: bool
-) -> None:
+def test_case_12_a_function_must_accept_the_arguments_of_an_existing_event(function: Callable[..., None], fits: bool) -> None:
     subscribe = Trainer.on(Event.on_train_batch_begin())
     if fits:
         assert subscribe(function) is function
@@ -368,3 +341,170 @@ def test_a_callable_without_source_is_a_hook() -> None:
     exec("class Made(Callback):\n    def on_train_begin(self, trainer): seen.append(1)", scope)
     tiny_run(callbacks=[scope["Made"]()])
     assert scope["seen"] == [1]
+
+
+# -- the end -----------------------------------------------------------------------------------------------
+
+
+def test_case_13_on_exception_is_called_for_an_error_which_is_raised_as_is_ctrl_c_with_several_processes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scribe, error = Scribe(), RuntimeError("third")
+    with pytest.raises(RuntimeError, match="third"):
+        trained(20, [Raising("on_train_batch_end", 3, error), scribe], n_epochs=1)
+    assert scribe.at("on_exception") == scribe.at("on_train_end") == [(0, 3, 3)]
+    assert scribe.names[-2:] == ["on_exception", "on_train_end"]
+    assert "on_train_epoch_end" not in scribe.names
+    assert scribe.at("on_train_batch_end") == [(0, 1, 1), (0, 2, 2)]  # callbacks after the failing one do not get the event
+    trainer = toy_trainer(20, [Raising("on_train_batch_begin", 2, KeyboardInterrupt())], n_epochs=1)
+    monkeypatch.setattr(trainer.driver, "is_distributed", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(catch_KeyboardInterrupt=True)
+    assert "catch_KeyboardInterrupt works in a single process only" in caplog.text
+
+
+@pytest.mark.parametrize("event", ["on_train_batch_begin", "on_before_backward", "on_before_optimizers_step"])
+@pytest.mark.parametrize("caught", [True, False])
+def test_case_14_ctrl_c_in_the_third_batch_ends_the_training_and_is_raised_unless_caught(event: str, caught: bool) -> None:
+    scribe = Scribe()
+    trainer = toy_trainer(20, [Raising(event, 2, KeyboardInterrupt()), scribe], n_epochs=1)
+    with nullcontext() if caught else pytest.raises(KeyboardInterrupt):
+        trainer.run(catch_KeyboardInterrupt=None if caught else False)
+    assert scribe.at("on_exception") == scribe.at("on_train_end") == [(0, 2, 2)]
+    assert scribe.names[-2:] == ["on_exception", "on_train_end"]
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [("on_sanity_check_begin", KeyboardInterrupt()), ("on_sanity_check_end", EarlyStopException("no"))],
+    ids=["Ctrl-C", "stop"],
+)
+def test_case_15_a_stop_or_ctrl_c_before_the_training_is_raised(event: str, error: BaseException) -> None:
+    scribe = Scribe("on_exception", "on_train_end")
+    trainer = toy_trainer(20, [Raising(event, 0, error), scribe], {"acc": Scripted(0.1, 0.1)}, n_epochs=1)
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            trainer.run()
+    assert scribe.seen == []
+
+
+def test_an_evaluation_may_be_requested_in_a_hook_which_may_handle_its_error() -> None:
+    def judge(trainer: Any) -> None:
+        with pytest.raises(RuntimeError, match="judged"):
+            trainer.run_evaluate()
+
+    scribe, broken = Scribe("on_train_batch_end", "on_train_epoch_end"), Scribe()
+    broken.on_evaluate_end = Raising("on_evaluate_end", 1, RuntimeError("judged")).on_evaluate_end  # type: ignore[method-assign]
+    metrics = {"acc": Scripted(*range(9))}
+    trained(4, [Hooks(on_train_batch_end=judge), scribe, broken], metrics, n_epochs=1, evaluate_every=-2)
+    assert scribe.names == ["on_train_batch_end", "on_train_epoch_end"]
+    seen: list[Any] = []
+    last = Hooks(on_train_end=lambda trainer: seen.append(trainer.run_evaluate()))
+    trained(8, last, {"acc": Scripted(0.0, 0.1, 0.2)}, n_epochs=1)
+    assert seen == [{"acc#acc": 0.2}]
+
+
+IN_A_BATCH = BATCH[:6]  # before the update
+
+
+@pytest.mark.parametrize("event", IN_A_BATCH)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_case_15_a_stop_in_the_third_batch_ends_the_training_before_its_update(event: str, accumulate: int) -> None:
+    stop, scribe = Raising(event, 2, EarlyStopException("enough")), Scribe()
+    trainer = trained(20, [stop, scribe], n_epochs=4, accumulation_steps=accumulate)
+    assert scribe.at("on_exception") == scribe.at("on_train_end") == [(0, 2, 2)]
+    assert scribe.names[-2:] == ["on_exception", "on_train_end"]
+    assert (trainer.cur_epoch_idx, trainer.global_forward_batches) == (0, 2)
+    outcome = live(trainer).outcome
+    assert outcome is not None
+    assert (outcome.kind, outcome.reason) == ("stopped", "enough")
+    expected = trained(20, n_batches=2) if accumulate == 1 else Toy()
+    assert torch.equal(weights_of(trainer), weights_of(expected))  # the third batch left no trace
+
+
+@pytest.mark.parametrize("event", [*IN_A_BATCH, "on_after_optimizers_step", "on_train_batch_end"])
+def test_in_a_native_trainer_a_stop_is_a_stop(event: str) -> None:
+    scribe = Scribe()
+    run = tiny_run(callbacks=[Raising(event, 2, EarlyStopException("enough")), scribe], epochs=3)
+    assert run.outcome is not None
+    assert (run.outcome.kind, run.outcome.reason) == ("stopped", "enough")
+    assert scribe.at("on_exception") == scribe.at("on_train_end") == [(0, 2, 2)]
+    assert scribe.names[-2:] == ["on_exception", "on_train_end"]
+
+
+def test_after_a_stop_at_the_start_no_epoch_begins_and_an_error_in_an_update_does_not_count() -> None:
+    scribe = Scribe()
+    trained(20, [Raising("on_train_begin", 0, EarlyStopException()), scribe], n_epochs=1)
+    assert scribe.names == ["on_after_trainer_initialized", "on_exception", "on_train_end"]
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never returns
+            raise RuntimeError("no step")
+
+    model, scribe = Toy(), Scribe("on_exception")
+    with pytest.raises(RuntimeError, match="no step"):
+        toy_trainer(20, [scribe], model=model, optimizers=Broken(model.parameters(), 0.1), n_epochs=1).run()
+    assert scribe.at("on_exception") == [(0, 0, 0)]
+
+
+def test_on_exception_gets_the_raised_exception_and_a_native_stop_as_an_early_stop() -> None:
+    seen: list[BaseException] = []
+    see, stop = Hooks(on_exception=lambda trainer, exception: seen.append(exception)), EarlyStopException("enough")
+    trained(20, [Raising("on_train_batch_end", 3, stop), see], n_epochs=1)
+    tiny_run(callbacks=[Raising("on_train_batch_end", 3, stop), see])
+    assert seen == [stop, stop]
+    assert stop.msg == "enough"
+    seen.clear()
+    evaluate = Evaluate(tiny_loader(), compute=lambda model, batch: {"loss": torch.tensor(1.0)})
+    run = tiny_run(callbacks=[evaluate, EarlyStopping("eval/loss", mode="min", patience=1), see, Limit(9)], epochs=5)
+    assert run.outcome is not None
+    assert run.outcome.kind == "stopped"
+    assert [type(one) for one in seen] == [EarlyStopException]
+    assert str(seen[0]) == run.outcome.reason
+
+
+def test_a_stopped_training_ends_all_started_moments_and_continues_in_the_next_run() -> None:
+    scribe = Scribe("on_train_batch_begin")
+    trainer = trained(20, [Raising("on_train_epoch_begin", 5, EarlyStopException()), scribe], n_epochs=2)
+    trainer.own_callbacks.pop(0)
+    trainer.run()
+    assert [g for *_, g in scribe.seen] == list(range(10))
+    recorder = Recorder(NativeCallback.on_step_start, NativeCallback.on_step_end)
+    tiny_run(callbacks=[Raising("on_before_backward", 1, EarlyStopException()), recorder])
+    assert recorder.names == ["on_step_start", "on_step_end"] * 2
+
+
+# -- early stop ------------------------------------------------------------------------------------------
+
+
+def test_case_17_evaluations_between_batches_stop_before_the_next_fetch() -> None:
+    scribe = Scribe("on_fetch_data_begin", "on_evaluate_end", "on_train_epoch_end", "on_exception", "on_train_end")
+    metrics = {"acc": Scripted(0.0, 0.4, 0.3, 0.9, 0.9, 0.9)}
+    trained(20, [scribe, EarlyStopCallback("acc#acc", patience=2)], metrics, evaluate_every=2, n_epochs=4)
+    assert len(scribe.at("on_evaluate_end")) == 5
+    assert scribe.at("on_train_epoch_end") == [(1, 0, 5)]
+    assert scribe.seen[-3:] == [("on_fetch_data_begin", 1, 5, 10), ("on_exception", 1, 5, 10), ("on_train_end", 1, 5, 10)]
+
+
+def test_a_checkpoint_restores_the_patience(tmp_path: Path) -> None:
+    def stopped(*values: float, **run: Any) -> int:
+        stop = EarlyStopCallback("acc", larger_better=False, patience=3)
+        trainer = toy_trainer(8, stop, {"acc": Scripted(9.0, *values)}, n_epochs=len(values))
+        if not run:
+            trainer.add_callback_fn(Event.on_train_epoch_end(once=2), lambda trainer: trainer.save_checkpoint(tmp_path))
+        trainer.run(**run)
+        return int(trainer.cur_epoch_idx)
+
+    assert stopped(0.1, 0.2, 0.3, 0.4, 0.5) == 4
+    assert stopped(0.3, 0.2, 0.1, resume_from=tmp_path) == 3  # one was without gain before, two are now
+    assert EarlyStopCallback("acc", patience=3).callback_name == "EarlyStopCallback#monitor-acc#patience-3"
+
+
+def test_an_early_stop_needs_a_monitor_and_patience_and_does_not_stop_a_training_that_ends_first() -> None:
+    with pytest.raises(RuntimeError, match="EarlyStopCallback needs a monitor"):
+        toy_trainer(8, EarlyStopCallback(), {"acc": Scripted(0.0)})
+    with pytest.raises(ValueError, match="patience must be a whole number of at least 1; got 0"):
+        EarlyStopCallback("acc", patience=0)
+    scribe = Scribe("on_exception", "on_train_epoch_end")
+    trained(8, [scribe, EarlyStopCallback("acc", patience=2)], {"acc": Scripted(0.0, 3.0, 2.0, 1.0)}, n_epochs=3)
+    assert scribe.names == ["on_train_epoch_end"] * 3
