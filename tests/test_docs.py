@@ -137,7 +137,7 @@ CHECKED_BY = {
         "hooks/test_faults.py::test_an_error_gains_exactly_one_line_that_says_who_where_and_when"
     ),
     "If an experiment tracker fails": ("hooks/test_faults.py::test_a_fault_that_disables_is_reported_once_and_the_run_goes_on"),
-    "They need no wrapper": ("compat/accelerated/test_in_native_trainers.py::test_built_in_callbacks_watch_native_evaluations"),
+    "They need no wrapper": ("compat/accelerated/test_callbacks.py::test_built_in_callbacks_watch_native_evaluations"),
     "run with other import lines": "compat/nemo/test_listings.py::test_the_scripts_are_the_document_s_listings",
     "The numbers were recorded in a run": "test_docs.py::test_what_is_generated_from_the_code_is_up_to_date",
     "trains a small network on handwritten digits": (
