@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from cadenza import Callback, Run, Trainer, supervised
+from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.adapters.attributes import plain_attributes
 from cadenza.adapters.packing import packed, unpacked
 from cadenza.callbacks import Checkpoint, ClipGradients, EarlyStopping, Ema, Evaluate
@@ -464,29 +464,24 @@ def test_it_resumes_bit_for_bit_on_one_process() -> None:
     prove_resume(make, at=[1, 5, 7], ignore=IGNORED, in_process=True)
 
 
-class _Stop(Callback):
-    """Saves and ends the run after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, run: Run) -> None:
-        if run.progress.step == self.step:
-            run.save("the run is cut here")
-            run.after_step(self.cut)
-
-    def cut(self) -> None:
-        raise KeyboardInterrupt
-
-
 def _on_two(folder: Path, steps: list[int]) -> list[Any]:
     """Return the results of a whole run, and those of runs that were cut and continued."""
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    @on(Callback.on_step_end)
+    def cut(run: Run) -> None:
+        if run.progress.step == step:
+            run.save("the run is cut here")
+            run.after_step(end)
+
     results = []
     for step in (0, *steps):
         directory = folder / f"cut-{step}"
         if step:
             trainer = make(directory, driver="ddp", device=None)
-            trainer.callbacks.append(_Stop(step))
+            trainer.callbacks.append(cut)
             with pytest.raises(KeyboardInterrupt):
                 trainer.fit()
         trainer = make(directory, driver="ddp", device=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch.utils.data import DataLoader
 from cadenza import Run, Trainer
 from cadenza.callbacks import Checkpoint
 from cadenza.compat.transformers import Arguments
-from cadenza.testing import launch
 from tests.adapters.keras import parts as with_keras
 from tests.adapters.lightning import home as with_lightning
 from tests.adapters.receiver import receiver
@@ -119,44 +117,22 @@ def test_mlflow_gets_the_metrics_of_each_epoch_of_keras(tmp_path: Path, database
     assert "Total params: 3" in summary.read_text()
 
 
-def written(database: str, experiment: str) -> dict[str, list[tuple[int, float]]]:
-    import mlflow
-
-    mlflow.flush_async_logging()
-    client = mlflow.MlflowClient(database)
-    found = client.get_experiment_by_name(experiment)
-    assert found is not None
-    (run,) = client.search_runs([found.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.data.params["per_device_train_batch_size"] == "2"
-    names = ("loss", "eval_loss", "learning_rate")
-    histories = {name: client.get_metric_history(run.info.run_id, name) for name in names}
-    return {name: [(one.step, one.value) for one in history] for name, history in histories.items()}
-
-
-def tracked(folder: Path, experiment: str) -> None:
-    import mlflow
-
-    os.environ["MLFLOW_EXPERIMENT_NAME"] = experiment
-    natively(folder / experiment, transformers.integrations.MLflowCallback())
-    mlflow.flush_async_logging()
-
-
 @of_mlflow
 def test_mlflow_gets_the_values_of_transformers(tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = experiment("of transformers", database, tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "")
-    launch(lambda: tracked(tmp_path, "two"))
-    tracked(tmp_path, "one")
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
-    at_home(tmp_path, transformers.integrations.MLflowCallback())
-
-    one = written(database, "one")
-    for name, values in written(database, "theirs").items():
-        assert [step for step, _ in one[name]] == [step for step, _ in values]
-        assert [value for _, value in one[name]] == pytest.approx([value for _, value in values], abs=1e-5)
-    two = {name: [step for step, _ in values] for name, values in written(database, "two").items()}
-    assert two == {"loss": [2, 4, 6], "eval_loss": [3, 6], "learning_rate": [2, 4, 6]}  # of the main process alone
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of transformers")
+    run = natively(tmp_path / "run", transformers.integrations.MLflowCallback())
+    mlflow.flush_async_logging()
+    client = mlflow.MlflowClient(database)
+    [stored] = client.search_runs([client.get_experiment_by_name("of transformers").experiment_id])
+    assert stored.info.status == "FINISHED"
+    assert stored.data.params["per_device_train_batch_size"] == "2"
+    logged = {name: client.get_metric_history(stored.info.run_id, name) for name in ("loss", "eval_loss", "learning_rate")}
+    steps = {name: [one.step for one in history] for name, history in logged.items()}
+    assert steps == {"loss": [2, 4, 6, 8, 10, 12], "eval_loss": [6, 12], "learning_rate": [2, 4, 6, 8, 10, 12]}
+    values = [value for _, value in run.history["eval/loss"]]
+    assert [one.value for one in logged["eval_loss"]] == pytest.approx(values, abs=1e-5)
 
 
 # -- trackers and printers of transformers ------------------------------------------------------------------------------
@@ -381,7 +357,7 @@ def test_torchs_own_sparsity_callbacks_run() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 2, bias=False))
     callbacks: list[Any] = [after, during]
     settings_of_run: dict[str, Any] = {"max_epochs": 2, "progress": False, "callbacks": callbacks}
-    batches, optimizer = with_lightning.batches_of(2), with_lightning.optimizer_of
+    batches, optimizer = with_lightning.batches_of(2), with_lightning.sgd
     Trainer(model, optimizer, batches, lambda model, batch: model(batch[0]).square().mean(), **settings_of_run).fit()
     assert after.sparsified is not None
     assert not any(one.any() for one in after.sparsified.parameters())

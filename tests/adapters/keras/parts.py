@@ -76,6 +76,11 @@ def fit_natively(callbacks: Iterable[Any], *, resume: Any = False, **arguments: 
     return native_trainer(callbacks, **arguments).fit(resume=resume)
 
 
+def acting(name: str, **events: Callable[..., Any]) -> Any:
+    """Return a callback with these events, of a class with this name."""
+    return type(name, (K.Callback,), events)()
+
+
 class Recorder(K.Callback):  # type: ignore[misc]  # Keras has no types
     """Keeps each event with its number, its logs and the count of updates."""
 

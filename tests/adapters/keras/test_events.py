@@ -11,24 +11,14 @@ import torch
 from torch import nn
 
 from cadenza import Callback, Run, Trainer, on
-from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.keras.callback import KerasCallback
 from cadenza.adapters.keras.events import EVENTS
 from cadenza.adapters.recognition import adapt, base_of
 from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.loading import TensorBatches
 from cadenza.testing import prove_resume
-from tests.adapters.keras.parts import (
-    INPUTS,
-    TARGETS,
-    K,
-    Recorder,
-    fit_at_home,
-    fit_natively,
-    keras,
-    native_model,
-    native_trainer,
-)
+from tests.adapters.keras import parts as pair
+from tests.adapters.keras.parts import INPUTS, TARGETS, K, Recorder, acting, keras, native_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
@@ -45,8 +35,8 @@ def assert_same(native: list[Any], home: list[Any], tolerance: float = 1e-5) -> 
 
 def test_the_events_of_a_run_are_those_of_fit_in_order_and_numbers() -> None:
     home, native = Recorder(), Recorder()
-    fit_at_home([home])
-    fit_natively([native])
+    pair.fit_at_home([home])
+    pair.fit_natively([native])
     assert len(native.seen) == 80
     assert_same(native.seen, home.seen)
     assert native.params == {"verbose": 1, "epochs": 3, "steps": 4}
@@ -56,38 +46,17 @@ def test_every_event_that_keras_has_is_in_the_table() -> None:
     assert {name for name in dir(K.Callback) if name.startswith(("on_", "set_"))} == EVENTS.keys()
 
 
-class StopsAt(K.Callback):  # type: ignore[misc]
-    def __init__(self, iterations: int) -> None:
-        super().__init__()
-        self.iterations = iterations
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.model.optimizer.iterations == self.iterations:
-            self.model.stop_training = True
-
-
-def test_a_stop_in_an_epoch_ends_that_epoch_as_in_fit() -> None:
-    home, native = Recorder(), Recorder()
-    fit_at_home([home, StopsAt(6)], validate=False)
-    run = fit_natively([native, StopsAt(6)], validate=False)
-    assert_same(native.seen, home.seen)
-    assert run.progress.step == 6
-    assert run.why("stopped").startswith("stopped by StopsAt at epoch 1, step 6")
-    assert "model.stop_training" in run.why("stopped")
-
-
-class Fails(K.Callback):  # type: ignore[misc]
-    def on_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == 2:
-            raise ZeroDivisionError("in the third batch")
+def fail(self: Any, batch: int, logs: Any = None) -> None:
+    if batch == 2:
+        raise ZeroDivisionError("in the third batch")
 
 
 def test_after_an_error_no_end_is_called_as_in_fit() -> None:
     home, native = Recorder(), Recorder()
     with pytest.raises(ZeroDivisionError):
-        fit_at_home([home, Fails()])
+        pair.fit_at_home([home, acting("Fails", on_batch_end=fail)])
     with pytest.raises(ZeroDivisionError) as error:
-        fit_natively([native, Fails()])
+        pair.fit_natively([native, acting("Fails", on_batch_end=fail)])
     assert_same(native.seen, home.seen)
     assert native.seen[-1][0] == "on_batch_end"
     assert "Fails" in error.value.__notes__[0]
@@ -104,7 +73,7 @@ def test_batches_that_are_skipped_have_a_loss_and_do_not_count() -> None:
         on_train_batch_end=lambda batch, logs: ends["batch"].append(logs["loss"]),
         on_epoch_end=lambda epoch, logs: ends["epoch"].append(logs["loss"]),
     )
-    fit_natively([shows, skips], max_epochs=2)
+    pair.fit_natively([shows, skips], max_epochs=2)
     assert ends["batch"][1] == ends["batch"][0]
     assert ends["batch"][3] == ends["epoch"][0]
     assert ends["batch"][7] == ends["epoch"][1]
@@ -112,7 +81,7 @@ def test_batches_that_are_skipped_have_a_loss_and_do_not_count() -> None:
 
 def test_with_accumulation_a_batch_ends_before_the_next_and_the_last_one_after_the_update() -> None:
     native = Recorder()
-    fit_natively([native], max_epochs=1, accumulate=3, validate=False)
+    pair.fit_natively([native], max_epochs=1, accumulate=3, validate=False)
     batches = [(event, number, updates) for event, number, _, updates in native.seen if "_train_batch" in event]
     assert batches == [
         *(("on_train_batch_begin", 0, 0), ("on_train_batch_end", 0, 0)),
@@ -125,7 +94,7 @@ def test_with_accumulation_a_batch_ends_before_the_next_and_the_last_one_after_t
 
 def test_prediction_and_evaluation_outside_of_a_run_have_their_events() -> None:
     callback = Recorder()
-    trainer = native_trainer([callback], validate=False, max_epochs=1)
+    trainer = pair.native_trainer([callback], validate=False, max_epochs=1)
     trainer.fit()
     callback.seen.clear()
     loader = TensorBatches(INPUTS, TARGETS, batch_size=5)
@@ -149,22 +118,16 @@ def test_prediction_and_evaluation_outside_of_a_run_have_their_events() -> None:
 
 def test_of_a_class_with_both_names_of_an_event_the_newer_one_decides() -> None:
     def both(seen: list[str]) -> Any:
-        events = {
-            "on_train_batch_end": lambda self, batch, logs=None: seen.append("newer"),
-            "on_batch_end": lambda self, batch, logs=None: seen.append("older"),
-        }
-        return type("Both", (K.Callback,), events)()
+        return acting(
+            "Both",
+            on_train_batch_end=lambda self, batch, logs=None: seen.append("newer"),
+            on_batch_end=lambda self, batch, logs=None: seen.append("older"),
+        )
 
     home, native = list[str](), list[str]()
-    fit_at_home([both(home)], epochs=1)
-    fit_natively([both(native)], max_epochs=1)
+    pair.fit_at_home([both(home)], epochs=1)
+    pair.fit_natively([both(native)], max_epochs=1)
     assert native == home == ["newer"] * 4
-
-
-def test_a_callback_without_events_has_no_listeners() -> None:
-    trainer = native_trainer([K.Callback()], validate=False)
-    (adapter,) = [one for one in trainer.callbacks if isinstance(one, ForeignCallback)]
-    assert adapter.listeners() == []
 
 
 def test_a_callback_of_the_older_package_is_recognized_by_its_name() -> None:
@@ -304,8 +267,8 @@ def close(values: list[Any]) -> list[Any]:
 )
 def test_a_class_of_ones_own_sees_what_it_sees_in_fit(kinds: list[Any], rate: float) -> None:
     home, native = [kind() for kind in kinds], [kind() for kind in kinds]
-    fit_at_home(home, rate=rate)
-    fit_natively(native, rate=rate, model=nn.Sequential(native_model()))
+    pair.fit_at_home(home, rate=rate)
+    pair.fit_natively(native, rate=rate, model=nn.Sequential(native_model()))
     for one, other in zip(native, home, strict=True):
         assert one.seen
         assert flat(one.seen) == close(other.seen)
@@ -314,10 +277,11 @@ def test_a_class_of_ones_own_sees_what_it_sees_in_fit(kinds: list[Any], rate: fl
 @pytest.mark.parametrize("event", STOPS)
 def test_a_stop_takes_effect_after_the_batch_and_the_epoch_is_evaluated(event: str) -> None:
     home, native = Stops(event), Stops(event)
-    fit_at_home([home])
-    run = fit_natively([native])
+    pair.fit_at_home([home])
+    run = pair.fit_natively([native])
     assert native.seen == home.seen
     assert run.why("stopped").startswith("stopped by Stops at epoch ")
+    assert "model.stop_training" in run.why("stopped")
 
 
 class History(Sees):
@@ -329,7 +293,7 @@ def test_a_run_that_a_limit_cut_continues_as_if_it_was_whole(tmp_path: Path) -> 
     def fit(folder: str, **limit: Any) -> list[Any]:
         rows, history, own = K.CSVLogger(tmp_path / folder / "rows.csv"), K.History(), History()
         callbacks = [rows, own, Schedules(), Checkpoint()]
-        fit_natively([*callbacks, history], directory=tmp_path / folder, resume="auto", **limit)
+        pair.fit_natively([*callbacks, history], directory=tmp_path / folder, resume="auto", **limit)
         return [history.epoch, history.history, own.seen[-1], (tmp_path / folder / "rows.csv").read_text()]
 
     whole = fit("whole")
@@ -379,7 +343,7 @@ def trainer(directory: Path, seen: list[Any] | None = None) -> Trainer:
     ]
     if seen is not None:
         seen.append([history, *callbacks])
-    return native_trainer(
+    return pair.native_trainer(
         callbacks,
         loader=TensorBatches(INPUTS, TARGETS, batch_size=3, shuffle=True),
         max_epochs=6,
@@ -434,7 +398,7 @@ def test_an_evaluation_by_steps_is_in_the_logs_of_its_epoch(tmp_path: Path) -> N
         Evaluate(TensorBatches(INPUTS, TARGETS, batch_size=5), every="3 steps", name="val"),
         Evaluate(TensorBatches(INPUTS, TARGETS, batch_size=5), every="2 epochs", name="test"),
     ]
-    run = native_trainer([history, *evaluations], validate=False).fit()
+    run = pair.native_trainer([history, *evaluations], validate=False).fit()
     assert len(history.history["val_loss"]) == 3
     assert history.history["val_loss"] == [run.history["val/loss"][index][1] for index in (0, 1, 3)]
     assert history.history["test_loss"] == [run.history["test/loss"][0][1]]

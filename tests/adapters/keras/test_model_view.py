@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from cadenza.callbacks import Evaluate
 from cadenza.errors import AdapterError
 from cadenza.loading import TensorBatches
 from cadenza.status.outputs import Outputs
-from tests.adapters.keras.parts import INPUTS, TARGETS, K, fit_natively, keras
+from tests.adapters.keras.parts import INPUTS, TARGETS, K, acting, fit_natively, keras
 
 
 class TwoLayers(nn.Module):
@@ -35,13 +38,12 @@ class TwoLayers(nn.Module):
 def within(act: Callable[[Any], None], model: nn.Module | None = None, **arguments: Any) -> Run:
     """Call a function with ``model`` at the end of the second epoch of two."""
 
-    class Acts(K.Callback):  # type: ignore[misc]  # Keras has no types
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if epoch == 1:
-                act(self.model)
+    def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            act(self.model)
 
-    loader = TensorBatches(INPUTS, TARGETS, batch_size=5)
-    return fit_natively([Acts()], model=model or TwoLayers(), loader=loader, max_epochs=2, **arguments)
+    loader, acts = TensorBatches(INPUTS, TARGETS, batch_size=5), acting("Acts", on_epoch_end=on_epoch_end)
+    return fit_natively([acts], model=model or TwoLayers(), loader=loader, max_epochs=2, **arguments)
 
 
 def test_weights_are_arrays_in_the_order_of_the_state_dict() -> None:
@@ -147,19 +149,11 @@ def test_the_optimizer_has_a_rate_a_count_and_a_config() -> None:
 
 
 def test_several_optimizers_have_names_and_rates_of_their_own() -> None:
-    model = TwoLayers()
-    history = K.History()
-    from cadenza import Trainer, supervised
-
-    run = Trainer(
-        model,
-        [torch.optim.SGD(model.first.parameters(), 0.1), torch.optim.SGD(model.last.parameters(), 0.2)],
-        TensorBatches(INPUTS, TARGETS, batch_size=5),
-        supervised(nn.functional.mse_loss),
-        max_epochs=2,
-        progress=False,
-        callbacks=[K.LearningRateScheduler(lambda epoch, rate: rate / 2), history],
-    ).fit()
+    model, history = TwoLayers(), K.History()
+    optimizers = [torch.optim.SGD(model.first.parameters(), 0.1), torch.optim.SGD(model.last.parameters(), 0.2)]
+    schedule = K.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    settings: dict[str, Any] = {"loader": TensorBatches(INPUTS, TARGETS, batch_size=5), "max_epochs": 2, "validate": False}
+    run = fit_natively([schedule, history], model=model, optimizer=optimizers, **settings)
     assert history.history["learning_rate_sgd"] == [0.05, 0.025]
     assert history.history["learning_rate_sgd_1"] == [0.1, 0.05]
     assert [one.param_groups[0]["lr"] for one in run.optimizers] == [0.025, 0.05]
@@ -208,10 +202,6 @@ def test_logs_are_read_from_the_device_only_when_a_callback_reads_them() -> None
     assert first.sums is not None  # neither its length nor its truth reads a value
     assert first == {"loss": 2.0, "rate": 0.5}
     assert {**means.logs()} == dict(means.logs()) == means.logs().copy() == {"loss": 2.5, "rate": 0.75}
-    import copy
-    import json
-    import pickle
-
     assert json.loads(json.dumps(means.logs())) == pickle.loads(pickle.dumps(means.logs())) == copy.copy(means.logs())
     assert "{loss:.1f}".format(**means.logs()) == "2.5"
 
@@ -232,16 +222,15 @@ def test_a_model_of_keras_trains_and_is_what_callbacks_see(tmp_path: Path) -> No
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.mse_loss(model(batch[0], training=model.training), batch[1])
 
-    class Looks(K.Callback):  # type: ignore[misc]
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            assert self.model.layers == model.layers
-            assert self.model.name == model.name
-            assert self.model.optimizer.iterations == 4 * (epoch + 1)
-            seen.append([one.copy() for one in self.model.get_weights()])
+    def look(self: Any, epoch: int, logs: Any = None) -> None:
+        assert self.model.layers == model.layers
+        assert self.model.name == model.name
+        assert self.model.optimizer.iterations == 4 * (epoch + 1)
+        seen.append([one.copy() for one in self.model.get_weights()])
 
     stop = K.EarlyStopping("loss", patience=0, mode="max", restore_best_weights=True)
     save = K.ModelCheckpoint(tmp_path / "{epoch}.keras")
-    run = fit_natively([Looks(), save, stop], model=model, compute_loss=loss, max_epochs=3)
+    run = fit_natively([acting("Looks", on_epoch_end=look), save, stop], model=model, compute_loss=loss, max_epochs=3)
     assert [run.model] == [model]
     assert not numpy.array_equal(seen[0][0], seen[1][0])
     assert all(numpy.array_equal(one, other) for one, other in zip(model.get_weights(), seen[0], strict=True))
@@ -250,11 +239,7 @@ def test_a_model_of_keras_trains_and_is_what_callbacks_see(tmp_path: Path) -> No
 
 
 def test_a_callback_without_a_run_sees_the_view_of_the_run_that_it_is_in() -> None:
-    class Keeps(K.Callback):  # type: ignore[misc]
-        def on_train_end(self, logs: Any = None) -> None:
-            self.kept = self.model
-
-    keeps = Keeps()
+    keeps = acting("Keeps", on_train_end=lambda self, logs=None: setattr(self, "kept", self.model))
 
     @on(Callback.on_fit_end)
     def check(run: Run) -> None:

@@ -61,32 +61,40 @@ for _name in HOOKS:
     setattr(Recorder, _name, _recording(_name))
 
 
-class Lit(pl.LightningModule):
+class Steps(pl.LightningModule):
+    """The steps of all stages. Subclasses have a forward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = mean_error(self, batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = mean_error(self, batch)
+        self.log("val_loss", loss, batch_size=len(batch[0]))
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs: Tensor = self(batch[0])
+        return outputs
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self.parameters())
+
+
+class Lit(Steps):
     """A linear model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = model_of(0)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-        self.log("val_loss", loss, batch_size=len(batch[0]))
-        return loss
-
-    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.validation_step(batch, batch_idx)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        out: Tensor = self.model(batch[0])
-        return out
-
-    def configure_optimizers(self) -> Any:
-        return optimizer_of(self.model.parameters())
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.model(inputs)
+        return outputs
 
 
 def model_of(seed: int) -> nn.Linear:
@@ -94,8 +102,14 @@ def model_of(seed: int) -> nn.Linear:
     return nn.Linear(3, 1)
 
 
-def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+def mean_error(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss."""
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer of the parameters that are not frozen."""
+    return torch.optim.SGD([one for one in parameters if one.requires_grad], 0.05, momentum=0.9, foreach=False)
 
 
 def batches_of(count: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -131,11 +145,10 @@ def native_trainer(
     callbacks: list[Any], *, batches: int = 3, valid: int = 2, every: Any = "1 epoch", sanity: int = 0, **arguments: Any
 ) -> Trainer:
     evaluate = [Evaluate(batches_of(valid, 2), every=every, sanity_batches=sanity)] if valid else []
-    loss = supervised(nn.MSELoss())
     limits = arguments if "max_steps" in arguments or "max_epochs" in arguments else {"max_epochs": 2, **arguments}
-    return Trainer(
-        model_of(0), optimizer_of, batches_of(batches), loss, callbacks=[*evaluate, *callbacks], progress=False, **limits
-    )
+    loss = supervised(nn.functional.mse_loss)
+    settings: dict[str, Any] = {"callbacks": [*evaluate, *callbacks], "progress": False, **limits}
+    return Trainer(settings.pop("model", None) or model_of(0), sgd, batches_of(batches), loss, **settings)
 
 
 # -- a backbone and a head --------------------------------------------------------------------------------
@@ -149,7 +162,7 @@ def loader(samples: int = 10, seed: int = 0, batch_size: int = 2) -> Any:
     return DataLoader(TensorDataset(inputs, targets), batch_size=batch_size)
 
 
-class Net(pl.LightningModule):
+class Net(Steps):
     """A backbone and a head.
 
     Args:
@@ -168,18 +181,6 @@ class Net(pl.LightningModule):
         outputs: Tensor = self.head(self.backbone(inputs))
         return outputs
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        loss = mean_error(self, batch)
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, index: int) -> None:
-        self.log("val_loss", mean_error(self, batch))
-
-    def predict_step(self, batch: Any, index: int) -> Tensor:
-        outputs: Tensor = self(batch[0])
-        return outputs
-
     def configure_optimizers(self) -> Any:
         optimizer = sgd(self.parameters())
         return optimizer if self.schedule is None else ([optimizer], [self.schedule(optimizer)])
@@ -194,16 +195,6 @@ class BreaksAt(Callback):
     def on_fetch_start(self, run: Run) -> None:
         if run.progress.batch == self.batch:
             raise RuntimeError("broken")
-
-
-def mean_error(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss."""
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an optimizer of the parameters that are not frozen."""
-    return torch.optim.SGD([one for one in parameters if one.requires_grad], 0.05, momentum=0.9, foreach=False)
 
 
 def net_at_home(module: Net, callbacks: list[Any], folder: Path, *, valid: bool = True, **arguments: Any) -> pl.Trainer:

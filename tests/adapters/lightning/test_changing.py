@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that change the run or write files, some in the style of published ones, on one process and on two.
+"""Callbacks of Lightning that change the run or write files, on one process and on two.
 
 Each has the effect that it has in Lightning's own trainer, and a run with it resumes to the same bits.
 """
@@ -6,7 +6,6 @@ Each has the effect that it has in Lightning's own trainer, and a run with it re
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
 from lightning.pytorch import callbacks as pl_callbacks
-from lightning.pytorch.utilities import rank_zero_only
 
 from cadenza import Callback, Trainer
 from cadenza.callbacks import Checkpoint, LearningRate
@@ -33,8 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The provided params to be frozen"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
 ]
-
-# -- callbacks as documentations and packages show them ----------------------------------------------------
 
 
 class EpochAverage(pl_callbacks.WeightAveraging):
@@ -53,108 +49,6 @@ class HeadFirst(pl_callbacks.BaseFinetuning):
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.01)
-
-
-class PeriodicFiles(pl_callbacks.ModelCheckpoint):
-    """Saves every n steps, and removes the file before; writes the plain weights of each epoch, on the main process."""
-
-    def __init__(self, dirpath: Path, n: int = 4) -> None:
-        super().__init__(dirpath)
-        self.every = n
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        if pl_module.global_step % self.every == 0:
-            folder = Path(str(self.dirpath))
-            trainer.save_checkpoint(folder / f"latest-{pl_module.global_step}.ckpt")
-            (folder / f"latest-{pl_module.global_step - self.every}.ckpt").unlink(missing_ok=True)
-
-    @rank_zero_only
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        torch.save(pl_module.state_dict(), Path(str(self.dirpath)) / f"weights-{pl_module.current_epoch}.ckpt")
-
-
-class Shadow(pl_callbacks.Callback):
-    """An average of the weights that a validation sees, with its state in checkpoints."""
-
-    def __init__(self, folder: Path) -> None:
-        self.shadow: dict[str, torch.Tensor] = {}
-        self.backup: dict[str, torch.Tensor] = {}
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if not self.shadow:
-            self.shadow = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for name, value in pl_module.state_dict().items():
-            self.shadow[name].mul_(0.9).add_(value, alpha=0.1)
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self.backup = deepcopy(dict(pl_module.state_dict()))
-        pl_module.load_state_dict(self.shadow)
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.load_state_dict(self.backup)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.load_state_dict(self.shadow)
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["shadow"] = self.shadow
-
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.shadow = checkpoint["shadow"]
-
-
-class GradualUnfreezing(pl_callbacks.Callback):
-    """Freezes in ``on_fit_start``, and unfreezes one layer after each epoch."""
-
-    def __init__(self, folder: Path) -> None:
-        self.unfrozen = 0
-
-    def apply(self, pl_module: Any) -> None:
-        layers = [one for one in pl_module.backbone if list(one.parameters())]
-        for number, layer in enumerate(reversed(layers)):
-            layer.requires_grad_(number < self.unfrozen)
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.apply(pl_module)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.unfrozen += 1
-        self.apply(pl_module)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"unfrozen": self.unfrozen}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.unfrozen = state_dict["unfrozen"]
-
-
-class CutWeights(pl_callbacks.Callback):
-    """Changes the weights and the rates inside the training."""
-
-    def __init__(self, folder: Path) -> None:
-        self.cut = 0
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            for parameter in pl_module.parameters():
-                parameter.clamp_(-0.8, 0.8)
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.cut += 1
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] = 0.05 / (1 + trainer.current_epoch)
-
-
-class LargerSteps(pl_callbacks.Callback):
-    """Accumulates from the second epoch on."""
-
-    def __init__(self, folder: Path) -> None: ...
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.accumulate_grad_batches = 1 if trainer.current_epoch == 0 else 5
 
 
 # -- one process -------------------------------------------------------------------------------------------
@@ -214,20 +108,11 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "ModelPruning, lottery ticket": (lottery_ticket, {}),
     "GradientAccumulationScheduler": (lambda folder: pl_callbacks.GradientAccumulationScheduler({0: 5, 2: 1}), {}),
     "ModelCheckpoint": (best_and_last, {}),
-    "PeriodicFiles": (PeriodicFiles, {}),
-    "Shadow": (Shadow, {}),
-    "GradualUnfreezing": (GradualUnfreezing, {}),
-    "CutWeights": (CutWeights, {}),
-    "LargerSteps": (LargerSteps, {}),
 }
 """Each callback, made for a folder of files, and the arguments of its model."""
 OF_MODULES = ("StochasticWeightAveraging, a schedule", "StochasticWeightAveraging", "BackboneFinetuning")
 """Those that `Trainer.from_lightning` trains with as well."""
-AT_AN_EPOCH = (10, 13)
-CUTS = {
-    "LargerSteps": (10,),  # the size of a step is set at the start of an epoch
-    **dict.fromkeys(("BaseFinetuning", "BackboneFinetuning", "GradualUnfreezing", "ModelPruning"), AT_AN_EPOCH),
-}
+CUTS = dict.fromkeys(("BaseFinetuning", "BackboneFinetuning", "ModelPruning"), (10, 13))
 """The batches before which a run breaks; others break inside of the second and of the third epoch."""
 EPOCHS = 3
 

@@ -23,7 +23,7 @@ from cadenza import Trainer
 from cadenza.adapters.lightning.events import EVENTS
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.errors import AdapterError
-from tests.adapters.lightning.home import HOOKS, Call, Lit, Recorder, at_home, batches_of, native, native_trainer, optimizer_of
+from tests.adapters.lightning.home import HOOKS, Call, Lit, Recorder, at_home, batches_of, native, native_trainer, sgd
 
 # -- the order of the hooks --------------------------------------------------------------------------------
 
@@ -445,7 +445,7 @@ def test_a_lightning_module_is_its_own_pl_module() -> None:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         return torch.nn.functional.mse_loss(model.model(batch[0]), batch[1])
 
-    Trainer(model, optimizer_of, batches_of(1), loss, max_epochs=1, callbacks=[keep], progress=False).fit()
+    Trainer(model, sgd, batches_of(1), loss, max_epochs=1, callbacks=[keep], progress=False).fit()
     assert found == [(model, model)]
 
 

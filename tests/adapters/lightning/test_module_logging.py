@@ -246,44 +246,34 @@ def test_logged_names_are_monitors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("hook", "calls", "error"),
     [
-        ({"on_step": False, "on_epoch": False}, "is not useful"),
-        ({"reduce_fx": torch.median}, r"Only `self.log\(..., reduce_fx=\{min,max,mean,sum\}\)` are supported"),
-        ({"name": "x/dataloader_idx_0"}, "should not contain information about `dataloader_idx`"),
+        ("training_step", [{"on_step": False, "on_epoch": False}], "is not useful"),
+        (
+            "training_step",
+            [{"reduce_fx": torch.median}],
+            r"Only `self.log\(..., reduce_fx=\{min,max,mean,sum\}\)` are supported",
+        ),
+        ("training_step", [{"name": "x/dataloader_idx_0"}], "should not contain information about `dataloader_idx`"),
+        ("training_step", [{}, {"prog_bar": True}], "twice in `training_step`"),
+        ("on_train_epoch_end", [{"on_step": True}], r"You can't `self.log\(on_step=True\)` inside"),
     ],
 )
-def test_wrong_arguments_raise_the_errors_of_lightning(arguments: dict[str, Any], error: str) -> None:
-    class Wrong(Logs):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+def test_wrong_arguments_raise_the_errors_of_lightning(hook: str, calls: list[dict[str, Any]], error: str) -> None:
+    def log(self: Any, batch: Any = None, batch_idx: int = 0) -> None:
+        for arguments in calls:
             self.log(**({"name": "x", "value": 1.0} | arguments))
 
-    with pytest.raises(MisconfigurationException, match=error):
-        at_home(Wrong(), loader(), None)
-    with pytest.raises(MisconfigurationException, match=error):
-        native(Wrong(), loader())
+    wrong = type("Wrong", (Logs,), {hook: log})
+    for train in (lambda: at_home(wrong(), loader(), None), lambda: native(wrong(), loader())):
+        with pytest.raises(MisconfigurationException, match=error):
+            train()
 
 
-def test_other_errors_are_those_of_lightning() -> None:
-    class Twice(Logs):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", 1.0)
-            self.log("x", 1.0, prog_bar=True)
-
-    class Forbidden(Logs):
-        def on_train_epoch_end(self) -> None:
-            self.log("x", 1.0, on_step=True)
-
-    class Experiment(Logs):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.logger.experiment.add_graph(self)
-
-    for module, error in ((Twice, "twice in `training_step`"), (Forbidden, r"You can't `self.log\(on_step=True\)` inside")):
-        for train in (lambda one: at_home(one, loader(), None), lambda one: native(one, loader())):
-            with pytest.raises(MisconfigurationException, match=error):
-                train(module())
+def test_a_method_that_the_experiment_of_the_logger_lacks_is_named() -> None:
+    graph = type("Graph", (Logs,), {"training_step": lambda self, batch, batch_idx: self.logger.experiment.add_graph(self)})
     with pytest.raises(AdapterError, match=r"trainer\.logger\.experiment\.add_graph.*SummaryWriter of torch"):
-        native(Experiment(), loader())
+        native(graph(), loader())
 
 
 def test_epoch_means_are_the_same_after_a_resume_inside_an_epoch(tmp_path: Path) -> None:

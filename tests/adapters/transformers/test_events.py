@@ -21,28 +21,16 @@ from cadenza.callbacks import BestWeights, Checkpoint, LogTraining
 from cadenza.compat.transformers import Arguments, trainer
 from cadenza.errors import AdapterError, CallbackError, MonitorError
 from cadenza.testing import launch
-from tests.adapters.transformers.scenario import (
-    EVENTS,
-    Net,
-    Recorder,
-    Samples,
-    TrainerCallback,
-    at_home,
-    compute,
-    evaluate,
-    here,
-    scalars,
-    trainer_of,
-    transformers,
-)
+from tests.adapters.transformers import scenario as pair
+from tests.adapters.transformers.scenario import Net, Recorder, Samples, TrainerCallback, evaluate, transformers
 
 # -- one process -------------------------------------------------------------------------------------------
 
 
 def test_two_epochs(tmp_path: Path) -> None:
     home, native = Recorder(), Recorder()
-    at_home(tmp_path, home, num_train_epochs=2, logging_steps=2)
-    here([Arguments(logging_steps=2), native], max_epochs=2)
+    pair.at_home(tmp_path, home, num_train_epochs=2, logging_steps=2)
+    pair.here([Arguments(logging_steps=2), native], max_epochs=2)
     assert native.rows == home.rows
     assert {row[0] for row in home.rows} == {
         *("on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"),
@@ -53,8 +41,8 @@ def test_two_epochs(tmp_path: Path) -> None:
 def test_accumulation_with_a_short_last_step_and_evaluation_of_epochs(tmp_path: Path) -> None:
     home, native = Recorder(), Recorder()
     arguments: dict[str, Any] = {"logging_steps": 1, "gradient_accumulation_steps": 3, "eval_strategy": "epoch"}
-    at_home(tmp_path, home, samples=14, evaluation=True, num_train_epochs=2, **arguments)
-    here([evaluate("1 epoch"), Arguments(logging_steps=1), native], samples=14, max_epochs=2, accumulate=3)
+    pair.at_home(tmp_path, home, samples=14, evaluation=True, num_train_epochs=2, **arguments)
+    pair.here([evaluate("1 epoch"), Arguments(logging_steps=1), native], samples=14, max_epochs=2, accumulate=3)
     assert native.rows == home.rows
     assert [row[0] for row in home.rows].count("on_substep_end") == 8
 
@@ -62,9 +50,9 @@ def test_accumulation_with_a_short_last_step_and_evaluation_of_epochs(tmp_path: 
 def test_steps_with_evaluations_and_checkpoints(tmp_path: Path) -> None:
     home, native = Recorder(), Recorder()
     by_steps: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    at_home(tmp_path, home, evaluation=True, max_steps=9, logging_steps=2, metric_for_best_model="loss", **by_steps)
+    pair.at_home(tmp_path, home, evaluation=True, max_steps=9, logging_steps=2, metric_for_best_model="loss", **by_steps)
     callbacks = [evaluate("3 steps"), Checkpoint("3 steps"), Arguments(logging_steps=2, metric_for_best_model="loss")]
-    here([*callbacks, native], max_steps=9, directory=tmp_path / "run")
+    pair.here([*callbacks, native], max_steps=9, directory=tmp_path / "run")
     # A checkpoint of the last step of an epoch is also that of its end, and is written once, after on_epoch_end.
     at_end = [row[0] for row in home.rows].index("on_save", [row[0] for row in home.rows].index("on_epoch_end") - 1)
     assert home.rows[at_end + 1][0] == "on_epoch_end"
@@ -78,8 +66,8 @@ def test_a_stop(tmp_path: Path, event: str) -> None:
         control.should_training_stop = True
 
     home, native = Recorder(**{event: stop}), Recorder(**{event: stop})
-    at_home(tmp_path, home, evaluation=True, num_train_epochs=3, logging_steps=4, eval_strategy="epoch")
-    run = here([evaluate("1 epoch"), Arguments(logging_steps=4), native], max_epochs=3)
+    pair.at_home(tmp_path, home, evaluation=True, num_train_epochs=3, logging_steps=4, eval_strategy="epoch")
+    run = pair.here([evaluate("1 epoch"), Arguments(logging_steps=4), native], max_epochs=3)
     assert native.rows == home.rows
     assert run.why("stopped") == "stopped by Recorder at epoch 1, step 6, batch 6: control.should_training_stop is set"
 
@@ -101,8 +89,8 @@ def test_flags_in_an_epoch(tmp_path: Path, event: str, flag: str) -> None:
             setattr(control, flag, True)
 
     home, native = Recorder(**{event: set_flag}), Recorder(**{event: set_flag})
-    at_home(tmp_path, home, evaluation=True, num_train_epochs=3, logging_steps=3)
-    here([evaluate("99 epochs"), Arguments(logging_steps=3), native], max_epochs=3)
+    pair.at_home(tmp_path, home, evaluation=True, num_train_epochs=3, logging_steps=3)
+    pair.here([evaluate("99 epochs"), Arguments(logging_steps=3), native], max_epochs=3)
     assert native.rows == home.rows
 
 
@@ -112,9 +100,11 @@ def test_early_stopping_stops_at_the_same_step(tmp_path: Path) -> None:
 
     home, native = Recorder(), Recorder()
     by_epochs: dict[str, Any] = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
-    theirs = at_home(tmp_path, stopping(), home, evaluation=True, num_train_epochs=8, metric_for_best_model="loss", **by_epochs)
+    theirs = pair.at_home(
+        tmp_path, stopping(), home, evaluation=True, num_train_epochs=8, metric_for_best_model="loss", **by_epochs
+    )
     callbacks = [evaluate("1 epoch"), Checkpoint("1 epoch", keep_best=("eval/loss", "min")), stopping(), native]
-    run = here(callbacks, max_epochs=8, directory=tmp_path / "run")
+    run = pair.here(callbacks, max_epochs=8, directory=tmp_path / "run")
     assert native.rows == home.rows
     assert run.progress.step == theirs.state.global_step < 48
     assert "EarlyStoppingCallback" in run.why("stopped")
@@ -123,7 +113,7 @@ def test_early_stopping_stops_at_the_same_step(tmp_path: Path) -> None:
 def test_a_trainer_made_of_arguments(tmp_path: Path) -> None:
     home, native = Recorder(), Recorder()
     arguments: dict[str, Any] = {"num_train_epochs": 2, "logging_steps": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    made = at_home(tmp_path, home, evaluation=True, train_sampling_strategy="sequential", **arguments)
+    made = pair.at_home(tmp_path, home, evaluation=True, train_sampling_strategy="sequential", **arguments)
     given = dataclasses.replace(made.args, output_dir=str(tmp_path / "here"))
     trainer(Net(), given, Samples(12, 1), Samples(6, 2), callbacks=[native]).fit()
     assert [row[:4] for row in native.rows] == [row[:4] for row in home.rows]
@@ -136,16 +126,16 @@ def test_an_error_has_no_ends(tmp_path: Path) -> None:
 
     home, native = Recorder(on_step_end=fail), Recorder(on_step_end=fail)
     with pytest.raises(ValueError, match="of a test"):
-        at_home(tmp_path, home, num_train_epochs=2, logging_steps=2)
+        pair.at_home(tmp_path, home, num_train_epochs=2, logging_steps=2)
     with pytest.raises(ValueError, match="of a test"):
-        here([Arguments(logging_steps=2), native], max_epochs=2)
+        pair.here([Arguments(logging_steps=2), native], max_epochs=2)
     assert native.rows == home.rows
 
 
 def test_the_table_has_each_event() -> None:
     from cadenza.adapters.transformers.events import EVENTS as TABLE
 
-    assert sorted(TABLE) == sorted(EVENTS)
+    assert sorted(TABLE) == sorted(pair.EVENTS)
     assert [name for name, event in TABLE.items() if event.moment is None] == ["on_push_begin"]
     assert TABLE["on_push_begin"].note
 
@@ -169,7 +159,7 @@ class OnSecondRank(TrainerCallback):  # type: ignore[misc]
 def with_flag(folder: Path, flag: str) -> tuple[Seen, list[str]]:
     recorder = Recorder()
     parts = [evaluate("99 steps"), Checkpoint("99 steps"), Arguments(logging_steps=99), OnSecondRank(flag), recorder]
-    run = here(parts, samples=20, max_epochs=1, directory=folder / flag)
+    run = pair.here(parts, samples=20, max_epochs=1, directory=folder / flag)
     seen = [row[:2] for row in recorder.rows if row[0] in ("on_log", "on_evaluate", "on_save", "on_epoch_end")]
     return seen, [one.who for one in run.decisions if one.when.step == 3]
 
@@ -194,7 +184,7 @@ def with_classes(folder: Path) -> dict[str, Any]:
     stopping = transformers.EarlyStoppingCallback(9)
     shown = [transformers.integrations.TensorBoardCallback(), transformers.ProgressCallback(), transformers.PrinterCallback()]
     parts = [evaluate("3 steps"), Checkpoint("3 steps", keep_best=("eval/loss", "min")), Arguments(logging_steps=2)]
-    run = here([*parts, *shown, stopping, StopsOnOneRank(), Sees()], samples=24, max_epochs=3, directory=folder)
+    run = pair.here([*parts, *shown, stopping, StopsOnOneRank(), Sees()], samples=24, max_epochs=3, directory=folder)
     state = run._session.adapters["transformers"].state  # type: ignore[attr-defined]
     losses = [row["loss"] for row in state.log_history if "loss" in row]
     return {"step": run.progress.step, "seen": seen, "losses": losses, "best": state.best_model_checkpoint}
@@ -224,15 +214,12 @@ def test_two_processes_act_alike(tmp_path: Path) -> None:
     assert saves == [("on_save", 3, True), ("on_save", 6, True), ("on_save", 8, True)]
     assert [one[1] for one in first["seen"] if one[0] == "on_log" and one[2]] == [2, 4, 6, 8]
     assert first["best"].startswith(str(tmp_path / "run" / "checkpoints" / "step-"))
-    assert [step for step, _ in scalars(tmp_path / "run")["train/loss"]] == [2, 4, 6, 8]  # one file, of the main process
+    assert [step for step, _ in pair.scalars(tmp_path / "run")["train/loss"]] == [2, 4, 6, 8]  # one file, of the main process
 
 
-def returns(self: Any, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
-    return control
-
-
-def tracks(self: Any, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
+def tracks(self: Any, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> Any:
     self.last = (args.output_dir, state.global_step, logs)
+    return control
 
 
 def saves(self: Any, args: Any, state: Any, c: Any, **keywords: Any) -> None:
@@ -247,27 +234,27 @@ def passes_all_on(self: Any, *given: Any, **keywords: Any) -> None:
     saves(self, *given)
 
 
+def with_hook(hook: Callable[..., Any]) -> Any:
+    return type("Made", (TrainerCallback,), {"on_log": hook})()
+
+
 @pytest.mark.parametrize(
-    ("hook", "flags"),
+    ("made", "flags"),
     [
-        (returns, set()),
-        (tracks, set()),
-        (saves, {"should_save"}),
-        (passes_on, {*FLAGS}),
-        (passes_all_on, {*FLAGS}),
-        (print, {*FLAGS}),  # not a function of Python
+        (with_hook(tracks), set()),
+        (with_hook(saves), {"should_save"}),
+        (with_hook(passes_on), {*FLAGS}),
+        (with_hook(passes_all_on), {*FLAGS}),
+        (with_hook(print), {*FLAGS}),  # not a function of Python
+        (transformers.EarlyStoppingCallback(2), {"should_training_stop"}),
     ],
 )
-def test_the_code_of_a_callback_says_which_flags_it_may_set(hook: Callable[..., Any], flags: set[str]) -> None:
-    made = type("Made", (TrainerCallback,), {"on_log": hook})()
+def test_the_code_of_a_callback_says_which_flags_it_may_set(made: Any, flags: set[str]) -> None:
     assert flags_of(TransformersCallback(made, TrainerCallback)) == flags
 
 
 def test_trackers_set_no_flags() -> None:
-    kind = transformers.integrations.TensorBoardCallback
-    assert not flags_of(TransformersCallback(kind(), TrainerCallback))
-    stopping = transformers.EarlyStoppingCallback(2)
-    assert flags_of(TransformersCallback(stopping, TrainerCallback)) == {"should_training_stop"}
+    assert not flags_of(TransformersCallback(transformers.integrations.TensorBoardCallback(), TrainerCallback))
 
 
 # -- what a run holds of callbacks, and what is an error ---------------------------------------------------
@@ -301,8 +288,10 @@ def trained(folder: Path, *, dies_at: int = 0) -> tuple[Run | None, Counting, An
     counting, stopping = Counting(), transformers.EarlyStoppingCallback(3, 10.0)
     arguments = Arguments(logging_steps=3, metric_for_best_model="loss")
     saves = Checkpoint("2 steps", on_exception=False)
-    trainer = trainer_of(
-        [evaluate("2 steps"), saves, arguments, stopping, counting, Recorder(on_step_end=die)], max_epochs=3, directory=folder
+    trainer = pair.trainer_of(
+        [evaluate("2 steps"), saves, arguments, stopping, counting, Recorder(on_step_end=die)],
+        max_epochs=3,
+        directory=folder,
     )
     if not dies_at:
         return trainer.fit(resume="auto"), counting, stopping
@@ -346,7 +335,7 @@ def test_checkpoints_have_the_names_that_integrations_read(tmp_path: Path) -> No
         seen.append(sorted(path.name for path in folder.iterdir()))
         (folder / "notes.txt").write_text("of a callback")
 
-    here([Checkpoint("2 steps", keep_last=1), Recorder(on_save=look)], max_steps=4, directory=tmp_path / "run")
+    pair.here([Checkpoint("2 steps", keep_last=1), Recorder(on_save=look)], max_steps=4, directory=tmp_path / "run")
     assert len(seen) == 2
     assert all("manifest.json" in names for names in seen)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]  # the other one was deleted
@@ -357,7 +346,7 @@ def test_a_save_is_requested_by_its_author(tmp_path: Path) -> None:
     def save(args: Any, state: Any, control: Any) -> None:
         control.should_save = state.global_step == 3
 
-    run = here([Checkpoint("99 epochs"), Recorder(on_step_end=save)], max_steps=5, directory=tmp_path / "run")
+    run = pair.here([Checkpoint("99 epochs"), Recorder(on_step_end=save)], max_steps=5, directory=tmp_path / "run")
     steps = [one.data["step"] for one in run.decisions if one.what == "saved"]
     assert steps == [3, 5]
 
@@ -365,7 +354,7 @@ def test_a_save_is_requested_by_its_author(tmp_path: Path) -> None:
 def test_default_flow_follows_the_schedules_of_native_callbacks(tmp_path: Path) -> None:
     recorder, flow = Recorder(), transformers.DefaultFlowCallback()
     arguments = Arguments(logging_steps=2, logging_first_step=True)
-    run = here(
+    run = pair.here(
         [evaluate("2 steps"), Checkpoint("3 steps"), flow, arguments, recorder], max_epochs=1, directory=tmp_path / "run"
     )
     assert run.outcome is not None
@@ -380,12 +369,12 @@ def test_a_returned_control_replaces_the_old_one() -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
             return transformers.TrainerControl(should_training_stop=state.global_step == 2)
 
-    assert here([Stop()], max_steps=5).progress.step == 2
+    assert pair.here([Stop()], max_steps=5).progress.step == 2
 
 
 def test_native_values_reach_on_log() -> None:
     recorder = Recorder(on_train_begin=lambda args, state, control: None)
-    here([LogTraining("3 steps", throughput=["steps"]), evaluate("3 steps"), recorder], max_steps=3)
+    pair.here([LogTraining("3 steps", throughput=["steps"]), evaluate("3 steps"), recorder], max_steps=3)
     logs = [row[3] for row in recorder.rows if row[0] == "on_log"]
     assert [sorted(one) for one in logs] == [
         ["epoch", "grad_norm", "learning_rate", "loss"],
@@ -397,14 +386,14 @@ def test_native_values_reach_on_log() -> None:
 
 def test_several_evaluations_have_names_of_their_own() -> None:
     recorder = Recorder()
-    here([evaluate("3 steps"), evaluate("3 steps", "other"), recorder], max_steps=3)
+    pair.here([evaluate("3 steps"), evaluate("3 steps", "other"), recorder], max_steps=3)
     metrics = [sorted(row[3]) for row in recorder.rows if row[0] == "on_evaluate"]
     assert metrics == [["epoch", "eval_loss"], ["epoch", "eval_other_loss"]]
 
 
 def test_evaluate_and_predict_alone() -> None:
     recorder = Recorder()
-    trainer = trainer_of([recorder], max_steps=2)
+    trainer = pair.trainer_of([recorder], max_steps=2)
     trainer.fit()
     begun = len(recorder.rows)
     loader = DataLoader(Samples(4, 2), batch_size=2)
@@ -425,7 +414,7 @@ def test_the_view_answers_with_values_of_the_run(tmp_path: Path) -> None:
         assert dataclasses.asdict(args)["gradient_accumulation_steps"] == 2  # ClearMLCallback reads the fields
 
     native = [evaluate("1 epoch"), Checkpoint("4 steps"), BestWeights("eval/loss", "min"), LogTraining(5)]
-    here([*native, Recorder(on_train_begin=read)], max_epochs=2, accumulate=2, directory=tmp_path / "run")
+    pair.here([*native, Recorder(on_train_begin=read)], max_epochs=2, accumulate=2, directory=tmp_path / "run")
     wanted = {
         "output_dir": str(tmp_path / "run"),
         "run_name": "run",
@@ -463,7 +452,7 @@ def test_the_view_answers_with_values_of_the_run(tmp_path: Path) -> None:
 def test_an_argument_that_is_not_mapped(read: Any, message: str) -> None:
     recorder = Recorder(on_train_begin=lambda args, state, control: read(args))
     with pytest.raises(AdapterError, match=message):
-        here([recorder], max_steps=1)
+        pair.here([recorder], max_steps=1)
 
 
 def test_errors_say_what_to_add() -> None:
@@ -471,19 +460,19 @@ def test_errors_say_what_to_add() -> None:
         control.should_evaluate = True
 
     with pytest.raises(AdapterError, match=r"Recorder sets control.should_evaluate, but the list has no Evaluate"):
-        here([Recorder(on_step_end=ask)], max_steps=1)
+        pair.here([Recorder(on_step_end=ask)], max_steps=1)
     with pytest.raises(AdapterError, match=r"EarlyStoppingCallback needs args.metric_for_best_model"):
-        here([evaluate("1 epoch"), transformers.EarlyStoppingCallback()], max_steps=1)
+        pair.here([evaluate("1 epoch"), transformers.EarlyStoppingCallback()], max_steps=1)
     with pytest.raises(AdapterError, match=r"TrainingArguments has no field 'loging_steps'. Did you mean 'logging_steps'"):
-        here([Recorder(), Arguments(loging_steps=1)], max_steps=1)
+        pair.here([Recorder(), Arguments(loging_steps=1)], max_steps=1)
     with pytest.raises(MonitorError, match=r"best_model is 'los', but the .* only eval_loss. Did you mean 'eval_loss'"):
-        here([evaluate("1 step"), Arguments(metric_for_best_model="los"), Recorder()], max_steps=1)
+        pair.here([evaluate("1 step"), Arguments(metric_for_best_model="los"), Recorder()], max_steps=1)
     with pytest.raises(TypeError, match="Set these in the TrainingArguments"):
         Arguments(object(), logging_steps=1)
     with pytest.raises(TypeError, match=r"got {'logging_steps': 1}. Give values by name: Arguments\(\*\*values\)"):
         Arguments({"logging_steps": 1})
     with pytest.raises(CallbackError, match=r"is not a callback: .*; got .{,80}$"):
-        here([transformers.TrainingArguments("out", use_cpu=True)], max_steps=1)
+        pair.here([transformers.TrainingArguments("out", use_cpu=True)], max_steps=1)
 
 
 def test_a_control_with_another_attribute_or_another_object_for_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -494,11 +483,11 @@ def test_a_control_with_another_attribute_or_another_object_for_it_is_told(caplo
         def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
             return state.global_step < 3
 
-    assert here([Recorder(on_step_begin=misspell)], max_steps=2).progress.step == 2
+    assert pair.here([Recorder(on_step_begin=misspell)], max_steps=2).progress.step == 2
     told = "Recorder sets control.should_stop_training, which has no effect. Did you mean 'should_training_stop'?"
     assert [one.message for one in caplog.records].count(told) == 1
     with pytest.raises(AdapterError, match=r"Returns returned True from an event; expected control or None"):
-        here([Returns()], max_steps=2)
+        pair.here([Returns()], max_steps=2)
 
 
 def test_a_callback_may_shorten_the_run_by_its_state(tmp_path: Path) -> None:
@@ -506,8 +495,8 @@ def test_a_callback_may_shorten_the_run_by_its_state(tmp_path: Path) -> None:
         state.max_steps = 4
 
     home, native = Recorder(on_train_begin=shorten), Recorder(on_train_begin=shorten)
-    at_home(tmp_path, home, num_train_epochs=2)
-    assert here([native], max_epochs=2).progress.step == 4
+    pair.at_home(tmp_path, home, num_train_epochs=2)
+    assert pair.here([native], max_epochs=2).progress.step == 4
     assert native.rows == home.rows
 
 
@@ -524,7 +513,7 @@ def test_explicit_arguments_are_those_of_the_run() -> None:
             seen.update(metrics=metrics, eval_dataloader=eval_dataloader)
 
     evaluation = evaluate("2 steps")
-    run = here([evaluation, Explicit(), Arguments(processing_class="tokenizer")], max_steps=2)
+    run = pair.here([evaluation, Explicit(), Arguments(processing_class="tokenizer")], max_steps=2)
     assert seen["model"] is run.model
     assert seen["optimizer"] is run.optimizers[0]
     assert seen["lr"] == [0.0]
@@ -552,7 +541,7 @@ def test_floating_point_operations_are_counted() -> None:
             Tokens(),
             lambda parameters: torch.optim.SGD(parameters, 0.1),
             [{"tokens": torch.arange(1 + count)} for count in range(4)],
-            compute,
+            pair.compute,
             max_epochs=1,
             accumulate=accumulate,
             callbacks=[transformers.PrinterCallback()],

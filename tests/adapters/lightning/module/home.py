@@ -16,9 +16,6 @@ from tests.adapters.lightning.home import CPU, by_lightning
 lightning: Any = import_module("lightning")
 
 
-Options = dict[str, Any] | None
-
-
 def rows(count: int = 40, width: int = 4, seed: int = 0) -> TensorDataset:
     """Return a data set for regression."""
     draw = torch.Generator().manual_seed(seed)

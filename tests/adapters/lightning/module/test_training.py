@@ -18,21 +18,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Re
 
 from cadenza import Trainer
 from cadenza.adapters.lightning.module.advice import ADVICE
-from cadenza.callbacks import Checkpoint, ClipGradients, Ema
+from cadenza.callbacks import ClipGradients, Ema
 from cadenza.errors import AdapterError, CallbackError, DataError, LossError, MonitorError
 from tests.adapters.lightning.home import CPU
-from tests.adapters.lightning.module.home import (
-    Regression,
-    at_home,
-    batches,
-    configured,
-    lightning,
-    native,
-    native_run,
-    sgd,
-    trained_alike,
-    weights,
-)
+from tests.adapters.lightning.module import home as pair
+from tests.adapters.lightning.module.home import Regression, batches, configured, lightning, sgd
 
 # -- training ----------------------------------------------------------------------------------------------
 
@@ -85,7 +75,7 @@ class Logging(Regression):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_optimizers_of_every_form_train_as_in_lightning(form: str) -> None:
     make = configured(FORMS[form], Logging if "plateau" in form else Regression)
-    theirs, ours, _ = trained_alike(make, max_epochs=3)
+    theirs, ours, _ = pair.trained_alike(make, max_epochs=3)
     assert ours.rates == theirs.rates
 
 
@@ -139,13 +129,13 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_and_clipping_and_precision_are_those_of_lightning(name: str) -> None:
     make, home, here = SETTINGS[name]
-    _, ours, _ = trained_alike(make, max_epochs=3, home=home, here=here)
+    _, ours, _ = pair.trained_alike(make, max_epochs=3, home=home, here=here)
     assert len(ours.losses) == 30 or (len(ours.losses) > 30 and name == "LBFGS")  # with a closure, which computes it again
 
 
 def test_a_module_that_decides_about_clipping_allows_no_other_work_of_the_callback() -> None:
     with pytest.raises(CallbackError, match=r"ClipsLate\.configure_gradient_clipping decides about clipping"):
-        native(ClipsLate, batches(), max_epochs=2, callbacks=[ClipGradients(max_norm=1.0, log="train/norm")])
+        pair.native(ClipsLate, batches(), max_epochs=2, callbacks=[ClipGradients(max_norm=1.0, log="train/norm")])
 
 
 # -- the hooks -----------------------------------------------------------------------------------------
@@ -202,8 +192,8 @@ class Reporting(Regression):
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": 2, "max_steps": 3}])
 def test_the_hooks_of_the_module_are_called_as_in_lightning(accumulate: int, limits: dict[str, int]) -> None:
     make = spied(Reporting)
-    theirs = at_home(make, batches(24), accumulate_grad_batches=accumulate, **limits)
-    ours = native(make, batches(24), accumulate=accumulate, **limits)
+    theirs = pair.at_home(make, batches(24), accumulate_grad_batches=accumulate, **limits)
+    ours = pair.native(make, batches(24), accumulate=accumulate, **limits)
     # optimizer_step is called after the backward pass here, and before the forward pass in Lightning.
     expected = [one for one in theirs.calls if not one.startswith("optimizer_step")]
     found = [one for one in ours.calls if not one.startswith("optimizer_step")]
@@ -219,7 +209,7 @@ def test_a_batch_for_which_training_step_returns_none_is_skipped() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
 
-    theirs, ours, run = trained_alike(configured(FORMS["a dict with a config"], Skipping), max_epochs=2)
+    theirs, ours, run = pair.trained_alike(configured(FORMS["a dict with a config"], Skipping), max_epochs=2)
     assert ours.trainer.global_step == theirs.trainer.global_step == 20
     assert run.why("batch skipped").endswith("training_step returned None")
 
@@ -237,7 +227,7 @@ def test_on_train_batch_start_can_end_the_epoch(accumulate: int) -> None:
 
     make = configured(FORMS["two schedules"], Leaving)
     steps = {"home": {"accumulate_grad_batches": accumulate}, "here": {"accumulate": accumulate}}
-    theirs, ours, run = trained_alike(make, max_epochs=2, **steps)  # of a step with 3 batches, the fourth is dropped
+    theirs, ours, run = pair.trained_alike(make, max_epochs=2, **steps)  # of a step with 3 batches, the fourth is dropped
     assert len(ours.losses) == 8 == ours.ended == theirs.ended
     assert ours.rates == theirs.rates
     assert run.progress.epoch == 2
@@ -253,23 +243,11 @@ def test_an_override_of_optimizer_step_sets_the_rate_and_leaves_out_updates() ->
             else:
                 optimizer.step(closure=optimizer_closure)
 
-    trained_alike(Warm, max_epochs=2)
-
-
-class Norms(lightning.Callback):  # type: ignore[misc]
-    """Notes the norm of a gradient in hooks after the update; Lightning keeps gradients until the next batch."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-
-    def note(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.norms.append(float(module.net[0].weight.grad.norm()))
-
-    on_train_batch_end = on_train_epoch_end = note
+    pair.trained_alike(Warm, max_epochs=2)
 
 
 class KeepsNorms(Regression):
-    """Notes them too."""
+    """Notes the norm of a gradient in hooks after the update; Lightning keeps gradients until the next batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,14 +260,27 @@ class KeepsNorms(Regression):
     on_train_batch_end = on_train_epoch_end = note
 
 
+def noting(norms: list[float]) -> Any:
+    """Return a callback that notes them too."""
+
+    def note(trainer: Any, module: Any, *_: Any) -> None:
+        norms.append(float(module.net[0].weight.grad.norm()))
+
+    return lightning.pytorch.callbacks.LambdaCallback(on_train_batch_end=note, on_train_epoch_end=note)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_callbacks_and_modules_read_the_gradients_of_the_last_update(accumulate: int) -> None:
-    home, here = Norms(), Norms()
-    arguments = {"callbacks": [home], "accumulate_grad_batches": accumulate}, {"callbacks": [here], "accumulate": accumulate}
-    theirs, ours, _ = trained_alike(KeepsNorms, max_epochs=2, home=arguments[0], here=arguments[1])
-    assert here.norms == home.norms
+    home, here = list[float](), list[float]()
+    theirs, ours, _ = pair.trained_alike(
+        KeepsNorms,
+        max_epochs=2,
+        home={"callbacks": [noting(home)], "accumulate_grad_batches": accumulate},
+        here={"callbacks": [noting(here)], "accumulate": accumulate},
+    )
+    assert here == home
     assert ours.norms == theirs.norms
-    assert len(here.norms) == 22
+    assert len(here) == 22
     assert ours.net[0].weight.grad is None
 
 
@@ -306,10 +297,13 @@ def test_a_module_can_build_its_layers_in_configure_model_and_its_data_in_setup(
             if not hasattr(self, "net"):
                 self.net = nn.Sequential(nn.Linear(4, 1))
 
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]  # the index may be left out
+            return super().training_step(batch, 0)
+
         def train_dataloader(self) -> Any:
             return self.data
 
-    assert native(Late, None, max_epochs=1).losses == at_home(Late, None, max_epochs=1).losses
+    assert pair.native(Late, None, max_epochs=1).losses == pair.at_home(Late, None, max_epochs=1).losses
 
 
 def test_each_fit_sets_the_module_up_and_configures_its_optimizers_for_its_length() -> None:
@@ -356,48 +350,9 @@ def test_hyperparameters_reach_the_arguments_of_the_run(tmp_path: Path) -> None:
             super().__init__()
             self.save_hyperparameters()
 
-    _, run = native_run(lambda: Sized(width=16, extra=object), batches(), max_steps=1, directory=tmp_path / "run")
+    _, run = pair.native_run(lambda: Sized(width=16, extra=object), batches(), max_steps=1, directory=tmp_path / "run")
     assert run.info.arguments["hparams"] == {"width": 16, "kind": "tanh", "extra": repr(object)}
     assert '"kind": "tanh"' in (tmp_path / "run" / "run.json").read_text()
-
-
-class Resumed(Regression):
-    """Has what a checkpoint must hold: momentum, two schedules, dropout, and a value of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        self.seen = 0
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen += len(batch[0])
-
-    def on_train_epoch_end(self) -> None:
-        self.log("seen", 1.0)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["seen"] = self.seen
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.seen = checkpoint["seen"]
-        assert checkpoint["global_step"] == 13
-
-    def configure_optimizers(self) -> Any:
-        one = sgd(self)
-        plateau = ReduceLROnPlateau(one, patience=1, threshold=10.0)
-        return [one], [{"scheduler": plateau, "monitor": "seen"}, {"scheduler": OneCycleLR(one, 0.02, 40), "interval": "step"}]
-
-
-def test_a_run_that_continues_in_mid_epoch_ends_with_the_same_bits(tmp_path: Path) -> None:
-    whole = native(Resumed, batches(), max_epochs=4, seed=1)
-    save: dict[str, Any] = {"seed": 1, "directory": tmp_path, "callbacks": [Checkpoint(every="13 steps")]}
-    native(Resumed, batches(), max_steps=13, **save)
-    again, run = native_run(Resumed, batches(), resume="auto", max_epochs=4, **save)
-    assert run.progress.step == 40
-    assert torch.equal(weights(again), weights(whole))
-    assert again.losses == whole.losses[13:]
-    assert again.rates == whole.rates[13:]
-    assert again.seen == whole.seen == 160
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -436,24 +391,19 @@ def test_native_arguments_that_the_module_replaces_are_not_dropped(name: str) ->
         Trainer.from_lightning(Regression(), batches(), max_epochs=1, **{name: object()})
 
 
-def test_a_class_instead_of_an_instance_is_named() -> None:
-    with pytest.raises(TypeError, match=r"got the class Regression\. Give an instance: Regression\(\.\.\.\)"):
-        Trainer.from_lightning(Regression, batches(), max_epochs=1)
-    with pytest.raises(TypeError, match=r"got the class LightningDataModule\. Give an instance"):
-        Trainer.from_lightning(Regression(), lightning.LightningDataModule, max_epochs=1)
-    with pytest.raises(TypeError, match=r"made by torch\.compile\. Give the Regression itself"):
-        Trainer.from_lightning(torch.compile(Regression(), backend="eager"), batches(), max_epochs=1)
-
-
-def test_loaders_in_a_form_of_their_own_are_not_trained_on() -> None:
-    a = batches()
-    for data, message in [
-        ((a, a, a), "a tuple of loaders is \\(train, val\\); got 3 elements"),
-        ({"train": a, "valid": a}, "got \\['train', 'valid'\\]: 'valid' is no stage"),
-        ({"val": a}, "got \\['val'\\]: 'train' is missing"),
-    ]:
-        with pytest.raises(DataError, match=message):
-            Trainer.from_lightning(Regression(), data, max_epochs=1)
+def test_a_class_instead_of_an_instance_and_loaders_in_a_form_of_their_own_are_named() -> None:
+    module, a = Regression(), batches()
+    given: list[tuple[Any, Any, type[Exception], str]] = [
+        (Regression, a, TypeError, r"got the class Regression\. Give an instance: Regression\(\.\.\.\)"),
+        (module, lightning.LightningDataModule, TypeError, r"got the class LightningDataModule\. Give an instance"),
+        (torch.compile(module, backend="eager"), a, TypeError, r"made by torch\.compile\. Give the Regression itself"),
+        (module, (a, a, a), DataError, r"a tuple of loaders is \(train, val\); got 3 elements"),
+        (module, {"train": a, "valid": a}, DataError, r"got \['train', 'valid'\]: 'valid' is no stage"),
+        (module, {"val": a}, DataError, r"got \['val'\]: 'train' is missing"),
+    ]
+    for one, data, error, message in given:
+        with pytest.raises(error, match=message):
+            Trainer.from_lightning(one, data, max_epochs=1)
 
 
 def test_what_nothing_calls_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -462,39 +412,50 @@ def test_what_nothing_calls_is_named(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(AdapterError, match=f"Old has {name}, which Lightning 2 removed.*Write on_"):
             Trainer.from_lightning(old(), batches(), max_epochs=1)
     validated = type("Validated", (Regression,), {"validation_step": lambda self, batch, batch_idx: None})
-    native(validated, batches(), max_epochs=1)
+    pair.native(validated, batches(), max_epochs=1)
     assert "Validated has a validation_step, but there is no validation loader: nothing is validated" in caplog.text
-    native(Regression, (batches(), batches()), max_epochs=1)
+    pair.native(Regression, (batches(), batches()), max_epochs=1)
     assert "there is a validation loader, but Regression has no validation_step: nothing is validated" in caplog.text
 
 
 def test_several_optimizers_need_manual_optimization() -> None:
     make = configured(lambda self: [sgd(self), SGD(self.net[0].parameters(), 0.1)])
-    for fit in (at_home, native):
+    for fit in (pair.at_home, pair.native):
         with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
             fit(make, batches(), max_epochs=1)
 
 
 def test_what_a_native_loop_cannot_give_is_named() -> None:
-    class Iterating(Regression):
-        def training_step(self, dataloader_iter: Any) -> Any: ...  # type: ignore[override]
+    def curious(**methods: Callable[..., Any]) -> type[Any]:
+        return type("Curious", (Regression,), methods)
 
-    with pytest.raises(AdapterError, match="takes dataloader_iter"):
-        native(Iterating, batches(), max_epochs=1)
-
-    class Curious(Regression):
-        def configure_optimizers(self) -> Any:
-            return SGD(self.parameters(), self.trainer.tuner.rate)
-
-    with pytest.raises(AdapterError, match=r"reads trainer\.tuner before the run"):
-        native(Curious, batches(), max_epochs=1)
-
-    class Textual(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"predictions": batch}
-
-    with pytest.raises(LossError, match=r"a dict with the key 'loss'.*got a mapping with \['predictions'\]"):
-        native(Textual, batches(), max_epochs=1)
+    for make, error, message in [
+        (curious(training_step=lambda self, dataloader_iter: None), AdapterError, "takes dataloader_iter"),
+        (
+            curious(training_step=lambda self, batch, batch_idx: {"predictions": batch}),
+            LossError,
+            r"a dict with the key 'loss'.*got a mapping with \['predictions'\]",
+        ),
+        (
+            curious(configure_optimizers=lambda self: SGD(self.parameters(), self.trainer.tuner.rate)),
+            AdapterError,
+            r"reads trainer\.tuner before the run",
+        ),
+        (
+            curious(training_step=lambda self, batch, batch_idx: self.trainer.fit_loop.tuner),
+            AdapterError,
+            r"Curious reads trainer\.fit_loop\.tuner, which a native run does not provide",
+        ),
+        (
+            curious(on_train_start=lambda self: self.trainer.tuner),
+            AdapterError,
+            r"Curious reads trainer\.tuner.*FindLearningRate",
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            pair.native(make, batches(), max_epochs=1)
+    with pytest.raises(Exception, match=r"training loader|`train_dataloader` must be implemented"):
+        pair.native(Regression, None, max_epochs=1)
 
 
 def test_a_fit_needs_a_step_and_optimizers_and_a_list_of_callbacks() -> None:
@@ -528,27 +489,10 @@ def test_wrong_optimizers_are_named() -> None:
         (lambda self: ([sgd(self)], [object()]), "expected a scheduler with state_dict"),
     ]:
         with pytest.raises((TypeError, ValueError), match=message):
-            native(configured(make), batches(), max_epochs=1)
+            pair.native(configured(make), batches(), max_epochs=1)
     missing = configured(lambda self: {"optimizer": (one := sgd(self)), "lr_scheduler": ReduceLROnPlateau(one), "monitor": "x"})
     with pytest.raises(MonitorError, match="conditioned on metric x which is not available"):
-        native(missing, batches(), max_epochs=1)
-
-
-def test_a_module_without_data_is_an_error() -> None:
-    with pytest.raises(Exception, match=r"training loader|`train_dataloader` must be implemented"):
-        native(Regression, None, max_epochs=1)
-
-
-def test_an_attribute_that_is_not_mapped_names_the_module() -> None:
-    class Curious(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.trainer.fit_loop.tuner
-
-    with pytest.raises(AdapterError, match=r"Curious reads trainer\.fit_loop\.tuner, which a native run does not provide"):
-        native(Curious, batches(), max_epochs=1)
-    curious = type("Curious", (Regression,), {"on_train_start": lambda self: self.trainer.tuner})
-    with pytest.raises(AdapterError, match=r"Curious reads trainer\.tuner.*FindLearningRate"):
-        native(curious, batches(), max_epochs=1)
+        pair.native(missing, batches(), max_epochs=1)
 
 
 def test_habits_of_lightning_are_answered() -> None:

@@ -1,4 +1,4 @@
-"""What the code of a step reads of ``self.trainer``: the values of Lightning, also in capsules and after rollbacks."""
+"""Steps: what their code reads of ``self.trainer``, those that optimize by hand, capsules and rollbacks, and two processes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from cadenza import Trainer
-from cadenza.callbacks import Capsule, Checkpoint, EarlyStopping, LearningRate, Limit, Recover, StopOnNonFinite
-from cadenza.errors import CallbackError, DataError
+from cadenza.callbacks import (
+    Best,
+    Capsule,
+    Checkpoint,
+    ClipGradients,
+    EarlyStopping,
+    Ema,
+    LearningRate,
+    Limit,
+    Recover,
+    StopOnNonFinite,
+)
+from cadenza.compat.lightning import validate
+from cadenza.errors import AdapterError, CallbackError, DataError
 from cadenza.sinks import Sink
+from cadenza.testing import launch
 from cadenza.timetravel import replay_capsule, what_if
 from tests.adapters.lightning.home import CPU, by_lightning
-from tests.adapters.lightning.module.home import (
-    Regression,
-    at_home,
-    batches,
-    configured,
-    lightning,
-    native,
-    native_run,
-    rows,
-    sgd,
-    trained_alike,
-    weights,
-)
+from tests.adapters.lightning.module import home as pair
+from tests.adapters.lightning.module.home import Regression, batches, configured, lightning, rows, sgd, weights
 
 # -- steps -------------------------------------------------------------------------------------------------
 
@@ -77,12 +79,16 @@ for _name in ("on_train_batch_start", "on_before_backward", "on_after_backward",
     setattr(Looks, _name, _looking(_name))
 
 
-class ByHand(Looks):
-    """Accumulates gradients by hand, as in the documentation of Lightning."""
+class Manual(Regression):
+    """Calls its optimizer itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class ByHand(Manual, Looks):
+    """Accumulates gradients by hand, as in the documentation of Lightning."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
@@ -104,7 +110,7 @@ def _decaying(self: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [Looks, ByHand])
 def test_the_position_in_the_epoch_is_that_of_lightning(kind: type[Any]) -> None:
-    theirs, ours, _ = trained_alike(configured(_decaying, kind), max_epochs=2)
+    theirs, ours, _ = pair.trained_alike(configured(_decaying, kind), max_epochs=2)
     assert ours.seen == theirs.seen
     assert [one[0] for one in ours.seen if one[1]].count("training_step") == 2
     assert ours.rates == theirs.rates
@@ -119,7 +125,7 @@ class Stream(IterableDataset[Any]):
 
 def test_the_last_batch_of_a_loader_without_a_length_is_not_known() -> None:
     with pytest.raises(DataError, match="is_last_batch is not known"):
-        native(ByHand, DataLoader(Stream(), 4), max_epochs=1)
+        pair.native(ByHand, DataLoader(Stream(), 4), max_epochs=1)
 
 
 def test_two_schedules_of_one_optimizer_are_refused() -> None:
@@ -155,7 +161,7 @@ def test_a_limit_is_known_when_schedules_are_made() -> None:
 
     make = configured(one_cycle, Looks)
     limits: dict[str, Any] = {"home": {"limit_train_batches": 4}, "here": {"callbacks": [Limit(train=4)]}}
-    theirs, ours, _ = trained_alike(make, max_epochs=2, **limits)
+    theirs, ours, _ = pair.trained_alike(make, max_epochs=2, **limits)
     assert ours.rates == theirs.rates
     assert ours.seen == theirs.seen
 
@@ -191,7 +197,7 @@ class Kept(Sink):
 
 def test_the_experiment_of_the_logger_takes_the_methods_of_a_summary_writer() -> None:
     kept = Kept()
-    _, run = native_run(Drawing, batches(8), max_epochs=1, callbacks=[kept])
+    _, run = pair.native_run(Drawing, batches(8), max_epochs=1, callbacks=[kept])
     assert run.history.names == ["train/mean", "parts/a", "parts/b", "size"]
     assert run.history["parts/b"] == [(1, 0), (2, 1)]
     kinds = [(name, type(one).__name__) for name, one in kept.media.items()]
@@ -205,7 +211,7 @@ def test_one_name_for_two_values_of_an_epoch_is_a_warning(caplog: pytest.LogCapt
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("train_loss_epoch", 1.0)
 
-    _, run = native_run(Both, (batches(), batches(8)), max_epochs=2)
+    _, run = pair.native_run(Both, (batches(), batches(8)), max_epochs=2)
     assert [one.message.split(":")[0] for one in caplog.records if "same epoch" in one.message] == [
         "training_step and validation_step log 'train_loss_epoch' for the same epoch"
     ]
@@ -255,13 +261,13 @@ class Unfreezes(Regression):
 
 
 def test_what_a_module_froze_and_unfroze_stays_so_in_a_run_that_continues(tmp_path: Path) -> None:
-    whole = native(Unfreezes, batches(20), max_epochs=3, seed=1)
-    assert whole.losses == at_home(Unfreezes, batches(20), max_epochs=3).losses
+    whole = pair.native(Unfreezes, batches(20), max_epochs=3, seed=1)
+    assert whole.losses == pair.at_home(Unfreezes, batches(20), max_epochs=3).losses
     keep: dict[str, Any] = {"callbacks": [Checkpoint("1 step", keep_last=99)], "directory": tmp_path, "seed": 1}
-    native(Unfreezes, batches(20), max_epochs=3, **keep)
+    pair.native(Unfreezes, batches(20), max_epochs=3, **keep)
     for step in (7, 10):
         path = tmp_path / "checkpoints" / f"step-{step:08}"
-        again, _ = native_run(Unfreezes, batches(20), resume=path, max_epochs=3, seed=1)
+        again, _ = pair.native_run(Unfreezes, batches(20), resume=path, max_epochs=3, seed=1)
         assert again.losses == whole.losses[step:]
         assert torch.equal(weights(again), weights(whole))
 
@@ -280,9 +286,176 @@ class LeavesOut(Regression):
 
 def test_a_module_may_leave_weights_out_of_its_checkpoints(tmp_path: Path) -> None:
     save: dict[str, Any] = {"directory": tmp_path, "callbacks": [Checkpoint("3 steps", keep_last=9)]}
-    whole = native(LeavesOut, batches(20), max_epochs=2, seed=1, **save)
-    again, _ = native_run(LeavesOut, batches(20), tmp_path / "checkpoints" / "step-00000003", max_epochs=2, seed=1)
+    whole = pair.native(LeavesOut, batches(20), max_epochs=2, seed=1, **save)
+    again, _ = pair.native_run(LeavesOut, batches(20), tmp_path / "checkpoints" / "step-00000003", max_epochs=2, seed=1)
     assert again.losses == whole.losses[3:]
+
+
+# -- manual optimization -----------------------------------------------------------------------------------
+
+
+class Gan(lightning.LightningModule):  # type: ignore[misc]
+    """Draws points like those of the data. One network makes them, the other tells them from real ones."""
+
+    def __init__(self, rate: float = 0.02) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.losses: list[tuple[float, float]] = []
+        self.calls: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, _ = batch
+        make, judge = self.optimizers()
+        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+
+        self.toggle_optimizer(make)
+        assert not any(one.requires_grad for one in self.discriminator.parameters())
+        fooled = self.against(self.generator(self.noise(batch_idx, len(real))), ones)
+        make.zero_grad()
+        self.manual_backward(fooled)
+        self.clip_gradients(make, gradient_clip_val=0.5)
+        make.step()
+        self.untoggle_optimizer(make)
+
+        with judge.toggle_model():
+            made = self.generator(self.noise(batch_idx, len(real))).detach()
+            told = (self.against(real, ones) + self.against(made, zeros)) / 2
+            judge.zero_grad()
+            self.manual_backward(told)
+            judge.step()
+        self.losses.append((fooled.item(), told.item()))
+
+    def noise(self, batch_idx: int, count: int) -> torch.Tensor:
+        return torch.randn(count, 2, generator=torch.Generator().manual_seed(batch_idx))
+
+    def against(self, points: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(self.discriminator(points), target)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.calls.append(f"step {self.trainer.global_step} {self.trainer.current_epoch}")
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.calls.append(f"backward {loss.item():.4f}")
+
+    def on_after_backward(self) -> None:
+        self.calls.append("after")
+
+    def on_train_epoch_end(self) -> None:
+        for one in self.lr_schedulers():
+            one.step()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.calls.append(f"end {batch_idx} {self.trainer.global_step} {outputs.get('loss')}")
+
+    def configure_optimizers(self) -> Any:
+        make = torch.optim.Adam(self.generator.parameters(), self.hparams.rate)
+        judge = torch.optim.SGD(self.discriminator.parameters(), self.hparams.rate, momentum=0.9)
+        return [make, judge], [StepLR(make, 1, 0.5), {"scheduler": StepLR(judge, 1, 0.9), "interval": "epoch"}]
+
+
+def test_a_gan_trains_as_in_lightning_with_the_same_calls_of_hooks() -> None:
+    theirs, ours, run = pair.trained_alike(Gan, max_epochs=2)
+    assert len(ours.losses) == 20
+    assert ours.calls == theirs.calls
+    assert ours.trainer.global_step == theirs.trainer.global_step == 40
+    assert run.loss is not None
+    assert run.loss.item() == pytest.approx(sum(ours.losses[-1]))  # of all backward passes of the step
+
+
+class Accumulating(Manual):
+    """Updates after every third batch, keeps its gradients in between, and closes over a second backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer, (x, y) = self.optimizers(), batch
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.manual_backward(loss / 3, retain_graph=True)
+        self.manual_backward(loss / 3)
+        if (batch_idx + 1) % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.losses.append(loss.item())
+        return {"loss": loss, "rows": len(x)}
+
+
+class Resumed(Regression):
+    """Has what a checkpoint must hold: momentum, two schedules, dropout, and a value of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.seen = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += len(batch[0])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seen", 1.0)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+        assert checkpoint["global_step"] == 13
+
+    def configure_optimizers(self) -> Any:
+        one = sgd(self)
+        plateau = ReduceLROnPlateau(one, patience=1, threshold=10.0)
+        return [one], [{"scheduler": plateau, "monitor": "seen"}, {"scheduler": OneCycleLR(one, 0.02, 40), "interval": "step"}]
+
+
+@pytest.mark.parametrize(("make", "steps", "updates"), [(Gan, 7, 14), (Accumulating, 4, 1), (Resumed, 13, 13)])
+def test_a_run_that_continues_in_mid_epoch_ends_with_the_same_bits(
+    make: type[Any], steps: int, updates: int, tmp_path: Path
+) -> None:
+    whole = pair.native(make, batches(), max_epochs=4, seed=1)
+    save: dict[str, Any] = {"directory": tmp_path, "callbacks": [Checkpoint(every=f"{steps} steps")], "seed": 1}
+    first, run = pair.native_run(make, batches(), max_steps=steps, **save)
+    assert (run.progress.step, first.trainer.global_step) == (steps, updates)
+    again, run = pair.native_run(make, batches(), resume="auto", max_epochs=4, **save)
+    assert (run.progress.step, again.trainer.global_step) == (40, whole.trainer.global_step)
+    assert torch.equal(weights(again), weights(whole))
+    assert again.losses == whole.losses[steps:]
+    if make is Resumed:
+        assert again.rates == whole.rates[steps:]
+        assert again.seen == whole.seen == 160
+
+
+class WithClosure(Manual):
+    """Gives the optimizer a closure."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer, (x, y) = self.optimizers(), batch
+
+        def closure() -> torch.Tensor:
+            loss = nn.functional.mse_loss(self.net(x), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.losses.append(loss.item())
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+@pytest.mark.parametrize("make", [Accumulating, WithClosure])
+def test_gradients_stay_between_batches_and_closures_are_called(make: type[Any]) -> None:
+    pair.trained_alike(make, max_epochs=2)
+
+
+def test_what_belongs_to_automatic_optimization_is_refused() -> None:
+    with pytest.raises(ValueError, match="accumulate=1"):
+        Trainer.from_lightning(Gan(), batches(), max_epochs=1, accumulate=2, device="cpu")
+
+    class Confused(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.manual_backward(super().training_step(batch, batch_idx))
+
+    for fit in (pair.at_home, pair.native):
+        with pytest.raises(Exception, match="automatic_optimization` as False"):
+            fit(Confused, batches(), max_epochs=1)
 
 
 # -- capsules, rollbacks and recorded evaluations ----------------------------------------------------------
@@ -313,15 +486,15 @@ class Noted(Logging):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def trainer_in(directory: Path | None, *callbacks: Any, bad: bool = False) -> Trainer:
+def trainer_in(directory: Path | None, *callbacks: Any, bad: bool = False, **limits: Any) -> Trainer:
     torch.manual_seed(1)
     inputs, targets = rows(40).tensors
     targets = targets.clone()
     if bad:
         targets[BAD] = math.nan
     loaders = DataLoader(TensorDataset(inputs, targets), 4), DataLoader(rows(8), 4)
-    arguments: dict[str, Any] = {"directory": directory, "callbacks": callbacks, **CPU}
-    return Trainer.from_lightning(Noted(), loaders, max_epochs=3, **arguments)
+    arguments: dict[str, Any] = {"max_epochs": 3, "directory": directory, "callbacks": callbacks, **CPU, **limits}
+    return Trainer.from_lightning(Noted(), loaders, **arguments)
 
 
 def test_a_capsule_is_repeated_in_another_process_with_the_counters_of_its_step(tmp_path: Path) -> None:
@@ -355,3 +528,65 @@ def test_what_if_knows_the_names_of_a_module(tmp_path: Path) -> None:
     answer = what_if(tmp_path / "long", [EarlyStopping("val_loss", "min", patience=1, min_delta=10.0)])
     assert answer.stopped is not None
     assert (answer.step, answer.stopped.why) == (stopped.progress.step, stopped.outcome.reason)  # type: ignore[union-attr]
+
+
+def test_native_callbacks_stand_beside_the_module_and_resume_exactly(tmp_path: Path) -> None:
+    def fit(folder: str, **limits: Any) -> tuple[Trainer, Any]:
+        stop = EarlyStopping("val_loss", "min", patience=2, min_delta=10.0)
+        keep = Checkpoint(every="7 steps", keep=Best("val_loss", mode="min"))
+        callbacks = [ClipGradients(max_norm=0.5), Ema(decay=0.9), stop, keep]
+        trainer = trainer_in(tmp_path / folder, *callbacks, **{"max_epochs": 9, "seed": 1, **limits})
+        return trainer, trainer.fit(resume="auto")
+
+    trainer, run = fit("whole")
+    assert run.outcome.kind == "stopped"
+    assert "val_loss" in run.why("stopped")
+    [result] = validate(trainer, which="best")
+    assert result["val_loss"] == pytest.approx(min(value for _, value in run.history["val_loss"]))
+    fit("parts", max_steps=24)
+    _, resumed = fit("parts")
+    assert resumed.progress.step == run.progress.step == 30
+    assert torch.equal(weights(resumed.model), weights(run.model))
+    assert resumed.history["val_loss"] == run.history["val_loss"]
+
+
+# -- two processes -------------------------------------------------------------------------------------
+
+
+class WithAdam(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Contrastive(Regression):
+    """Compares its embeddings with those of all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own = nn.functional.normalize(self.net[:2](batch[0]), dim=1)
+        every = self.all_gather(own, sync_grads=True)
+        assert not self.trainer.strategy.all_gather(own).requires_grad or self.trainer.world_size == 1
+        every = every.flatten(0, 1) if self.trainer.world_size > 1 else every
+        return torch.logsumexp(every @ every.T, 1).mean() + 0 * self.net[2](own).sum()
+
+
+def test_two_processes_train_as_one_with_the_whole_batch() -> None:
+    def fits() -> list[Any]:
+        torch.set_num_threads(1)
+        found = list[Any]()
+        for make in (Regression, Gan, Contrastive, Unfreezes):
+            module, run = pair.native_run(make, batches(40, 4), max_epochs=1)
+            found.append((weights(module), run.progress.step, module.trainer.global_step, type(run.driver).__name__))
+        split = [pair.native(WithAdam, batches(40, 4), max_epochs=1, driver=driver).losses for driver in ("ddp", "fsdp")]
+        with pytest.raises(AdapterError, match="manual optimization, which works with one process and with DDP"):
+            pair.native(Gan, batches(40, 4), max_epochs=1, driver="fsdp")
+        return [found, split]
+
+    (first, split), (second, _) = launch(fits)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1:] == other[1:]
+    assert [one[1:] for one in first] == [(5, 5, "DdpDriver"), (5, 10, "DdpDriver"), *[(5, 5, "DdpDriver")] * 2]
+    assert split[1] == pytest.approx(split[0], rel=1e-5)
+    for index, make in ((0, Regression), (2, Contrastive), (3, Unfreezes)):
+        alone = pair.native(make, batches(40, 8), max_epochs=1)
+        torch.testing.assert_close(first[index][0], weights(alone))
