@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import LogTraining
-from cadenza.drivers import DdpDriver, driver_of
+from cadenza.drivers import DdpDriver, FsdpDriver, driver_of
 from cadenza.drivers.joining import rendezvous_of
+from cadenza.drivers.sharding import whole
 from cadenza.engine import silence
+from cadenza.engine.arguments import checked_debugging
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError, DistributedError
 from cadenza.testing import launch
@@ -95,30 +99,11 @@ def test_the_end_of_an_epoch_that_one_rank_asks_for_ends_it_on_all() -> None:
     assert on_ranks(ending) == [(2, 5), (2, 5)]  # at the boundary after the one at which one rank requested it
 
 
-def test_a_signal_of_one_rank_stops_all_ranks_after_the_next_step() -> None:
-    def stopping() -> int:
-        @on(Callback.on_step_end, at=3)
-        def receive(run: Run) -> None:
-            seen.append(run)
-            if rank() == 1:
-                session_of(run).sync.requests.preempt(signal.SIGTERM)
-
-        seen: list[Run] = []
-        with pytest.raises(SystemExit):
-            trainer(loader(96), callbacks=[receive]).fit()
-        return seen[-1].progress.step
-
-    assert launch(stopping) == [4, 4]
-
-
 def test_an_unexpected_stop_is_sent_with_the_next_batch() -> None:
     def stopping() -> tuple[int, str]:
         silence.LONGEST_S = 0.0  # in this process: no quiet steps, at the end of which the request would be sent
         runs: list[Run] = []
-
-        @on(Callback.on_fit_start)
-        def keep(run: Run) -> None:
-            runs.append(run)
+        keep = on(Callback.on_fit_start)(lambda run: runs.append(run))
 
         def loss(model: Any, batch: Any) -> Tensor:
             if rank() == 1 and runs[0].progress.step == 2:
@@ -370,3 +355,141 @@ def test_an_error_of_one_rank_in_an_evaluation_is_told_to_the_others(judge: str)
     assert first.__notes__[0].startswith(f"context: compute, in batch 1 of {where}, on rank 1")
     assert isinstance(second, DistributedError)
     assert "rank 1: ZeroDivisionError: on purpose" in str(second)
+
+
+# -- debug_ranks=True: calls that do not match are named on all ranks before they run, and none hangs ---
+
+FLOATS = torch.zeros(3)
+
+
+def each_in_its_order(run: Run) -> None:
+    calls: list[Callable[[], object]] = [lambda: dist.all_reduce(FLOATS), lambda: dist.broadcast(FLOATS, 0)]
+    for call in calls if run.is_main else reversed(calls):
+        call()
+
+
+def fail_on_one(run: Run) -> None:
+    if rank() == 1:
+        raise ValueError("on purpose")
+    run.driver.barrier()
+
+
+def come_late(run: Run) -> None:
+    if rank() == 1:
+        time.sleep(1.5)
+    run.driver.barrier()
+
+
+PLANTED: dict[str, Callable[[Run], object]] = {
+    "on_rank_0_only": lambda run: run.is_main and dist.all_reduce(FLOATS),
+    "on_rank_1_only": lambda run: run.is_main or run.driver.reduce(FLOATS),
+    "in_other_order": each_in_its_order,
+    "of_other_shape": lambda run: dist.all_reduce(torch.zeros(2 + rank())),
+    "of_other_dtype": lambda run: dist.all_reduce(torch.zeros(2, dtype=torch.float64 if run.is_main else torch.float32)),
+    "of_other_kind": lambda run: dist.all_reduce(FLOATS, dist.ReduceOp.MAX if run.is_main else dist.ReduceOp.SUM),
+    "from_another_rank": lambda run: dist.broadcast(FLOATS, rank()),
+    "after_an_early_return": lambda run: rank() == 1 or run.driver.gather("mine"),
+    "after_an_exception": fail_on_one,
+    "on_a_slow_rank": come_late,
+}
+
+
+def fit_with(moment: Any, name: str) -> str:
+    """Return the error of a run with a planted mismatch; an empty string if it has none."""
+
+    def once(run: Run) -> None:
+        if run.progress.step == 1 and not done:
+            done.append(True)
+            PLANTED[name](run)
+
+    def with_batch(run: Run, batch: Any) -> None:
+        once(run)
+
+    done: list[bool] = []
+    once.__name__ = with_batch.__name__ = name
+    mine = on(moment)(with_batch if moment is Callback.on_batch_start else once)
+    one = trainer(callbacks=[mine], driver=DdpDriver("cpu", timeout_s=60), debug_ranks=1.0, max_epochs=1)
+    try:
+        one.fit()
+    except (DistributedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def told_of(moment: str, name: str, rank: int) -> tuple[str, ...]:
+    """Return what an error, or a warning, says."""
+    here = f"at step 1 in `{name}.{moment}` (test_rank_sync.py:"
+    if name == "after_an_exception":
+        return ("ValueError: on purpose",) if rank == 1 else ("rank 0 ends because", "rank 1: ValueError: on purpose")
+    if name == "on_a_slow_rank":
+        return "rank 0 calls all_reduce", f"rank 1 is {here}", "has not called it yet"
+    return "DistributedError", "rank 0 calls", "rank 1 calls", here  # first the rank that saw it
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["on_step_end", *(pytest.param(name, marks=pytest.mark.long) for name in ("on_batch_start", "on_before_optimizer_step"))],
+)
+def test_each_of_ten_planted_mismatches_is_named_on_all_ranks(moment: str, caplog: pytest.LogCaptureFixture) -> None:
+    def fits() -> list[str]:
+        said = []
+        for name in PLANTED:
+            caplog.clear()
+            said.append(fit_with(getattr(Callback, moment), name) or "; ".join(caplog.messages))
+            dist.barrier()  # no collective is left behind
+        return said
+
+    for number, said in enumerate(launch(fits)):
+        for name, text in zip(PLANTED, said, strict=True):
+            if name != "on_a_slow_rank" or number == 0:  # the first rank that waits shows the warning
+                for part in told_of(moment, name, number):
+                    assert part in text, (number, name, text)
+
+
+def test_a_rank_that_waits_alone_for_the_shards_of_a_weight_is_named_and_not_taken_for_a_slow_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Sharded tensors communicate without functions of torch.distributed that could be compared."""
+
+    def fits() -> tuple[str, list[str]]:
+        @on(Callback.on_step_end, at=1)
+        def gather(run: Run) -> None:
+            if run.is_main:
+                whole(next(run.model.parameters()))
+
+        one = trainer(callbacks=[gather], driver=FsdpDriver("cpu", timeout_s=5), debug_ranks=0.5)
+        with pytest.raises(DistributedError) as caught:
+            one.fit()
+        return str(caught.value), caplog.messages
+
+    for said, warned in launch(fits):
+        assert "rank 0 is at step 1 in `gather.on_step_end` (test_rank_sync.py:" in said
+        assert "waits for the others there, and calls none" in said
+        assert not [text for text in warned if "has not called it yet" in text]
+
+
+def test_a_run_without_mismatch_is_the_same_and_the_functions_of_torch_are_restored() -> None:
+    def fits() -> bool:
+        before = dist.all_reduce
+        during: list[bool] = []
+
+        @on(Callback.on_step_end)
+        def exchange(run: Run) -> None:
+            during.append(dist.all_reduce is not before)
+            dist.all_gather_object([None, None], "mine")
+
+        weights = []
+        for debug_ranks in (False, True):
+            one = trainer(callbacks=[exchange], debug_ranks=debug_ranks)
+            one.fit()
+            weights.append(weights_of(one))
+        assert during == [False] * 6 + [True] * 6
+        return torch.equal(*weights) and dist.all_reduce is before
+
+    assert launch(fits) == [True, True]
+
+
+def test_debug_ranks_is_true_or_a_number_of_seconds() -> None:
+    assert (checked_debugging(False), checked_debugging(True), checked_debugging(3)) == (None, 10.0, 3.0)
+    with pytest.raises(ValueError, match="debug_ranks must be True, False or a number of seconds greater than 0; got 0"):
+        checked_debugging(0)
