@@ -18,7 +18,7 @@ from cadenza.commands.main import main
 from tests.commands.parts import Command, going_on, let_die
 from tests.commands.test_watch import finished, seen
 from tests.forked import start
-from tests.recipes.test_docker import ENTRYPOINT, FILE
+from tests.recipes.test_pages import ENTRYPOINT, FILE
 from tests.waiting import until
 
 from ..commands.conftest import cadenza  # noqa: F401  # a fixture

@@ -1,12 +1,17 @@
-"""Processes that are killed: in a save, while they prune, while they hold a directory, and one rank of two."""
+"""Processes that are killed: in a save, in a rollback, while they prune, while they log; and what is there when they go on."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +20,31 @@ from typing import Any
 
 import pytest
 
-from cadenza import Callback, Run
-from cadenza.callbacks import Best, Checkpoint, Evaluate
+from cadenza import Callback, Run, on
+from cadenza.callbacks import Best, Checkpoint, Evaluate, LogTraining
 from cadenza.checkpoint import retention
 from cadenza.checkpoint.store import Store, checkpoints
 from cadenza.errors import DirectoryError
 from cadenza.hooks import At, Every, First, Last
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.records import writer
+from cadenza.records.writer import Writer
+from cadenza.sinks import Csv
+from cadenza.status.decisions import Outcome
 from cadenza.status.plain import first_difference
-from cadenza.testing import launch, launching, tiny_trainer
+from cadenza.status.run_info import RunInfo
+from cadenza.testing import launch, launching, tiny_loader, tiny_run, tiny_trainer
 from tests.alone import test_preemption as preempted
+from tests.callbacks.test_recover import decided, equal, recorded, trainer_in, weights_of
+from tests.forked import start
 from tests.long import seeds
+from tests.sinks.readers import CSV, QUIET, TENSORBOARD, OfMlflow
+from tests.sinks.samples import logging, metrics_of
+from tests.sinks.terminal import shown_in_terminal
+from tests.sinks.test_outages import EXPECTED, STEPS, FailingCsv, FailingTensorBoard, Outage, Ticking
+from tests.sinks.test_trackers import in_own_process
+
+# -- in a save, and while they hold a directory --------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,15 +60,11 @@ def test_a_run_that_is_killed_in_a_save_goes_on_at_the_one_before(tmp_path: Path
     assert not list(folder.glob(".tmp*"))
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def test_two_processes_cannot_have_one_directory_and_a_killed_one_blocks_no_other(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     process = preempted.started(directory, "outside", signal.SIGTERM)
     process.until_it_says("ready\n")
-    workers = children_of(process.pid)
+    workers = [*map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
     try:
         with pytest.raises(DirectoryError, match=rf"is in use by process {process.pid} on .*Wait for it, stop it, or give"):
             preempted.trainer(directory).fit(resume="auto")
@@ -97,7 +112,6 @@ def test_the_other_processes_are_ended_soon_after_one_died(monkeypatch: pytest.M
 
 
 # -- random keep rules in random runs that are killed while they prune, and a model of the rules --------
-
 
 BATCHES = 4  # an epoch
 SECONDS = [0.0]  # the clock of the checkpoints: it is the same after a resume
@@ -284,3 +298,255 @@ def test_after_a_kill_during_pruning_the_end_is_that_of_a_model_of_the_rules(
         assert (one["left"], one["dangling"]) == ([], []), one
         assert one["ended by"] in (0, signal.SIGKILL), one
     assert sum(one["ended by"] == signal.SIGKILL for one in results) >= len(results) / 2
+
+
+# -- in a rollback of `Recover` ------------------------------------------------------------------------
+
+BAD = {100: math.nan}
+
+
+class Kill(Callback):
+    """Kills the process at a step of the part of the run with this many rollbacks, or when it begins again."""
+
+    def __init__(self, step: int, rollbacks: int) -> None:
+        self.step, self.rollbacks = step, rollbacks
+
+    def on_step_end(self, run: Run) -> None:
+        if run.progress.step == self.step and len(decided(run, "went back")) == self.rollbacks:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_setup(self, run: Run) -> None:
+        if self.step == 0 and json.loads((run.info.directory / "run.json").read_text())["continued"]:  # type: ignore[operator]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def whole_rollback(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return trainer_in(tmp_path_factory.mktemp("whole"), BAD, epochs=1).fit()
+
+
+@pytest.mark.parametrize("case", ["between", "while repeating", "later"])
+def test_a_run_that_is_killed_in_a_rollback_ends_with_the_same_bits(tmp_path: Path, case: str, whole_rollback: Run) -> None:
+    (went,) = decided(whole_rollback, "went back")
+    kills: dict[str, Any] = {"between": (0, 0), "while repeating": (went["to"] + 1, 1), "later": (went["step"] + 3, 1)}
+    if (child := os.fork()) == 0:
+        try:
+            trainer_in(tmp_path, BAD, Kill(*kills[case]), epochs=1).fit()
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    run = trainer_in(tmp_path, BAD, epochs=1).fit(resume="auto")
+    assert (run.outcome and run.outcome.kind) == "finished"
+    assert equal(weights_of(run), weights_of(whole_rollback))
+    assert run.history["train/loss"] == whole_rollback.history["train/loss"]
+    assert recorded(run, "batch left out") == recorded(whole_rollback, "batch left out")
+
+
+# -- the scripts of "From your own loop" ---------------------------------------------------------------
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("kill_own_loops")
+    module.warm_up()
+    return module
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kills forked processes")
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [
+        ("gpt", 1),
+        pytest.param("gan", 1, marks=pytest.mark.long),
+        ("policy", 1),
+        pytest.param("policy", 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_script_that_is_killed_ends_in_the_same_bits(script: str, ranks: int, tmp_path: Path, kills: Any) -> None:
+    whole = tmp_path / "whole"
+    seconds = kills.left_alone(script, whole, ranks)
+    found = kills.killed(script, whole, tmp_path / "killed", seconds, 2, random.Random(ranks), ranks)
+    assert found.difference is None
+    run = whole / "runs" / script
+    assert {"console.log", "metrics.csv", "tensorboard", "checkpoints"} <= {path.name for path in run.iterdir()}
+    saved = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    assert saved["outcome"]["kind"] in ("finished", "stopped")
+    assert any('"eval/' in line for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+
+
+# -- records: each is there once after the resume ------------------------------------------------------
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def log_and_save(directory: Path, kill_at: int = -1) -> None:
+    """Log every step, and save every 20 steps."""
+
+    @on(Callback.on_step_end)
+    def step(run: Run) -> None:
+        if run.progress.step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    callbacks = [LogTraining("1 step", throughput=False), Checkpoint("20 steps"), step]
+    tiny_trainer(callbacks=callbacks, steps=60, seed=1, directory=directory).fit(resume="auto")
+
+
+def test_a_kill_loses_no_record_of_a_checkpoint_and_the_resumed_run_has_every_record_once(tmp_path: Path) -> None:
+    log_and_save(tmp_path / "whole")
+    killed = start(log_and_save, tmp_path / "killed", 55, output=tmp_path / "written")
+    assert killed.ended() == -signal.SIGKILL, killed.said()
+    steps = [row["step"] for row in rows(tmp_path / "killed")]
+    assert steps == [*range(1, len(steps) + 1)]
+    assert len(steps) >= 40, "a checkpoint writes the records before it"
+    log_and_save(tmp_path / "killed")
+    whole, again = ([{**row, "time": 0} for row in rows(tmp_path / name)] for name in ("whole", "killed"))
+    assert again == whole
+    assert len(again) == 60
+
+
+def test_a_run_that_is_interrupted_in_an_evaluation_keeps_what_the_step_has_logged(tmp_path: Path) -> None:
+    """The rest of the step is repeated after the resume."""
+
+    class Before(Callback):
+        def on_step_end(self, run: Run) -> None:
+            run.log("mean", run.progress.step, reduce="mean", weight=3)
+            run.log("sum", 1, reduce="sum")
+
+    class After(Before):
+        pass
+
+    def fit(*, interrupted: bool) -> Run:
+        @on(Callback.on_eval_batch_end, when=lambda run: interrupted and run.progress.step == 2)
+        def interrupt(run: Run, *_: Any) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+        evaluate = Evaluate(tiny_loader(2), every="1 step")
+        callbacks = [Before(), evaluate, After(), interrupt, Checkpoint("1 step")]
+        return tiny_trainer(callbacks=callbacks, directory=tmp_path, seed=1).fit(resume="auto")
+
+    with pytest.raises(SystemExit):
+        fit(interrupted=True)
+    run = fit(interrupted=False)
+    assert run.history["mean"] == [(step, step) for step in range(1, 6)]
+    assert run.history["sum"] == [(step, 2) for step in range(1, 6)]
+    assert [line["sum"] for line in rows(tmp_path) if "sum" in line] == [2] * 5
+
+
+# -- sinks: what was logged arrives, and the end does not wait for long --------------------------------
+
+
+def train_and_die(directory: Path) -> None:
+    """Train with two sinks that fail from step 50 on; the process is killed at step 250."""
+    table, board = FailingCsv(), FailingTensorBoard()
+    kill = on(Callback.on_step_end, at=250)(lambda run: os.kill(os.getpid(), signal.SIGKILL))
+    callbacks = [Ticking(), Outage(table, end=1000), Outage(board, end=1000), table, board, Checkpoint(every="100 steps"), kill]
+    tiny_trainer(callbacks=callbacks, steps=STEPS, directory=directory).fit()
+
+
+def test_a_run_that_was_killed_in_the_outage_sends_all_when_it_is_continued(tmp_path: Path) -> None:
+    killed = start(train_and_die, tmp_path / "run", output=tmp_path / "written")
+    assert killed.ended() == -signal.SIGKILL, killed.said()
+    callbacks = [Ticking(), FailingCsv(), FailingTensorBoard(), Checkpoint(every="100 steps")]
+    run = tiny_trainer(callbacks=callbacks, steps=STEPS, directory=tmp_path / "run").fit(resume="auto")
+    assert CSV.values(run.info)["number"] == TENSORBOARD.values(run.info)["number"] == EXPECTED
+
+
+def test_a_service_of_wandb_that_is_killed_disables_it_and_the_run_goes_on(tmp_path: Path) -> None:
+    kill = "[one.kill() for one in psutil.Process().children() if one.name() == 'wandb-core']"
+    end = "os._exit(0)"  # wandb would tell at exit that its service is gone
+    sink = f"Wandb('tests', mode='offline', settings={QUIET})"
+    variables = {"WANDB_ERROR_REPORTING": "false"}
+    ended = in_own_process(sink, tmp_path, variables, offline=False, act=kill, steps=300, end=end)
+    [fault] = ended.faults
+    assert "Connection" in fault or "Broken" in fault
+    assert ended.outcome == "finished"
+    assert ended.written.count("Wandb failed in") == 1
+    assert len(metrics_of(tmp_path / "run")) == 300
+
+
+def test_a_signal_ends_a_run_of_mlflow_as_killed(tmp_path: Path) -> None:
+    reader, facts = OfMlflow(), list[RunInfo]()
+    reader.uri = f"sqlite:///{tmp_path}/mlflow.db"
+
+    @on(Callback.on_step_end, at=2)
+    def terminate(run: Run) -> None:
+        facts.append(run.info)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        tiny_run(callbacks=[logging({"a": 1}), Checkpoint(), terminate, reader.make()], directory=tmp_path)
+    assert reader.outcome(facts[0]) == "KILLED"
+    assert reader.values(facts[0])["a"] == [(1, 1), (2, 1)]
+
+
+def test_a_keyboard_interrupt_leaves_the_terminal_clean() -> None:
+    script = """
+import os, signal, sys, time
+from cadenza import Callback, on
+from cadenza.sinks import Console, ProgressBar
+from cadenza.testing import tiny_trainer
+
+@on(Callback.on_step_end, at=4)
+def interrupt(run):
+    print("begun", end="")
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+try:
+    tiny_trainer(callbacks=[interrupt, Console(), ProgressBar(interval_s=0.01)], batches=6).fit()
+except KeyboardInterrupt:
+    print("it came through", file=sys.stderr)
+"""
+    screen, _ = shown_in_terminal(script)
+    assert screen.cursor_shown
+    begun, bar, outcome, through, after = screen.lines
+    assert (begun, through, after) == ("begun", "it came through", "")
+    assert re.match(r"epoch 0/1  [━╸ ]+  4/6   66%  failed  loss ", bar)
+    assert re.fullmatch(r"failed after 0 epochs, 4 steps, .*: KeyboardInterrupt\(\)", outcome)
+
+
+# -- the deadline of the last records -----------------------------------------------------------------
+
+
+def test_a_close_within_its_time_is_waited_for_and_one_that_takes_too_long_is_an_error() -> None:
+    channel = Writer().channel(lambda records: None)
+    channel.ask_close(lambda: time.sleep(0.05))
+    channel.finish(60.0)
+    assert channel.over
+    go, begin = threading.Event(), time.monotonic()
+    channel = Writer().channel(lambda records: None)
+    channel.ask_close(lambda: go.wait(120))
+    with pytest.raises(TimeoutError, match=r"not written within 0\.1 s"):
+        channel.finish(0.1)
+    assert 0.1 <= time.monotonic() - begin < 60.0
+    go.set()
+
+
+def test_sinks_that_hang_at_the_end_share_one_patience_and_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(writer, "_END_HANGS_S", 0.05)
+    go = threading.Event()
+
+    class Hanging(Csv):
+        patience_s = 1.0
+
+        def close(self, outcome: Outcome | None) -> None:
+            assert outcome is None or go.wait(200)  # None: the table is written anew
+            super().close(outcome)
+
+    sinks = [Hanging(f"{number}.csv") for number in range(5)]
+    begun: list[float] = []
+    note = on(Callback.on_fit_end)(lambda run: begun.append(time.monotonic()))
+    callbacks = [Ticking(), *sinks[:3], Csv("own.csv"), *sinks[3:], note]
+    run = tiny_run(callbacks=callbacks, steps=5, directory=tmp_path)
+    waited = time.monotonic() - begun[0]
+    go.set()
+    assert 1.0 <= waited < 5.0  # each for itself would take 5 s
+    assert [fault.callback for fault in run.faults] == ["Hanging#5", "Hanging#4", "Hanging#3", "Hanging#2", "Hanging"]
+    shown = re.findall(r"waiting up to \d s for the last records of (.*)", capsys.readouterr().out)
+    assert shown[-1] == "Hanging, Hanging#2, Hanging#3, Hanging#4, Hanging#5"
+    assert CSV.values(run.info)["number"] == [(step, float(step)) for step in range(1, 6)]

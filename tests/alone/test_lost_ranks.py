@@ -1,14 +1,17 @@
-"""A rank that is killed, hangs or is slow is named on all ranks: with its last step, its callback and the line of its code."""
+"""A rank that is killed, hangs or is slow is named on all ranks; and torchrun starts again what was killed."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable as Function
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import Profile
+from cadenza.callbacks import Checkpoint, Profile
 from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.drivers import DdpDriver, posts
 from cadenza.errors import DistributedError
+from cadenza.hooks.moments import Moment
 from cadenza.report import page, story_at
 from cadenza.testing import launch, launching
 from tests.distributed.drivers import sharded
-from tests.distributed.parts import Batch, loader, own_rank, rank, squared_error, trainer
+from tests.distributed.parts import Batch, Partly, loader, own_rank, rank, squared_error, trainer
+from tests.distributed.test_restarts import torchrun, training, undisturbed
 from tests.distributed.test_shards import fit, saving, store_in
+from tests.ports import free_port
 from tests.waiting import until
 
 
@@ -122,18 +128,6 @@ def test_a_rank_that_does_not_come_to_the_start_of_a_run_or_to_an_evaluation_is_
     )
 
 
-class Half(nn.Module):
-    """A model with a layer that it does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(3, 1), nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.used(inputs)
-        return outputs
-
-
 def test_a_rank_that_waits_too_long_says_so_also_after_a_run_that_failed_for_an_unused_parameter(tmp_path: Path) -> None:
     given_up = tmp_path / "given up"
 
@@ -144,7 +138,7 @@ def test_a_rank_that_waits_too_long_says_so_also_after_a_run_that_failed_for_an_
                 until(given_up.exists)
 
         with pytest.raises(RuntimeError, match="finished reduction in the prior iteration") as unused:
-            trainer(model=Half(), driver=DdpDriver(timeout_s=1)).fit()  # the limit of the process group, so of both runs
+            trainer(model=Partly(), driver=DdpDriver(timeout_s=1)).fit()  # the limit of the process group, so of both runs
         with pytest.raises((RuntimeError, DistributedError)) as waited:
             trainer(callbacks=[late], driver=DdpDriver(timeout_s=1)).fit()
         given_up.touch()
@@ -218,3 +212,104 @@ def test_the_slowest_rank_of_each_part_is_in_the_profile_and_in_the_report(tmp_p
     written = json.loads((tmp_path / "profile.json").read_text())["ranks"]
     assert [one["slowest"] for one in written if one["part"] == "forward"] == [1]
     assert "by rank" in page([story_at(tmp_path)])
+
+
+# -- torchrun: what it starts again continues by itself, and its signals reach all ranks ---------------
+
+
+def kill_rank() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("at", "step", "victim"),
+    [
+        pytest.param(Callback.on_before_backward, 4, 1, id="another killed in a step"),
+        pytest.param(Callback.on_before_backward, 4, 0, id="the main process killed in a step", marks=pytest.mark.long),
+        pytest.param(Callback.on_save, 4, 0, id="killed in a save", marks=pytest.mark.long),
+        pytest.param(Callback.on_batch_start, 0, 0, id="killed before the first checkpoint", marks=pytest.mark.long),
+    ],
+)
+def test_what_is_started_again_ends_with_the_same_bits(at: Moment, step: int, victim: int, tmp_path: Path) -> None:
+    train = training(tmp_path, at, step, victim, kill_rank)
+    (ranks,) = launch(lambda: torchrun(train, tmp_path / "logs", restarts=1), 1)
+    assert (tmp_path / "failed").exists()
+    for weights, resumed, _ in ranks.values():
+        assert torch.equal(weights, undisturbed())
+        assert len(resumed) == (step > 0)
+
+
+def test_sigterm_to_torchrun_ends_all_with_a_checkpoint_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    def terminate() -> None:
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.5)  # until torchrun has handed it on
+
+    train = training(tmp_path, Callback.on_step_end, 4, 1, terminate)
+    with pytest.raises(BaseExceptionGroup, match="1 of 1 ranks failed"):
+        launch(lambda: torchrun(train, tmp_path / "logs", restarts=0), 1)
+    outcome = json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]
+    assert outcome == {"kind": "preempted", "reason": "signal SIGTERM"}
+    (ranks,) = launch(lambda: torchrun(train, tmp_path / "logs", restarts=0), 1)
+    for weights, resumed, _ in ranks.values():
+        assert torch.equal(weights, undisturbed())
+        assert len(resumed) == 1
+
+
+@pytest.mark.long
+def test_two_machines_write_once_and_start_again_together_though_they_count_apart(tmp_path: Path) -> None:
+    train, port = training(tmp_path, Callback.on_before_backward, 4, 1, kill_rank), free_port()
+    machines = launch(lambda: torchrun(train, tmp_path / "logs", restarts=3, nodes=2, port=port), 2)
+    ranks = [result for machine in machines for result in machine.values()]
+    assert sorted(place for *_, place in ranks) == [["0", "0", "2"], ["1", "0", "2"]]  # both are the first on their machine
+    for weights, resumed, _ in ranks:
+        assert torch.equal(weights, undisturbed())
+        assert len(resumed) == 1
+    steps = [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))]
+    assert steps == ["step-00000007", "step-00000008"]
+
+
+@pytest.mark.long
+def test_a_machine_that_is_lost_for_good_is_left_out_and_the_rest_of_the_epoch_is_trained_without_it(tmp_path: Path) -> None:
+    lost = tmp_path / "lost"
+
+    def train() -> list[int]:
+        if os.environ["WORLD_SIZE"] == "1":  # too early if the other machine is slow: as it comes, both start again
+            until(lost.exists)
+
+        @on(Callback.on_step_end, at=4)
+        def lose(run: Run) -> None:
+            if os.environ["MACHINE"] == "1":
+                until((tmp_path / "run" / "checkpoints" / "step-00000003").exists)  # written in the background
+                lost.touch()
+                os.kill(os.getppid(), signal.SIGKILL)  # torchrun of this machine
+                kill_rank()
+
+        run = trainer(
+            loader(48),
+            max_epochs=1,
+            directory=tmp_path / "run",
+            driver="auto",
+            device="cpu",
+            callbacks=[Checkpoint("1 step"), lose],
+        ).fit(resume="auto")
+        return [run.driver.world_size, run.progress.origin.samples, run.progress.samples]
+
+    def machine() -> Any:
+        number = os.environ["MACHINE"] = os.environ["RANK"]
+        if number == "0":  # it serves the rendezvous
+            return torchrun(train, tmp_path / "logs", restarts=3, nodes=2, fewest=1, port=port)
+        until(partial(is_open, port))
+        options = {"restarts": 3, "nodes": 2, "fewest": 1, "port": port}
+        agent = multiprocessing.get_context("fork").Process(target=torchrun, args=(train, tmp_path / "logs"), kwargs=options)
+        agent.start()
+        agent.join(200)
+        return agent.exitcode
+
+    port = free_port()
+    assert launch(machine) == [{0: [1, 24, 48]}, -signal.SIGKILL]
+
+
+def is_open(port: int) -> bool:
+    """Return whether a process of this machine accepts connections at a port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

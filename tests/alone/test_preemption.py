@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Container
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from cadenza.status.plain import first_difference
 from cadenza.status.preemption import HANDLED, handle_signals
 from cadenza.testing import tiny_model, tiny_run, tiny_trainer
 from tests import forked
+from tests.compat.fastnlp.toy import Hooks, live, trained
 from tests.forked import Forked
 
 # -- a training that is asked to end by a signal, in a process of its own -------------------------------
@@ -167,8 +169,7 @@ def final(directory: Path) -> dict[str, Any]:
     """Do the run, or go on with it; return all that it ends with."""
     training = trainer(directory)
     run = training.fit(resume="auto")
-    assert run.outcome is not None
-    assert run.outcome.kind == "finished"
+    assert (run.outcome and run.outcome.kind) == "finished"
     ema = next(callback for callback in training.callbacks if isinstance(callback, Ema))
     history = {name: run.history[name] for name in run.history.names}
     return {"model": dict(training.model.state_dict()), "ema": ema.state_dict(), "history": history, "random": torch.rand(3)}
@@ -295,7 +296,7 @@ def seen_in_a_run(directory: Path, **options: Any) -> list[Any]:
     return seen
 
 
-def test_handlers_are_there_while_the_run_goes_on_and_put_back_afterwards(tmp_path: Path) -> None:
+def test_handlers_are_there_while_the_run_goes_on_if_they_are_wanted_and_in_the_main_thread_alone(tmp_path: Path) -> None:
     before = handlers()
     during = seen_in_a_run(tmp_path / "run")
     assert all(callable(handler) and handler not in before for handler in during)
@@ -309,6 +310,13 @@ def test_handlers_are_there_while_the_run_goes_on_and_put_back_afterwards(tmp_pa
         tiny_run(directory=tmp_path / "failed", callbacks=[Checkpoint(), fail])
     assert handlers() == before
 
+    seen: list[Any] = []
+    assert seen_in_a_run(tmp_path / "off", on_signal=False) == before
+    thread = threading.Thread(target=lambda: seen.extend(seen_in_a_run(tmp_path / "thread")))
+    thread.start()
+    thread.join()
+    assert seen == before
+
 
 @pytest.mark.parametrize(("number", "stays"), [(signal.SIGUSR1, False), (signal.SIGINT, True)])
 def test_a_handler_of_the_users_own_is_put_back_and_that_for_ctrl_c_stays_in_force(
@@ -321,15 +329,6 @@ def test_a_handler_of_the_users_own_is_put_back_and_that_for_ctrl_c_stays_in_for
         assert signal.getsignal(number) is print
     finally:
         signal.signal(number, before)
-
-
-def test_no_handler_is_installed_with_on_signal_false_or_in_another_thread(tmp_path: Path) -> None:
-    before, seen = handlers(), []
-    assert seen_in_a_run(tmp_path / "off", on_signal=False) == before
-    thread = threading.Thread(target=lambda: seen.extend(seen_in_a_run(tmp_path / "thread")))
-    thread.start()
-    thread.join()
-    assert seen == before
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, None), (signal.SIGTERM, 143)])
@@ -353,17 +352,6 @@ def test_in_a_notebook_ctrl_c_makes_fit_return_the_run(
 def test_without_a_checkpoint_ctrl_c_is_what_it_always_was() -> None:
     with pytest.raises(KeyboardInterrupt):
         tiny_run(callbacks=[on(Callback.on_step_end, at=2)(lambda run: os.kill(os.getpid(), signal.SIGINT))])
-
-
-def test_after_the_first_signal_the_earlier_handlers_are_restored() -> None:
-    before = handlers()
-    received: list[int] = []
-    restore = handle_signals(received.append)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert received == [signal.SIGUSR1]
-    assert handlers() == before
-    restore()
-    assert handlers() == before
 
 
 def test_a_forked_child_ends_by_the_signal_as_ever() -> None:
@@ -412,14 +400,8 @@ def test_a_process_ends_that_still_has_persistent_workers() -> None:
 def test_a_stop_that_a_hook_asks_for_in_the_step_of_a_signal_counts_after_the_resume(
     tmp_path: Path, signal_first: bool
 ) -> None:
-    @on(Callback.on_step_end, at=4)
-    def stop(run: Run) -> None:
-        run.stop("good enough")
-
-    @on(Callback.on_step_end, at=4)
-    def preempt(run: Run) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
+    stop = on(Callback.on_step_end, at=4)(lambda run: run.stop("good enough"))
+    preempt = on(Callback.on_step_end, at=4)(lambda run: os.kill(os.getpid(), signal.SIGTERM))
     callbacks = [preempt, stop] if signal_first else [stop, preempt]
     with pytest.raises(SystemExit) as left:
         tiny_trainer(directory=tmp_path, steps=10, callbacks=[*callbacks, Checkpoint()]).fit()
@@ -472,12 +454,11 @@ def names_written(directory: Path, grace_s: float | None, *, fails: bool = False
     return written
 
 
-def test_with_enough_time_or_no_limit_only_the_whole_checkpoint_is_written(tmp_path: Path) -> None:
+def test_only_if_the_time_may_be_too_short_the_weights_come_first_and_the_whole_checkpoint_replaces_them(
+    tmp_path: Path,
+) -> None:
     for name, grace_s in (("none", None), ("long", 60.0)):
         assert names_written(tmp_path / name, grace_s) == [("step 2", False), ("step 4", False)]
-
-
-def test_with_too_little_the_weights_come_first_and_the_whole_checkpoint_replaces_them(tmp_path: Path) -> None:
     assert names_written(tmp_path, 0.05) == [("step 2", False), ("step 4", True), ("step 4", False)]
     newest, skipped = Store(tmp_path / "checkpoints").latest()
     assert newest is not None
@@ -500,3 +481,84 @@ def test_who_is_killed_in_between_has_the_weights_and_continues_at_the_checkpoin
 def test_a_grace_that_is_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="grace_s must be above 0 seconds, or None if no limit is known; got 0"):
         Checkpoint(grace_s=0)
+
+
+# -- the kernel of a notebook --------------------------------------------------------------------------
+
+
+def test_a_notebook_steers_its_run() -> None:
+    with warnings.catch_warnings():  # jupyter_core and traitlets warn of each other
+        warnings.simplefilter("ignore")
+        import nbclient
+        import nbformat
+    cells = [
+        "import warnings; warnings.simplefilter('error')",
+        "from cadenza import Callback, on\nfrom cadenza.testing import tiny_trainer\n"
+        "handle = tiny_trainer(steps=1_000_000, progress=True).start()\nhandle.pause('to look')",
+        "handle",
+        "seen = []\nhandle.attach(on(Callback.on_step_end)(lambda run: seen.append(run.progress.step)))\n"
+        "handle.step_once()\nprint(len(seen), handle)",
+        "handle.stop('enough')\nprint(handle.join().outcome)",
+        "import os, signal, tempfile\nfrom cadenza.callbacks import Checkpoint\nfolder = tempfile.TemporaryDirectory()\n"
+        "def train(interrupt_at=None):\n"
+        "    trainer = tiny_trainer(steps=20, directory=folder.name, callbacks=[Checkpoint('1 step')])\n"
+        "    for step in trainer.steps(resume='auto'):\n"
+        "        for inputs, _ in step:\n"
+        "            step.backward(trainer.model(inputs).square().mean())\n        print(step)\n"
+        "        if step.run.progress.step == interrupt_at:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)  # as 'Interrupt the kernel' does\n"
+        "    print(trainer.run.progress.step, trainer.run.outcome.kind)\n"
+        "train(interrupt_at=17)",
+        "train()\nfolder.cleanup()",
+    ]
+    v4: Any = nbformat.v4  # typed in part only
+    notebook = v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, kernel_name="python3", timeout=300).execute()
+    shown = [one.data["text/html"] for one in notebook.cells[2].outputs if "text/html" in one.get("data", {})]
+    assert any("in the background</b> · paused" in one for one in shown)
+    printed = ["".join(one.text for one in cell.outputs if one.output_type == "stream") for cell in notebook.cells]
+    assert printed[3].startswith("1 <Handle: paused; ")
+    assert printed[4].endswith("Outcome(kind='stopped', reason='enough')\n")
+    assert "18 interrupted\n" in printed[5]
+    assert printed[6].endswith("20 finished\n")
+    assert "moved in the first steps" not in printed[5] + printed[6]  # names of the notebook, such as get_ipython
+
+
+# -- in guests' trainers, and with their callbacks ----------------------------------------------------
+
+
+def test_ctrl_c_that_a_native_checkpoint_takes_ends_the_training_as_fastnlp_does(tmp_path: Path) -> None:
+    press = Hooks(on_train_batch_end=lambda trainer: signal.raise_signal(signal.SIGINT))
+    trainer = trained(20, [press, Checkpoint("100 steps", directory=tmp_path)], n_epochs=4)
+    outcome = live(trainer).outcome
+    assert outcome is not None
+    assert outcome.kind == "interrupted"
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_start", "on_train_epoch_end"])
+def test_a_run_with_callbacks_of_lightning_that_sigterm_ends_continues_to_the_same_bits(tmp_path: Path, hook: str) -> None:
+    pl = pytest.importorskip("lightning.pytorch", reason="the callbacks are those of Lightning: pip install lightning")
+    from tests.adapters.lightning.home import Recorder, native_trainer
+
+    class Signal(pl.Callback):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            setattr(self, hook, self.send)
+
+        def send(self, trainer: Any, *_: Any, **__: Any) -> None:
+            if trainer.global_step == (2 if hook == "on_train_batch_end" else 3) and not trainer.received_sigterm:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def make(directory: str, *others: Any) -> Any:
+        stop = pl.callbacks.EarlyStopping("val_loss", patience=9, min_delta=1.0)
+        callbacks = [*others, stop, Checkpoint(every="2 steps")]
+        return native_trainer(callbacks, max_epochs=3, directory=tmp_path / directory), stop
+
+    recorder = Recorder()
+    with pytest.raises(SystemExit):
+        make("cut", Signal(), recorder)[0].fit()
+    assert "on_train_end" not in recorder.names()
+    (trainer, stop), (whole, other) = make("cut"), make("whole")
+    again, run = trainer.fit(resume="auto"), whole.fit()
+    assert torch.equal(again.model.weight, run.model.weight)
+    assert stop.state_dict() == other.state_dict()
+    assert again.history["eval/loss"] == run.history["eval/loss"]

@@ -22,7 +22,7 @@ from cadenza.sinks import Console, JsonLines, ProgressBar
 from cadenza.testing import tiny_loader, tiny_run
 from tests.callbacks.parts import failing
 from tests.callbacks.test_profile import NAP_S, nap
-from tests.checkpoint.test_resume_everything import make
+from tests.checkpoint.test_resume import with_everything as make
 
 
 def events_in(path: Path) -> list[dict[str, Any]]:

@@ -107,15 +107,12 @@ def test_auto_on_a_run_that_is_over_says_so_and_does_nothing(
     assert first_difference(dict(finished.model.state_dict()), dict(again.model.state_dict())) is None
 
 
-def test_without_resume_a_directory_with_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_with_a_run_is_refused_without_resume_and_auto_without_a_directory(tmp_path: Path) -> None:
     directory = interrupted(tmp_path / "a", 3)
     before = contents(directory)
     with pytest.raises(DirectoryError, match="already holds a run"):
         trainer(directory).fit()
     assert contents(directory) == before
-
-
-def test_auto_without_a_directory_says_what_to_give() -> None:
     with pytest.raises(ValueError, match=r"Give directory=\.\.\., or leave out resume= to start a new run"):
         tiny_trainer().fit(resume="auto")
 
@@ -123,24 +120,25 @@ def test_auto_without_a_directory_says_what_to_give() -> None:
 # -- damage -------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_newest_is_skipped_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory = interrupted(tmp_path / "a", 7)
-    newest = directory / "checkpoints" / "step-00000006" / "model.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-1])
+def test_a_damaged_newest_is_skipped_with_its_reason_and_where_all_are_damaged_nothing_is_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("newest", "all"):
+        interrupted(tmp_path / name, 7)
+    weights = tmp_path / "newest" / "checkpoints" / "step-00000006" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING, "cadenza"):
-        run = trainer(directory).fit(resume="auto")
+        run = trainer(tmp_path / "newest").fit(resume="auto")
     assert run.progress.origin.step == 4
     assert "step-00000006: model.safetensors has" in caplog.text
 
-
-def test_where_all_are_damaged_nothing_is_started_and_each_has_its_line(tmp_path: Path) -> None:
-    directory = interrupted(tmp_path / "a", 7)
+    directory = tmp_path / "all"
     for name in names(directory):
         (directory / "checkpoints" / name / "state.json").unlink()
     before = contents(directory)
     with pytest.raises(CheckpointError) as caught:
         trainer(directory).fit(resume="auto")
-    for name in names(directory):
+    for name in names(directory):  # each has its line
         assert f"\n  {name}: state.json is missing" in str(caught.value) or "middle of a step" in str(caught.value)
     assert contents(directory) == before
 
@@ -159,14 +157,10 @@ def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
 # -- what must be the same ----------------------------------------------------------------------------
 
 
-def _wider() -> nn.Module:
-    return nn.Linear(1, 2)
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model": _wider()}, ["weight: saved [1, 1], now [2, 1]", "bias: saved [1], now [2]"]),
+        ({"model": nn.Linear(1, 2)}, ["weight: saved [1, 1], now [2, 1]", "bias: saved [1], now [2]"]),
         ({"optimizer": torch.optim.AdamW}, ["optimizers: saved ['SGD'], now ['AdamW']"]),
         ({"accumulate": 2}, ["accumulate: saved 1, now 2"]),
         ({"batches": 6}, ["batches an epoch: saved 5, now 6"]),
@@ -304,9 +298,7 @@ def test_a_run_without_seed_keeps_the_order_of_its_data(tmp_path: Path) -> None:
     assert sorted(round(10 * x) for batch in first + rest for x in batch) == list(range(10))
 
 
-@on(Callback.on_step_end, at=3)
-def stop(run: Run) -> None:
-    run.stop("three are enough")
+stop = on(Callback.on_step_end, at=3)(lambda run: run.stop("three are enough"))
 
 
 class CutAtBoundary(BaseException):
@@ -367,14 +359,11 @@ def test_the_start_of_an_epoch_fires_again_and_progress_tells_it_from_a_first_on
     assert last.seen == [("start", 1, True), ("end", 2, False), ("start", 2, False), ("end", 3, False)]
     assert last.steps == [True] * 2 + [False] * 5
 
-
-def test_a_run_that_continues_between_two_epochs_resumes_inside_of_none(tmp_path: Path) -> None:
-    epochs_until(5, tmp_path)
-    assert epochs_until(10, tmp_path).seen[-2:] == [("start", 1, False), ("end", 2, False)]
+    epochs_until(5, tmp_path / "between two")
+    assert epochs_until(10, tmp_path / "between two").seen[-2:] == [("start", 1, False), ("end", 2, False)]
 
 
 # -- a run that is over: the model gets the weights with which it ended ---------------------------------
-
 
 ENDS_WITH: dict[str, Callable[[], list[Callback]]] = {
     "those of the last step": lambda: [BestWeights("eval/loss", "max", restore=False), Ema(0.5, use_at_end=False)],
@@ -429,7 +418,6 @@ def test_statistics_of_batch_norm_that_no_checkpoint_has_are_named(tmp_path: Pat
 
 
 # -- a checkpoint that an earlier version wrote ---------------------------------------------------------
-
 
 WRITTEN = Path(__file__).parent / "data" / "38fc567.tar.xz"
 WEIGHTS = [

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,13 @@ from cadenza.hooks.moments import Moment, moments_of
 from cadenza.sinks.sink import Sink
 from cadenza.status.plain import same
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
-from tests.callbacks.test_checkpoint import bests
+from tests.callbacks.test_checkpoint import bests, decided
 from tests.checkpoint.blocked import Blocked
 from tests.waiting import until
 
 
 def steps_in(folder: Path) -> list[int]:
     return [saved.step for saved in Store(folder).saved()]
-
-
-def decided(run: Run, what: str) -> list[str]:
-    return [decision.why for decision in run.decisions if decision.what == what]
 
 
 @pytest.fixture
@@ -109,14 +106,13 @@ def test_a_full_disk_is_an_error_before_the_first_step(tmp_path: Path) -> None:
         subprocess.run(["umount", disk], check=True)
 
 
-def test_the_trial_of_a_url_leaves_nothing(tmp_path: Path) -> None:
+def test_a_url_that_nothing_here_can_reach_is_an_error_when_it_is_given_and_the_trial_of_another_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     seen: list[Path] = []
     look = on(Callback.on_fit_start)(lambda run: seen.extend((tmp_path / "saved").iterdir()))
     tiny_run(callbacks=[Checkpoint("100 steps", directory=f"file://{tmp_path}/saved"), look], steps=1)
     assert seen == []
-
-
-def test_a_url_that_nothing_here_can_reach_is_an_error_when_it_is_given() -> None:
     with pytest.raises(ValueError, match=r"fsspec cannot reach 'nowhere://bucket': Protocol not known: nowhere\. Give a local"):
         Checkpoint(directory="nowhere://bucket")
     try:
@@ -143,14 +139,11 @@ print("trained")
 """
 
 
-def test_without_numpy_a_run_with_checkpoints_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+def test_what_a_checkpoint_needs_is_declared_and_without_numpy_it_is_an_error_before_the_first_step(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY, str(tmp_path)], capture_output=True, text=True, check=True)
     first, second = done.stdout.splitlines()
     assert first == "0 Checkpoint needs the package 'numpy', which is not installed. Install it with: pip install numpy"
     assert second == "trained"
-
-
-def test_what_a_checkpoint_needs_is_declared() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     line = next(line for line in project.splitlines() if line.startswith("dependencies"))
     assert all(f'"{package}' in line for package in ("torch", "safetensors", "numpy", "fsspec"))
@@ -281,8 +274,7 @@ def test_a_last_save_that_succeeds_at_a_later_attempt_is_a_save(tmp_path: Path, 
     monkeypatch.setattr(attempts, "LAST_PAUSES_S", Pauses())
     block = on(Callback.on_step_end, at=3)(lambda run: blocks.append(Blocked(folder)))
     run = tiny_trainer(directory=tmp_path, callbacks=[block, Checkpoint("2 steps", background=False)], steps=4).fit()
-    assert run.outcome is not None
-    assert run.outcome.kind == "finished"
+    assert (run.outcome and run.outcome.kind) == "finished"
     assert steps_in(folder) == [2, 4]
 
 
@@ -299,7 +291,6 @@ def test_the_error_of_the_training_stays_the_first_and_the_lost_save_is_noted(tm
 
 
 # -- faults of the disk --------------------------------------------------------------------------------
-
 
 Fault = tuple[Callable[[], object], Callable[[], object]]
 """What begins a fault, and what ends it."""
@@ -386,27 +377,7 @@ def test_while_checkpoints_cannot_be_written_the_training_goes_on_and_the_next_s
     assert Store(folder).latest()[1] == []
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_with_strict_a_failed_write_ends_the_run_and_what_was_there_stays(
-    tmp_path: Path, no_large_files: Fault, background: bool
-) -> None:
-    saving = Checkpoint("2 steps", background=background, strict=True)
-    trainer = wide(steps=30, directory=tmp_path, callbacks=[between(3, 31, *no_large_files), saving])
-    with pytest.raises(OSError, match="File too large"):
-        trainer.fit()
-    assert steps_in(tmp_path / "checkpoints") == [2]
-
-
-def test_a_best_that_could_not_be_written_is_not_the_best(tmp_path: Path, no_large_files: Fault) -> None:
-    keep = Checkpoint("100 steps", keep_last=1, keep_best=("eval/score", "min"), background=False)
-    callbacks = [between(3, 5, *no_large_files), scored(0.9, 0.5, 0.7, 0.8), keep]
-    wide(steps=8, directory=tmp_path, callbacks=callbacks).fit()
-    assert bests(keep) == {"eval/score": ("step-00000006", 0.7)}  # that of step 4 was lost
-    assert steps_in(tmp_path / "checkpoints") == [6, 8]
-
-
 # -- callbacks that raise -----------------------------------------------------------------------------
-
 
 MOMENTS = [moment for name, moment in moments_of(Callback).items() if name not in ("on_setup", "on_load")]
 
@@ -416,12 +387,14 @@ def final(*callbacks: Callback, directory: Path, resume: bool = False) -> Run:
     common = [Evaluate(tiny_loader(2), sanity_batches=1), LogTraining("1 step", throughput=False), Checkpoint("1 step")]
     stop = on(Callback.on_step_end, at=7)(lambda run: run.stop("enough"))
     return tiny_trainer(
-        callbacks=[*callbacks, *common, stop], epochs=9, batches=6, accumulate=2, seed=1, directory=directory, optimizer=_adam
+        callbacks=[*callbacks, *common, stop],
+        epochs=9,
+        batches=6,
+        accumulate=2,
+        seed=1,
+        directory=directory,
+        optimizer=partial(torch.optim.Adam, lr=0.1),
     ).fit(resume="auto" if resume else False)
-
-
-def _adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.1)
 
 
 def end_of(run: Run) -> dict[str, Any]:

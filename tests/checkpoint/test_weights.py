@@ -31,7 +31,7 @@ def run_with_checkpoints(folder: Path, steps: int = 4) -> nn.Module:
     return trainer.model
 
 
-def test_what_is_saved_is_loaded_with_buffers_and_dtypes(tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded_with_buffers_dtypes_and_ties_and_other_tools_read_the_file(tmp_path: Path) -> None:
     model = network().to(torch.bfloat16)
     model(torch.ones(4, 2, dtype=torch.bfloat16))
     save_weights(model, tmp_path / "new" / "weights.safetensors")
@@ -39,21 +39,16 @@ def test_what_is_saved_is_loaded_with_buffers_and_dtypes(tmp_path: Path) -> None
     assert load_weights(tmp_path / "new" / "weights.safetensors", other) == []
     assert same(dict(other.state_dict()), dict(model.state_dict()))
 
+    tied, fresh = (nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)) for _ in range(2))
+    tied[1].weight = tied[0].weight
+    save_weights(tied, tmp_path / "tied.safetensors")
+    load_weights(tmp_path / "tied.safetensors", fresh)
+    assert same(dict(fresh.state_dict()), dict(tied.state_dict()))
 
-def test_other_tools_read_the_file(tmp_path: Path) -> None:
     save_weights(tiny_model(), tmp_path / "w.safetensors")
     with safe_open(tmp_path / "w.safetensors", "pt") as file:
         assert sorted(file.keys()) == ["bias", "weight"]
         assert file.get_tensor("weight").tolist() == [[0.5]]
-
-
-def test_tied_weights_are_saved_and_loaded(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    model[1].weight = model[0].weight
-    save_weights(model, tmp_path / "w.safetensors")
-    other = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    load_weights(tmp_path / "w.safetensors", other)
-    assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize(

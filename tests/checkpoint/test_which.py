@@ -71,16 +71,13 @@ def history_of(directory: Path, name: str) -> Iterator[float]:
 # -- which checkpoint -----------------------------------------------------------------------------------
 
 
-def test_the_best_is_the_one_that_the_rule_kept_and_the_last_the_newest(tmp_path: Path) -> None:
+def test_the_best_is_the_one_that_the_rule_kept_also_after_a_resume_and_the_last_the_newest(tmp_path: Path) -> None:
     trained(tmp_path)
     assert names(tmp_path) == ["step-00000002", "step-00000006", "step-00000008"]
     chosen = [find(tmp_path, which).saved.name for which in (None, "last", "best", "best:eval/loss", "step-6", "step-00000002")]
     assert chosen == ["step-00000008", "step-00000008", "step-00000002", "step-00000002", "step-00000006", "step-00000002"]
     assert str(find(tmp_path, "best")).startswith("step-00000002, the best by eval/loss (")
 
-
-def test_after_a_resume_the_best_is_still_the_one_from_before(tmp_path: Path) -> None:
-    trained(tmp_path)
     saves = Checkpoint("3 steps", keep_last=1, keep_best=WORST_FIRST)
     again = tiny_trainer(model=network(), steps=11, directory=tmp_path, callbacks=[Ema(0.5), evaluated(), saves])
     run = again.fit(resume="auto")
@@ -146,8 +143,15 @@ def test_without_a_best_the_error_says_what_there_is(tmp_path: Path) -> None:
         find(tmp_path, "best")
 
 
-def test_a_damaged_best_is_an_error_and_never_another_one(tmp_path: Path) -> None:
+def test_a_damaged_best_or_a_newer_one_that_may_be_the_best_is_an_error_and_never_another_one(tmp_path: Path) -> None:
     trained(tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000008" / "manifest.json"
+    whole = newest.read_text()
+    newest.write_text("{")
+    with pytest.raises(CheckpointError, match=r"is not known: step-00000008.*may be the best.*give which='step-00000002'"):
+        find(tmp_path, "best")
+    assert find(tmp_path, "last").saved.name == "step-00000006"
+    newest.write_text(whole)
     weights = tmp_path / "checkpoints" / "step-00000002" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     model = network()
@@ -162,15 +166,7 @@ def test_a_damaged_best_is_an_error_and_never_another_one(tmp_path: Path) -> Non
         load_weights(tmp_path, model, which="best")
 
 
-def test_a_newer_one_that_cannot_be_read_may_be_the_best(tmp_path: Path) -> None:
-    trained(tmp_path)
-    (tmp_path / "checkpoints" / "step-00000008" / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"is not known: step-00000008.*may be the best.*give which='step-00000002'"):
-        find(tmp_path, "best")
-    assert find(tmp_path, "last").saved.name == "step-00000006"
-
-
-def test_a_name_that_is_none_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_name_of_a_checkpoint_or_of_weights_that_is_none_is_an_error_at_once(tmp_path: Path) -> None:
     trained(tmp_path)
     for wrong, meant in (("bset", "Did you mean 'best'"), ("latest", "Did you mean 'last'"), ("step500", "a name such as")):
         with pytest.raises(ValueError, match=meant):
@@ -181,15 +177,11 @@ def test_a_name_that_is_none_is_an_error_at_once(tmp_path: Path) -> None:
         find(tmp_path / "checkpoints" / "step-00000002", "best")
     with pytest.raises(TypeError, match="which must be"):
         find(tmp_path, 5)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"holds no weights 'emma'\. It holds 'model', 'ema'\. Did you mean 'ema'"):
+        loaded(tmp_path, which="best", weights="emma")
 
 
 # -- which weights --------------------------------------------------------------------------------------
-
-
-def test_unknown_weights_list_what_the_checkpoint_offers(tmp_path: Path) -> None:
-    trained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"holds no weights 'emma'\. It holds 'model', 'ema'\. Did you mean 'ema'"):
-        loaded(tmp_path, which="best", weights="emma")
 
 
 class Largest(Callback):
@@ -269,7 +261,7 @@ def test_a_tiny_model_is_not_confused_by_files_of_these_names(tmp_path: Path, mo
 # -- the end of a run, and a resume ---------------------------------------------------------------------
 
 
-def test_console_and_progress_bar_end_with_value_step_and_path(
+def test_console_and_progress_bar_end_with_value_step_and_path_if_there_is_a_rule_for_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -284,10 +276,7 @@ def test_console_and_progress_bar_end_with_value_step_and_path(
             f"best far/loss {last[1]:.4g} at step 8: runs/{name}/checkpoints/step-00000008",
         ]
     assert (tmp_path / "runs/Console/console.log").read_text().splitlines()[-1].startswith("best far/loss")
-
-
-def test_a_run_without_a_rule_for_the_best_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tiny_run(directory=tmp_path, callbacks=[evaluated(), Checkpoint(), Console()])
+    run = tiny_run(directory=tmp_path / "none", callbacks=[evaluated(), Checkpoint(), Console()])
     assert capsys.readouterr().out.splitlines()[-1].startswith("finished")
     assert not any(one.what == "best kept" for one in run.decisions)
 
@@ -406,10 +395,7 @@ def test_inside_of_a_fit_the_training_does_not_notice(tmp_path: Path) -> None:
         }
         return tiny_trainer(steps=8, accumulate=2, directory=directory, **arguments)
 
-    @on(Callback.on_step_end, at=6)
-    def compare(run: Run) -> None:
-        results.append(watched.evaluate(tiny_loader(3), which="best"))
-
+    compare = on(Callback.on_step_end, at=6)(lambda run: results.append(watched.evaluate(tiny_loader(3), which="best")))
     results: list[dict[str, float]] = []
     plain, watched = trainer(tmp_path / "plain"), trainer(tmp_path / "watched", compare)
     plain.fit()

@@ -1,17 +1,20 @@
-"""How checkpoints are written: by a thread in memory that it uses again, once more after a failure, and in time."""
+"""How checkpoints are written: by a thread in memory that it uses again, once more after a failure, in time, as which bytes."""
 
 from __future__ import annotations
 
 import gc
+import json
 import math
 import threading
 import time
 import weakref
 import zlib
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -21,7 +24,7 @@ from cadenza.checkpoint import attempts
 from cadenza.checkpoint.attempts import Attempts, Save
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.tensor_files import Facts
+from cadenza.checkpoint.store.tensor_files import _DTYPES, Facts, facts_of, pieces, read_tensors
 from cadenza.drivers.agreeing import Meeting
 from cadenza.errors import StateError
 from cadenza.status.plain import same
@@ -85,11 +88,7 @@ def test_an_error_in_the_step_after_a_checkpoint_leaves_another_one_that_holds_t
 
 def test_a_result_that_gets_better_after_a_save_of_the_same_state_is_saved_as_the_best(tmp_path: Path) -> None:
     keep, script = Checkpoint("3 steps", keep_best=("eval/acc", "max")), Scripted(acc=[0.5, 0.4, 0.4, 0.9])
-
-    @on(Callback.on_fit_end)
-    def evaluate(run: Run) -> None:
-        script.report(run, 3)
-
+    evaluate = on(Callback.on_fit_end)(lambda run: script.report(run, 3))
     tiny_run(directory=tmp_path, steps=3, callbacks=[script, evaluate, keep])
     assert bests(keep) == {"eval/acc": ("step-00000003-2", 0.9)}
 
@@ -109,11 +108,13 @@ def test_a_late_write_of_the_best_is_the_best_and_is_not_saved_again(tmp_path: P
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_with_strict_the_error_of_a_write_ends_the_run_and_nothing_is_tried_again(tmp_path: Path, background: bool) -> None:
+def test_with_strict_the_error_of_a_write_ends_the_run_nothing_is_tried_again_and_what_was_there_stays(
+    tmp_path: Path, background: bool
+) -> None:
     keep = Checkpoint("2 steps", background=background, strict=True, on_exception=False)
     with pytest.raises(OSError, match="no space"):
-        tiny_run(directory=tmp_path, steps=9, callbacks=[failing_at(keep, 2), keep])
-    assert keep.store.saved() == []
+        tiny_run(directory=tmp_path, steps=9, callbacks=[failing_at(keep, 4), keep])
+    assert [saved.step for saved in keep.store.saved()] == [2]
 
 
 def test_with_strict_a_save_that_was_due_when_the_error_arrived_is_not_made(tmp_path: Path) -> None:
@@ -265,7 +266,6 @@ def test_if_the_time_may_be_too_short_the_weights_are_written_first(
 
 
 # -- memory ---------------------------------------------------------------------------------------------
-
 
 Weights = dict[str, Tensor]
 
@@ -429,8 +429,7 @@ def test_a_run_that_stops_at_weights_that_are_not_finite_saves_them_flagged(tmp_
 
     callbacks = [poison, StopOnNonFinite(), Checkpoint("1 step", keep_last=None)]
     run = tiny_run(directory=tmp_path, steps=6, callbacks=callbacks)
-    assert run.outcome is not None
-    assert run.outcome.kind == "stopped"
+    assert (run.outcome and run.outcome.kind) == "stopped"
     assert [manifest(tmp_path, step)["finite"] for step in names(tmp_path)][2:3] == [False]
     assert names(tmp_path)[:3] == ["01", "02", "03"]
 
@@ -453,3 +452,82 @@ def test_a_checksum_that_fails_beside_the_write_is_its_error(tmp_path: Path, mon
     monkeypatch.setattr(zlib, "crc32", fail)
     with pytest.raises(MemoryError, match="no memory left"):
         LocalFiles(tmp_path).write_tensors("large", {"a": torch.zeros(2_000_000)})
+
+
+# -- safetensors files, written and read in one pass: the bytes are those of the safetensors package ---
+
+
+def every_format() -> dict[str, Tensor]:
+    """Return tensors of each number format, of no, one and several dimensions, and empty ones."""
+    numbers = torch.arange(24)
+    filled = {f"a.{dtype}": numbers.to(dtype).reshape(2, 3, 4) for dtype in _DTYPES.values()}
+    return {**filled, "scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "ümläut": torch.ones(1, dtype=torch.bool)}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("header", [None, {"format": "pt", "text": '{"a": [1]}'}])
+def test_the_bytes_are_those_of_the_package(header: dict[str, str] | None) -> None:
+    tensors = every_format()
+    written = b"".join(pieces(tensors, header))
+    found = safetensors.torch.load(written)
+    assert found.keys() == tensors.keys()
+    assert all(bits(one).equal(bits(tensors[name])) and one.dtype == tensors[name].dtype for name, one in found.items())
+    if header is None:
+        assert b"".join(pieces({"w": torch.arange(3.0)})) == safetensors.torch.save({"w": torch.arange(3.0)})
+    assert b"".join(pieces({})) == safetensors.torch.save({})
+
+
+def test_what_is_read_has_the_same_bits_its_own_aligned_memory_and_the_checksum_of_the_file() -> None:
+    for whole in (b"".join(pieces(every_format(), {"a": "b"})), safetensors.torch.save(every_format())):
+        found, facts = read_tensors(BytesIO(whole), len(whole))
+        assert isinstance(found, dict)
+        for name, one in every_format().items():
+            assert (found[name].dtype, found[name].shape) == (one.dtype, one.shape)
+            assert bits(found[name]).equal(bits(one))
+            assert found[name].data_ptr() % 64 == 0
+        assert facts == facts_of(whole)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+        {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]},
+        [],
+        None,
+    ],
+)
+def test_a_header_cannot_ask_for_any_amount_of_memory(entry: Any) -> None:
+    text = json.dumps({"w": entry}).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(8)
+    found, _ = read_tensors(BytesIO(content), len(content))
+    assert isinstance(found, ValueError)
+
+
+def test_a_format_that_the_file_cannot_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the tensor 'w' has the number format torch\.complex128"):
+        LocalFiles(tmp_path).write_tensors("one", {"w": torch.ones(1, dtype=torch.complex128)})
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_file_that_joins_is_linked_or_copied_and_its_checksum_is_that_of_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    source, files = tmp_path / "config.json", LocalFiles(tmp_path / "there")
+    source.write_bytes(b"text" * 700_000)
+    files.make("step")
+
+    def refuse(*_: object) -> None:
+        raise OSError("no links here")
+
+    if not linked:
+        monkeypatch.setattr("os.link", refuse)
+    assert files.add("step/a/config.json", source) == facts_of(source.read_bytes()) == files.checksum("step/a/config.json")
+    assert (source.stat().st_nlink == 2) is linked

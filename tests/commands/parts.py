@@ -42,9 +42,7 @@ def rows_of(directory: Path, name: str) -> list[Any]:
 def train(directory: Path, waits_after: int, steps: int) -> None:
     """Start or continue a run; after a step it waits for a file named ``go``, or dies if there is one named ``die``."""
 
-    @on(Callback.on_step_end)
-    def log(run: Run) -> None:
-        run.log("number", run.progress.step)
+    log = on(Callback.on_step_end)(lambda run: run.log("number", run.progress.step))
 
     @on(Callback.on_step_start)
     def wait(run: Run) -> None:

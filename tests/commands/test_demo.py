@@ -40,7 +40,7 @@ def test_the_demo_ends_well_and_its_test_accuracy_is_at_least_97_percent(demo: D
     assert float(accuracy[1]) >= 0.97
 
 
-def test_it_shows_plan_training_and_result_and_names_a_command_and_files_that_are_there(demo: Demo) -> None:
+def test_it_shows_plan_training_and_result_and_the_files_that_it_names_tell_what_happened(demo: Demo) -> None:
     parts = ["The plan", "on_fit_start", "The training", "epoch  1  step", "The result", "accuracy", "What to look at next"]
     places = [demo.shown.index(part) for part in parts]
     assert places == sorted(places)
@@ -49,9 +49,6 @@ def test_it_shows_plan_training_and_result_and_names_a_command_and_files_that_ar
     assert "docs/start.md" in demo.shown
     assert (Path(__file__).parents[2] / "docs" / "start.md").exists()
     assert not set(demo.shown) & {"\x1b", "\r"}  # it is no terminal
-
-
-def test_the_run_directory_tells_what_happened(demo: Demo) -> None:
     facts = json.loads((demo.directory / "run.json").read_text())
     records = [json.loads(line) for line in (demo.directory / "metrics.jsonl").read_text().splitlines()]
     assert facts["outcome"]["kind"] in ("finished", "stopped")  # at the last epoch, or by EarlyStopping before it

@@ -48,7 +48,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return directory, run.why("stopped")
 
 
-def test_the_answer_is_that_of_the_run(stopped: tuple[Path, str], cadenza: Command) -> None:
+def test_the_answer_is_that_of_the_run_and_json_holds_the_decision_with_its_data(
+    stopped: tuple[Path, str], cadenza: Command
+) -> None:
     directory, answer = stopped
     for what in (["stopped"], [], ["EarlyStopping"]):
         assert cadenza("why", directory, *what).out == f"{answer}\n"
@@ -57,11 +59,8 @@ def test_the_answer_is_that_of_the_run(stopped: tuple[Path, str], cadenza: Comma
     assert second.startswith("evaluated by Evaluate at epoch 2, step 10")
     missing = cadenza("why", directory, "stoped", code=1).out
     assert "nothing was 'stoped' in this run. Did you mean 'stopped'?" in missing
-
-
-def test_json_holds_the_decision_with_its_data(stopped: tuple[Path, str], cadenza: Command) -> None:
-    found = json.loads(cadenza("why", stopped[0], "stopped", "--json").out)
-    assert (found["state"], found["outcome"]["kind"], found["answer"]) == ("stopped", "stopped", [stopped[1]])
+    found = json.loads(cadenza("why", directory, "stopped", "--json").out)
+    assert (found["state"], found["outcome"]["kind"], found["answer"]) == ("stopped", "stopped", [answer])
     [decision] = found["decisions"]
     assert (decision["what"], decision["who"]) == ("stopped", "EarlyStopping")
     assert decision["data"]
@@ -96,12 +95,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_samples_of_a_step_are_printed(directory: Path, cadenza: Command) -> None:
+def test_the_samples_of_a_step_are_printed_and_one_or_a_rank_that_does_not_exist_is_named(
+    directory: Path, cadenza: Command
+) -> None:
     lines = ["step 3, in epoch 2:", "  rank 0, batch 1: samples 0, 1, 2, 3", "  rank 0, batch 2: samples 4, 5, 6, 7"]
     assert cadenza("step", directory, 3).out.splitlines() == lines
     found = json.loads(cadenza("step", directory, 2, "--rank", 0, "--json").out)
     assert (found["step"], found["epoch"], found["ranks"]) == (2, 0, 1)
     assert [(one["number"], one["indices"]) for one in found["batches"]] == [(2, [8, 9])]
+    for step in (5, 0):
+        assert f"has no step {step}: expected a step from 1 to 4." in cadenza("step", directory, step, code=1).err
+    told = cadenza("step", directory, 1, "--rank", 1, code=1).err
+    assert "step 1 has no rank 1: expected a rank from 0 to 0." in told
 
 
 def test_a_large_batch_is_folded_in_a_terminal_and_is_one_line_in_a_pipe(
@@ -116,20 +121,6 @@ def test_a_large_batch_is_folded_in_a_terminal_and_is_one_line_in_a_pipe(
     assert " ".join(line.strip() for line in lines[1:]) == whole[1].strip()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["5"], "has no step 5: expected a step from 1 to 4."),
-        (["0"], "has no step 0: expected a step from 1 to 4."),
-        (["1", "--rank", "1"], "step 1 has no rank 1: expected a rank from 0 to 0."),
-    ],
-)
-def test_a_step_or_rank_that_does_not_exist_is_named(
-    directory: Path, arguments: list[str], told: str, cadenza: Command
-) -> None:
-    assert told in cadenza("step", directory, *arguments, code=1).err
-
-
 # -- checkpoint ----------------------------------------------------------------------------------------
 
 
@@ -139,18 +130,17 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_list_shows_each_checkpoint_with_its_reason(saved: Path, cadenza: Command) -> None:
+def test_list_shows_each_checkpoint_with_its_reason_and_prune_keeps_the_newest(saved: Path, cadenza: Command) -> None:
     lines = cadenza("checkpoint", "list", saved).out.splitlines()
     assert lines[0].split() == ["name", "written", "MB", "state", "kept", "by", "reason"]
     assert [line.split()[0] for line in lines[1:]] == ["step-00000002", "step-00000004", "step-00000005"]
     assert lines[1].endswith("ok     all      every 2 steps")
     assert lines[-1].endswith("the end of the run")
     listed = json.loads(cadenza("checkpoint", "list", saved, "--json").out)
-    assert [(one["name"], one["step"], one["state"]) for one in listed] == [
-        ("step-00000002", 2, "ok"),
-        ("step-00000004", 4, "ok"),
-        ("step-00000005", 5, "ok"),
-    ]
+    shown = [(one["name"], one["step"], one["state"]) for one in listed]
+    assert shown == [(f"step-0000000{step}", step, "ok") for step in (2, 4, 5)]
+    assert cadenza("checkpoint", "prune", saved, "--keep-last", 2).out == "deleted 1: step-00000002\n"
+    assert sorted(path.name for path in (saved / "checkpoints").glob("[ls]*")) == ["last", "step-00000004", "step-00000005"]
 
 
 def test_verify_tells_the_damaged_one_and_exits_with_1(saved: Path, cadenza: Command) -> None:
@@ -180,21 +170,23 @@ def test_show_lists_the_tensors_of_the_newest_or_of_a_named_one(saved: Path, cad
     }
 
 
-def test_prune_keeps_the_newest(saved: Path, cadenza: Command) -> None:
-    assert cadenza("checkpoint", "prune", saved, "--keep-last", 2).out == "deleted 1: step-00000002\n"
-    assert sorted(path.name for path in (saved / "checkpoints").glob("[ls]*")) == ["last", "step-00000004", "step-00000005"]
-
-
 # -- report --------------------------------------------------------------------------------------------
 
 
-def test_report_writes_one_file_and_says_where(tmp_path: Path, cadenza: Command) -> None:
-    tiny_run(directory=tmp_path / "first")
-    output = tmp_path / "new" / "page.html"
-    told = cadenza("report", tmp_path / "first", "--output", output).out
+def test_report_writes_one_file_or_to_a_link_or_a_device_and_says_where(tmp_path: Path, cadenza: Command) -> None:
+    run, output = tmp_path / "first", tmp_path / "new" / "page.html"
+    tiny_run(directory=run)
+    told = cadenza("report", run, "--output", output).out
     assert re.fullmatch(rf"{re.escape(str(output))}: 1 run, \d+.* kB; open it in a browser\n", told)
     assert "<h1>first</h1>" in output.read_text(encoding="utf-8")
     assert list(output.parent.iterdir()) == [output]
+    assert "the report cannot be written to" in cadenza("report", run, "--output", tmp_path, code=1).err
+    (tmp_path / "link").symlink_to(tmp_path / "page.html")
+    cadenza("report", run, "--output", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+    if Path("/dev/full").exists():
+        assert "No space left on device" in cadenza("report", run, "--output", "/dev/full", code=1).err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit on the size of a file")
@@ -213,15 +205,3 @@ def test_a_full_disk_leaves_the_older_page(tmp_path: Path, cadenza: Command) -> 
     assert "the report cannot be written to" in told
     assert {path.name for path in tmp_path.iterdir()} == {"first", "page.html"}
     assert output.read_text(encoding="utf-8") == "older"
-
-
-def test_an_output_that_is_a_folder_is_named_and_a_link_or_a_device_is_written_to(tmp_path: Path, cadenza: Command) -> None:
-    run = tmp_path / "first"
-    tiny_run(directory=run)
-    assert "the report cannot be written to" in cadenza("report", run, "--output", tmp_path, code=1).err
-    (tmp_path / "link").symlink_to(tmp_path / "page.html")
-    cadenza("report", run, "--output", tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "page.html").stat().st_size > 10_000
-    if Path("/dev/full").exists():
-        assert "No space left on device" in cadenza("report", run, "--output", "/dev/full", code=1).err

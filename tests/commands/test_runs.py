@@ -55,7 +55,7 @@ def found(cadenza: Command, *arguments: object) -> dict[str, Any]:
 # -- runs ----------------------------------------------------------------------------------------------
 
 
-def test_each_run_is_a_row_with_its_state_and_best_value(sweep: Path, cadenza: Command) -> None:
+def test_each_run_is_a_row_with_its_state_and_best_value_and_json_has_all_that_is_known(sweep: Path, cadenza: Command) -> None:
     head, *lines = cadenza("runs", sweep).out.splitlines()
     assert head.split()[:4] == ["run", "state", "eval/loss", "optimizer.lr"]
     cells = {line.partition("  ")[0]: [cell.strip() for cell in line.split("  ")[1:] if cell] for line in lines}
@@ -64,17 +64,13 @@ def test_each_run_is_a_row_with_its_state_and_best_value(sweep: Path, cadenza: C
     head, *lines = cadenza("runs", sweep / "a", "--metric", "train/loss").out.splitlines()
     assert "train/loss" in head
     assert all(" last " in line for line in lines)
-
-
-def test_json_has_all_that_is_known(sweep: Path, cadenza: Command) -> None:
     runs = found(cadenza, sweep)
     fast = runs["fast"]
     assert (fast["step"], fast["epoch"], fast["arguments"]["optimizer.lr"], fast["arguments"]["seed"]) == (15, 3, 0.1, 2)
     assert fast["id"] == json.loads((sweep / "a" / "fast" / "run.json").read_text())["id"]
     assert runs["broken down"]["ending"] == "failed: RuntimeError('no data')"
-    assert runs["killed"]["ending"].startswith(
-        "killed: no process holds the directory and run.json has no outcome; last record"
-    )
+    ending = "killed: no process holds the directory and run.json has no outcome; last record"
+    assert runs["killed"]["ending"].startswith(ending)
 
 
 def test_the_best_value_follows_the_mode_of_the_callback_that_watched(tmp_path: Path, cadenza: Command) -> None:
@@ -200,15 +196,21 @@ def section(text: str, title: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-def test_only_the_arguments_that_differ_are_shown(two: list[str], cadenza: Command) -> None:
+def test_only_the_arguments_that_differ_are_shown_and_json_has_the_curves_too(two: list[str], cadenza: Command) -> None:
     assert section(cadenza("compare", *two).out, "arguments") == {
-        "arguments": ["slow", "fast"],
-        "optimizer.lr": ["0.01", "0.1"],
-        "seed": ["1", "2"],
-    }
-    told = section(cadenza("compare", *two, "--all").out, "arguments")
-    assert told["optimizer"] == ["SGD", "SGD"]
-    assert told["max_epochs"] == ["3", "3"]
+        "arguments": ["slow", "fast"], "optimizer.lr": ["0.01", "0.1"], "seed": ["1", "2"],
+    }  # fmt: skip
+    shown = section(cadenza("compare", *two, "--all").out, "arguments")
+    assert shown["optimizer"] == ["SGD", "SGD"]
+    assert shown["max_epochs"] == ["3", "3"]
+    told = json.loads(cadenza("compare", *two, "--json").out)
+    losses = rows_of(Path(two[1]), "eval/loss")
+    assert told["differ"]["arguments"] == ["optimizer.lr", "seed"]
+    slow, fast = told["runs"]
+    assert (slow["arguments"], fast["arguments"]) == ({"optimizer.lr": 0.01, "seed": 1}, {"optimizer.lr": 0.1, "seed": 2})
+    assert [value for _, value in fast["curves"]["eval/loss"]] == losses
+    assert fast["best"]["eval/loss"] == {"value": min(losses), "step": 15, "mode": "min"}
+    assert fast["decisions"]["evaluated"] == 3
 
 
 def test_batch_sizes_are_arguments_also_one_that_a_callback_found(tmp_path: Path, cadenza: Command) -> None:
@@ -267,14 +269,3 @@ def test_what_differs_in_the_environment_is_named(two: list[str], tmp_path: Path
     told = section(cadenza("compare", two[0], tmp_path).out, "environment")
     assert told.keys() == {"environment", "torch"}
     assert told["torch"][1] == "2.7.0"
-
-
-def test_json_holds_the_curves_and_the_differences(two: list[str], cadenza: Command) -> None:
-    told = json.loads(cadenza("compare", *two, "--json").out)
-    losses = rows_of(Path(two[1]), "eval/loss")
-    assert told["differ"]["arguments"] == ["optimizer.lr", "seed"]
-    slow, fast = told["runs"]
-    assert (slow["arguments"], fast["arguments"]) == ({"optimizer.lr": 0.01, "seed": 1}, {"optimizer.lr": 0.1, "seed": 2})
-    assert [value for _, value in fast["curves"]["eval/loss"]] == losses
-    assert fast["best"]["eval/loss"] == {"value": min(losses), "step": 15, "mode": "min"}
-    assert fast["decisions"]["evaluated"] == 3

@@ -30,6 +30,7 @@ from cadenza.testing import launch
 from tests.distributed.drivers import blocks, ddp, fsdp, sharded, single
 from tests.distributed.parts import (
     Batch,
+    Partly,
     Stream,
     driver,
     loader,
@@ -246,7 +247,6 @@ def test_a_parameter_of_the_loss_trains_under_ddp_and_fsdp_as_on_one_process_tha
 
 # -- a step_fn that calls the user's own module and updates some optimizers
 
-
 RARE = 4  # samples in a batch: of every two batches the second uses `rare`
 
 
@@ -399,17 +399,6 @@ def test_a_dropped_batch_leaves_the_mean_over_the_others(samples: set[int], accu
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
         assert own_steps == steps
         assert own_losses == pytest.approx(losses, rel=1e-5)
-
-
-class Partly(nn.Module):
-    """Has parameters that are not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(3, 1), nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.used(inputs)  # type: ignore[no-any-return]
 
 
 class Rows(nn.Module):

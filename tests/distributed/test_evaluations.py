@@ -101,25 +101,22 @@ def test_a_rank_without_any_batch_takes_part_with_nothing() -> None:
     assert on_ranks(short, 3) == [pytest.approx(alone, rel=1e-6)] * 3
 
 
-def test_a_metric_that_keeps_lists_needs_a_batch_on_each_rank_and_says_so() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "metrics", "message"),
+    [
+        ((4,), {"cat": (CatMetric(), "kl")}, "the metric 'cat' of 'eval' keeps a list on each rank"),
+        ((), None, "the loader of 'eval' gave no batch. Give one that has at least one, and can be read again."),
+    ],
+    ids=["a list needs a batch on each rank", "no batch on any rank"],
+)
+def test_too_few_batches_are_an_error_on_all_ranks(sizes: tuple[int, ...], metrics: Any, message: str) -> None:
     def short() -> str:
         with pytest.raises(DataError) as caught:
-            trainer().evaluate(stream(4), compute=two_losses, metrics={"cat": (CatMetric(), "kl")})
+            trainer().evaluate(stream(*sizes), compute=two_losses, metrics=metrics)
         return str(caught.value)
 
-    for message in on_ranks(short, 2):
-        assert message.startswith("the metric 'cat' of 'eval' keeps a list on each rank")
-
-
-def test_no_batch_on_any_rank_is_an_error_on_all() -> None:
-    def empty() -> str:
-        with pytest.raises(DataError) as caught:
-            trainer().evaluate(stream(), compute=two_losses)
-        return str(caught.value)
-
-    assert (
-        on_ranks(empty, 2) == ["the loader of 'eval' gave no batch. Give one that has at least one, and can be read again."] * 2
-    )
+    for told in on_ranks(short, 2):
+        assert told.startswith(message)
 
 
 # -- predictions

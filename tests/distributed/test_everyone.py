@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from cadenza import Callback, Run, callbacks, on
 from cadenza.callbacks import (
     BestWeights,
-    Checkpoint,
     ClipGradients,
     ConfusionMatrix,
     ConvertSyncBatchNorm,
@@ -55,8 +54,17 @@ RUNS: list[Callable[[], Seen]] = []
 """Those that must end on two processes as on one."""
 
 # In tests/alone/test_preempted_ranks.py, in files of their own in tests/callbacks and, with LoRA, in
-# tests/recipes/test_pages.py; ReplayCheck in test_time_travel.py:
-ELSEWHERE = ("SlurmRequeue", "OptunaPruning", "Alert", "SequenceLength", "OmitFrozen", "Fingerprint", "ReplayCheck")
+# tests/recipes/test_pages.py; Checkpoint in tests/checkpoint/test_retention.py and ReplayCheck in test_time_travel.py:
+ELSEWHERE = (
+    "Checkpoint",
+    "SlurmRequeue",
+    "OptunaPruning",
+    "Alert",
+    "SequenceLength",
+    "OmitFrozen",
+    "Fingerprint",
+    "ReplayCheck",
+)
 shown: set[type] = {getattr(callbacks, name) for name in (*ELSEWHERE, "Capsule", "Recover")}
 
 
@@ -91,8 +99,7 @@ def watch_results() -> Seen:
     judge = Evaluate(loader(37, shuffle=False), compute=judged)
     one = trainer(**as_one(max_epochs=9, callbacks=[judge, rate, best, stop, LogTraining("1 step", throughput=False)]))
     run = one.fit()
-    assert run.outcome is not None
-    assert run.outcome.kind == "stopped"
+    assert (run.outcome and run.outcome.kind) == "stopped"
     assert best.weights is not None
     history = {name: dict(run.history[name]) for name in run.history.names}
     assert history.keys() == {"eval/loss", "train/loss", "train/lr"}
@@ -124,10 +131,7 @@ def judge_an_average() -> Seen:
 @shows(Freeze, Warmup, ClipGradients, ScheduleValue, as_one=True)
 def change_updates() -> Seen:
     model, of_first = network(), list[Tensor]()
-
-    @on(Callback.on_step_end)
-    def note(run: Run) -> None:
-        of_first.append(next(model.parameters()).detach().clone())
+    note = on(Callback.on_step_end)(lambda run: of_first.append(next(model.parameters()).detach().clone()))
 
     def group(run: Run) -> dict[str, Any]:
         return run.optimizers[0].param_groups[0]
@@ -268,10 +272,7 @@ def test_limits_are_those_of_each_rank_in_training_and_of_all_in_an_evaluation()
     seen: list[int] = []
 
     def limited() -> tuple[int, int, list[int]]:
-        @on(Callback.on_eval_batch_start)
-        def see(run: Run, evaluation: Any, batch: Batch) -> None:
-            seen.extend(batch[2].tolist())
-
+        see = on(Callback.on_eval_batch_start)(lambda run, evaluation, batch: seen.extend(batch[2].tolist()))
         judge = Evaluate(loader(37, shuffle=False), every="1 epoch")
         run = trainer(callbacks=[Limit(train=2, evaluation=3), judge, see], max_epochs=1).fit()
         return run.progress.step, run.progress.samples, seen
@@ -347,17 +348,3 @@ def test_what_shows_and_measures_writes_once_on_the_main_process(tmp_path: Path,
     for name in ("profile.json", "trace.json", "torch-trace.json"):
         assert json.loads((tmp_path / name).read_text())
     assert not list(tmp_path.glob("*trace-2*"))
-
-
-@shows(Checkpoint)
-def test_checkpoints_are_written_once_and_the_best_is_kept(tmp_path: Path) -> None:
-    def saved() -> tuple[list[int], int]:
-        keep = Checkpoint("1 epoch", keep_best=("eval/loss", "min"), keep_last=1)
-        judge = Evaluate(loader(9), every="2 steps")
-        run = trainer(directory=tmp_path, callbacks=[judge, keep]).fit()
-        run = trainer(directory=tmp_path, max_epochs=3, callbacks=[Evaluate(loader(9), every="2 steps"), keep]).fit("auto")
-        return [one["step"] for one in keep.writer.retention.bests()], run.progress.step
-
-    (best, step), (_, other_step) = on_ranks(saved)  # the main process reads the folder
-    assert step == other_step == 9
-    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {f"step-{one:08d}" for one in (*best, 9)}

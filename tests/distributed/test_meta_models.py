@@ -334,11 +334,7 @@ def test_a_run_goes_to_the_bit_from_one_layout_to_the_next_with_models_that_are_
     def leg(driver: str, steps: int) -> tuple[State, State]:
         """Continue the run; return its state when it was restored, and at the end."""
         restored: State = []
-
-        @on(Callback.on_load)
-        def see(run: Run, _: object) -> None:
-            restored.extend(state_of(run))
-
+        see = on(Callback.on_load)(lambda run, _: restored.extend(state_of(run)))
         run = part(tmp_path, driver, steps, callbacks=[see])
         return restored, state_of(run)
 

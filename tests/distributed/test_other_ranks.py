@@ -49,12 +49,7 @@ Seen = dict[int, list[int]]
 Leg = tuple[str, int, int | None]
 """A driver, a number of ranks, and the step at which to leave off."""
 
-DRIVERS: dict[str, Callable[[], Driver]] = {
-    "ddp": ddp,
-    "fsdp": sharded,
-    "hsdp": partial(sharded, replicas=2),
-    "single": single,
-}
+DRIVERS: dict[str, Callable[[], Driver]] = {"ddp": ddp, "fsdp": sharded, "hsdp": partial(sharded, replicas=2), "single": single}
 GROUPS = {4: 3, 2: 6, 1: 12, 3: 4}
 """By the number of ranks, the accumulation with which a step takes 12 batches."""
 
@@ -82,10 +77,7 @@ def part(
     def measure(run: Run) -> None:
         facts["lengths"][run.progress.epoch] = run.progress.batches_per_epoch
 
-    @on(Callback.on_epoch_end)
-    def note(run: Run) -> None:
-        facts["samples"].append(run.progress.samples)
-
+    note = on(Callback.on_epoch_end)(lambda run: facts["samples"].append(run.progress.samples))
     callbacks = [see, measure, note, Ema(0.5), LogTraining("1 step", throughput=False), Checkpoint("100 steps")]
     made = DRIVERS[driver]() if driver else None
     one = trainer(make(), directory=directory, max_steps=steps, driver=made, callbacks=callbacks, **arguments)
@@ -346,11 +338,7 @@ def test_a_rank_that_was_not_there_draws_numbers_of_its_own(tmp_path: Path) -> N
 
     def drawn() -> float:
         numbers: list[float] = []
-
-        @on(Callback.on_batch_start)
-        def draw(run: Run, batch: Batch) -> None:
-            numbers.append(torch.rand(()).item())
-
+        draw = on(Callback.on_batch_start)(lambda run, batch: numbers.append(torch.rand(()).item()))
         path = next((tmp_path / "run" / "checkpoints").glob("step-*"))
         trainer(callbacks=[draw], max_epochs=1).fit(resume=path)
         return numbers[0]

@@ -95,30 +95,11 @@ def test_the_end_of_an_epoch_that_one_rank_asks_for_ends_it_on_all() -> None:
     assert on_ranks(ending) == [(2, 5), (2, 5)]  # at the boundary after the one at which one rank requested it
 
 
-def test_a_signal_of_one_rank_stops_all_ranks_after_the_next_step() -> None:
-    def stopping() -> int:
-        @on(Callback.on_step_end, at=3)
-        def receive(run: Run) -> None:
-            seen.append(run)
-            if rank() == 1:
-                session_of(run).sync.requests.preempt(signal.SIGTERM)
-
-        seen: list[Run] = []
-        with pytest.raises(SystemExit):
-            trainer(loader(96), callbacks=[receive]).fit()
-        return seen[-1].progress.step
-
-    assert launch(stopping) == [4, 4]
-
-
 def test_an_unexpected_stop_is_sent_with_the_next_batch() -> None:
     def stopping() -> tuple[int, str]:
         silence.LONGEST_S = 0.0  # in this process: no quiet steps, at the end of which the request would be sent
         runs: list[Run] = []
-
-        @on(Callback.on_fit_start)
-        def keep(run: Run) -> None:
-            runs.append(run)
+        keep = on(Callback.on_fit_start)(lambda run: runs.append(run))
 
         def loss(model: Any, batch: Any) -> Tensor:
             if rank() == 1 and runs[0].progress.step == 2:

@@ -1,4 +1,4 @@
-"""Records and files of several ranks: numbers are means, and the main process writes each once; each keeps its console log."""
+"""Records, files and counted tokens of several ranks: they are alike on all, and the main process writes each once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import sys
 import zipfile
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from cadenza import Callback, Run, on, sinks
-from cadenza.callbacks import Checkpoint, Ema, LogTraining
+from cadenza.callbacks import Checkpoint, Ema, LogTraining, SequenceLength
 from cadenza.engine.session import session_of
 from cadenza.records.record import Text
 from cadenza.testing import launch
@@ -45,34 +48,15 @@ def test_records_hold_the_mean_over_all_ranks_and_are_written_once(tmp_path: Pat
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("names", [1, 24, 25, 80])
-def test_a_record_may_have_any_number_of_names(names: int) -> None:
-    def logging() -> dict[str, float]:
-        @on(Callback.on_step_end)
-        def log(run: Run) -> None:
-            run.log({str(number): float(number * rank()) for number in range(names)})
-
-        return trainer(max_steps=1, callbacks=[log]).fit().history.latest
-
-    assert on_ranks(logging) == [{str(number): number / 2 for number in range(names)}] * 2
-
-
 STEPS = range(1, 5)
 LOGGED: dict[str, tuple[Callable[[Run], dict[str, float]], dict[str, list[tuple[int, float]]]]] = {
     "of one rank, also in the last step": (
         lambda run: {"a": float(run.progress.step)} if rank() == 1 else {},
         {"a": [(step, float(step)) for step in STEPS]},
     ),
-    "of all ranks": (
-        lambda run: {"a": run.progress.step + float(rank())},
-        {"a": [(step, step + 0.5) for step in STEPS]},
-    ),
+    "of all ranks": (lambda run: {"a": run.progress.step + float(rank())}, {"a": [(step, step + 0.5) for step in STEPS]}),
     "with different names": (
-        lambda run: {
-            "ab"[rank()]: 1.0,
-            **({"c": 2.0} if run.progress.step % 2 == rank() else {}),
-            "both": float(rank()),
-        },
+        lambda run: {"ab"[rank()]: 1.0, **({"c": 2.0} if run.progress.step % 2 == rank() else {}), "both": float(rank())},
         {
             **{name: [(step, 1.0) for step in STEPS] for name in "ab"},
             "c": [(step, 2.0) for step in STEPS],
@@ -86,6 +70,11 @@ LOGGED["with names that joined are alike"] = (
     lambda run: dict.fromkeys((("x", "y\nz"), ("x\ny", "z"))[rank()], 1.0),
     {name: [(step, 1.0) for step in STEPS] for name in ("x", "x\ny", "y\nz", "z")},
 )
+for names in (1, 24, 25, 80):
+    LOGGED[f"with {names} names"] = (
+        lambda run, names=names: {str(number): float(number * rank()) for number in range(names)},  # type: ignore[misc]
+        {str(number): [(step, number / 2) for step in STEPS] for number in range(names)},
+    )
 
 
 @pytest.mark.parametrize("name", LOGGED)
@@ -244,7 +233,6 @@ def test_the_loss_in_a_record_has_the_bits_of_the_mean_over_ranks(number_format:
 
 # -- who writes what
 
-
 QUIET = {"silent": True, "x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False}
 
 
@@ -319,10 +307,7 @@ def test_sinks_of_services_write_each_record_once_from_the_main_process(
     assert launch(lambda: train_with(tmp_path, sinks_of_services(tmp_path.name))) == [[], []]
     of_mlflow = "SELECT run_uuid, step FROM metrics WHERE key = 'train/loss' ORDER BY step"
     of_trackio = Path(trackio.utils.TRACKIO_DIR, f"{tmp_path.name}.db")
-    for found in (
-        rows(tmp_path / "mlflow.db", of_mlflow),
-        rows(of_trackio, "SELECT run_id, step FROM metrics ORDER BY step"),
-    ):
+    for found in (rows(tmp_path / "mlflow.db", of_mlflow), rows(of_trackio, "SELECT run_id, step FROM metrics ORDER BY step")):
         assert len({run for run, _ in found}) == 1
         assert [step for _, step in found] == ALL_STEPS
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == len(list(tmp_path.glob("swanlog/run-*"))) == 1
@@ -330,14 +315,10 @@ def test_sinks_of_services_write_each_record_once_from_the_main_process(
     assert zipfile.Path(archive, "messages.json").read_text().count('"metricName":"train/loss"') == 6
 
 
-@on(Callback.on_step_end)
-def say(run: Run) -> None:
-    run.print(f"rank {run.driver.rank} says {run.progress.step}")
+say = on(Callback.on_step_end)(lambda run: run.print(f"rank {run.driver.rank} says {run.progress.step}"))
 
 
-@on(Callback.on_fit_end)
-def warn(run: Run) -> None:
-    run.warn(f"rank {run.driver.rank} warns")
+warn = on(Callback.on_fit_end)(lambda run: run.warn(f"rank {run.driver.rank} warns"))
 
 
 def test_each_rank_keeps_what_it_says_in_a_log_of_its_own_and_goes_on_in_it(
@@ -364,9 +345,7 @@ def test_a_rank_writes_no_line_that_the_main_process_writes_too(tmp_path: Path) 
         if run.driver.rank == 1 and run.progress.step == 2:
             run.warn("the disk of rank 1 is slow")
 
-    @on(Callback.on_fit_end)
-    def warn_alike(run: Run) -> None:
-        run.warn("the end\nof all ranks")
+    warn_alike = on(Callback.on_fit_end)(lambda run: run.warn("the end\nof all ranks"))
 
     def warning() -> None:
         trainer(directory=tmp_path / "one", callbacks=[say_alike, warn_alike]).fit()
@@ -410,3 +389,148 @@ def test_on_a_machine_without_the_main_ones_disks_the_log_is_kept_there(tmp_path
 
     on_ranks(elsewhere)
     assert sorted(path.name for path in (tmp_path / "there" / "run").iterdir()) == ["console.rank1.log"]
+
+
+# -- tokens: their sum is the same on all ranks after every step on which something depends ------------
+
+LENGTHS = [3, 5, 2, 7, 4, 6, 1, 8, 9, 2, 5, 3]
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def with_tokens(model: nn.Module, batch: Tensor) -> dict[str, Any]:
+    return {"loss": loss_of(model, batch), "tokens": batch.numel()}
+
+
+def step_of_tokens(run: Run, batch: Tensor) -> dict[str, Any]:
+    loss = loss_of(run.model, batch)
+    run.backward(loss)
+    run.update()
+    return {"loss": loss, "tokens": batch.numel()}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "outputs": {"compute_loss": with_tokens},
+    "function": {"compute_loss": loss_of, "tokens": torch.Tensor.numel},
+    "step_fn": {"step_fn": step_of_tokens},
+}
+
+
+def fit(*callbacks: Callback, resume: Any = False, **arguments: Any) -> Run:
+    torch.manual_seed(0)
+    batches = [torch.linspace(-1, 1, length).unsqueeze(1) for length in LENGTHS]
+    arguments = {
+        "max_epochs": None,
+        "seed": 1,
+        "optimizer": partial(torch.optim.SGD, lr=0.01),
+        "compute_loss": None,
+        **arguments,
+    }
+    return trainer(batches, model=nn.Linear(1, 1), callbacks=callbacks, **arguments).fit(resume=resume)
+
+
+def in_steps(ranks: int) -> list[int]:
+    """Return the tokens after each step of an epoch."""
+    return [*accumulate(sum(LENGTHS[first : first + ranks]) for first in range(0, len(LENGTHS), ranks))]
+
+
+class Noted(Callback):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def on_step_end(self, run: Run) -> None:
+        self.tokens.append(run.progress.tokens)
+
+
+def ended(way: str) -> list[tuple[int, int, list[int]]]:
+    found = []
+    for limit in (9, 21, 40, 60):
+        noted = Noted()
+        run = fit(noted, max_tokens=limit, **WAYS[way])
+        found.append((run.progress.step, run.progress.tokens, noted.tokens))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_all_ranks_end_with_the_step_that_reaches_max_tokens(ranks: int) -> None:
+    epoch = in_steps(ranks)
+    after = [*epoch, *(tokens + epoch[-1] for tokens in epoch)]
+    expected = []
+    for limit in (9, 21, 40, 60):
+        steps = next(index for index, tokens in enumerate(after, 1) if tokens >= limit)
+        expected.append((steps, after[steps - 1], after[:steps]))
+    for seen in on_ranks(lambda: [ended(way) for way in WAYS], ranks) if ranks > 1 else [[ended(way) for way in WAYS]]:
+        assert seen == [expected] * len(WAYS)
+
+
+def test_tokens_are_summed_over_ranks() -> None:
+    """Without a limit the ranks may leave exchanges out."""
+
+    def counts(way: str) -> tuple[int, int]:
+        whole = fit(max_epochs=2, **WAYS[way]).progress.tokens
+        return whole, whole if way == "step_fn" else fit(max_epochs=2, accumulate=2, **WAYS[way]).progress.tokens
+
+    assert on_ranks(lambda: [counts(way) for way in WAYS]) == [[(2 * sum(LENGTHS),) * 2] * 3] * 2
+
+
+def test_a_batch_that_all_ranks_train_on_counts_once() -> None:
+    def whole() -> int:
+        rows: Any = [torch.ones(4) for _ in range(3)]
+        data: Any = DataLoader(rows, batch_size=1)  # 3 samples for 2 ranks
+        model = nn.Linear(4, 1)
+        return trainer(data, model=model, compute_loss=loss_of, max_epochs=1, tokens=Tensor.numel).fit().progress.tokens
+
+    assert on_ranks(whole) == [12] * 2
+
+
+def test_a_run_that_resumes_on_several_ranks_ends_where_the_whole_run_does(tmp_path: Path) -> None:
+    def runs() -> list[Any]:
+        found: list[Any] = []
+        for way in ("outputs", "function"):
+            whole = fit(max_tokens=50, **WAYS[way])
+            fit(Checkpoint(1), max_steps=3, directory=tmp_path / way, **WAYS[way])
+            rest = fit(Checkpoint(1), max_tokens=50, directory=tmp_path / way, resume="auto", **WAYS[way])
+            found += [
+                rest.progress.now() == whole.progress.now(),
+                all(map(torch.equal, rest.model.parameters(), whole.model.parameters())),
+            ]
+        return found
+
+    assert on_ranks(runs, 2) == [[True] * 4] * 2
+
+
+def test_the_error_of_a_rank_that_does_not_count_ends_all() -> None:
+    def partly(model: nn.Module, batch: Tensor) -> Any:
+        return with_tokens(model, batch) if batch.numel() != LENGTHS[3] else loss_of(model, batch)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(lambda: fit(compute_loss=partly, max_tokens=40) and None, 2)
+    assert "max_tokens=40 needs the number of tokens in each batch" in repr(caught.value.exceptions[0])
+
+
+def test_schedules_of_tokens_are_due_at_the_step_that_reaches_them() -> None:
+    def due(way: str) -> list[int]:
+        steps: list[int] = []
+        note = on(Callback.on_step_end, every="10 tokens")(lambda run: steps.append(run.progress.step))
+        fit(note, max_epochs=1, **WAYS[way])
+        return steps
+
+    after = [0, *in_steps(2)]
+    expected = [step for step in range(1, len(after)) if after[step] // 10 > after[step - 1] // 10]
+    assert on_ranks(lambda: [due(way) for way in WAYS], 2) == [[expected] * len(WAYS)] * 2
+
+
+def test_points_in_samples_and_tokens_are_reached_in_time_although_no_callback_is_due_for_many_steps() -> None:
+    def reached(point: str, **arguments: Any) -> list[int]:
+        data = [torch.ones(2, 1)] * 200  # 4 samples and 4 tokens a step
+        run = trainer(data, model=nn.Linear(1, 1), compute_loss=with_tokens, max_epochs=1, **arguments).fit()
+        return [one.when.step for one in run.decisions if one.what in ("accumulation changed", "sequence length changed")]
+
+    def all_reached() -> list[list[int]]:
+        points = ("200 samples", "200 tokens")
+        changed = [reached(point, accumulate={0: 1, point: 2}) for point in points]
+        return changed + [reached(point, callbacks=[SequenceLength({0: 2, point: 1})]) for point in points]
+
+    assert on_ranks(all_reached, 2) == [[[50]] * 4] * 2

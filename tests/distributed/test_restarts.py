@@ -99,7 +99,7 @@ def undisturbed() -> Tensor:
 
 
 def test_after_an_error_it_is_started_again_and_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """tests/alone/test_torchrun.py does this with processes that are killed."""
+    """tests/alone/test_lost_ranks.py does this with processes that are killed."""
     train = training(tmp_path, Callback.on_batch_start, 4, 1, fail)
     (ranks,) = launch(lambda: torchrun(train, tmp_path / "logs", restarts=1), 1)
     assert (tmp_path / "failed").exists()

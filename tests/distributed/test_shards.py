@@ -25,12 +25,7 @@ from cadenza.commands.main import main as cadenza
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import ALONE
 from cadenza.drivers.sharding import all_laid_out, optimizer_laid_out
-from cadenza.errors import (
-    CheckpointFormatError,
-    CheckpointLostError,
-    DirectoryError,
-    DistributedError,
-)
+from cadenza.errors import CheckpointFormatError, CheckpointLostError, DirectoryError, DistributedError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.testing import launch, tiny_trainer
 from tests.checkpoint.blocked import Blocked
@@ -78,10 +73,7 @@ def test_a_run_continues_to_the_same_bits_on_as_many_ranks_with_dropout_and_adam
         assert torch.equal(got[1], wanted[1])
 
 
-Tensors = dict[str, Tensor]
-
-
-def passed_on(make: Callable[[], Driver], source: Path, target: Path) -> tuple[Tensors, int]:
+def passed_on(make: Callable[[], Driver], source: Path, target: Path) -> tuple[dict[str, Tensor], int]:
     """Read model and optimizer state, write them anew; return all tensors whole, and how many numbers this rank held."""
     driver = make()
     prepared = driver.prepare(blocks())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Run, on
+from cadenza import Callback, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.hooks.moments import BaseCallback
 from cadenza.report import name_distinctly, page, story_at
@@ -41,12 +41,7 @@ def finished_run(directory: Path, losses: Sequence[float] = (3.0, 1.0, 2.0), *mo
 
 def logging(values: Sequence[float], name: str = "train/odd") -> BaseCallback:
     """Return a callback that logs these values, one a step."""
-
-    @on(Callback.on_step_end)
-    def log(run: Run) -> None:
-        run.log(name, values[run.progress.step - 1])
-
-    return log
+    return on(Callback.on_step_end)(lambda run: run.log(name, values[run.progress.step - 1]))
 
 
 class Parsed(HTMLParser):

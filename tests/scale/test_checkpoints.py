@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Run, Trainer, on, supervised
+from cadenza import Callback, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.store import Content, Loaded, Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles, RemoteFiles
@@ -301,11 +301,7 @@ def test_a_run_that_resumes_reads_its_checkpoint_once_and_its_saves_and_prunes_r
 def test_the_content_of_the_checkpoint_is_not_kept_during_the_training(tmp_path: Path) -> None:
     trainer(single, 2, tmp_path).fit()
     one, found = trainer(single, 3, tmp_path), list[int]()
-
-    @on(Callback.on_step_end)
-    def count(run: Run) -> None:
-        found.append(sum(type(item) is Loaded for item in gc.get_objects()))
-
+    count = on(Callback.on_step_end)(lambda run: found.append(sum(type(item) is Loaded for item in gc.get_objects())))
     one.callbacks.append(count)
     one.fit(resume="auto")
     assert found == [0]

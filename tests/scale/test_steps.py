@@ -378,10 +378,6 @@ def own_loop(one: Trainer, compute_loss: Callable[..., Any] = squared_error) -> 
             step.backward(step.forward(compute_loss, batch))
 
 
-def log_two(run: Run) -> None:
-    run.log({"a": 1.0, "b": torch.tensor(2.0)})
-
-
 def sharded() -> dict[str, Any]:
     return {"driver": fsdp()}
 
@@ -404,7 +400,7 @@ CASES: dict[str, Case] = {  # with one more for loops of one's own and a step_fn
     "a batch hook of pytorch-accelerated": (1, lambda: [cast("Any", OfAccelerated())], dict),
     "losses that may break": (0, lambda: [Recover(), Checkpoint("100 steps", background=False)], dict),
     "weights": (0, list, lambda: {"compute_loss": weighted}),
-    "logged numbers": (1, lambda: [on(Callback.on_step_end)(log_two)], dict),
+    "logged numbers": (1, lambda: [on(Callback.on_step_end)(lambda run: run.log({"a": 1.0, "b": torch.tensor(2.0)}))], dict),
     "a norm that is logged in each step": (1, lambda: [ClipGradients(1.0, log="norm", log_every=1)], dict),
     "a norm that is seldom logged": (0, lambda: [ClipGradients(1.0, log="norm")], dict),
     "FSDP with weights": (0, list, lambda: {"compute_loss": weighted, **sharded()}),

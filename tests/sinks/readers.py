@@ -10,11 +10,12 @@ import sqlite3
 import sys
 import zipfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml  # type: ignore[import-untyped]  # it has no types, and comes with swanlab and dvclive
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
@@ -357,6 +358,20 @@ class OfDvclive(Reader):
 
     def outcome(self, info: RunInfo) -> str:
         return str(self.summary(info)["outcome"])
+
+
+@contextmanager
+def services(folder: Path) -> Iterator[None]:
+    """Give all tests of a module one database for MLflow and one process for wandb, without an account of the user."""
+    import wandb
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_ERROR_REPORTING", "false")  # it reports its own errors to its maker
+        for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+            patch.delenv(name, raising=False)
+        patch.setattr(MLFLOW, "uri", f"sqlite:///{folder}/mlflow.db")
+        yield
+        wandb.teardown()
 
 
 def _by_name(rows: Iterator[tuple[int, dict[str, Any]]]) -> Values:

@@ -38,6 +38,16 @@ def logging(values: Mapping[str, Loggable]) -> Subscription:
     return log_values
 
 
+def failing(at: int, error: BaseException | type[BaseException] = KeyboardInterrupt) -> Subscription:
+    """Raise an error at the end of a step."""
+
+    @on(Callback.on_step_end, at=at)
+    def fail(run: Run) -> None:
+        raise error
+
+    return fail
+
+
 def metrics_of(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Return the records of a file of lines, as that of a run itself."""
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]

@@ -17,42 +17,25 @@ from cadenza.callbacks import Evaluate, LogTraining
 from cadenza.errors import DirectoryError, MissingExtraError
 from cadenza.sinks import Comet, Dvclive, JsonLines, Mlflow, Swanlab, TensorBoard, Trackio, Wandb, comet
 from cadenza.testing import check_sink, tiny_loader, tiny_run
-from tests.sinks.readers import ALL, COMET, DVCLIVE, MLFLOW, SWANLAB, TENSORBOARD, TRACKERS, TRACKIO, WANDB, Reader
-from tests.sinks.samples import EMPTY, MEDIA, check_bright, check_tone, check_whole, logging, metrics_of
+from tests.sinks.readers import ALL, COMET, DVCLIVE, MLFLOW, SWANLAB, TENSORBOARD, TRACKERS, TRACKIO, WANDB, Reader, services
+from tests.sinks.samples import EMPTY, MEDIA, check_bright, check_tone, check_whole, failing, logging, metrics_of
 
 
 @pytest.fixture(scope="module", autouse=True)
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One database for MLflow, one process for wandb; see that nothing stays behind."""
+def on_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """See that nothing stays behind."""
     import trackio.utils
-    import wandb
 
     assert TRACKIO.database.parent == trackio.utils.TRACKIO_DIR, "conftest.py keeps it away from the user's own runs"
     before = set(threading.enumerate())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_ERROR_REPORTING", "false")  # it reports its own errors to its maker
-        for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
-            patch.delenv(name, raising=False)
+    with pytest.MonkeyPatch.context() as patch, services(tmp_path_factory.mktemp("mlflow")):
         streamer = comet._imported().streamer.offline.OfflineStreamer
         patch.setattr(streamer, "queue_timeout", property(lambda self: 0.01, lambda self, _: None), raising=False)  # else 1 s
-        patch.setattr(MLFLOW, "uri", f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db")
         yield
-        wandb.teardown()
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     assert [child for child in alive if child.name() == "wandb-core"] == []
     left = {thread for thread in threading.enumerate() if thread not in before}
     assert {thread.name for thread in left if type(thread).__name__ != "InotifyFD"} == set()  # SwanLab never ends that one
-
-
-@on(Callback.on_step_end, at=2)
-def fail(run: Run) -> None:
-    raise ArithmeticError("on purpose")
-
-
-def infos() -> tuple[list[Any], Any]:
-    """Return a list that gets the facts of a run which fails, and the callback that fills it."""
-    found: list[Any] = []
-    return found, on(Callback.on_fit_start)(lambda run: found.append(run.info))
 
 
 @pytest.mark.parametrize("reader", ALL, ids=str)
@@ -126,7 +109,9 @@ OUTCOMES = {
 @pytest.mark.parametrize("reader", OUTCOMES, ids=str)
 def test_the_tracker_gets_the_outcome_of_the_run(reader: Reader, tmp_path: Path) -> None:
     good = tiny_run(callbacks=[logging({"a": 1}), reader.make()], steps=1, directory=tmp_path / "good")
-    failed, keep = infos()
+    failed: list[Any] = []
+    keep = on(Callback.on_fit_start)(lambda run: failed.append(run.info))
+    fail = failing(2, ArithmeticError("on purpose"))
     with pytest.raises(ArithmeticError):
         tiny_run(callbacks=[keep, logging({"a": 1}), reader.make(), fail], directory=tmp_path / "bad")
     assert (reader.outcome(good.info), reader.outcome(failed[0])) == OUTCOMES[reader]
@@ -166,37 +151,30 @@ def test_a_wrong_mode_is_an_error_at_construction(kind: Any, modes: str) -> None
         kind(mode="off")
 
 
+IN_PLACE = "where files can be made"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda inner: WANDB.make(directory=inner), "Wandb cannot write to .*Give a directory"),
-        (lambda inner: SWANLAB.make(directory=inner), "Swanlab cannot write to .*Give a directory"),
-        (lambda inner: COMET.make(directory=inner), "Comet cannot write to .*Give a directory"),
-        (lambda inner: Mlflow(f"sqlite:///{inner}/x.db"), "Mlflow cannot write to .*Give a directory"),
-        (TensorBoard, "TensorBoard cannot write to .*Give a directory"),
-        (JsonLines, "JsonLines cannot write .*: .*Give a path"),
+        (lambda inner: WANDB.make(directory=inner), f"Wandb cannot write to .*Give a directory {IN_PLACE}"),
+        (lambda inner: SWANLAB.make(directory=inner), f"Swanlab cannot write to .*Give a directory {IN_PLACE}"),
+        (lambda inner: COMET.make(directory=inner), f"Comet cannot write to .*Give a directory {IN_PLACE}"),
+        (lambda inner: Mlflow(f"sqlite:///{inner}/x.db"), f"Mlflow cannot write to .*Give a directory {IN_PLACE}"),
+        (TensorBoard, f"TensorBoard cannot write to .*Give a directory {IN_PLACE}"),
+        (JsonLines, f"JsonLines cannot write .*: .*Give a path {IN_PLACE}"),
+        (lambda _: TensorBoard(), r"TensorBoard has no directory to write to\. Give Trainer\(directory=...\)"),
+        (lambda _: Dvclive(), "Dvclive has no directory to write to"),
+        (lambda _: Mlflow(), r"Mlflow has neither a URI nor a directory .* Give Trainer\(directory=...\)"),
+        (lambda _: JsonLines(), r"JsonLines\(\) without a path .* but the run has no directory\. Give Trainer"),
     ],
 )
-def test_a_directory_that_cannot_be_made_is_an_error_when_the_run_starts(
+def test_without_a_directory_or_with_one_that_cannot_be_made_the_run_does_not_start(
     make: Callable[[Path], Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DirectoryError, match=f"{message} where files can be made"):
-        tiny_run(callbacks=[make(tmp_path / "file" / "inner")])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (TensorBoard, r"TensorBoard has no directory to write to\. Give Trainer\(directory=...\)"),
-        (Dvclive, "Dvclive has no directory to write to"),
-        (Mlflow, r"Mlflow has neither a URI nor a directory .* Give Trainer\(directory=...\)"),
-        (JsonLines, r"JsonLines\(\) without a path .* but the run has no directory\. Give Trainer"),
-    ],
-)
-def test_without_any_directory_the_run_does_not_start(make: Any, message: str) -> None:
     with pytest.raises(DirectoryError, match=message):
-        tiny_run(callbacks=[make()])
+        tiny_run(callbacks=[make(tmp_path / "file" / "inner")])
 
 
 def own_run_of_swanlab(directory: Path) -> Callable[[], None]:
@@ -300,11 +278,7 @@ def block_dvclive(run: Run) -> None:
     ],
 )
 def test_a_tracker_that_is_spoiled_in_the_middle_is_disabled_with_one_report_and_the_run_goes_on(
-    make: Callable[[], Any],
-    spoil: Callable[[Run], None],
-    error: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    make: Callable[[], Any], spoil: Callable[[Run], None], error: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil_it = on(Callback.on_step_end, at=5)(spoil)
     sink = make()

@@ -1,4 +1,4 @@
-"""JsonLines, Csv and TensorBoard: files of a run that can be read at any time, and that no other run overwrites."""
+"""JsonLines, Csv and TensorBoard: files that can be read at any time, and that no other run overwrites; and where files lie."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ import pandas
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cadenza import Callback, Figure, Run, Text, on
-from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza import Callback, Figure, Run, Text, on, supervised
+from cadenza.callbacks import Checkpoint, Evaluate, LogTraining, Profile, SavePredictions
 from cadenza.errors import DirectoryError
 from cadenza.sinks import Csv, JsonLines, TensorBoard
 from cadenza.sinks.sink import Sink
-from cadenza.testing import tiny_run, tiny_trainer
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.sinks.readers import TENSORBOARD
-from tests.sinks.samples import logging, metrics_of, pixels
+from tests.sinks.samples import failing, logging, metrics_of, pixels
 from tests.sinks.terminal import Terminal
 
 Make = Callable[[str | Path], Sink]
 BOTH = pytest.mark.parametrize("make", [JsonLines, Csv])
 
 
-@on(Callback.on_step_end)
-def log_number(run: Run) -> None:
-    run.log({"number": run.progress.step / 3, "odd": float("nan")})
+log_number = on(Callback.on_step_end)(lambda run: run.log({"number": run.progress.step / 3, "odd": float("nan")}))
 
 
 @on(Callback.on_step_end, every=2)
@@ -61,51 +59,36 @@ def test_each_line_can_be_read_while_the_run_goes_on(make: Make, tmp_path: Path)
 
 
 @BOTH
-def test_without_a_directory_a_path_lies_in_the_working_directory(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny_run(callbacks=[log_number, make("own")], steps=2)
-    assert len(rows_of(tmp_path / "own")) == 2
-
-
-@BOTH
 def test_the_last_records_are_there_however_the_run_ends(make: Make, tmp_path: Path) -> None:
     late = on(Callback.on_fit_end)(lambda run: run.log("late", 1))
-
-    @on(Callback.on_step_end, at=2)
-    def fail(run: Run) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        tiny_run(callbacks=[make("own"), log_number, late, fail], directory=tmp_path)
+        tiny_run(callbacks=[make("own"), log_number, late, failing(2)], directory=tmp_path)
     first, last = rows_of(tmp_path / "own")
     assert (float(first["number"]), first.get("late") or None) == (1 / 3, None)
     assert (float(last["number"]), int(last["late"])) == (2 / 3, 1)
 
 
 @BOTH
-def test_a_file_that_exists_is_not_touched(make: Make, tmp_path: Path) -> None:
+def test_a_file_that_exists_and_that_of_the_run_itself_are_refused_and_not_touched(make: Make, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("mine\n")
     with pytest.raises(DirectoryError, match=r"but the file exists and is not overwritten\. Give another path"):
         tiny_run(callbacks=[log_number, make(own)])
     assert own.read_text() == "mine\n"
-
-
-@BOTH
-def test_the_file_of_the_run_itself_is_refused(make: Make, tmp_path: Path) -> None:
+    own.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        fit_for(make, tmp_path, killed_at=4)
+    own.write_text("mine\n")
+    with pytest.raises(DirectoryError, match="is not overwritten"):  # also when the run is continued
+        fit_for(make, tmp_path)
+    assert own.read_text() == "mine\n"
     message = rf"metrics.jsonl' is the run's own file of records\. Give {make.__name__} another name"
     with pytest.raises(DirectoryError, match=message):
-        tiny_run(callbacks=[log_number, make("metrics.jsonl")], directory=tmp_path)
+        tiny_run(callbacks=[log_number, make("metrics.jsonl")], directory=tmp_path / "other")
 
 
 def fit_for(make: Make, directory: Path, *, killed_at: int = 100, every: str = "3 steps") -> None:
-    @on(Callback.on_step_end, at=killed_at)
-    def kill(run: Run) -> None:
-        raise KeyboardInterrupt
-
-    callbacks = [log_number, log_seldom, make("own"), Checkpoint(every=every, on_exception=False), kill]
+    callbacks = [log_number, log_seldom, make("own"), Checkpoint(every=every, on_exception=False), failing(killed_at)]
     tiny_trainer(callbacks=callbacks, steps=8, directory=directory, seed=1).fit(resume="auto")
 
 
@@ -121,16 +104,6 @@ def test_a_run_that_is_continued_ends_with_the_lines_of_one_that_was_not(make: M
     fit_for(make, tmp_path / "cut", every=every)
     assert rows_of(own) == rows_of(tmp_path / "whole" / "own")
     assert [int(row["step"]) for row in rows_of(own)] == [*range(1, 9)]
-
-
-@BOTH
-def test_a_file_of_others_is_not_touched_by_a_run_that_is_continued_either(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        fit_for(make, tmp_path, killed_at=4)
-    (tmp_path / "own").write_text("mine\n")
-    with pytest.raises(DirectoryError, match="is not overwritten"):
-        fit_for(make, tmp_path)
-    assert (tmp_path / "own").read_text() == "mine\n"
 
 
 # -- JsonLines and Csv ---------------------------------------------------------------------------------
@@ -201,12 +174,7 @@ def test_what_is_logged_last_is_in_the_one_file_too(tmp_path: Path) -> None:
 def test_a_run_that_is_continued_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     def fit(factor: int, killed_at: int = 100) -> Run:
         log = on(Callback.on_step_end)(lambda run: run.log("a", factor * run.progress.step))
-
-        @on(Callback.on_step_end, at=killed_at)
-        def kill(run: Run) -> None:
-            raise KeyboardInterrupt
-
-        callbacks = [log, TensorBoard(), Checkpoint(every="3 steps", on_exception=False), kill]
+        callbacks = [log, TensorBoard(), Checkpoint(every="3 steps", on_exception=False), failing(killed_at)]
         return tiny_trainer(callbacks=callbacks, steps=6, directory=tmp_path).fit(resume="auto")
 
     with pytest.raises(KeyboardInterrupt):
@@ -240,3 +208,62 @@ def test_on_a_full_disk_it_says_what_it_misses_and_the_run_goes_on(tmp_path: Pat
     assert "TensorBoard failed in " in process.written
     assert "File too large" in process.written
     assert len(metrics_of(tmp_path / "run")) == 200
+
+
+# -- a relative path means the working directory in which the object was made, also when the script changes it ---
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Return two folders; the first is the working directory."""
+    made, later = tmp_path / "made", tmp_path / "later"
+    made.mkdir()
+    later.mkdir()
+    monkeypatch.chdir(made)
+    return made, later
+
+
+def test_a_run_writes_to_one_directory_although_the_script_goes_elsewhere(folders: tuple[Path, Path]) -> None:
+    made, later = folders
+    move = on(Callback.on_step_end, at=2)(lambda run: os.chdir(later))
+    trainer = tiny_trainer(directory="run", callbacks=[LogTraining("1 step"), move, Checkpoint("2 steps"), Csv()], steps=5)
+    os.chdir(later)
+    run = trainer.fit()
+    assert run.info.directory == trainer.directory == made / "run"
+    assert [*later.iterdir()] == []
+    assert len((made / "run" / "metrics.jsonl").read_text().splitlines()) == 5
+    assert len([*(made / "run" / "checkpoints").glob("step-*")]) == 2
+    assert trainer.fit(resume="auto").progress.step == 5  # it finds the run that is over
+
+
+def test_without_a_directory_paths_of_callbacks_start_where_the_trainer_was_made(folders: tuple[Path, Path]) -> None:
+    made, later = folders
+    callbacks: list[Callback] = [
+        LogTraining("1 step"),
+        Evaluate(tiny_loader(1)),
+        Checkpoint(directory="saved"),
+        Csv("table.csv"),
+        JsonLines("lines.jsonl"),
+        Profile(trace="trace.json", window=(0, 2)),
+        SavePredictions("predictions.csv", evaluation="eval", columns={"prediction": lambda batch, outputs: batch[1]}),
+    ]
+    trainer = tiny_trainer(callbacks=callbacks, compute_loss=supervised(lambda out, y: ((out - y) ** 2).mean()), batches=2)
+    os.chdir(later)
+    trainer.fit()
+    assert [*later.iterdir()] == []
+    assert len(rows_of(made / "table.csv")) == len(rows_of(made / "lines.jsonl")) == 3
+    assert {path.name for path in made.iterdir()} == {"saved", "table.csv", "lines.jsonl", "trace.json", "predictions.csv"}
+
+
+def test_a_url_is_no_directory_of_a_run_and_one_for_checkpoints_stays_as_it_is() -> None:
+    with pytest.raises(ValueError, match=r"must be a local folder; got the URL 's3://bucket/run'\. Give a local"):
+        tiny_trainer(directory="s3://bucket/run")
+    assert Checkpoint(directory="memory://bucket/run").directory == "memory://bucket/run"
+
+
+def test_a_working_directory_that_is_gone_does_not_matter_to_an_absolute_path(folders: tuple[Path, Path]) -> None:
+    made, later = folders
+    os.chdir(later)
+    later.rmdir()
+    run: Run = tiny_run(directory=made / "run", callbacks=[Checkpoint()], steps=1)
+    assert run.outcome is not None

@@ -23,6 +23,7 @@ from cadenza.errors import MissingExtraError
 from cadenza.loading.evaluation import Evaluation
 from cadenza.sinks import Console, ProgressBar
 from cadenza.testing import check_callback, tiny_loader, tiny_run, tiny_trainer
+from tests.sinks.samples import failing
 from tests.sinks.terminal import Terminal, shown_by_a_new_process, shown_in_terminal
 
 Lines = pytest.CaptureFixture[str]
@@ -73,13 +74,10 @@ def timers() -> list[str]:
     ]
 
 
-def without_times(written: str) -> str:
-    return re.sub(r"\b\d+:\d\d\b", lambda found: re.sub(r"\d", "0", found[0]), written)
-
-
 def states(written: str) -> list[str]:
     """Return what stood on the line one after the other, as if the run had taken no time."""
-    return [state.strip() for state in re.split(r"[\r\n]|\x1b\[A", without_times(written)) if state.strip()]
+    timeless = re.sub(r"\b\d+:\d\d\b", lambda found: re.sub(r"\d", "0", found[0]), written)
+    return [state.strip() for state in re.split(r"[\r\n]|\x1b\[A", timeless) if state.strip()]
 
 
 def piped(script: str, **variables: str) -> str:
@@ -286,14 +284,7 @@ def endless() -> Iterator[object]:
         yield from tiny_loader()
 
 
-@on(Callback.on_step_end, at=3)
-def stop(run: Run) -> None:
-    run.stop("enough")
-
-
-@on(Callback.on_step_end, at=3)
-def fail(run: Run) -> None:
-    raise ArithmeticError
+stop = on(Callback.on_step_end, at=3)(lambda run: run.stop("enough"))
 
 
 @pytest.mark.parametrize(
@@ -309,7 +300,7 @@ def test_a_run_without_a_known_end_is_counted_and_one_that_fails_leaves_the_bar_
     tiny_run(callbacks=[stop, ProgressBar(kind)], loader=endless(), epochs=1)
     assert states("".join(capsys.readouterr()))[-1].startswith(counted)
     with pytest.raises(ArithmeticError):
-        tiny_run(callbacks=[fail, ProgressBar(kind)])
+        tiny_run(callbacks=[failing(3, ArithmeticError), ProgressBar(kind)])
     shown = "".join(capsys.readouterr())
     assert re.search(failed, states(shown)[-1])
     assert shown.endswith("\n")
@@ -475,6 +466,6 @@ def test_wrong_arguments_are_errors_when_written(monkeypatch: pytest.MonkeyPatch
             ProgressBar(package)
 
 
-@pytest.mark.parametrize("kind", ["auto", "tqdm"])
-def test_it_keeps_the_contract_of_callbacks(kind: Any) -> None:
-    check_callback(lambda: ProgressBar(kind))
+@pytest.mark.parametrize("make", [Console, lambda: ProgressBar("auto"), lambda: ProgressBar("tqdm")])
+def test_they_keep_the_contract_of_callbacks(make: Callable[[], Callback]) -> None:
+    check_callback(make)

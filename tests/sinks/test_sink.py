@@ -25,11 +25,9 @@ from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Counters
 from cadenza.status.run_info import RunInfo
 from cadenza.testing import check_callback, tiny_run
+from tests.sinks.samples import failing
 
-
-@on(Callback.on_step_end)
-def log_step(run: Run) -> None:
-    run.log("number", run.progress.step)
+log_step = on(Callback.on_step_end)(lambda run: run.log("number", run.progress.step))
 
 
 class Kept(Sink):
@@ -163,20 +161,14 @@ def test_pictures_take_room_by_their_size(blocked: Blocked) -> None:
     assert channel.missed == 2
 
 
-def test_one_that_hangs_is_given_up_at_the_end_and_the_run_ends_as_it_would_have(blocked: Blocked, tmp_path: Path) -> None:
+def test_one_that_hangs_is_given_up_at_the_end_and_is_not_used_in_the_next_run(blocked: Blocked, tmp_path: Path) -> None:
     run = tiny_run(callbacks=[log_step, blocked], steps=5, directory=tmp_path)
     assert (run.outcome and run.outcome.kind) == "finished"
     [fault] = run.faults
     assert (fault.callback, str(fault.error)) == ("Blocked", "the last records were not written within 0.05 s")
     assert lines_in(tmp_path) == 5
-
-
-def test_one_that_still_hangs_in_its_last_run_is_not_used_in_the_next(blocked: Blocked) -> None:
-    tiny_run(callbacks=[log_step, blocked], steps=5)
-    run = tiny_run(callbacks=[log_step, blocked], steps=5)
-    assert [str(fault.error) for fault in run.faults] == [
-        "the sink is still closing its last run. Make a new sink for this run."
-    ]
+    [fault] = tiny_run(callbacks=[log_step, blocked], steps=5).faults
+    assert str(fault.error) == "the sink is still closing its last run. Make a new sink for this run."
     assert blocked.calls == ["open"]
 
 
@@ -269,20 +261,12 @@ def test_an_error_at_the_start_at_the_end_or_an_exit_only_disables_the_sink(
     assert (run.outcome and run.outcome.kind) == "finished"
 
 
-def test_a_wrong_argument_is_an_error_before_the_run_starts() -> None:
+def test_a_wrong_argument_is_an_error_before_the_run_starts_and_the_error_of_a_run_stays_the_first_one() -> None:
     with pytest.raises(DirectoryError, match="no such folder"):
         tiny_run(callbacks=[log_step, Broken(DirectoryError("no such folder"), at="open")])
-
-
-def test_the_error_of_a_run_stays_the_first_one() -> None:
     broken = Broken(OSError("disk full"), at="close")
-
-    @on(Callback.on_step_end, at=2)
-    def fail(run: Run) -> None:
-        raise ValueError("mine")
-
     with pytest.raises(ValueError, match="mine") as caught:
-        tiny_run(callbacks=[log_step, broken, fail])
+        tiny_run(callbacks=[log_step, broken, failing(2, ValueError("mine"))])
     assert "then Broken.at_end failed as well: OSError('disk full')" in caught.value.__notes__
     assert broken.outcomes == [Outcome("failed", "ValueError('mine')")]
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
-from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Checkpoint, Evaluate, LogTraining, LowerRate, NonFinite, Recover, Spike
+from cadenza import Callback, Run, Trainer, on, supervised
+from cadenza.callbacks import Checkpoint, Ema, Evaluate, LearningRate, LogTraining, LowerRate, NonFinite, Recover, Spike
 from cadenza.compat.transformers import SavePretrained
 from cadenza.errors import CheckpointError, DataError, DirectoryError, DistributedError
 from cadenza.records import read_records
@@ -23,7 +24,42 @@ from cadenza.sinks import Csv, JsonLines
 from cadenza.testing import launch, tiny_loader, tiny_trainer
 from cadenza.timetravel import replay_step
 from tests.distributed.parts import rank
-from tests.timetravel.runs import trainer
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Samples with noise that is drawn anew each time: an augmentation."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        value = torch.tensor([index / 15 - 1])
+        return value + 0.1 * torch.randn(1), 2 * value + 1
+
+
+def trainer(directory: Path, *, steps: int = 80, saves: str = "10 steps", more: Any = (), **arguments: Any) -> Trainer:
+    """Return the trainer. Two of its calls make equal runs."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 1))
+    usual: dict[str, Any] = {"loader": DataLoader(Noisy(), batch_size=4, shuffle=True), "accumulate": 2, "seed": 3}
+    usual |= {"device": "cpu", "driver": "single"} if "driver" not in arguments else {}
+    return Trainer(
+        model,
+        lambda parameters: torch.optim.AdamW(parameters, 0.01),
+        compute_loss=supervised(nn.MSELoss()),
+        max_steps=steps,
+        directory=directory,
+        progress=False,
+        callbacks=[
+            LearningRate(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)),
+            Ema(decay=0.9),
+            Evaluate(tiny_loader(), weights="ema", every="7 steps"),
+            LogTraining("1 step"),
+            Checkpoint(saves, keep_last=None, background=False),
+            *more,
+        ],
+        **{**usual, **arguments},
+    )
 
 
 def losses_of(path: Path) -> dict[int, float]:

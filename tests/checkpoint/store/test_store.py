@@ -10,6 +10,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_the_newest_that_verifies_is_found_and_the_newer_ones_named_with_the_rea
     assert store.latest(exact=False)[0] == Saved(5, 1, "step-00000005")
 
 
-def test_prune_keeps_the_given_names_and_the_newest_that_verifies(tmp_path: Path) -> None:
+def test_prune_keeps_the_given_names_the_newest_that_verifies_and_what_another_run_wrote(tmp_path: Path) -> None:
     store, saved = filled(tmp_path, 1, 2, 3, 4)
     os.truncate(tmp_path / saved[3].name / "state.json", 3)
     assert store.prune([saved[0].name]) == ["step-00000002", "step-00000004"]
@@ -105,17 +106,16 @@ def test_prune_keeps_the_given_names_and_the_newest_that_verifies(tmp_path: Path
     assert store.prune([]) == []
     assert step_in(store, saved[2]) == 3
 
-
-def test_prune_deletes_only_what_this_run_wrote(tmp_path: Path) -> None:
-    store, _ = filled(tmp_path, 5, 6, run="r1")
-    filled(tmp_path, 1, 2, run="another")
+    folder = tmp_path / "shared"
+    store, _ = filled(folder, 5, 6, run="r1")
+    filled(folder, 1, 2, run="another")
     for foreign in ("step-00000003", "epoch=3", "lightning_logs", "step-4"):
-        (tmp_path / foreign).mkdir()
-        (tmp_path / foreign / "weights.bin").write_bytes(b"precious")
-    (tmp_path / "step-00000004").write_text("a file")
-    before = {path.name for path in tmp_path.iterdir()}
+        (folder / foreign).mkdir()
+        (folder / foreign / "weights.bin").write_bytes(b"precious")
+    (folder / "step-00000004").write_text("a file")
+    before = {path.name for path in folder.iterdir()}
     assert store.prune([]) == ["step-00000005"]
-    assert before - {path.name for path in tmp_path.iterdir()} == {"step-00000005"}
+    assert before - {path.name for path in folder.iterdir()} == {"step-00000005"}
 
 
 def test_sweeping_removes_what_a_killed_writer_of_this_run_left_and_nothing_else(tmp_path: Path) -> None:
@@ -293,7 +293,6 @@ def test_a_state_that_is_nonsense_is_refused_as_such(tmp_path: Path, state: str)
 
 # -- behind fsspec --------------------------------------------------------------------------------------
 
-
 URL = "memory://runs/a/checkpoints"
 
 
@@ -307,7 +306,7 @@ def memory() -> Iterator[Any]:
     system.store.clear()
 
 
-def test_a_store_in_memory_writes_lists_verifies_reads_and_prunes(tmp_path: Path) -> None:
+def test_a_store_in_memory_writes_lists_verifies_reads_and_prunes_its_own(tmp_path: Path, memory: Any) -> None:
     store, saved = filled(URL, 1, 2, 10, 10)
     assert [one.name for one in store.saved()] == ["step-00000001", "step-00000002", "step-00000010", "step-00000010-2"]
     assert [step_in(store, one) for one in saved] == [1, 2, 10, 10]
@@ -319,16 +318,14 @@ def test_a_store_in_memory_writes_lists_verifies_reads_and_prunes(tmp_path: Path
         assert (Store(nowhere).latest(), Store(nowhere).saved()) == ((None, []), [])
     assert Store(tmp_path).saved() == []
 
-
-def test_in_memory_one_without_a_manifest_is_not_finished_and_nothing_of_another_run_is_pruned(memory: Any) -> None:
     filled(f"{URL}/shared", 1, 2, run="another")
     shared, _ = filled(f"{URL}/shared", 3, 4)
     assert shared.prune([]) == ["step-00000003"]
-    store, saved = filled(URL, 1, 2)
-    memory.rm("/runs/a/checkpoints/step-00000002/manifest.json")
+    other, two = filled(f"{URL}/other", 1, 2)
+    memory.rm("/runs/a/checkpoints/other/step-00000002/manifest.json")
     reason = "step-00000002: it has no manifest.json: it is unfinished, or not a checkpoint of cadenza"
-    assert store.latest() == (saved[0], [reason])
-    assert store.prune([]) == []
+    assert other.latest() == (two[0], [reason])
+    assert other.prune([]) == []
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json"])
@@ -369,7 +366,7 @@ def weights(trainer: Trainer) -> list[float]:
 
 def test_a_run_saves_to_memory_and_continues_from_there_to_the_same_bits(tmp_path: Path) -> None:
     def trainer(steps: int, directory: Path | None) -> Trainer:
-        saving = Checkpoint("2 steps", directory=URL, keep_last=2)
+        saving, adam = Checkpoint("2 steps", directory=URL, keep_last=2), partial(torch.optim.Adam, lr=0.1)
         return tiny_trainer(steps=steps, seed=1, directory=directory, callbacks=[saving], optimizer=adam)
 
     whole = trainer(12, None)
@@ -391,10 +388,6 @@ def test_a_run_saves_to_memory_and_continues_from_there_to_the_same_bits(tmp_pat
     assert [float(parameter.detach()) for parameter in model.parameters()] == weights(whole)
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.1)
-
-
 def test_a_name_that_is_not_there_is_an_error_with_those_that_are() -> None:
     filled(URL, 1)
     with pytest.raises(CheckpointError, match=r"no checkpoint at '.*step-00000009': expected one of \['step-00000001'\]"):
@@ -409,7 +402,9 @@ def place(tmp_path: Path, scheme: str) -> str:
 
 
 @pytest.mark.parametrize("scheme", ["", "file", "memory"])
-def test_a_link_is_set_and_moved_and_readers_skip_it(tmp_path: Path, scheme: str) -> None:
+def test_a_link_is_set_and_moved_and_is_an_error_if_its_checkpoint_is_gone_until_the_next_save_deletes_it(
+    tmp_path: Path, scheme: str
+) -> None:
     store, saved = filled(place(tmp_path, scheme), 2, 4)
     set_links(store, {"last": "step-00000002", "best": "step-00000002"})
     set_links(store, {"last": "step-00000004", "best-eval-acc": "step-00000002"})
@@ -420,15 +415,9 @@ def test_a_link_is_set_and_moved_and_readers_skip_it(tmp_path: Path, scheme: str
     assert store.latest()[0] == saved[1]
     assert checkpoint_at(f"{store.files}/best")[1] == saved[0]
 
-
-@pytest.mark.parametrize("scheme", ["", "file", "memory"])
-def test_a_link_to_a_checkpoint_that_is_gone_is_an_error_until_the_next_save_deletes_it(tmp_path: Path, scheme: str) -> None:
-    store, _ = filled(place(tmp_path, scheme), 2, 4)
-    set_links(store, {"best": "step-00000002"})
     store.prune(["step-00000004"])
-    with pytest.raises(
-        CheckpointError, match=r"the link 'best' in .* names step-00000002, which is gone\. There is step-00000004"
-    ):
+    gone = r"the link 'best' in .* names step-00000002, which is gone\. There is step-00000004"
+    with pytest.raises(CheckpointError, match=gone):
         checkpoint_at(f"{store.files}/best")
     set_links(store, {"last": "step-00000004"})
     assert store.files.links() == {"last": "step-00000004"}
