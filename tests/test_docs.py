@@ -120,7 +120,7 @@ def test_every_named_command_exists(page: str) -> None:
 
 
 CHECKED_BY = {
-    "A misspelled hook is an error": "hooks/test_moments.py::test_a_misspelled_hook_is_an_error_when_the_class_is_written",
+    "A misspelled hook is an error": "hooks/test_moments.py::test_a_hook_that_could_not_be_called_is_an_error_when_the_class_is_written",
     "mypy and pyright report the same mistake": "contracts/test_typing.py::test_mypy_refuses_every_wrong_line_and_no_other",
     "`trainer.plan()` prints which callback runs": (
         "engine/test_plan.py::test_it_names_the_listeners_in_order_with_cadence_and_limit"
@@ -134,9 +134,11 @@ CHECKED_BY = {
         "alone/test_kills.py::test_trainings_that_are_killed_at_random_instants_end_in_the_same_bits"
     ),
     "An error in a callback says which callback raised it": (
-        "hooks/test_faults.py::test_an_error_gains_exactly_one_line_that_says_who_where_and_when"
+        "hooks/test_faults.py::test_an_error_keeps_its_traceback_and_gains_one_line_that_names_the_inner_callback_where_and_when"
     ),
-    "If an experiment tracker fails": ("hooks/test_faults.py::test_a_fault_that_disables_is_reported_once_and_the_run_goes_on"),
+    "If an experiment tracker fails": (
+        "hooks/test_faults.py::test_a_fault_that_disables_is_reported_once_and_the_run_goes_on_as_does_the_next"
+    ),
     "They need no wrapper": ("compat/accelerated/test_callbacks.py::test_built_in_callbacks_watch_native_evaluations"),
     "run with other import lines": "compat/nemo/test_listings.py::test_the_scripts_are_the_document_s_listings",
     "The numbers were recorded in a run": "test_docs.py::test_what_is_generated_from_the_code_is_up_to_date",
