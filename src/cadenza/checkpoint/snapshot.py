@@ -26,7 +26,7 @@ from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
 from cadenza.optim.finite import all_finite
 from cadenza.optim.held_weights import holders_in
-from cadenza.optim.optimizers import changed_by_loading, loadable
+from cadenza.optim.optimizers import changed_by_loading, is_of_torch, load_state, loadable
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.history import History
 from cadenza.status.counting import some
@@ -265,7 +265,8 @@ def _load_optimizers(session: Session, state: Mapping[str, Any]) -> None:
         saved = loadable(optimizer, stored)
         if change := changed_by_loading(optimizer, saved):
             session.warn(change)
-        optimizer.load_state_dict(optimizer_laid_out(saved, list(parameters_of([optimizer]))))
+        fits = is_of_torch(saved)
+        load_state(optimizer, optimizer_laid_out(saved, list(parameters_of([optimizer]))) if fits else placed(session, saved))
     settings.take_over(session, state.get("given", {}))
     session.extra_parameters.load_state_dict(state.get("outside", {}))
 
@@ -355,7 +356,8 @@ _STATE_OF = {
 
 def _check_override(name: str, found: Sequence[settings.Difference], optimizers: Sequence[Mapping[str, Any]]) -> None:
     """Refuse to switch on an option that needs a state of each parameter that the checkpoint does not have."""
-    states = [state for optimizer in optimizers for state in optimizer["state"].values() if isinstance(state, Mapping)]
+    known = [optimizer["state"] for optimizer in optimizers if is_of_torch(optimizer)]
+    states = [state for held in known for state in held.values() if isinstance(state, Mapping)]
     for one in found:
         needed, always = _STATE_OF.get(one.name, ("", ""))
         if one.present and one.now and any(always in state and needed not in state for state in states):

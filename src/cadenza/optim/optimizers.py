@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from cadenza.drivers.sharding import is_sharded
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import settings_of
 from cadenza.status.signatures import signature_of
@@ -154,7 +155,7 @@ def fuse(optimizer: Optimizer) -> None:
     for settings in (optimizer.defaults, *optimizer.param_groups):
         settings["fused"] = True
     if optimizer.state:  # Adagrad has state from the start: loading converts it for the fused update
-        optimizer.load_state_dict(optimizer.state_dict())
+        load_state(optimizer, optimizer.state_dict())
     optimizer.register_step_pre_hook(_made_fit)
 
 
@@ -197,14 +198,53 @@ def _is_chosen(optimizer: Optimizer) -> bool:
 def loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved state, without fusing if torch cannot fuse the present parameters, such as shards."""
     where = _FUSED_ON.get(type(optimizer))
-    if where is None or fused(optimizer) or not any(_unfit(one, where, one.device.type) for one in _held(optimizer)):
+    if (
+        where is None
+        or not is_of_torch(saved)
+        or fused(optimizer)
+        or not any(_unfit(one, where, one.device.type) for one in _held(optimizer))
+    ):
         return saved
     groups = [{**group, "fused": None} if group.get("fused") is True else group for group in saved["param_groups"]]
     return {**saved, "param_groups": groups}
 
 
+def load_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load a ``state_dict``. Tensors keep the number format in which they were saved: torch casts them to that of the weights.
+
+    A state of another form than torch's, such as that of a wrapper, is left to the optimizer.
+    """
+    optimizer.load_state_dict(dict(saved))
+    if not is_of_torch(saved):
+        return
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, _held(optimizer), strict=True):
+        of_parameter, loaded = saved["state"].get(number), optimizer.state.get(parameter)
+        if isinstance(of_parameter, Mapping) and isinstance(loaded, dict):
+            loaded.update({key: _in_format(value, loaded[key]) for key, value in of_parameter.items() if key in loaded})
+
+
+def is_of_torch(state: Mapping[str, Any]) -> bool:
+    """Return whether the state of an optimizer has the form of torch's."""
+    return {"state", "param_groups"} <= state.keys()
+
+
+def _in_format(saved: Any, loaded: Any) -> Any:
+    """Return what was loaded, with each tensor whose number format was changed as it was saved, on the device of the loaded."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        plain = type(saved) is Tensor or is_sharded(saved)  # a quantized tensor says the format of what it stands for
+        return saved.to(loaded.device) if plain and saved.dtype is not loaded.dtype else loaded
+    if isinstance(saved, Mapping) and isinstance(loaded, dict):
+        return {key: _in_format(saved[key], value) if key in saved else value for key, value in loaded.items()}
+    if isinstance(saved, list | tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(saved)(map(_in_format, saved, loaded))
+    return loaded
+
+
 def changed_by_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> str | None:
     """Return a message if a saved state was fused and the optimizer is not, or the reverse. The saved choice is kept."""
+    if not is_of_torch(saved):
+        return None
     was = all(group.get("fused") is True for group in saved["param_groups"])
     if was == fused(optimizer):
         return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cadenza.drivers.sharding import is_sharded, laid_out, whole
+from cadenza.optim.optimizers import load_state
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -76,7 +77,7 @@ def load(run: Run, path: Any) -> None:
     states = content["optimizers"] if weights is not content else []
     if states and len(states) == len(run.optimizers):
         for optimizer, state in zip(run.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+            load_state(optimizer, state)
 
 
 def _optimizer_states(run: Run) -> list[dict[str, Any]]:

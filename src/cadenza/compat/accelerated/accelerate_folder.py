@@ -26,6 +26,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from cadenza.compat.accelerated.schedulers.wsd_scheduler import WSDLrScheduler
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, CheckpointMismatchError
 from cadenza.loading.rng import RNGState
+from cadenza.optim.optimizers import load_state
 
 GUIDE = "docs/guides/from-pytorch-accelerated.md, 'Training states of the original'"
 
@@ -118,7 +119,7 @@ class AccelerateState:
         weights = _fitting(self.model, model.state_dict(keep_vars=True), self.folder)
         state = self._state_of(scheduler)
         model.load_state_dict(weights)
-        optimizer.load_state_dict(self.optimizer)
+        load_state(optimizer, self.optimizer)
         if state is not None:
             load_scheduler(state)
 

@@ -38,6 +38,7 @@ from cadenza.engine.evaluation import evaluate
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointError, CheckpointFormatError, StateError
 from cadenza.loading.resumable_loader import num_batches
+from cadenza.optim.optimizers import load_state
 
 if TYPE_CHECKING:
     from cadenza.drivers import Driver
@@ -221,7 +222,11 @@ class TrainerFace:
         self.get_model(keep_torch_compile=False).load_state_dict(content["model_state_dict"])
         for name, part, wanted in parts:
             if wanted and f"{name}_state_dict" in content:
-                part.load_state_dict(content[f"{name}_state_dict"])
+                state = content[f"{name}_state_dict"]
+                if isinstance(part, Optimizer):
+                    load_state(part, state)
+                else:
+                    part.load_state_dict(state)
         return content
 
     def save_training_state(
@@ -262,7 +267,7 @@ class TrainerFace:
         loaded = store.read(store.named(Path(state_at).name))  # type: ignore[arg-type]  # training_state found it
         state: dict[str, Any] = loaded.state
         self.get_model().load_state_dict({**loaded.model, **state["model_extra"]})
-        self.optimizer.load_state_dict(state["optimizers"][0])
+        load_state(self.optimizer, state["optimizers"][0])
         restore_state(self, state["extra"][STATE], resume=False)
         return {"current_epoch": self.run_history.current_epoch, **state["extra"]["checkpoint_kwargs"]}
 

@@ -39,6 +39,7 @@ from cadenza.compat.neural.training import (
 from cadenza.drivers import DdpDriver, Driver, driver_of
 from cadenza.drivers.joining import launched
 from cadenza.hooks.moments import BaseCallback, check_settings
+from cadenza.optim.optimizers import load_state
 from cadenza.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -345,7 +346,7 @@ class Actions:
         content = checkpoints.Folder(Path(path).parent).read(Path(path).name)
         self.step, self.epoch = content["step"], content.get("epoch", content.get("epoch_num", 0))
         for optimizer, state in zip(self.optimizers, content["optimizer_state"], strict=False):
-            optimizer.load_state_dict(state)
+            load_state(optimizer, state)
 
 
 class PtActions(Actions):

@@ -36,6 +36,7 @@ from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointMismatchError
 from cadenza.files.disk import flush
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.optim.optimizers import load_state
 from cadenza.status.decisions import decide
 from cadenza.status.plain import decode, encode
 from cadenza.status.progress import Counters
@@ -280,7 +281,7 @@ def _restore_optimizers(run: Run, states: Sequence[dict[str, Any]]) -> None:
         try:
             if unknown:  # torch would accept it and fail in the first step
                 raise ValueError(f"this optimizer has no {', '.join(unknown)}")
-            optimizer.load_state_dict(saved)
+            load_state(optimizer, saved)
         except ValueError as error:
             logging.warning(
                 "%s starts without a saved state, which is from another optimizer: %s", type(optimizer).__name__, error

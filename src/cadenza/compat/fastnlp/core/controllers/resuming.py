@@ -10,6 +10,7 @@ from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.errors import CheckpointMismatchError
 from cadenza.loading.loaders import length_of
+from cadenza.optim.optimizers import load_state
 
 
 def restore(trainer: SteppingTrainer, kept: Mapping[str, Any]) -> None:
@@ -23,7 +24,7 @@ def restore(trainer: SteppingTrainer, kept: Mapping[str, Any]) -> None:
         raise CheckpointMismatchError(f"the checkpoint holds {len(states)} optimizers, but the trainer has {len(optimizers)}")
     batches = _batches_done(trainer, kept)
     for optimizer, state in zip(optimizers, states.values(), strict=True):
-        optimizer.load_state_dict(state)
+        load_state(optimizer, state)
     trainer.trainer_state.load_state_dict({**kept["trainer_state"], "batch_idx_in_epoch": batches})
     own = dict(kept.get("cadenza", {}))  # missing in a checkpoint of fastNLP itself
     trainer.state.clear()
