@@ -111,6 +111,10 @@ class Checkpoint(Callback):
         self.background: bool = background
         self.weights_only: bool = weights_only
         self.strict: bool = strict
+        self.member: Member = self._member("Checkpoint")  # an evaluation outside of a fit has no on_setup
+
+    def _member(self, name: str) -> Member:
+        return Member(name, self.keep, self.monitors, saves_errors=self.watch_errors)
 
     def listeners(self) -> list[Listener]:
         watching = [Listener(Callback.on_eval_end, self._watch)] if self.monitors else []
@@ -135,7 +139,7 @@ class Checkpoint(Callback):
         probe_on_all_ranks(store, run.driver)
         self.writer: CheckpointWriter = writer_for(session_of(run), store, weights_only=self.weights_only)
         self.store: Store = self.writer.store
-        self.member: Member = Member(hooks_of(run).name_of(self), self.keep, self.monitors, saves_errors=self.watch_errors)
+        self.member = self._member(hooks_of(run).name_of(self))
         self.writer.join(self.member, background=self.background, strict=self.strict, grace_s=self.grace_s)
 
     def on_fit_start(self, run: Run) -> None:

@@ -243,7 +243,7 @@ class LearningRate(Callback, SetsRates):
         assert self.scheduler is not None, "on_setup comes first"
         self._steps_before = None
         if self.stretch:
-            self.total = max(1, run.progress.total(self.per, run.info.accumulate) or self._plan)
+            self.total = max(1, run.progress.total(self.per) or self._plan)
         if self.stretch == "rest":
             left = self.total - getattr(run.progress, self.per)
             self.total = max(left, round(self._total_before * left / (self._total_before - steps)))
@@ -269,7 +269,7 @@ class LearningRate(Callback, SetsRates):
             not isinstance(self.scheduler, OneCycleLR) or session_of(run).step_fn is not None
         ):  # a step_fn may update more rarely
             return
-        total, cycle = run.progress.total(self.per, run.info.accumulate), self.scheduler.total_steps
+        total, cycle = run.progress.total(self.per), self.scheduler.total_steps
         left = None if total is None else total - getattr(run.progress, self.per)
         if left is not None and self.scheduler.last_epoch + left > cycle:
             raise ValueError(

@@ -141,7 +141,7 @@ class Swa(Averaging, Compared):
     def _milestone(self, run: Run) -> At:
         if isinstance(self.start, At):
             return self.start
-        total = run.progress.total("step", run.info.accumulate, corrected=False)
+        total = run.progress.total("step", corrected=False)
         if total is None:
             raise ValueError(
                 f"Swa(start={self.start}) needs the length of the run, which is not known: {why_unknown(run.progress, 'step')} "

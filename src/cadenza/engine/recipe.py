@@ -261,7 +261,8 @@ class Recipe:
         kind = Progress if self.driver.world_size == 1 else SharedProgress
         batches = num_batches(loader, self.driver.data_shard())
         limits = {name: getattr(self, name) for name in LIMITS}
-        return kind(**limits, batches_per_epoch=batches, has_epochs=getattr(loader, "has_epochs", True))
+        has_epochs = getattr(loader, "has_epochs", True)
+        return kind(**limits, batches_per_epoch=batches, has_epochs=has_epochs, accumulate=self.accumulate)
 
 
 def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:

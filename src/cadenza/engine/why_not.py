@@ -119,7 +119,7 @@ def _next(session: Asked, listener: Listener) -> str:
         return f"; it was due {counted(listener.calls, 'time')}"
     step, limit = (
         listener.timer.next_step(session.progress, session.accumulate),
-        session.progress.total("step", session.accumulate),
+        session.progress.total("step"),
     )
     if step == math.inf:
         return ", and not again in this run"

@@ -70,7 +70,7 @@ class Evaluation(SampleCounter):
         compute: Callable[[nn.Module, Any], Any] | None = None,
         limit: int | None = None,
     ) -> None:
-        if limit is not None and (not isinstance(limit, SupportsIndex) or limit < 1):
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, SupportsIndex) or limit < 1):
             raise ValueError(f"limit must be at least 1 batch, or None for all; got {limit!r}")
         check_loader(loader, f"the loader of {name!r}")
         if not name or "/" in name:

@@ -188,7 +188,7 @@ class Fitting(Recipe):
         """Return the facts of a run that its ``run.json`` holds."""
         facts: dict[str, Any] = {
             "arguments": session.arguments,
-            "steps": session.progress.total("step", session.accumulate),
+            "steps": session.progress.total("step"),
             "seed": self.seed,
             "device": str(session.device),
             "plan": self._plan(session.optimizers, session.hooks, session).text(),

@@ -76,7 +76,7 @@ class Console(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._forget()
-        totals = run.progress.at_most("epoch"), run.progress.at_most("step", run.info.accumulate)
+        totals = run.progress.at_most("epoch"), run.progress.at_most("step")
         self._counter_widths = [len(str(total or 1)) for total in totals]
         if self.every is not None:
             self.every.check(run.progress)

@@ -164,7 +164,7 @@ class FitView:
         progress = self.run.progress
         label = f"epoch {progress.epoch}" + (f"/{progress.max_epochs}" if progress.max_epochs is not None else "")
         label = label if progress.has_epochs else "train"
-        return Row(label, "step", step, progress.total("step", self.run.info.accumulate), tuple(facts))
+        return Row(label, "step", step, progress.total("step"), tuple(facts))
 
     def _loss(self) -> list[str]:
         # A fixed width, so that the facts after it do not move at each refresh.
@@ -183,7 +183,7 @@ class FitView:
 
     def _left(self, step_s: float) -> str:
         """Return the time left: for steps at the current speed, and for evaluations and saves at their mean so far."""
-        total, step = self.run.progress.total("step", self.run.info.accumulate), self.run.progress.step
+        total, step = self.run.progress.total("step"), self.run.progress.step
         if total is None:
             return f"in {clock(time.monotonic() - self._began)}"
         others_s = time.monotonic() - self._began - self._training_s

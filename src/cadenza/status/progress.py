@@ -61,6 +61,7 @@ class Progress:
     """
 
     __slots__ = (
+        "_accumulate",
         "_batch",
         "_batch_in_epoch",
         "_batches_per_epoch",
@@ -92,9 +93,10 @@ class Progress:
         max_tokens: int | None = None,
         batches_per_epoch: int | None = None,
         has_epochs: bool = True,
+        accumulate: int = 1,
     ) -> None:
         self._max_epochs, self._max_steps, self._max_tokens = max_epochs, max_steps, max_tokens
-        self._has_epochs = has_epochs
+        self._has_epochs, self._accumulate = has_epochs, accumulate
         self._last_step = math.inf if max_steps is None else max_steps
         self._last_epoch = math.inf if max_epochs is None else max_epochs
         self._last_token = math.inf if max_tokens is None else max_tokens
@@ -201,17 +203,18 @@ class Progress:
         """The counters from which on fractions of an epoch count with `batches_per_epoch`."""
         return self._fractions_from
 
-    def total(self, unit: Unit | Literal["token"], accumulate: int = 1, *, corrected: bool = True) -> int | None:
+    def total(self, unit: Unit | Literal["token"], accumulate: int | None = None, *, corrected: bool = True) -> int | None:
         """Return how many of `unit` the run will complete if nothing stops it; None if not known.
 
-        Without `corrected` it is what the loader's own length says, also if that turned out wrong.
+        A step holds `accumulate` batches; None: as many as the run's. Without `corrected` the result is what the loader's own
+        length says, even if that turned out wrong.
 
         With both limits and a loader of unknown length nothing is known: either limit may come first. See `at_most`. The same
         is true of ``max_tokens``: how many tokens a step has is not known. As the only limit it is the total of tokens, which
         the last step may exceed.
 
-        >>> progress = Progress(max_epochs=2, batches_per_epoch=5)
-        >>> progress.total("step", accumulate=2), progress.total("batch"), progress.total("epoch")
+        >>> progress = Progress(max_epochs=2, batches_per_epoch=5, accumulate=2)
+        >>> progress.total("step"), progress.total("batch"), progress.total("epoch")
         (6, 10, 2)
         """
         if unit == "token" or self._max_tokens is not None:
@@ -219,8 +222,9 @@ class Progress:
             return self._max_tokens if unit == "token" and alone else None
         return self._without_tokens(unit, accumulate, corrected=corrected)
 
-    def _without_tokens(self, unit: Unit, accumulate: int, *, corrected: bool = True) -> int | None:
+    def _without_tokens(self, unit: Unit, accumulate: int | None, *, corrected: bool = True) -> int | None:
         """Return the total by the limits of epochs and steps alone."""
+        accumulate = self._accumulate if accumulate is None else accumulate
         per_epoch, at = self._batches_per_whole_epoch if corrected else self._batches_said, self._origin
         first = self._batches_per_first_epoch or 0
         known = per_epoch is not None
@@ -245,7 +249,7 @@ class Progress:
         batches = at.batch + left + epochs * per_epoch + rest * accumulate
         return {"epoch": at.epoch + inside + epochs, "step": int(steps), "batch": batches}[unit]
 
-    def at_most(self, unit: Unit, accumulate: int = 1) -> int | None:
+    def at_most(self, unit: Unit, accumulate: int | None = None) -> int | None:
         """Return how many of `unit` the run will not exceed: the total or, if it is not known, the limit; None without one.
 
         ``max_tokens`` is no such limit: how many steps it allows is not known.
@@ -260,7 +264,7 @@ class Progress:
     def _limit(self, unit: Unit) -> int | None:
         return {"epoch": self._max_epochs, "step": self._max_steps, "batch": None}[unit]
 
-    def begun(self, unit: Unit, accumulate: int = 1) -> int | None:
+    def begun(self, unit: Unit, accumulate: int | None = None) -> int | None:
         """Return how many of `unit` the run will begin if nothing stops it; None if not known.
 
         More than `total` by an epoch that `max_steps` cuts short, or by the fetch that finds the loader empty.
@@ -269,6 +273,7 @@ class Progress:
         >>> progress.begun("epoch"), progress.begun("batch"), Progress(max_epochs=1, batches_per_epoch=5).begun("batch")
         (2, 7, 6)
         """
+        accumulate = self._accumulate if accumulate is None else accumulate
         total, steps = self.total(unit, accumulate), self.total("step", accumulate)
         batches, epochs = self.total("batch", accumulate), self.total("epoch", accumulate)
         if total is None or steps is None or batches is None or epochs is None or unit == "step":

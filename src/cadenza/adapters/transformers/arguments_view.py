@@ -119,7 +119,7 @@ class ArgumentsView(View):
     def num_train_epochs(self) -> float:
         """The limit of epochs or, without one, the epochs that the limit of steps needs."""
         run = self._run
-        epochs = run.progress.max_epochs or run.progress.begun("epoch", run.info.accumulate)
+        epochs = run.progress.max_epochs or run.progress.begun("epoch")
         return float(sys.maxsize if epochs is None else epochs)
 
     @argument

@@ -49,7 +49,7 @@ class NativeRunView(TrainerView):
             "verbose": 0,
         }
         self.evaluates = True  # a later callback in the list may evaluate
-        per_epoch, total = length_of(run.loader), run.progress.total("batch", run.info.accumulate)
+        per_epoch, total = length_of(run.loader), run.progress.total("batch")
         epochs = run.progress.max_epochs if total is None else epochs_for(total, per_epoch)
         self.trainer_state: TrainerState = TrainerState(n_epochs=epochs, num_batches_per_epoch=per_epoch, n_batches=total)
 
