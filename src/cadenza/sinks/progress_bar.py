@@ -85,7 +85,7 @@ class ProgressBar(Callback):
         self._begin(run, FitView(run))
 
     def on_step_end(self, run: Run) -> None:
-        # The only cost of the bar in a step. The timer sometimes asks for the loss, which only this thread may read.
+        # The only cost of the bar in a step. Before each refresh the timer asks for the loss, which only this thread may read.
         if self._show is not None and self._show.asks:
             self._answer(run, self._show)
 
@@ -119,12 +119,18 @@ class ProgressBar(Callback):
         if show.error is not None:
             self._end()
         if isinstance(self._view, FitView):
-            show.asks = self._view.loss.visit(run.loss)
+            show.asks = self._view.loss.visit(run.progress.step, run.loss)
+            if not show.asks:
+                show.answered.set()
 
     def _end(self) -> None:
         show, self._show, self._view = self._show, None, None
         if show is not None:
             show.end()
+
+
+_LONGEST_S = 1.0
+"""How long a refresh may wait for the run."""
 
 
 class _Show:
@@ -133,6 +139,8 @@ class _Show:
     def __init__(self, renderer: Renderer, view: FitView | EvaluationView, stream: Stream) -> None:
         self.asks = False
         """Whether the thread waits for the run: to read the loss, or to report an error."""
+        self.answered = threading.Event()
+        """Set when the run has read the loss."""
         self.error: Exception | None = None
         """The error that ended the thread early."""
         self._renderer, self._view, self._stream = renderer, view, stream
@@ -152,6 +160,7 @@ class _Show:
             Exception: The error that ended the thread early.
         """
         self._over.set()
+        self.answered.set()
         try:
             if self._timer.ident is not None:  # it is started
                 self._timer.join()
@@ -165,14 +174,21 @@ class _Show:
 
     def _refresh(self) -> None:
         while not self._over.wait(self._renderer.interval_s):
+            self._ask()
             try:
                 with _drawing:
                     self._renderer.show(self._view.rows())
             except Exception as error:  # the thread of the run reports it, see `asks`
-                self.error = error
+                self.error, self.asks = error, True
                 return
-            finally:
-                self.asks = True
+
+    def _ask(self) -> None:
+        """Let the run read the loss of the step that is shown. A step that takes longer does not delay the refresh."""
+        if isinstance(self._view, FitView) and self._view.evaluation is None:
+            self.answered.clear()
+            self.asks = True
+            if not self._over.is_set():
+                self.answered.wait(min(self._renderer.interval_s, _LONGEST_S))
 
 
 _drawing = threading.RLock()

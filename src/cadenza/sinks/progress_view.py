@@ -76,31 +76,32 @@ class Renderer(Protocol):
 
 
 class LossReader:
-    """The last loss as a number, read on the thread of the run. On CUDA this takes two visits, so that none waits."""
+    """A loss as a number, and its step, read on the thread of the run. On CUDA this takes two visits, so that none waits."""
 
     def __init__(self) -> None:
-        self.value: float | None = None
-        self._coming: tuple[Tensor, torch.cuda.Event] | None = None
+        self.known: tuple[int, float] | None = None
+        """The step and its loss."""
+        self._coming: tuple[int, Tensor, torch.cuda.Event] | None = None
 
-    def visit(self, loss: Tensor | None) -> bool:
-        """Read the loss, or start its copy to the host. Return whether another visit is needed."""
+    def visit(self, step: int, loss: Tensor | None) -> bool:
+        """Read the loss of a step, or start its copy to the host. Return whether another visit is needed."""
         if self._coming is not None:
-            host, event = self._coming
+            of, host, event = self._coming
             if event.query():
-                self.value, self._coming = float(host), None
+                self.known, self._coming = (of, float(host)), None
         elif loss is not None and loss.is_cuda:
             host, event = loss.to("cpu", non_blocking=True), torch.cuda.Event()
             event.record()
-            self._coming = host, event
+            self._coming = step, host, event
         elif loss is not None:
-            self.value = float(loss)
+            self.known = step, float(loss)
         return self._coming is not None
 
-    def last(self, loss: Tensor | None) -> None:
+    def last(self, step: int, loss: Tensor | None) -> None:
         """Read the loss, waiting for the device."""
         self._coming = None
         if loss is not None:
-            self.value = float(loss)
+            self.known = step, float(loss)
 
 
 class FitView:
@@ -137,17 +138,18 @@ class FitView:
             passed_s = now - began
             facts = [_speed((step - first_step) / passed_s), self._left(passed_s / (step - first_step))]
             facts += _rates(before, done, passed_s)
-        row = self._row(progress.step, [*self._loss(), *facts])
+        known = self.loss.known  # the thread of the run replaces it
+        row = self._row(progress.step if known is None else known[0], [*_shown(known), *facts])
         return [row] if evaluation is None else [row, evaluation.row()]
 
     def end(self) -> list[Row]:
         """Return the final row, with means over the whole fit."""
         run, progress, origin = self.run, self.run.progress, self.run.progress.origin
         if run.outcome is None or run.outcome.kind != "failed":  # the read could hang on a failed device
-            self.loss.last(run.loss)
+            self.loss.last(progress.step, run.loss)
         passed_s = time.monotonic() - self._began
         training_s = max(self._training_s, 1e-9)
-        facts = [*(fact.rstrip() for fact in self._loss()), f"in {clock(passed_s)}"]
+        facts = [*(fact.rstrip() for fact in _shown(self.loss.known)), f"in {clock(passed_s)}"]
         if progress.step > origin.step:
             facts += [_speed((progress.step - origin.step) / training_s)]
             before, done = (origin.samples, origin.tokens), (progress.samples, progress.tokens)
@@ -165,10 +167,6 @@ class FitView:
         label = f"epoch {progress.epoch}" + (f"/{progress.max_epochs}" if progress.max_epochs is not None else "")
         label = label if progress.has_epochs else "train"
         return Row(label, "step", step, progress.total("step"), tuple(facts))
-
-    def _loss(self) -> list[str]:
-        # A fixed width, so that the facts after it do not move at each refresh.
-        return [] if self.loss.value is None else [f"loss {self.loss.value:#.4g}".ljust(len("loss 0.01234"))]
 
     def _mark(self) -> None:
         now, progress, marks = self._training_s, self.run.progress, self._marks
@@ -188,6 +186,11 @@ class FitView:
             return f"in {clock(time.monotonic() - self._began)}"
         others_s = time.monotonic() - self._began - self._training_s
         return f"eta {clock(max(total - step, 0) * (step_s + others_s / max(step - self.run.progress.origin.step, 1)))}"
+
+
+def _shown(known: tuple[int, float] | None) -> list[str]:
+    # A fixed width, so that the facts after it do not move at each refresh.
+    return [] if known is None else [f"loss {known[1]:#.4g}".ljust(len("loss 0.01234"))]
 
 
 class EvaluationView:
