@@ -162,6 +162,8 @@ class Accumulation(int):
             per_epoch: Batches in an epoch.
             first: Batches in the epoch in which the run began.
         """
+        if not per_epoch:
+            return None
         at = origin
         most_steps = math.inf if limits.max_steps is None else limits.max_steps
         most_epochs = math.inf if limits.max_epochs is None else limits.max_epochs
@@ -173,8 +175,8 @@ class Accumulation(int):
             if not all(change.is_countable(limits) for change in pending):
                 return None
             left = (first if at.epoch == origin.epoch and at.batch_in_epoch else per_epoch) - at.batch_in_epoch
-            nearest = min(change.steps_left(at, limits, size) for change in pending)
-            steps = int(max(1, min(nearest, -(-left // size), most_steps - at.step)))
+            nearest = max(1, min(change.steps_left(at, limits, size) for change in pending))
+            steps = int(min(nearest, -(-left // size), most_steps - at.step))  # 0 after the last batch of an epoch
             at = _advanced(at, steps, min(steps * size, left), ends=steps * size >= left)
 
 
