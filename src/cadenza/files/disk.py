@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -54,14 +56,35 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a folder to the disk. Windows flushes no folders, and files only if they are open for writing."""
-    if not _OPENS_FOLDERS and path.is_dir():
+    """Flush a file or a folder to the disk. Windows flushes no folders, and files only if they are open for writing.
+
+    Some file systems flush no folders either, such as CIFS and several of FUSE. A warning says so, once in a process.
+
+    Raises:
+        OSError: The disk rejects it.
+    """
+    is_folder = path.is_dir()
+    if is_folder and not _OPENS_FOLDERS:
         return
-    descriptor = os.open(path, os.O_RDONLY if _OPENS_FOLDERS else os.O_RDWR)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY if _OPENS_FOLDERS else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not is_folder or error.errno not in _FLUSHES_NO_FOLDERS:
+            raise
+        _warn_of_folders(error.strerror)
+
+
+@cache
+def _warn_of_folders(reason: str) -> None:
+    """Warn once in a process."""
+    _logger.warning(
+        f"this file system flushes no folders ({reason}). Files are flushed, but after a power cut a new file or checkpoint "
+        "may lack its name. The end of a process loses nothing."
+    )
 
 
 class Unflushed:
@@ -109,6 +132,8 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+_FLUSHES_NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+_logger = logging.getLogger("cadenza")
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _OPENS_FOLDERS = hasattr(os, "O_DIRECTORY")
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
