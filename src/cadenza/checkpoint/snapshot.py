@@ -148,6 +148,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         **own,
     }
     exact = session.cursor.at_boundary and (session.driver.world_size == 1 or session.sync.together)
+    exact = exact and not session.restored.pending
     main = session.is_main
     snapshot = Snapshot(reason, tensors, state, {}, exact, None if main or not session.sync.together else own, main)
     session.hooks.on_save(session.run, snapshot)

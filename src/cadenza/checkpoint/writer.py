@@ -145,6 +145,8 @@ class CheckpointWriter:
         if there:
             self._join(asking)
             return
+        if session.restored.pending:  # an error or a stop in the start of a resume: its checkpoint is the newest state
+            return
         if blocks := self._blocks():
             self._wait(asking, reason, blocks, last=last)
             return

@@ -177,6 +177,11 @@ class Restored:
         self.callback_states: Mapping[str, Mapping[str, Any]] = {}
         """The states by callback, for what must be known in ``on_setup``."""
 
+    @property
+    def pending(self) -> bool:
+        """Whether the run has not restored all of its checkpoint yet, so its state is no state of its own."""
+        return self.rng_state is not None
+
     def put(self, *, rng_state: RNGState | None = None, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Continue with this RNG state and these gradients."""
         self.rng_state, self.gradients = rng_state, gradients
