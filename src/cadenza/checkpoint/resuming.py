@@ -28,6 +28,7 @@ from cadenza.records.lost_rows import write_again
 from cadenza.records.reading import read_records
 from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
+from cadenza.status.folding import printable
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.requests import GoBack
 
@@ -139,7 +140,8 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
     session.progress.begin(reached, session.progress.batches_per_epoch)
     session.end(outcome)
     if session.is_main:
-        logger.warning("nothing to do: the run in %s is over (%s: %s)", session.directory, outcome.kind, outcome.reason)
+        text = "nothing to do: the run in %s is over (%s: %s)"
+        logger.warning(text, session.directory, printable(outcome.kind), printable(outcome.reason))
         if loaded is None:
             logger.warning("no checkpoint of the run in %s is there, so the model does not have its weights", session.directory)
         elif not _is_whole(loaded):

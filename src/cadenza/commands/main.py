@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from cadenza.commands.output import complain
 from cadenza.errors import CadenzaError, nearest
+from cadenza.status.folding import printable
 from cadenza.version import __version__
 
 COMMANDS = {  # by name, which is also that of the module; it is imported when the command is used
@@ -85,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         """Print an error and end the program with code 2."""
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         hint = nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
-        self.exit(2, f"cadenza: {message}.{hint} See: {self.prog} --help\n")
+        self.exit(2, f"cadenza: {printable(message)}.{hint} See: {self.prog} --help\n")
 
 
 class _Help(argparse.HelpFormatter):
@@ -109,5 +111,5 @@ def _run(argv: list[str]) -> int:
 
 
 def _fail(reason: str, code: int) -> int:
-    sys.stderr.write(f"cadenza: {reason}\n")
+    complain(reason)
     return code

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cadenza.status.decisions import in_json
-from cadenza.status.folding import folded
+from cadenza.status.folding import folded, printable
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
@@ -24,14 +24,14 @@ def add_json(parser: argparse.ArgumentParser, text: str = "print JSON, with all 
 
 
 def say(line: str = "") -> None:
-    """Print a line. Characters that the terminal's encoding does not have are replaced."""
+    """Print a line. Characters that the terminal's encoding does not have, and control characters, are replaced."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    sys.stdout.write(f"{line}\n".encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.write(f"{printable(line)}\n".encode(encoding, errors="replace").decode(encoding))
 
 
 def complain(line: str) -> None:
     """Print a line about a problem that does not end the command, on stderr."""
-    sys.stderr.write(f"cadenza: {line}\n")
+    sys.stderr.write(f"cadenza: {printable(line)}\n")
 
 
 def say_folded(line: str, separator: str, indent: str | None = None) -> None:
@@ -87,7 +87,7 @@ def clean(text: str) -> str:
     >>> clean("loss\n is  \x1b[31mhigh")
     'loss is ?[31mhigh'
     """
-    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+    return printable(" ".join(text.split()))
 
 
 def columns_of(text: str) -> int:

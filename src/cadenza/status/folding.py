@@ -24,6 +24,15 @@ def for_screen(text: str, stream: TextIO | None) -> str:
     return "\n".join(folded(line, width) for line in text.split("\n"))
 
 
+def printable(text: str) -> str:
+    r"""Return a text without control characters but tabs and ends of lines, so that what a file holds cannot move the cursor.
+
+    >>> printable("loss\n is  \x1b[31mhigh")
+    'loss\n is  ?[31mhigh'
+    """
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
+
+
 def encodable(text: str, stream: TextIO) -> str:
     """Return a text that a stream can encode: in a pipe, the encoding may be ASCII or that of Windows."""
     encoding = getattr(stream, "encoding", None) or "utf-8"

@@ -33,6 +33,7 @@ from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFo
 from cadenza.files.disk import Unflushed
 from cadenza.status.branches import Branch, Rank, Saved, owner_of, present
 from cadenza.status.counting import counted
+from cadenza.status.folding import printable
 from cadenza.version import __version__
 
 _NAMING = threading.Lock()
@@ -362,7 +363,7 @@ def _not_exact(name: str, manifest: Mapping[str, Any]) -> str | None:
     """Return a sentence on why a run cannot continue at a checkpoint; None if it can."""
     if manifest.get("weights_only"):
         return f"{name}: it holds weights only"
-    return None if manifest["exact"] else f"{name}: written in the middle of a step ({manifest['reason']})"
+    return None if manifest["exact"] else f"{name}: written in the middle of a step ({printable(manifest['reason'])})"
 
 
 def _unwritten(rank: int, problem: str) -> OSError:
