@@ -22,6 +22,7 @@ from cadenza.report import dates
 from cadenza.report.best import best_of
 from cadenza.report.story import Series, Story, final_counters
 from cadenza.status.branches import Saved
+from cadenza.status.masking import masked
 from cadenza.status.progress import Counters
 
 _WINDOW_S = 60.0  # of the newest records: the throughput is their mean
@@ -58,7 +59,7 @@ class Following:
         story = self.story
         if self._changed("run.json"):
             with suppress(ValueError):  # keep the content that could be read
-                story.info = read_object(self.path / "run.json") or {}
+                story.info = masked(read_object(self.path / "run.json") or {})
         new: deque[Record] = deque(maxlen=most)
         for record in self._records.read():
             new.append(record)

@@ -29,6 +29,7 @@ from cadenza.records.logs import GatheredLog, Log
 from cadenza.records.reading import count_in
 from cadenza.records.record import Record
 from cadenza.status.branches import Branch
+from cadenza.status.masking import masked, masked_text
 from cadenza.status.progress import Counters
 from cadenza.status.run_info import working_directory
 from cadenza.version import __version__
@@ -100,7 +101,7 @@ class RunDirectory(RecordedRun):
     @property
     def plans(self) -> tuple[str, str] | None:
         """The plans of the run so far and of this attempt; None if one of them is not known."""
-        plans = (self.previous or {}).get("plan"), self._info.get("plan")
+        plans = (self.previous or {}).get("plan"), masked(self._info.get("plan"))
         return (plans[0], plans[1]) if isinstance(plans[0], str) and isinstance(plans[1], str) else None
 
     def begin(self, info: Mapping[str, Any]) -> None:
@@ -190,7 +191,7 @@ class RunDirectory(RecordedRun):
 
     def add_decision(self, decision: Mapping[str, Any]) -> None:
         """Append a line to ``decisions.jsonl``."""
-        self._logs["decisions.jsonl"].add(json.dumps(decision))
+        self._logs["decisions.jsonl"].add(json.dumps(masked(decision)))
 
     def add_fingerprint(self, row: Mapping[str, Any]) -> None:
         """Append a line to ``fingerprints.jsonl``."""
@@ -198,11 +199,11 @@ class RunDirectory(RecordedRun):
 
     def add_text(self, text: str) -> None:
         """Append a text that the user has seen to ``console.log``."""
-        self._logs["console.log"].add(text)
+        self._logs["console.log"].add(masked_text(text))
 
     def _write_info(self) -> None:
         with replacing(self.path / "run.json") as beside:  # a reader sees a whole file at any time
-            beside.write_text(json.dumps(self._info, indent=2) + "\n", encoding="utf-8")
+            beside.write_text(json.dumps(masked(self._info), indent=2) + "\n", encoding="utf-8")
 
 
 def check_new(path: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Event, Lock, RLock, Thread, current_thread
 from typing import Self
 
+from cadenza.status.masking import masked_text
+
 logger: Logger = getLogger("cadenza")
 
 GATHER_S = 0.25
@@ -151,7 +153,7 @@ class RankLog:
     def add(self, text: str) -> None:
         """Keep a text. May be called from any thread."""
         with self._lock:
-            self._waiting.append((time.monotonic() + (0.0 if self._ended else _WAIT_S), text))
+            self._waiting.append((time.monotonic() + (0.0 if self._ended else _WAIT_S), masked_text(text)))
         if self._waiting[0][0] <= time.monotonic():
             self.settle()
 

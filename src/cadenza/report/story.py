@@ -19,6 +19,7 @@ from cadenza.records.formats import counted, duration
 from cadenza.records.reading import count_in, read_decisions, read_values
 from cadenza.report import dates
 from cadenza.status.decisions import Decision, Outcome
+from cadenza.status.masking import masked
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
@@ -209,7 +210,8 @@ def _mappings(value: Any) -> list[Mapping[str, Any]]:
 
 def _json_in(path: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
-        return read_object(path)
+        content: dict[str, Any] | None = masked(read_object(path))
+        return content  # the files of earlier versions hold the whole command line
     except ValueError as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return None

@@ -1,0 +1,70 @@
+"""Hide tokens and passwords in what is written to a run's files or shown of them. The values in memory are not changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MASK = "***"
+_LAST_WORDS = ["token", "apikey", "secret", "password", "passwd", "credential", "credentials"]
+_LAST_PAIRS = ("api-key", "access-key", "secret-key")
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
+_KEY = re.compile(r"\b(?:hf_|sk-|ghp_)[A-Za-z0-9_-]{6,}|\bAKIA[0-9A-Z]{6,}")
+_USER = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
+_SET = re.compile(r"""(?P<name>[\w.-]*[A-Za-z][\w.-]*)(?P<is>=)(?P<value>"[^"]*"|'[^']*'|[^\s,;)\]}]+)""")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether the value of a name, such as that of an option, must not be shown.
+
+    >>> [is_secret(name) for name in ("--hf-token", "hub.token", "apiKey", "OPENAI_API_KEY", "--db_password")]
+    [True, True, True, True, True]
+    >>> [is_secret(name) for name in ("--max-tokens", "--tokenizer", "--num-key-value-heads", "--key-metric", "--seq-tokens")]
+    [False, False, False, False, False]
+    """
+    words = [word.lower() for word in _WORD.findall(name)]
+    return bool(words) and (words[-1] in _LAST_WORDS or "-".join(words).endswith(_LAST_PAIRS))
+
+
+def masked_text(text: str) -> str:
+    """Return a text without known keys, users of URLs, and values behind a secret name and ``=``.
+
+    >>> masked_text("train.py hub.token=abc s3://me:word@bucket/a hf_AbCdEfGh lr=0.1")
+    'train.py hub.token=*** s3://***@bucket/a *** lr=0.1'
+    """
+    text = _KEY.sub(MASK, _USER.sub(MASK, text))
+    return _SET.sub(lambda found: f"{found['name']}={MASK}" if is_secret(found["name"]) else found[0], text)
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line without secrets: also those that follow their option.
+
+    >>> masked_words(["train.py", "--hf-token", "abc", "--max-tokens", "4096", "--api-key=abc"])
+    ['train.py', '--hf-token', '***', '--max-tokens', '4096', '--api-key=***']
+    """
+    options = ["", *words]
+    return [
+        MASK
+        if option.startswith("-") and "=" not in option and is_secret(option) and not word.startswith("--")
+        else masked_text(word)
+        for option, word in zip(options, words, strict=False)
+    ]
+
+
+def masked(value: Any) -> Any:
+    """Return plain data without secrets: values of secret names in mappings, words of command lines, and in texts.
+
+    >>> masked({"command": ["--token", "abc"], "arguments": {"hub_token": "abc", "tokens": 5}})
+    {'command': ['--token', '***'], 'arguments': {'hub_token': '***', 'tokens': 5}}
+    """
+    if isinstance(value, str):
+        return masked_text(value)
+    if isinstance(value, Mapping):
+        return {
+            key: MASK if isinstance(one, str) and one and isinstance(key, str) and is_secret(key) else masked(one)
+            for key, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return masked_words(value) if value and all(isinstance(one, str) for one in value) else [masked(one) for one in value]
+    return value
