@@ -12,7 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -136,19 +136,22 @@ class RunDirectory(RecordedRun):
         self._write_info()
 
     def end(self, outcome: Mapping[str, Any], at: Counters) -> None:
-        """Write the outcome of the run and its final counters, and close the files.
+        """Write the outcome of the run and its final counters, and close the files, even if the disk rejects the outcome.
 
         If the run was over and this attempt failed before it restored a checkpoint, ``run.json`` keeps the earlier outcome.
         """
-        self.note({"ended": _now(), "outcome": dict(outcome), "progress": asdict(at), **self._completed})
-        for log in self._logs.values():
-            log.end()
-        self.release()
+        with ExitStack() as closing:
+            closing.callback(self.release)
+            for log in self._logs.values():
+                closing.callback(log.end)
+            self.note({"ended": _now(), "outcome": dict(outcome), "progress": asdict(at), **self._completed})
 
     def release(self) -> None:
         """Release the directory for other processes."""
-        self.flush_records()
-        self._lock.release()
+        try:
+            self.flush_records()
+        finally:
+            self._lock.release()
 
     def offsets(self) -> dict[str, int]:
         """Write the records that wait. Return the length in bytes of the files that records and decisions are appended to."""
