@@ -11,7 +11,7 @@ import pytest
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint
 from cadenza.commands.main import main
-from cadenza.status.masking import masked_words
+from cadenza.status.masking import masked_command
 from cadenza.testing import tiny_run
 
 SECRETS = ["--hf-token SECRET1", "--api_key=SECRET1", "hub.token=SECRET1", "--db-password SECRET1", "--my-passwd=SECRET1"]
@@ -43,14 +43,14 @@ PLAIN += ["--task=sk-learn", "https://host/a@b", "--token-count 5", "--password-
 
 @pytest.mark.parametrize("words", SECRETS)
 def test_the_value_of_a_secret_is_masked(words: str) -> None:
-    shown = " ".join(masked_words(words.split()))
+    shown = " ".join(masked_command(words.split()))
     assert "SECRET1" not in shown
     assert "***" in shown
 
 
 @pytest.mark.parametrize("words", PLAIN)
 def test_other_values_are_shown(words: str) -> None:
-    assert " ".join(masked_words(words.split())) == words
+    assert " ".join(masked_command(words.split())) == words
 
 
 def test_no_file_and_no_page_of_a_run_holds_a_secret(

@@ -230,7 +230,7 @@ def is_of_torch(state: Mapping[str, Any]) -> bool:
 
 
 def _in_format(saved: Any, loaded: Any) -> Any:
-    """Return what was loaded, with each tensor whose number format was changed as it was saved, on the device of the loaded."""
+    """Return the loaded value, with each tensor of another number format replaced with the saved one, on the same device."""
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         plain = type(saved) is Tensor or is_sharded(saved)  # a quantized tensor says the format of what it stands for
         return saved.to(loaded.device) if plain and saved.dtype is not loaded.dtype else loaded

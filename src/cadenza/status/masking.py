@@ -1,4 +1,4 @@
-"""Hide tokens and passwords in what is written to a run's files or shown of them. The values in memory are not changed."""
+"""Mask tokens and passwords in the files of a run and in views of them. The values in memory do not change."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "***"
-_LAST_WORDS = ["token", "apikey", "secret", "password", "passwd", "credential", "credentials"]
-_LAST_PAIRS = ("api-key", "access-key", "secret-key")
-_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
+_ENDINGS = ["token", "apikey", "secret", "password", "passwd", "credential", "credentials"]
+_KEYS = ("api-key", "access-key", "secret-key")
+_PART = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 _KEY = re.compile(r"\b(?:hf_|sk-|ghp_)[A-Za-z0-9_-]{6,}|\bAKIA[0-9A-Z]{6,}")
 _USER = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
 _SET = re.compile(r"""(?P<name>[\w.-]*[A-Za-z][\w.-]*)(?P<is>=)(?P<value>"[^"]*"|'[^']*'|[^\s,;)\]}]+)""")
@@ -23,37 +23,36 @@ def is_secret(name: str) -> bool:
     >>> [is_secret(name) for name in ("--max-tokens", "--tokenizer", "--num-key-value-heads", "--key-metric", "--seq-tokens")]
     [False, False, False, False, False]
     """
-    words = [word.lower() for word in _WORD.findall(name)]
-    return bool(words) and (words[-1] in _LAST_WORDS or "-".join(words).endswith(_LAST_PAIRS))
+    parts = [part.lower() for part in _PART.findall(name)]
+    return bool(parts) and (parts[-1] in _ENDINGS or "-".join(parts).endswith(_KEYS))
 
 
 def masked_text(text: str) -> str:
     """Return a text without known keys, users of URLs, and values behind a secret name and ``=``.
 
-    >>> masked_text("train.py hub.token=abc s3://me:word@bucket/a hf_AbCdEfGh lr=0.1")
+    >>> masked_text("train.py hub.token=abc s3://me:pass@bucket/a hf_AbCdEfGh lr=0.1")
     'train.py hub.token=*** s3://***@bucket/a *** lr=0.1'
     """
     text = _KEY.sub(MASK, _USER.sub(MASK, text))
     return _SET.sub(lambda found: f"{found['name']}={MASK}" if is_secret(found["name"]) else found[0], text)
 
 
-def masked_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line without secrets: also those that follow their option.
+def masked_command(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command line without secrets: also those that follow their option.
 
-    >>> masked_words(["train.py", "--hf-token", "abc", "--max-tokens", "4096", "--api-key=abc"])
+    >>> masked_command(["train.py", "--hf-token", "abc", "--max-tokens", "4096", "--api-key=abc"])
     ['train.py', '--hf-token', '***', '--max-tokens', '4096', '--api-key=***']
     """
-    options = ["", *words]
-    return [
-        MASK
-        if option.startswith("-") and "=" not in option and is_secret(option) and not word.startswith("--")
-        else masked_text(word)
-        for option, word in zip(options, words, strict=False)
-    ]
+    shown, option = [], ""
+    for argument in arguments:
+        is_value = option.startswith("-") and "=" not in option and not argument.startswith("--")
+        shown.append(MASK if is_value and is_secret(option) else masked_text(argument))
+        option = argument
+    return shown
 
 
 def masked(value: Any) -> Any:
-    """Return plain data without secrets: values of secret names in mappings, words of command lines, and in texts.
+    """Return plain data without secrets: values of secret names in mappings, in command lines and in texts.
 
     >>> masked({"command": ["--token", "abc"], "arguments": {"hub_token": "abc", "tokens": 5}})
     {'command': ['--token', '***'], 'arguments': {'hub_token': '***', 'tokens': 5}}
@@ -66,5 +65,5 @@ def masked(value: Any) -> Any:
             for key, one in value.items()
         }
     if isinstance(value, list | tuple):
-        return masked_words(value) if value and all(isinstance(one, str) for one in value) else [masked(one) for one in value]
+        return masked_command(value) if value and all(isinstance(one, str) for one in value) else [masked(one) for one in value]
     return value

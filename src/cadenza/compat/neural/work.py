@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cadenza.compat.neural.logs import logging
 from cadenza.drivers import Driver
-from cadenza.status.masking import masked_words
+from cadenza.status.masking import masked_command
 
 
 class WorkDirectory:
@@ -56,7 +56,7 @@ class WorkDirectory:
         return None if self.path is None else self.path / name
 
     def _note(self, path: Path, now: str, files: Iterable[str]) -> None:
-        (path / f"cmd-args_{now}.log").write_text(" ".join(masked_words(sys.argv)) + "\n", encoding="utf-8")
+        (path / f"cmd-args_{now}.log").write_text(" ".join(masked_command(sys.argv)) + "\n", encoding="utf-8")
         if (said := _git()) is not None:
             (path / f"git-info_{now}.log").write_text(said, encoding="utf-8")
         for name in files:
