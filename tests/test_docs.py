@@ -120,7 +120,9 @@ def test_every_named_command_exists(page: str) -> None:
 
 
 CHECKED_BY = {
-    "A misspelled hook is an error": "hooks/test_moments.py::test_a_hook_that_could_not_be_called_is_an_error_when_the_class_is_written",
+    "A misspelled hook is an error": (
+        "hooks/test_moments.py::test_a_hook_that_could_not_be_called_is_an_error_when_the_class_is_written"
+    ),
     "mypy and pyright report the same mistake": "contracts/test_typing.py::test_mypy_refuses_every_wrong_line_and_no_other",
     "`trainer.plan()` prints which callback runs": (
         "engine/test_plan.py::test_it_names_the_listeners_in_order_with_cadence_and_limit"
