@@ -467,7 +467,7 @@ def test_a_trial_that_diverges_and_one_overflow_in_fp16_are_no_fault_and_a_lasti
     assert lasting.outcome.reason.endswith("; train/loss was not finite from step 2 on")
 
 
-# -- where tensors are, and how processes are run ----------------------------------------------------
+# -- devices, drivers, and values of other arguments -------------------------------------------------
 
 
 def test_a_device_is_a_name_or_a_torch_device_may_agree_with_the_driver_and_is_else_the_best_one() -> None:

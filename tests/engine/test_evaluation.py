@@ -244,9 +244,6 @@ def evaluated(*outputs: dict[str, Any], **arguments: Any) -> dict[str, float]:
     return tiny_trainer().evaluate(tiny_loader(len(outputs)), compute=returning(*outputs), **arguments)
 
 
-# -- numbers ------------------------------------------------------------------------------------------
-
-
 def test_every_number_is_a_mean_over_samples_also_with_a_shorter_last_batch() -> None:
     loader = unequal(4, 4, 1)
 

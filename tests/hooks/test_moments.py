@@ -281,9 +281,6 @@ def test_a_callback_may_be_an_abstract_class() -> None:
 # -- functions on a moment: filters ------------------------------------------------------------------
 
 
-# -- filters ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("moment", "filters", "expected"),
     [

@@ -320,15 +320,12 @@ def test_a_checkpoint_of_an_older_version_continues(tmp_path: Path) -> None:
     assert told(fit(tmp_path, 4, optimizer=sgd(0.7), loader=loader(4, 20))) == []
 
 
-# -- values in override ------------------------------------------------------------------------------
+# -- values in override: optimizers ------------------------------------------------------------------
 
 
 def overridden(run: Run) -> dict[str, tuple[Any, Any]]:
     """Return the decisions of `override`: the saved and the new value of each setting."""
     return {one.data["setting"]: (one.data["saved"], one.data["now"]) for one in run.decisions if one.who == "override"}
-
-
-# -- optimizers ---------------------------------------------------------------------------------------
 
 
 def test_values_are_in_effect_and_each_is_a_decision_with_the_old_and_the_new_value(tmp_path: Path) -> None:
