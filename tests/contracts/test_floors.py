@@ -183,9 +183,11 @@ StopOnNonFinite Summary Swa TimeLimit Timer Warmup
 SINKS = "Comet Console Csv Dvclive JsonLines Mlflow ProgressBar Sink Swanlab TensorBoard Trackio Wandb"
 
 
-def test_the_public_names_are_these() -> None:
+def test_the_public_names_and_the_callbacks_and_sinks_that_come_along_are_these() -> None:
     assert cadenza.__all__ == PUBLIC.split()
     assert all(hasattr(cadenza, name) for name in cadenza.__all__)
+    assert cadenza.callbacks.__all__ == CALLBACKS.split()
+    assert cadenza.sinks.__all__ == SINKS.split()
 
 
 PACKAGES = [cadenza, cadenza.callbacks, cadenza.drivers, cadenza.records, cadenza.sinks, cadenza.timetravel]
@@ -283,14 +285,6 @@ def test_what_the_readme_imports_brings_nothing_large_and_no_driver_of_many_proc
     assert {"cadenza.trainer", "cadenza.callbacks.checkpoint", "cadenza.sinks.console"} <= brought
     assert not brought & {*LARGE, "cadenza.drivers.group", "cadenza.drivers.ddp", "cadenza.drivers.fsdp"}
     assert {name.split(".")[0] for name in brought} == {"cadenza"}  # all else came with torch
-
-
-def test_the_callbacks_that_come_along_are_these() -> None:
-    assert cadenza.callbacks.__all__ == CALLBACKS.split()
-
-
-def test_the_sinks_that_come_along_are_these() -> None:
-    assert cadenza.sinks.__all__ == SINKS.split()
 
 
 OPTIONAL = [

@@ -1,9 +1,10 @@
-"""What a person sees of an object: on one line in a terminal, as HTML in a notebook, and never an address."""
+"""What a person sees of an object: a line or HTML, never an address; and of a run: few public names, read-only."""
 
 from __future__ import annotations
 
 import inspect
 import math
+import pydoc
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,20 +17,11 @@ from torch import nn
 
 import cadenza
 from cadenza import Callback, Evaluation, History, Listener, Monitor, Record, Run, Trainer, on
-from cadenza.callbacks import (
-    Capsule,
-    Checkpoint,
-    ClipGradients,
-    EarlyStopping,
-    Ema,
-    Evaluate,
-    LogTraining,
-    OmitFrozen,
-    Profile,
-    Warmup,
-)
+from cadenza.callbacks import Capsule, Checkpoint, ClipGradients, EarlyStopping, Ema, Evaluate, LogTraining, Profile, Warmup
 from cadenza.drivers import TensorParallel
+from cadenza.engine.session import session_of
 from cadenza.hooks import HeldWeights
+from cadenza.hooks.habits import INSTEAD_OF_SETTING, RUN
 from cadenza.loading import Mixture, Shard, TensorBatches, resumable
 from cadenza.sinks import Csv, JsonLines, Mlflow, ProgressBar
 from cadenza.status.counting import counted
@@ -139,7 +131,7 @@ def public_classes() -> set[str]:
 def callbacks_and_sinks() -> dict[str, Callable[[], object]]:
     made: dict[str, Callable[[], object]] = {name: factories[0] for name, factories in FACTORIES.items() if factories}
     sinks = {name: getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__ if name not in NO_OBJECT}
-    return made | sinks | {"JsonLines": partial(JsonLines, "own.jsonl"), "OmitFrozen": OmitFrozen}
+    return made | sinks | {"JsonLines": partial(JsonLines, "own.jsonl"), "OmitFrozen": cadenza.callbacks.OmitFrozen}
 
 
 def test_no_object_shows_an_address(objects: dict[str, Any]) -> None:
@@ -245,8 +237,11 @@ def test_a_history_is_a_line_and_a_table() -> None:
 
 
 def test_the_views_of_a_notebook_are_small_escaped_and_take_the_colours_of_the_page(run: Run) -> None:
+    def alert(run: Run) -> None: ...
+
+    alert.__name__ = "<script>alert()</script>"
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(50)))
-    trainer = tiny_trainer(callbacks=[Recorder(), on(Callback.on_step_end)(named("<script>alert()</script>"))], model=model)
+    trainer = tiny_trainer(callbacks=[Recorder(), on(Callback.on_step_end)(alert)], model=model)
     views = [one._repr_html_() for one in (trainer, trainer.plan(), run.history, run.profile) if one is not None]
     assert len(views) == 4
     for view in views:
@@ -255,13 +250,6 @@ def test_the_views_of_a_notebook_are_small_escaped_and_take_the_colours_of_the_p
         assert not re.search(r"background:(?!none)", view)
         assert set(re.findall(r"[;\"]color:([^;\"]+)", view)) <= {"inherit", "#c4320a"}
     assert "&lt;script&gt;" in views[1]
-
-
-def named(name: str) -> Callable[[Run], None]:
-    def function(run: Run) -> None: ...
-
-    function.__name__ = name
-    return function
 
 
 def test_a_warning_of_the_plan_is_coloured() -> None:
@@ -281,18 +269,9 @@ def test_a_brief_text_has_no_numbers_of_tensors() -> None:
 # -- counts --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("count", "noun", "text"),
-    [
-        (0, "batch", "0 batches"),
-        (1, "batch", "1 batch"),
-        (2, "epoch", "2 epochs"),
-        (1, "entry", "1 entry"),
-        (3, "entry", "3 entries"),
-    ],
-)
-def test_a_count_agrees_with_its_noun(count: int, noun: str, text: str) -> None:
-    assert counted(count, noun) == text
+def test_a_count_agrees_with_its_noun() -> None:
+    texts = [counted(*given) for given in ((0, "batch"), (1, "batch"), (2, "epoch"), (1, "entry"), (3, "entry"))]
+    assert texts == ["0 batches", "1 batch", "2 epochs", "1 entry", "3 entries"]
 
 
 def test_no_sentence_of_the_package_makes_a_plural_of_its_own() -> None:
@@ -317,3 +296,82 @@ def test_no_sentence_of_the_package_makes_a_plural_of_its_own() -> None:
         if "compat" not in path.parts and own_plural.search(path.read_text(encoding="utf-8"))
     }
     assert own - always_many == set(), "use counted(count, noun) of cadenza.status.counting"
+
+
+# -- the face of a run -------------------------------------------------------------------------------
+
+
+PROPERTIES = """
+batch decisions device driver evaluations faults history info is_main loader loss model optimizers outcome outputs profile
+progress state
+"""
+VERBS = """
+after_step at_end backward block_saves end_epoch fire log print replace_loader replace_model save skip_batch stop update warn
+why why_not
+"""
+NAMES = sorted([*PROPERTIES.split(), *VERBS.split()])
+
+
+def test_the_public_names_of_a_run_are_these_and_at_most_36() -> None:
+    seen: list[list[str]] = []
+    look = on(Callback.on_step_end)(lambda run: seen.append([name for name in dir(run) if not name.startswith("_")]))
+    tiny_run(callbacks=[look], steps=1)
+    assert seen == [NAMES]
+    assert len(NAMES) <= 36
+
+
+def test_help_says_of_a_name_of_another_trainer_that_it_does_not_exist() -> None:
+    assert inspect.getdoc(inspect.getattr_static(Run, "lr")) == f"Does not exist: {RUN['lr']}."
+    for kind, name in [(Run, "should_stop"), (Trainer, "should_stop"), (Trainer, "train")]:
+        assert f"{name}\n |      Does not exist: call " in pydoc.plain(pydoc.render_doc(kind))
+
+
+@pytest.mark.parametrize("name", [*NAMES, *RUN, "prgress", "mine"])
+def test_assigning_to_any_attribute_is_an_error_that_says_what_to_do(name: str) -> None:
+    run = tiny_run(steps=1)
+    with pytest.raises(AttributeError, match=r"call |read |set an entry|change |add |give |[Kk]eep |evaluates|the run writes"):
+        setattr(run, name, None)
+    with pytest.raises(AttributeError):
+        delattr(run, name)
+
+
+def test_the_error_of_an_assignment_names_the_nearest_verb() -> None:
+    run = tiny_run(steps=1)
+    for name, verb in {"should_stop": "stop(reason)", "model": "replace_model", "loader": "replace_loader"}.items():
+        with pytest.raises(AttributeError, match=rf"{name}.*call run\.{verb.replace('(', '.').replace(')', '.')}"):
+            setattr(run, name, None)
+    with pytest.raises(AttributeError, match=r"no 'modl' and takes no new attributes\. Did you mean 'model'\?"):
+        run.modl = None
+    assert set(INSTEAD_OF_SETTING) == set(PROPERTIES.split())
+
+
+def test_reading_every_attribute_of_a_run_changes_nothing() -> None:
+    def look(run: Run) -> None:
+        session = session_of(run)
+        session.sync.requests.preempt(15)  # a signal is recorded when it is taken, and not when somebody looks
+        before = list(run.decisions)
+        assert inspect.getmembers(run)
+        assert repr(run)
+        assert run._repr_html_()
+        assert run.decisions == before
+        session.sync.requests.signal, session.sync.requests.leave = None, False
+
+    tiny_run(callbacks=[on(Callback.on_step_end, at=2)(look)])
+
+
+def test_the_model_and_the_loader_are_replaced_in_on_setup_only() -> None:
+    trainer = tiny_trainer(steps=1)
+
+    def replace(run: Run) -> None:
+        run.replace_loader(list(run.loader)[:1])
+        with pytest.raises(ValueError, match="the optimizers hold 2 parameters of the present model that the new one does not"):
+            run.replace_model(nn.Linear(1, 1))
+        wrapped = nn.Sequential(run.model)
+        run.replace_model(wrapped)
+        assert run.model is wrapped
+
+    trainer.callbacks.append(on(Callback.on_setup)(replace))
+    run = trainer.fit()
+    assert (run.progress.step, len(list(run.loader))) == (1, 1)
+    with pytest.raises(RuntimeError, match=r"run\.replace_loader\(\.\.\.\) must be called in on_setup"):
+        run.replace_loader([])

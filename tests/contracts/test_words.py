@@ -181,21 +181,11 @@ def test_prose_is_matched_by_whole_phrases(text: str, found: list[str]) -> None:
     assert sorted(one for _, one, _ in in_prose(text)) == sorted(found)
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("at_next_border", ["border"]),
-        ("heardTwice", ["heard"]),
-        ("put_in_place", []),
-        ("place_of", ["place"]),
-        ("share_data", []),
-        ("Share", ["share"]),
-        ("TransformerBlock", []),
-        ("keyword_book", ["book"]),
-    ],
-)
-def test_names_are_matched_by_their_parts(name: str, found: list[str]) -> None:
-    assert in_name(name) == found
+def test_names_are_matched_by_their_parts() -> None:
+    for name in ("put_in_place", "share_data", "TransformerBlock"):
+        assert in_name(name) == []
+    found = {"at_next_border": "border", "heardTwice": "heard", "place_of": "place", "Share": "share", "keyword_book": "book"}
+    assert {name: in_name(name) for name in found} == {name: [part] for name, part in found.items()}
 
 
 def test_comments_strings_and_names_are_read() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from cadenza import Callback
-from cadenza.testing import Recorder, tiny_run
+from cadenza.testing import Recorder, tiny_loader, tiny_run
 
 
 def moments(*callbacks: Callback, **arguments: Any) -> list[str]:
@@ -34,6 +34,12 @@ class Unsized:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
+
+
+def broken() -> Iterator[Any]:
+    """Yield one batch, and fail."""
+    yield from tiny_loader(1)
+    raise OSError("the disk is gone")
 
 
 class Stream(IterableDataset[Any]):

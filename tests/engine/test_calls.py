@@ -60,12 +60,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
+sgd, adamw = partial(torch.optim.SGD, lr=0.01), partial(torch.optim.AdamW, lr=0.01)
 
 
 def by_hand(optimizer_of: Callable[[Any], torch.optim.Optimizer] = sgd, accumulate: int = 1) -> Work:
@@ -104,11 +99,7 @@ def evaluated_by_hand(batches: list[Batch]) -> float:
 
 
 def evaluated_by_cadenza(*callbacks: Callback) -> Work:
-    def work(batches: list[Batch]) -> object:
-        trainer = tiny_trainer(model=nn.Linear(8, 1), loader=batches, compute_loss=loss_of, callbacks=callbacks)
-        return trainer.evaluate(batches)
-
-    return work
+    return lambda batches: tiny_trainer(model=nn.Linear(8, 1), compute_loss=loss_of, callbacks=callbacks).evaluate(batches)
 
 
 def hearing(*moments: Callable[..., None]) -> Callback:

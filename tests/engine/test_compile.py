@@ -80,16 +80,3 @@ def test_on_two_ranks_it_learns_the_same_as_without() -> None:
     first, second = launch(lambda: learned(compile={"backend": "eager"}))
     plain, _ = launch(learned)
     assert first == second == pytest.approx(plain)
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "says"),
-    [
-        ("fast", ValueError, "compile must be True, one of the modes default, reduce-overhead"),
-        ({"fulgraph": True}, ValueError, "torch.compile has no argument fulgraph; it has backend"),
-        (3, TypeError, "compile must be True, a mode, or a dict"),
-    ],
-)
-def test_what_cannot_be_asked_for_is_an_error_at_once(given: Any, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=re.escape(says)):
-        tiny_trainer(compile=given)

@@ -159,17 +159,15 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
-UNEQUAL = DataLoader(Samples(lambda: (torch.ones(4), 0)), batch_size=4)
-FEATURE = [{"x": torch.ones(4, 5)}]
 PAD = "cut or pad them in the data set, or give the DataLoader a collate_fn that pads."
 PLACES: dict[str, tuple[Callable[[], object], list[str]]] = {
     "the module as the model knows it": (
-        lambda: trainer(FEATURE, lambda model, batch: model(batch["x"]).sum()).fit(),
+        lambda: trainer([{"x": torch.ones(4, 5)}], lambda model, batch: model(batch["x"]).sum()).fit(),
         ["the forward pass of 'body.0' (Linear), in batch 1 of epoch 1, step 1", "batch: {x: float32[4, 5]} on cpu"],
     ),
     "a stream": (lambda: trainer(DataLoader(Stream(), 1)).fit(), ["the training loader, in batch 2 of epoch 1, step 2"]),
     "samples that do not fit together": (
-        lambda: trainer(UNEQUAL).fit(),
+        lambda: trainer(DataLoader(Samples(lambda: (torch.ones(4), 0)), batch_size=4)).fit(),
         [
             "the training loader, in batch 2 of epoch 1, step 2",
             "samples: 4, 5, 6, 7",
@@ -422,24 +420,15 @@ def test_a_pass_that_leaves_the_gradients_alone_finds_the_same(inner: type[nn.Mo
 # -- StopIteration ends nothing in silence ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        Callback.on_eval_batch_start,
-        Callback.on_eval_batch_end,
-        Callback.on_fetch_start,
-        Callback.on_fetch_end,
-        Callback.on_batch_start,
-        Callback.on_step_end,
-    ],
-    ids=lambda moment: moment.__name__,
-)
-def test_a_stop_iteration_of_a_hook_stays_what_it_is(moment: Callable[..., None]) -> None:
-    """A ``next`` without a default raises it."""
+MOMENTS = "on_eval_batch_start on_eval_batch_end on_fetch_start on_fetch_end on_batch_start on_step_end"
 
-    end, loss = on(moment)(raising(StopIteration("no more colours"))), supervised(functional.mse_loss)
+
+@pytest.mark.parametrize("moment", MOMENTS.split())
+def test_a_stop_iteration_of_a_hook_stays_what_it_is(moment: str) -> None:
+    """A ``next`` without a default raises it."""
+    end, loss = on(getattr(Callback, moment))(raising(StopIteration("no more colours"))), supervised(functional.mse_loss)
     acts: list[Callable[[], object]] = [lambda: tiny_run(compute_loss=loss, callbacks=[Evaluate(tiny_loader()), end])]
-    if moment.__name__.startswith("on_eval"):
+    if moment.startswith("on_eval"):
         made = tiny_trainer(compute_loss=loss, callbacks=[end])
         acts += [lambda: made.evaluate(tiny_loader()), lambda: made.predict(tiny_loader())]
     for act in acts:
@@ -447,19 +436,11 @@ def test_a_stop_iteration_of_a_hook_stays_what_it_is(moment: Callable[..., None]
             act()
 
 
-def ending() -> tuple[Tensor, int]:
-    raise StopIteration
-
-
-def emptying(samples: list[Any]) -> Any:
-    return next(iter([]))
-
-
 @pytest.mark.parametrize(
     ("loader", "what"),
     [
-        (DataLoader(Samples(ending), batch_size=2), r"the data set raised StopIteration for index \[6, 7\]"),
-        (DataLoader(Samples(), batch_size=1, collate_fn=emptying), "collate_fn raised StopIteration"),
+        (DataLoader(Samples(raising(StopIteration())), batch_size=2), r"the data set raised StopIteration for index \[6, 7\]"),
+        (DataLoader(Samples(), batch_size=1, collate_fn=lambda samples: next(iter([]))), "collate_fn raised StopIteration"),
     ],
 )
 def test_a_stop_iteration_of_a_data_set_does_not_end_the_epoch(loader: Any, what: str) -> None:

@@ -1,10 +1,11 @@
-"""The loop's moments: which come, in which order, with which counters, also if the length of the loader is unknown or wrong."""
+"""The loop's moments and counters, also with a loader of unknown or wrong length, and requests that change its course."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from cadenza import Callback, Counters, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, ScheduleValue, Swa, Warmup
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.subscription import periodic
-from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.engine.parts import Unsized, moments
 from tests.long import LONG
 
@@ -31,13 +32,10 @@ EVALUATION = "on_eval_start on_eval_batch_start on_eval_batch_end on_eval_batch_
 EPOCH = f"on_epoch_start {GROUP} {GROUP} {SHORT} on_epoch_end {EVALUATION} on_log"
 
 
-def test_the_golden_trace_is_that_of_a_loader_of_unknown_length_too() -> None:
+def test_the_golden_trace_is_that_of_a_loader_of_unknown_length_too_and_an_evaluation_that_stands_first_comes_first() -> None:
     expected = ["on_setup", "on_fit_start", *EPOCH.split(), *EPOCH.split(), "on_fit_end"]
     assert moments(Evaluate(tiny_loader(2)), epochs=2, batches=5, accumulate=2) == expected
     assert moments(Evaluate(tiny_loader(2)), epochs=2, loader=Unsized(tiny_loader(5)), accumulate=2) == expected
-
-
-def test_an_evaluation_that_stands_first_comes_before_the_end_of_the_epoch_to_which_it_listens() -> None:
     recorder = Recorder()
     tiny_run(callbacks=[Evaluate(tiny_loader(2)), recorder], epochs=2, batches=5, accumulate=2)
     end = recorder.names.index("on_epoch_end")
@@ -219,3 +217,90 @@ def test_a_run_that_continues_goes_on_with_what_was_found(tmp_path: Path, cut: i
     assert before + after == at_once
     assert run.progress.now() == whole.progress.now()
     assert all(a.equal(b) for a, b in zip(run.model.parameters(), whole.model.parameters(), strict=True))
+
+
+# -- requests that change the course of a run --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["on_step_start", *BATCH.split(), "on_before_optimizer_step", "on_after_zero_grad", "on_step_end"]
+)
+def test_a_stop_is_taken_at_the_end_of_the_step_in_which_it_was_asked_for(name: str) -> None:
+    asking = on(getattr(Callback, name), when=lambda run: run.progress.step == 1 or name == "on_step_end")
+    recorder, stop = Recorder(), asking(lambda run, *_: run.stop("enough"))
+    run = tiny_run(callbacks=[recorder, stop], epochs=2, batches=6, accumulate=2)
+    assert run.progress.step == (1 if name == "on_step_end" else 2)
+    assert recorder.names[-4:] == ["on_step_end", "on_stop", "on_epoch_end", "on_fit_end"]
+    assert run.outcome is not None
+    assert (run.outcome.kind, run.outcome.reason) == ("stopped", "enough")
+
+
+@pytest.mark.parametrize(
+    ("moment", "ending"),
+    [
+        (Callback.on_fit_start, "on_setup on_fit_start on_stop on_fit_end"),  # no step
+        (Callback.on_epoch_start, "on_setup on_fit_start on_epoch_start on_stop on_epoch_end on_fit_end"),
+        (Callback.on_epoch_end, "on_step_end on_fetch_start on_fetch_end on_epoch_end on_stop on_fit_end"),  # the first of 9
+    ],
+)
+def test_a_stop_outside_of_steps_is_taken_at_once(moment: Any, ending: str) -> None:
+    names = moments(on(moment)(lambda run, *_: run.stop("not today")), epochs=9)
+    assert names[-len(ending.split()) :] == ending.split()
+    assert names.count("on_epoch_end") == ending.count("on_epoch_end")
+
+
+def test_the_first_of_two_stops_counts() -> None:
+    first, second = (on(Callback.on_step_end)(partial(Run.stop, reason=reason)) for reason in ("first", "second"))
+    run = tiny_run(callbacks=[first, second])
+    assert run.outcome is not None
+    assert run.outcome.reason == "first"
+    assert [decision.why for decision in run.decisions] == ["first", "second"]
+
+
+def test_end_epoch_ends_it_after_the_step_and_counts_it_as_whole() -> None:
+    recorder = Recorder(Callback.on_step_end, Callback.on_epoch_end, Callback.on_stop)
+    ending = on(Callback.on_batch_start, at=2)(lambda run, batch: run.end_epoch("seen enough"))
+    run = tiny_run(callbacks=[recorder, ending], epochs=2, batches=3)
+    assert recorder.names == ["on_step_end"] * 2 + ["on_epoch_end"] + ["on_step_end"] * 3 + ["on_epoch_end"]
+    assert run.progress.now() == Counters(epoch=2, step=5, batch=5, batch_in_epoch=0, samples=10)
+    assert run.why("epoch ended").endswith("seen enough")
+
+
+def test_a_batch_skipped_at_its_start_is_counted_and_trains_nothing() -> None:
+    recorder = Recorder()
+    skip = on(Callback.on_batch_start)(lambda run, batch: run.skip_batch("no good"))
+    run = tiny_run(callbacks=[recorder, skip], batches=1)
+    step = "on_fetch_start on_fetch_end on_step_start on_batch_start on_batch_end on_step_end on_fetch_start on_fetch_end"
+    assert recorder.names == f"on_setup on_fit_start on_epoch_start {step} on_epoch_end on_fit_end".split()
+    assert run.progress.batch == 1
+    assert torch.equal(run.model.weight, tiny_model().weight)  # type: ignore[arg-type]  # the tiny model is a Linear
+    assert run.loss is None
+
+
+def test_a_batch_skipped_before_backward_has_no_after_backward() -> None:
+    recorder = Recorder()
+    skip = on(Callback.on_before_backward)(lambda run, outputs: run.skip_batch("no good"))
+    run = tiny_run(callbacks=[recorder, skip], batches=2, accumulate=2)
+    one = ["on_batch_start", "on_before_backward", "on_batch_end"]
+    start = recorder.names.index("on_batch_start")
+    assert recorder.names[start : start + 9] == [*one, "on_fetch_start", "on_fetch_end", *one, "on_step_end"]
+    assert [decision.why for decision in run.decisions if decision.what == "batch skipped"] == ["no good"] * 2
+
+
+def test_a_group_of_which_one_batch_is_skipped_trains_on_the_others_alone() -> None:
+    loader = tiny_loader(2)
+    skip = on(Callback.on_batch_start, at=2)(lambda run, batch: run.skip_batch("no good"))
+    kept = tiny_run(loader=loader, accumulate=2, callbacks=[skip])
+    alone = tiny_run(loader=loader[:1])
+    assert torch.equal(kept.model.weight, alone.model.weight)  # type: ignore[arg-type]  # the tiny model is a Linear
+
+
+@pytest.mark.parametrize("moment", [Callback.on_after_backward, Callback.on_batch_end, Callback.on_step_start])
+def test_skipping_a_batch_too_late_is_an_error_also_one_that_was_skipped_already(moment: Any) -> None:
+    late = on(moment)(lambda run, *_: run.skip_batch("too late"))
+    with pytest.raises(RuntimeError, match=r"on_batch_start or on_before_backward"):
+        tiny_run(callbacks=[late])
+    early = on(Callback.on_batch_start)(lambda run, batch: run.skip_batch("in time"))
+    if moment is Callback.on_batch_end:
+        with pytest.raises(RuntimeError, match="too late"):
+            tiny_run(callbacks=[early, late])

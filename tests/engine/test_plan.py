@@ -98,7 +98,6 @@ def test_it_names_the_listeners_in_order_with_cadence_and_limit() -> None:
 
 
 TENSORS = TensorDataset(torch.zeros(8, 1), torch.zeros(8, 1))
-ONE_BY_ONE = "samples one by one from tensors that are in memory: cadenza.loading.TensorBatches takes a batch at once"
 
 
 def doubts(trainer: Trainer) -> list[str]:
@@ -106,9 +105,10 @@ def doubts(trainer: Trainer) -> list[str]:
 
 
 def test_it_doubts_a_loader_that_takes_samples_one_by_one_from_tensors_in_memory() -> None:
+    one_by_one = "samples one by one from tensors that are in memory: cadenza.loading.TensorBatches takes a batch at once"
     for data in (TENSORS, Subset(TENSORS, range(4))):
         (doubt,) = doubts(tiny_trainer(loader=DataLoader(data, batch_size=2)))
-        assert ONE_BY_ONE in doubt
+        assert one_by_one in doubt
     assert doubts(tiny_trainer()) == doubts(tiny_trainer(loader=DataLoader(ConcatDataset([TENSORS])))) == []
 
 

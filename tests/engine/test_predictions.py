@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Callback, Evaluation, Run, on, supervised
 from cadenza.errors import DataError, DirectoryError, MissingExtraError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_trainer
-from tests.engine.parts import Unsized, unequal
+from tests.engine.parts import Unsized, broken, unequal
 
 MSE = supervised(nn.functional.mse_loss)
 Pair = namedtuple("Pair", ["scores", "classes"])  # as a model of the user returns it
@@ -160,33 +160,26 @@ def test_memory_holds_a_few_batches_however_long_the_loader_is(tmp_path: Path) -
     assert many < 20e6
 
 
-class Broken:
-    def __iter__(self) -> Any:
-        yield from tiny_loader(2)
-        raise OSError("the disk is gone")
-
-
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
 def test_an_error_leaves_the_earlier_file_and_nothing_else(tmp_path: Path, suffix: str) -> None:
     path, trainer = tmp_path / f"a.{suffix}", tiny_trainer(compute_loss=MSE)
     trainer.predict(tiny_loader(1), to=path)
     before = path.read_bytes()
     with pytest.raises(OSError, match="the disk is gone"):
-        trainer.predict(Broken(), to=path)
+        trainer.predict(broken(), to=path)
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
     assert path.read_bytes() == before
     trainer.predict(tiny_loader(2), to=path)
     assert len(rows_of(path)) == 4
 
 
-def test_a_hook_that_fails_at_the_end_leaves_no_file(tmp_path: Path) -> None:
+def test_a_hook_that_fails_at_the_end_leaves_no_file_and_a_relative_path_may_have_a_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail = on(Callback.on_eval_end)(lambda run, evaluation: evaluation.results["late"])
     with pytest.raises(KeyError, match="late"):
         tiny_trainer(compute_loss=MSE, callbacks=[fail]).predict(tiny_loader(1), to=tmp_path / "a.parquet")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_relative_path_and_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tiny_trainer(compute_loss=MSE).predict(tiny_loader(1), to="new/predictions.parquet")
     assert path == tmp_path / "new" / "predictions.parquet"

@@ -1,11 +1,12 @@
-"""The trial before the training, on which the finders stand: everything is as it was afterwards."""
+"""The trial before the training, and buffers and flags: all is as it was after a trial, a batch left out, and a resume."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,13 +18,16 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import cadenza
 from cadenza import Callback, Run, Trainer, on
-from cadenza.callbacks import Evaluate, FindBatchSize, FindLearningRate, LearningRate, Limit, LogTraining, Warmup
+from cadenza.callbacks import Checkpoint, Evaluate, FindBatchSize, FindLearningRate, Freeze, LearningRate, LogTraining, Warmup
 from cadenza.engine.session import session_of
+from cadenza.engine.statistics import Statistics
 from cadenza.errors import DataError
 from cadenza.loading.rng import RNGState
 from cadenza.status.plain import first_difference
-from cadenza.testing import Recorder, tiny_loader, tiny_run
+from cadenza.testing import Recorder, prove_resume, tiny_loader, tiny_run, tiny_trainer
+from cadenza.timetravel import replay_capsule
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata, when it makes a loader
 
@@ -214,15 +218,12 @@ def tried(**arguments: Any) -> list[Tensor]:
     return seen
 
 
-def test_the_batches_of_the_trial_are_the_first_ones_of_the_run() -> None:
+def test_the_batches_of_the_trial_are_the_first_ones_of_the_run_and_a_limit_holds_for_it_as_well() -> None:
     """Also where no seed is given, and the order is another one in each run."""
     seen = tried(loader=shuffled(), callbacks=[FindLearningRate(steps=12)], epochs=2)
     assert len(seen) == 24
     assert all(torch.equal(first, again) for first, again in zip(seen[:12], seen[12:], strict=True))
-
-
-def test_a_limit_holds_for_the_trial_as_well() -> None:
-    seen = tried(callbacks=[FindLearningRate(steps=10), Limit(train=2)], batches=5)
+    seen = tried(callbacks=[FindLearningRate(steps=10), cadenza.callbacks.Limit(train=2)], batches=5)
     assert len({batch[0].item() for batch in seen}) == 2
 
 
@@ -363,7 +364,7 @@ DRAWS: dict[str, Callable[[Own], int]] = {
     "a count of passes": lambda own: own.passes,
     "a torch generator": lambda own: int(torch.randint(6, (), generator=own.torch)),
     "a numpy generator": lambda own: int(own.new.integers(6)),
-    "a list that is in_place in place": in_place,
+    "a list that is shuffled in place": in_place,
     "arrays that are changed in place": shuffled_array,
 }
 
@@ -390,3 +391,178 @@ def test_a_loader_that_gives_each_batch_once_is_refused_before_it_is_read() -> N
     with pytest.raises(DataError, match=r"a cycle gives each batch once, and the training would miss those"):
         tiny_run(callbacks=[FindLearningRate()], loader=loader)
     assert torch.equal(next(loader.batches)[0], tiny_loader(6)[0][0])
+
+
+# -- buffers that a forward pass changes, and flags that hooks set -----------------------------------
+
+
+class Replacing(nn.Module):
+    """A layer that puts a new tensor in the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(2))
+        self.running_mean: Tensor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.running_mean = 0.9 * self.running_mean + 0.1 * inputs.detach().mean(0)
+        return inputs - self.running_mean
+
+
+class Counting(nn.Module):
+    """A layer with a buffer that is no statistic. The second writes past the version counter, as some quantizers do."""
+
+    def __init__(self, past: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+        self.count: Tensor
+        self.past = past
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            count = self.count.data if self.past else self.count
+            count.add_(inputs.detach().abs().mean(0))
+        return inputs * (1 + self.count / 10)
+
+
+CHANGING: dict[str, Callable[[], nn.Module]] = {
+    "replaces": Replacing,
+    "counts": Counting,
+    "counts past versions": lambda: Counting(past=True),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
+    "batch norm": lambda: nn.BatchNorm1d(2),
+}
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 2), CHANGING[kind](), nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_a_capsule_holds_all_buffers_of_before_the_step_and_repeats_it(kind: str, tmp_path: Path) -> None:
+    losses: list[float] = []
+
+    @on(Callback.on_before_backward, when=lambda run: run.progress.step == 4)
+    def look(run: Run, outputs: MutableMapping[str, Any]) -> None:
+        losses.append(outputs["loss"].item())
+        raise ArithmeticError
+
+    trainer = tiny_trainer(model=made(kind), directory=tmp_path, batches=6, callbacks=[look, cadenza.callbacks.Capsule()])
+    with pytest.raises(ArithmeticError):
+        trainer.fit()
+    again = replay_capsule(tiny_trainer(model=made(kind)), tmp_path)
+    assert again.exact
+    assert again.losses == losses
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_a_batch_that_is_left_out_changes_no_buffer(kind: str, tmp_path: Path) -> None:
+    loader = tiny_loader(8)
+    loader[6][0][1] = float("nan")
+    callbacks = [cadenza.callbacks.Recover(), Checkpoint("2 steps")]
+    run = tiny_trainer(model=made(kind), loader=loader, directory=tmp_path, callbacks=callbacks).fit()
+    assert all(one.isfinite().all() for one in run.model.state_dict().values())
+    assert len([one for one in run.decisions if one.what == "batch left out"]) == 1
+
+
+def test_a_buffer_that_changes_late_is_noticed_and_one_that_cannot_be_set_is_left_alone() -> None:
+    model = made("counts")
+    model.register_buffer("expanded", torch.zeros(1).expand(3))
+    statistics = Statistics(model)
+    for _ in range(3):
+        statistics.keep()
+    assert not statistics.copies
+    model(torch.rand(4, 1))
+    statistics.keep()
+    before = model.get_buffer("1.count").clone()
+    model(torch.rand(4, 1))
+    statistics.restore()
+    assert torch.equal(model.get_buffer("1.count"), before)
+
+
+class Network(nn.Module):
+    """Two layers with batch norm between them; the first can be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.norm(self.first(inputs)))
+        return outputs
+
+
+def switch(run: Run, *, on: bool) -> None:
+    model = run.driver.unwrap(run.model)
+    assert isinstance(model, Network)
+    model.first.requires_grad_(on)
+    model.norm.train(on)
+
+
+freeze_the_first_layer = on(Callback.on_step_end, at=3)(lambda run: switch(run, on=False))
+
+
+def trainer_of(*callbacks: Callback, freeze: tuple[str, ...] = ()) -> Callable[[Path], Trainer]:
+    def make(directory: Path) -> Trainer:
+        model = Network()
+        for name in freeze:
+            model.get_submodule(name).requires_grad_(False)
+        return tiny_trainer(model=model, callbacks=callbacks, directory=directory, epochs=2, seed=1)
+
+    return make
+
+
+def flags(model: nn.Module) -> set[str]:
+    """Return the names of all that is frozen or in evaluation mode."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return frozen | {name for name, module in model.named_modules() if not module.training}
+
+
+FROZEN = {"first.weight", "first.bias", "norm"}
+
+
+def test_what_a_hook_switched_off_or_on_stays_so_after_the_cut_until_a_hook_switches_it_back() -> None:
+    again = on(Callback.on_step_end, at=7)(lambda run: switch(run, on=True))
+    prove_resume(trainer_of(freeze_the_first_layer, again), at=[3, 5, 7], in_process=True)
+    free = on(Callback.on_step_end, at=3)(lambda run: run.model.get_submodule("first").requires_grad_(True))
+    prove_resume(trainer_of(free, freeze=("first",)), at=[4], in_process=True)
+
+
+@pytest.mark.parametrize("one_model", [False, True], ids=["in each process anew", "one model that goes on"])
+def test_it_is_there_after_the_second_resume_and_each_resume_tells(one_model: bool, tmp_path: Path) -> None:
+    make = trainer_of(freeze_the_first_layer, Checkpoint("1 step"))
+    trainer = make(tmp_path)
+    for steps in (4, 6):
+        trainer.max_steps = steps
+        trainer.fit(resume="auto")
+        trainer = trainer if one_model else make(tmp_path)
+    last = trainer_of(Checkpoint("1 step"))(tmp_path)
+    run = last.fit(resume="auto")
+    assert flags(last.model) == FROZEN
+    assert "requires_grad of first.weight is False; requires_grad of first.bias is False; training of norm is False" in run.why(
+        "flags restored"
+    )
+
+
+@pytest.mark.parametrize(("until", "frozen"), [(None, set()), ("1 step", set()), ("8 steps", FROZEN)])
+def test_what_freeze_holds_is_its_own_and_follows_from_its_present_arguments(
+    until: str | None, frozen: set[str], tmp_path: Path
+) -> None:
+    run = trainer_of(Freeze(["first", "norm"], until="6 steps"), Checkpoint("4 steps"))(tmp_path)
+    run.max_steps = 4
+    run.fit()
+    seen: list[set[str]] = []
+    look = on(Callback.on_step_start)(lambda run: seen.append(flags(run.model)))
+    freeze = [] if until is None else [Freeze(["first", "norm"], until=until)]
+    trainer_of(*freeze, Checkpoint("4 steps"), look)(tmp_path).fit(resume="auto")
+    assert seen[0] - {"norm.weight", "norm.bias"} == frozen
+
+
+def test_a_run_in_which_no_hook_switches_anything_saves_and_tells_nothing(tmp_path: Path) -> None:
+    run = tiny_run(directory=tmp_path, callbacks=[Checkpoint("1 step")], steps=2)
+    assert session_of(run).module_flags.changed() == {}
+    run = tiny_trainer(directory=tmp_path, callbacks=[Checkpoint("1 step")], steps=3).fit(resume="auto")
+    assert not [decision for decision in run.decisions if decision.what == "flags restored"]

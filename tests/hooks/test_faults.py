@@ -189,7 +189,9 @@ def test_a_listener_that_can_never_fire_is_named_before_and_after(caplog: pytest
     assert decision.why == "the run ended at epoch 0, step 3, batch 3"
 
 
-def test_listeners_that_did_not_fire_are_listed_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_listeners_that_did_not_fire_are_listed_with_the_reason_but_not_at_an_end_that_did_not_come(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Hearing(PruneMoments):
         def on_prune(self, run: Run, ratio: float) -> None: ...
 
@@ -205,8 +207,5 @@ def test_listeners_that_did_not_fire_are_listed_with_the_reason(caplog: pytest.L
         "<lambda>#2 (at step 4), on_step_end": "the run ended at epoch 0, step 1, batch 1",
     }
     assert caplog.messages == []
-
-
-def test_an_end_moment_that_a_short_run_does_not_reach_is_not_reported() -> None:
     rare = [on(moment)(lambda run, _: None) for moment in (Callback.on_exception, Callback.on_stop)]
     assert tiny_run(callbacks=rare).decisions == []

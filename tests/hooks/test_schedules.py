@@ -91,14 +91,39 @@ def steps_of(every: Any, **arguments: Any) -> list[int]:
         (lambda run: run.progress.step in (1, 7), [1, 7]),
         ("3 h", []),
         ("0.000001 s", [*range(1, 11)]),
+        # windows, and schedules that are composed
+        (At("3 steps"), [3]),
+        (At("1 epoch"), [5]),
+        (At("25%"), [3]),
+        (Every("25%"), [3, 5, 8, 10]),
+        (First("2 steps"), [1, 2]),
+        (First("1 epoch"), [1, 2, 3, 4, 5]),
+        (First("0.5 epoch"), [1, 2]),
+        (First("5 samples"), [1, 2]),
+        (Last("1 epoch"), [6, 7, 8, 9, 10]),
+        (Last("0.4 epoch"), [9, 10]),
+        (Last("3 steps"), [8, 9, 10]),
+        (Last("25%"), [8, 9, 10]),
+        (Between("2 steps", "4 steps"), [3, 4]),
+        (Between(0, "20%"), [1, 2]),
+        (Between("1 epoch", "7 steps"), [6, 7]),
+        (~Between("2 steps", "9 steps"), [1, 2, 10]),
+        (Every("2 steps") & Between("3 steps", "1.6 epochs"), [4, 6, 8]),
+        (Every("2 steps") & Every("3 steps"), [6]),
+        (Every("4 steps") | Every("3 steps"), [3, 4, 6, 8, 9]),
+        (Every("2 steps") & ~Every("4 steps"), [2, 6, 10]),
+        (~(Every("2 steps") | First("4 steps")), [5, 7, 9]),
+        (~~At("3 steps"), [3]),
+        (Every("1 epoch") | At("3 steps"), [3, 5, 10]),
+        (Every("1 epoch") | Every("5 steps"), [5, 10]),  # once, though both are due
+        (Every("1 epoch") & Last("1 epoch"), [10]),
+        (Every("2 steps") & When(lambda run: run.progress.step > 5), [6, 8, 10]),
+        (First("1 h") & At("2 steps"), [2]),
+        (Last("2 steps") | Every("1 h"), [9, 10]),
     ],
 )
-def test_a_schedule_fires_on_crossing(every: Any, expected: list[int]) -> None:
+def test_a_schedule_fires_on_crossing_and_a_composed_one_where_its_parts_say(every: Any, expected: list[int]) -> None:
     assert steps_of(every) == expected
-
-
-def test_batches_are_asked_about_at_the_end_of_steps() -> None:
-    assert steps_of("3 batches", accumulate=2, epochs=1, batches=6) == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -150,43 +175,6 @@ def test_parts_of_epochs_are_counted_by_the_length_of_each_where_other_ranks_beg
 # -- windows, and schedules that are composed ---------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        (At("3 steps"), [3]),
-        (At("1 epoch"), [5]),
-        (At("25%"), [3]),
-        (Every("25%"), [3, 5, 8, 10]),
-        (First("2 steps"), [1, 2]),
-        (First("1 epoch"), [1, 2, 3, 4, 5]),
-        (First("0.5 epoch"), [1, 2]),
-        (First("5 samples"), [1, 2]),
-        (Last("1 epoch"), [6, 7, 8, 9, 10]),
-        (Last("0.4 epoch"), [9, 10]),
-        (Last("3 steps"), [8, 9, 10]),
-        (Last("25%"), [8, 9, 10]),
-        (Between("2 steps", "4 steps"), [3, 4]),
-        (Between(0, "20%"), [1, 2]),
-        (Between("1 epoch", "7 steps"), [6, 7]),
-        (~Between("2 steps", "9 steps"), [1, 2, 10]),
-        (Every("2 steps") & Between("3 steps", "1.6 epochs"), [4, 6, 8]),
-        (Every("2 steps") & Every("3 steps"), [6]),
-        (Every("4 steps") | Every("3 steps"), [3, 4, 6, 8, 9]),
-        (Every("2 steps") & ~Every("4 steps"), [2, 6, 10]),
-        (~(Every("2 steps") | First("4 steps")), [5, 7, 9]),
-        (~~At("3 steps"), [3]),
-        (Every("1 epoch") | At("3 steps"), [3, 5, 10]),
-        (Every("1 epoch") | Every("5 steps"), [5, 10]),  # once, though both are due
-        (Every("1 epoch") & Last("1 epoch"), [10]),
-        (Every("2 steps") & When(lambda run: run.progress.step > 5), [6, 8, 10]),
-        (First("1 h") & At("2 steps"), [2]),
-        (Last("2 steps") | Every("1 h"), [9, 10]),
-    ],
-)
-def test_schedules_are_due_where_their_parts_say(schedule: Schedule, expected: list[int]) -> None:
-    assert steps_of(schedule) == expected
-
-
 def test_a_function_is_asked_only_where_the_rest_of_a_schedule_is_due() -> None:
     asked: list[int] = []
 
@@ -195,19 +183,18 @@ def test_a_function_is_asked_only_where_the_rest_of_a_schedule_is_due() -> None:
         return True
 
     assert steps_of(Every("4 steps") & When(ask)) == asked == [4, 8]
+    assert steps_of("3 batches", accumulate=2, epochs=1, batches=6) == [2, 3], "batches are asked about at the end of steps"
 
 
-def test_a_schedule_is_shown_as_it_is_written() -> None:
+def test_a_schedule_is_shown_as_it_is_written_and_only_schedules_can_be_composed() -> None:
     schedule = (Every("2 steps") | At("1 epoch")) & ~Between(1, "50%")
     assert repr(schedule) == "(Every('2 steps') | At('1 epoch')) & ~Between(1, '50%')"
     assert schedule == (Every("2 steps") | At("1 epoch")) & ~Between(1, "50%")
     assert hash(schedule) != hash(~schedule)
-
-
-@pytest.mark.parametrize("other", ["500 steps", 500, None])
-def test_only_schedules_can_be_composed(other: Any) -> None:
-    with pytest.raises(TypeError, match="expected a schedule on both sides of"):
-        _ = Every("2 steps") | other
+    others: list[Any] = ["500 steps", 500, None]
+    for other in others:
+        with pytest.raises(TypeError, match="expected a schedule on both sides of"):
+            _ = Every("2 steps") | other
 
 
 @pytest.mark.parametrize(

@@ -239,19 +239,16 @@ def trained(directory: Path, steps: int, *callbacks: Callback) -> list[Tensor]:
     return seen
 
 
-def epoch_of(order: Order) -> list[Tensor]:
-    return [order.at(range(start, min(start + 2**18, MANY))) for start in range(0, MANY, 2**18)]
-
-
-def order_of(epoch: int, *, keyed: bool) -> Order:
+def epoch_of(epoch: int, *, keyed: bool) -> list[Tensor]:
     seed = derive_seed(1, epoch)
-    return KeyedOrder(MANY, seed) if keyed else Permutation(MANY, seeded(seed))
+    order: Order = KeyedOrder(MANY, seed) if keyed else Permutation(MANY, seeded(seed))
+    return [order.at(range(start, min(start + 2**18, MANY))) for start in range(0, MANY, 2**18)]
 
 
 def test_a_run_of_an_older_version_keeps_torchs_order_and_a_new_run_its_keyed_order(tmp_path: Path) -> None:
     as_in_older_versions = on(Callback.on_save)(lambda run, checkpoint: checkpoint.state.pop("permuted"))
     in_torchs_order = on(Callback.on_setup)(lambda run: setattr(session_of(run).cursor, "permuted", maxsize))
-    expected = {kind: [one for epoch in (0, 1) for one in epoch_of(order_of(epoch, keyed=kind))] for kind in (True, False)}
+    expected = {kind: [one for epoch in (0, 1) for one in epoch_of(epoch, keyed=kind)] for kind in (True, False)}
     first = trained(tmp_path / "new", 2)
     assert all(map(torch.equal, first + trained(tmp_path / "new", 8), expected[True]))
     first = trained(tmp_path / "old", 2, in_torchs_order, as_in_older_versions)

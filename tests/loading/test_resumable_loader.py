@@ -14,17 +14,8 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -32,30 +23,16 @@ from cadenza.errors import DataError
 from cadenza.loading import ResumableLoader, resumable
 from cadenza.loading.loaders import Limited
 from cadenza.testing import tiny_trainer
-from tests.loading.data import (
-    SAMPLES,
-    AtOnce,
-    Buckets,
-    Keeping,
-    Numbers,
-    Shuffled,
-    Stream,
-    epochs_of,
-    loader_of,
-    noise_of,
-    noisy_collate,
-    plain,
-    rest_of,
-    seeded,
-)
+from tests.loading import data
+from tests.loading.data import Keeping, Numbers, Shuffled, Stream, epochs_of, loader_of, noise_of, plain, rest_of, seeded
 from tests.long import LONG
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # from torchdata
 
-WEIGHTS = [float(i + 1) for i in range(SAMPLES)]
+WEIGHTS = [float(i + 1) for i in range(data.SAMPLES)]
 
 
-class Batched(BatchSampler):
+class Batched(torch_data.BatchSampler):
     """Shuffles batches with torch's global generator, over a sampler with its own generator."""
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -71,16 +48,16 @@ MAP_STYLE: dict[str, Callable[..., DataLoader[Any]]] = {
     "shuffle with a generator": lambda **o: loader_of(Numbers(), shuffle=True, generator=seeded(3), **o),
     "drop_last": lambda **o: loader_of(Numbers("python"), shuffle=True, drop_last=True, **o),
     "RandomSampler": lambda **o: loader_of(Numbers(), sampler=RandomSampler(Numbers(), replacement=True), **o),
-    "WeightedRandomSampler": lambda **o: loader_of(Numbers(), sampler=WeightedRandomSampler(WEIGHTS, SAMPLES), **o),
-    "SubsetRandomSampler": lambda **o: loader_of(Numbers(), sampler=SubsetRandomSampler(range(5, 19), seeded(4)), **o),
+    "weighted": lambda **o: loader_of(Numbers(), sampler=torch_data.WeightedRandomSampler(WEIGHTS, data.SAMPLES), **o),
+    "of a subset": lambda **o: loader_of(Numbers(), sampler=torch_data.SubsetRandomSampler(range(5, 19), seeded(4)), **o),
     "DistributedSampler": lambda **o: loader_of(Numbers(), sampler=DistributedSampler(Numbers(), 2, 0), **o),
     "a sampler of torch's": lambda **o: loader_of(Numbers(), sampler=Shuffled("torch"), **o),
     "a sampler of numpy's": lambda **o: loader_of(Numbers(), sampler=Shuffled("numpy"), **o),
     "a sampler of Python's": lambda **o: loader_of(Numbers(), sampler=Shuffled("python"), **o),
     "a batch sampler": lambda **o: loader_of(Numbers("torch"), **BATCHED, **o),
     "batch_size=None": lambda **o: loader_of(Numbers("torch"), batch_size=None, shuffle=True, **o),
-    "__getitems__": lambda **o: loader_of(AtOnce("numpy"), shuffle=True, **o),
-    "a random collate_fn": lambda **o: loader_of(Numbers(), shuffle=True, collate_fn=noisy_collate, **o),
+    "__getitems__": lambda **o: loader_of(data.AtOnce("numpy"), shuffle=True, **o),
+    "a random collate_fn": lambda **o: loader_of(Numbers(), shuffle=True, collate_fn=data.noisy_collate, **o),
     "pinned": lambda **o: loader_of(Numbers("torch"), shuffle=True, pin_memory=torch.cuda.is_available(), **o),
 }
 
@@ -114,9 +91,9 @@ def test_skipped_samples_are_not_read_and_a_sampler_only_as_far_as_needed_as_it_
     rest = rest_of(loader_of(dataset), 0, 4)
     assert dataset.reads == [16, 17, 18, 19, 20, 21]
     assert rest == [[16, 17, 18, 19], [20, 21]]
-    batches = resumable(loader_of(Numbers(), batch_sampler=Buckets()), 1).batches(0, 0)
+    batches = resumable(loader_of(Numbers(), batch_sampler=data.Buckets()), 1).batches(0, 0)
     first = [next(batches).tolist() for _ in range(3000)]
-    later = resumable(loader_of(Numbers(), batch_sampler=Buckets()), 1).batches(0, 2500)
+    later = resumable(loader_of(Numbers(), batch_sampler=data.Buckets()), 1).batches(0, 2500)
     assert [next(later).tolist() for _ in range(500)] == first[2500:]
 
 
@@ -180,7 +157,7 @@ def stateful(**options: Any) -> StatefulDataLoader[Any]:
 
 
 def streamed(**options: Any) -> DataLoader[Any]:
-    rows = datasets.Dataset.from_dict({"number": list(range(SAMPLES))}).to_iterable_dataset(num_shards=3)
+    rows = datasets.Dataset.from_dict({"number": list(range(data.SAMPLES))}).to_iterable_dataset(num_shards=3)
     return loader_of(rows.shuffle(seed=1, buffer_size=1) if options.pop("shards", False) else rows, collate_fn=_numbers)
 
 

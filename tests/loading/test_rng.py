@@ -14,18 +14,9 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from cadenza import Callback, on
 from cadenza.callbacks import Capsule, Checkpoint
-from cadenza.loading import TensorBatches, resumable
+from cadenza.loading import TensorBatches, resumable, rng
 from cadenza.loading.host_streams import NumpyStream, PythonStream
-from cadenza.loading.rng import (
-    QuickState,
-    RNGState,
-    derive_seed,
-    isolated_rng,
-    preserve_rng_state,
-    quick_capture,
-    seed_all,
-    seed_host,
-)
+from cadenza.loading.rng import QuickState, RNGState, derive_seed, isolated_rng, quick_capture, seed_all, seed_host
 from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.engine.parts import Stream, Unsized
@@ -59,7 +50,7 @@ def test_all_generators_are_seeded_together(seed: Callable[[int], None]) -> None
     assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
-@pytest.mark.parametrize("context", [preserve_rng_state, lambda: isolated_rng(3)], ids=["preserved", "isolated"])
+@pytest.mark.parametrize("context", [rng.preserve_rng_state, lambda: isolated_rng(3)], ids=["preserved", "isolated"])
 def test_the_generators_are_restored_after_an_error_too(context: Callable[[], Any]) -> None:
     for drawn in range(3):
         seed_all(4)
@@ -305,11 +296,6 @@ def test_tensors_that_torch_indexes_and_stacks_are_loaded_without_seeding_and_al
     assert seeded(tensors, collate_fn=lambda samples: default_collate(samples))
 
 
-def _reseed(worker: int) -> None:
-    random.seed(worker)
-    numpy.random.seed(worker)
-
-
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are fewer cores than workers
 @pytest.mark.parametrize(
     "options",
@@ -317,7 +303,7 @@ def _reseed(worker: int) -> None:
         {"num_workers": 1},
         {"num_workers": 3},
         {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 5},
-        {"num_workers": 2, "worker_init_fn": _reseed},
+        {"num_workers": 2, "worker_init_fn": lambda worker: (random.seed(worker), numpy.random.seed(worker))},
     ],
     ids=["one worker", "three workers", "persistent workers", "a worker_init_fn that seeds"],
 )

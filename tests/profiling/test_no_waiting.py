@@ -61,10 +61,6 @@ def weighted(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {**squared(model, batch), "weight": batch[0].shape[0]}
 
 
-def weighted_on_device(model: nn.Module, batch: Any) -> dict[str, Any]:
-    return {**squared(model, batch), "weight": batch[1].abs().sum().detach()}
-
-
 def usual() -> list[Callback]:
     return [
         ClipGradients(max_norm=1.0, log="train/norm", log_every="1 step"),
@@ -79,10 +75,6 @@ def usual() -> list[Callback]:
     ]
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.BatchNorm1d(8), nn.Linear(8, 1))
-
-
 def trainer(*callbacks: Callback, device: str, compute: Function[..., Any] = squared, **arguments: Any) -> Trainer:
     loader = TensorBatches(torch.randn(88, 4), torch.randn(88, 1), batch_size=4, shuffle=True, device=device)  # 22 batches
     given = {"max_epochs": 1, "seed": 0, **arguments}
@@ -90,14 +82,18 @@ def trainer(*callbacks: Callback, device: str, compute: Function[..., Any] = squ
     def adamw(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, 1e-3, fused=True)
 
-    return Trainer(network(), adamw, loader, compute, callbacks=callbacks, device=device, progress=False, **given)
+    network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    return Trainer(network, adamw, loader, compute, callbacks=callbacks, device=device, progress=False, **given)
 
 
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "plain": {},
     "accumulated, with a short group": {"accumulate": 4},
     "weighted": {"accumulate": 4, "compute": weighted},
-    "weighted by a tensor": {"accumulate": 4, "compute": weighted_on_device},
+    "weighted by a tensor": {
+        "accumulate": 4,
+        "compute": lambda *given: {**squared(*given), "weight": given[1][1].abs().sum().detach()},
+    },
     "bf16": {"precision": "bf16", "accumulate": 2},
 }
 
