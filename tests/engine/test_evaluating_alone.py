@@ -20,12 +20,15 @@ CALLBACKS = KEEPING_THE_BEST | {name: factories[0] for name, factories in FACTOR
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_an_evaluation_before_a_fit_needs_nothing_that_a_fit_prepares(name: str, tmp_path: Path) -> None:
-    trainer = tiny_trainer(directory=tmp_path, callbacks=[Evaluate(tiny_loader()), CALLBACKS[name]()])
+def test_an_evaluation_before_a_fit_needs_nothing_that_a_fit_prepares(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where SavePredictions writes outside of a run
+    trainer = tiny_trainer(directory=tmp_path / "run", callbacks=[Evaluate(tiny_loader()), CALLBACKS[name]()])
     results = trainer.evaluate(tiny_loader())
     assert results.keys() == {"eval/loss"}
     trainer.predict(tiny_loader(), compute=lambda model, batch: model(batch[0]))
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_fit_afterwards_keeps_the_best_of_its_own_evaluations_only(tmp_path: Path) -> None:

@@ -36,9 +36,7 @@ NATIVE = (
 # Emulated, everything takes about ten times as long, and each worker process of a loader half a minute to import torch.
 EMULATED = (
     "tests/hooks/test_hooks.py",
-    "tests/hooks/test_on.py",
     "tests/hooks/test_moments.py",
-    "tests/hooks/test_order.py",
     "tests/status",
     "tests/optim/test_optimizers.py",
     "tests/checkpoint/store/test_store.py",
