@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Run, Trainer, supervised
 from cadenza.drivers.sharding import local
+from tests.callbacks.parts import state_of as state_of
 
 Kind = Literal["gradient", "activation", "buffer", "weight"]
 KINDS: Sequence[Kind] = ("gradient", "activation", "buffer", "weight")
@@ -40,10 +41,6 @@ def trainer(callbacks: Sequence[Any], **arguments: Any) -> Trainer:
         **{**given, "seed": 3, "progress": False, **arguments},
         callbacks=callbacks,
     )
-
-
-def state_of(run: Run) -> dict[str, Tensor]:
-    return {name: local(value).clone() for name, value in run.model.state_dict().items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cadenza import Callback, Run, load_weights, on
+from cadenza.drivers.sharding import local
 from cadenza.hooks.moments import Moment
 from cadenza.testing import tiny_model
 
@@ -35,7 +35,7 @@ def failing(moment: Moment, at: int) -> Callback:
 
 
 def state_of(run: Run) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in run.model.state_dict().items()}
+    return {name: local(value).clone() for name, value in run.model.state_dict().items()}
 
 
 def loaded(path: Path, **arguments: Any) -> dict[str, Tensor]:
@@ -58,6 +58,14 @@ def two_layers() -> nn.Sequential:
 def two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
     """Return an optimizer for each parameter of the tiny model."""
     return [torch.optim.SGD([parameter], 0.1) for parameter in parameters]
+
+
+def own_step(run: Run, batch: Any) -> Tensor:
+    """Do what a run without a step_fn does."""
+    loss = nn.functional.mse_loss(run.model(batch[0]), batch[1])
+    run.backward(loss)
+    run.update()
+    return loss
 
 
 def halving(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -92,11 +100,3 @@ class Reads(TorchDispatchMode):
     ) -> Any:
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
-
-
-def reads_in(train: Callable[[], Run]) -> int:
-    """Return how many numbers a run reads."""
-    reads = Reads()
-    with reads:
-        train()
-    return reads.count

@@ -23,7 +23,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.held_weights import holders_in
 from cadenza.status.plain import same
 from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
-from tests.callbacks.parts import normed, state_of
+from tests.callbacks.parts import normed, own_step, state_of
 
 
 def averaged(ema: Ema) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ def test_the_average_is_that_of_the_formula(decay: float, rampup: bool | int, te
     assert averaged(ema)["weight"].item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_buffers_and_weights_of_whole_numbers_are_copied_and_not_averaged() -> None:
+def test_buffers_and_weights_of_whole_numbers_are_copied_and_a_module_may_replace_a_buffer_by_a_new_tensor() -> None:
     model, ema = normed(), Ema(0.9)
     model.register_parameter("codes", nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
     change = on(Callback.on_step_start)(lambda run: run.model.get_parameter("codes").add_(1))
@@ -61,8 +61,6 @@ def test_buffers_and_weights_of_whole_numbers_are_copied_and_not_averaged() -> N
     assert averaged(ema)["codes"].tolist() == [5, 5]
     assert not torch.equal(averaged(ema)["0.weight"], model.state_dict()["0.weight"])
 
-
-def test_a_module_may_replace_a_buffer_by_a_new_tensor() -> None:
     class Counting(nn.Linear):
         seen: Tensor
 
@@ -70,20 +68,19 @@ def test_a_module_may_replace_a_buffer_by_a_new_tensor() -> None:
             self.seen = self.seen + 1  # a new tensor each time, where BatchNorm changes the one it has
             return super().forward(inputs)
 
-    model, ema = Counting(1, 1), Ema(0.5)
-    model.register_buffer("seen", torch.tensor(0))
-    run = tiny_run(model=model, steps=3, callbacks=[ema])
+    counting, ema = Counting(1, 1), Ema(0.5)
+    counting.register_buffer("seen", torch.tensor(0))
+    run = tiny_run(model=counting, steps=3, callbacks=[ema])
     assert averaged(ema)["seen"] == 3
     with ema.in_place(run):
-        model(torch.ones(1, 1))
-        assert model.seen == 4
-    assert model.seen == 3
+        counting(torch.ones(1, 1))
+        assert counting.seen == 4
+    assert counting.seen == 3
 
 
 def test_half_precision_is_averaged_in_float32_so_that_small_weights_count() -> None:
-    def compute_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        loss: Tensor = model(batch[0].bfloat16()).float().sum() * 0
-        return loss
+    def compute_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
+        return model(batch[0].bfloat16()).float().sum() * 0
 
     model, ema = nn.Linear(1, 1, dtype=torch.bfloat16), Ema(0.999)
 
@@ -100,22 +97,23 @@ def test_half_precision_is_averaged_in_float32_so_that_small_weights_count() -> 
     assert model.weight.item() == 2.0
 
 
-def test_before_the_first_update_the_model_keeps_its_own_weights() -> None:
-    with (
-        pytest.raises(RuntimeError, match="no average yet: it is made when a run is set up"),
-        Ema().in_place(tiny_run(steps=1)),
-    ):
+def test_before_the_first_update_the_model_keeps_its_own_weights(caplog: pytest.LogCaptureFixture) -> None:
+    run = tiny_run(steps=1)
+    with pytest.raises(RuntimeError, match="no average yet: it is made when a run is set up"), Ema().in_place(run):
         pass
     ema, inside = Ema(every="4 steps"), []
 
     @on(Callback.on_step_end)
     def look(run: Run) -> None:
-        own = run.model.get_parameter("weight").item()
+        own = state_of(run)
         with ema.in_place(run):
-            inside.append(run.model.get_parameter("weight").item() == own)
+            inside.append(same(state_of(run), own))
 
     tiny_run(steps=6, callbacks=[ema, look])
     assert inside == [True, True, True, True, False, False]
+    run = tiny_run(steps=2, callbacks=[Ema(every="3 steps", use_at_end=True)])
+    assert "Ema: the run ended before the first average, so the model keeps its own weights" in caplog.text
+    assert same(state_of(run), state_of(tiny_run(steps=2)))
 
 
 def test_in_place_gives_the_same_tensors_the_average_and_then_their_own_weights_also_after_an_error() -> None:
@@ -167,13 +165,6 @@ def test_the_run_can_end_with_the_average_and_two_averages_have_two_names() -> N
     assert list(hooks_of(run).callbacks) == ["Ema", "Ema(slow)"]
 
 
-def test_a_run_without_an_update_says_so_and_keeps_its_own_weights(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        run = tiny_run(steps=2, callbacks=[Ema(every="3 steps", use_at_end=True)])
-    assert "Ema: the run ended before the first average, so the model keeps its own weights" in caplog.text
-    assert run.model.get_parameter("weight").item() == tiny_run(steps=2).model.get_parameter("weight").item()
-
-
 def test_a_run_with_several_averages_continues_to_the_same_bits() -> None:
     def make(directory: Path) -> Trainer:
         averages = [Ema(0.9, rampup=True, use_at_end=True), Ema(0.5, every="3 steps", name="fast")]
@@ -197,21 +188,15 @@ def test_the_result_is_that_of_the_model_with_the_averaged_weights() -> None:
 def test_the_average_has_the_weights_of_this_step_wherever_it_stands_in_the_list(first: bool) -> None:
     ema, evaluate, best = Ema(0.5), judged(every="1 step", weights="ema"), BestWeights("eval/loss", "min")
     updates: list[int] = []
-
-    @on(Callback.on_eval_end)
-    def look(run: Run, evaluation: Any) -> None:
-        assert ema.average is not None
-        updates.append(ema.average.updates)
-
+    look = on(Callback.on_eval_end)(lambda run, evaluation: updates.append(cast("Any", ema.average).updates))
     run = tiny_run(steps=5, callbacks=[look, *([ema, evaluate] if first else [evaluate, ema]), best])
     assert updates == [1, 2, 3, 4, 5]
     assert best.step == 5
     assert same(dict(run.model.state_dict()), averaged(ema))  # listeners see the evaluated weights
 
 
-def test_after_an_error_in_the_evaluation_the_model_has_its_own_weights_in_on_exception() -> None:
-    own: list[dict[str, Tensor]] = []
-    seen: list[dict[str, Tensor]] = []
+def test_after_an_error_in_the_evaluation_the_model_has_its_own_weights_in_on_exception_and_later() -> None:
+    own, seen = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
 
     def compute(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         assert not same(dict(model.state_dict()), own[-1])
@@ -222,6 +207,11 @@ def test_after_an_error_in_the_evaluation_the_model_has_its_own_weights_in_on_ex
     with pytest.raises(ZeroDivisionError):
         tiny_run(model=normed(), callbacks=[Ema(0.9), keep, watch, judged(compute=compute, weights="ema")])
     assert same(seen[0], own[-1])
+    ema = Ema(0.9)
+    trainer = tiny_trainer(callbacks=[ema, Evaluate([], weights="ema")])
+    with pytest.raises(DataError, match="the loader of 'eval' gave no batch"):
+        trainer.fit()
+    assert not same(dict(trainer.model.state_dict()), averaged(ema))
 
 
 class Doubled(Callback):
@@ -265,15 +255,6 @@ def test_before_swa_begins_the_model_itself_is_judged() -> None:
     run = tiny_run(epochs=4, callbacks=callbacks)
     alike = [one == other for one, other in zip(run.history["eval/loss"], run.history["swa/loss"], strict=True)]
     assert alike == [True, True, False, False]  # after 2 epochs the average is that of one set of weights
-
-
-def test_a_loader_without_batches_is_named_and_the_weights_are_put_back() -> None:
-    ema = Ema(0.9)
-    trainer = tiny_trainer(callbacks=[ema, Evaluate([], weights="ema")])
-    with pytest.raises(DataError, match="the loader of 'eval' gave no batch"):
-        trainer.fit()
-    assert ema.average is not None
-    assert not same(dict(trainer.model.state_dict()), dict(ema.average.module.state_dict()))
 
 
 # -- Swa ----------------------------------------------------------------------------------------------
@@ -380,10 +361,9 @@ def plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
 @pytest.mark.parametrize("schedule", ["step", "epoch", "evaluation"])
 def test_from_the_start_on_its_rate_is_in_force_whatever_other_schedule_there_is(swa_first: bool, schedule: Any) -> None:
     rate = LearningRate(plateau, monitor="eval/loss") if schedule == "evaluation" else LearningRate(falling, per=schedule)
-    weights, swa, log = Weights(), Swa("2 epochs", lr=0.5), LogTraining("1 step")
-    evaluate = Evaluate(tiny_loader(2))
+    weights, swa = Weights(), Swa("2 epochs", lr=0.5)
     both = [swa, rate] if swa_first else [rate, swa]
-    run = tiny_run(epochs=4, callbacks=[weights, evaluate, *both, log])
+    run = tiny_run(epochs=4, callbacks=[weights, judged(), *both, LogTraining("1 step")])
     assert weights.rates[10:] == [0.5] * 10
     assert all(rate <= 0.1 for rate in weights.rates[:10])
     assert min(weights.rates) < 0.1
@@ -393,9 +373,10 @@ def test_from_the_start_on_its_rate_is_in_force_whatever_other_schedule_there_is
 
 def test_each_group_goes_there_from_its_own_rate() -> None:
     rates: list[list[float]] = []
-    look = on(Callback.on_before_optimizer_step)(
-        lambda run: rates.append([float(group["lr"]) for group in run.optimizers[0].param_groups])
-    )
+
+    @on(Callback.on_before_optimizer_step)
+    def look(run: Run) -> None:
+        rates.append([float(group["lr"]) for group in run.optimizers[0].param_groups])
 
     def two(parameters: Any) -> Optimizer:
         return SGD([{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": torch.tensor(0.3)}], lr=1.0)
@@ -453,11 +434,10 @@ def test_a_loader_that_is_used_up_is_named_and_the_statistics_stay(caplog: pytes
 
 
 def test_an_error_on_the_way_leaves_modes_and_momenta_as_they_were() -> None:
-    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+    def compute_loss(model: nn.Module, batch: Any) -> Any:
         if not torch.is_grad_enabled():
             raise ZeroDivisionError
-        loss: Tensor = model(batch[0]).square().mean()
-        return loss
+        return model(batch[0]).square().mean()
 
     trainer = tiny_trainer(model=normed(), epochs=4, compute_loss=compute_loss, callbacks=[Swa(0.5)])
     with pytest.raises(ZeroDivisionError) as caught:
@@ -470,25 +450,17 @@ def test_an_error_on_the_way_leaves_modes_and_momenta_as_they_were() -> None:
 @pytest.mark.parametrize(("start", "at"), [(0.5, [4, 10, 13]), ("2 epochs", [11]), ("9 steps", [9, 19])])
 def test_it_continues_to_the_same_bits_before_at_and_after_the_start(start: float | str, at: list[int]) -> None:
     def make(directory: Path) -> Trainer:
-        rates: list[Callback] = [LearningRate(falling), Swa(start, "2 steps", lr=0.05, anneal_steps=4)]
-        evaluate = Evaluate(shuffled(), weights="swa")
-        return tiny_trainer(
-            model=network(), loader=shuffled(), directory=directory, epochs=4, seed=1, callbacks=[*rates, evaluate]
-        )
+        swa = Swa(start, "2 steps", lr=0.05, anneal_steps=4)
+        given: dict[str, Any] = {"callbacks": [LearningRate(falling), swa, Evaluate(shuffled(), weights="swa")], "epochs": 4}
+        return tiny_trainer(model=network(), loader=shuffled(), directory=directory, seed=1, **given)
 
     prove_resume(make, at=at, in_process=True)
 
 
 def test_with_a_step_fn_swa_cannot_update_the_statistics() -> None:
-    def step_fn(run: Run, batch: Any) -> Tensor:
-        loss: Tensor = run.model(batch[0]).square().mean()
-        run.backward(loss)
-        run.update()
-        return loss
-
     with pytest.raises(ValueError, match=r"this run has a step_fn instead\. Give Swa\(update_batch_norm=0\)"):
-        tiny_run(model=normed(), step_fn=step_fn, epochs=4, callbacks=[Swa(0.5)])
-    run = tiny_run(model=normed(), step_fn=step_fn, epochs=4, callbacks=[Swa(0.5, update_batch_norm=0)])
+        tiny_run(model=normed(), step_fn=own_step, epochs=4, callbacks=[Swa(0.5)])
+    run = tiny_run(model=normed(), step_fn=own_step, epochs=4, callbacks=[Swa(0.5, update_batch_norm=0)])
     assert all(math.isfinite(value.sum()) for value in run.model.state_dict().values())
 
 

@@ -23,7 +23,7 @@ from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointMi
 from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
 from cadenza.timetravel import replay_capsule
 from tests.callbacks.breaking import Root, batches
-from tests.callbacks.parts import failing
+from tests.callbacks.parts import failing, own_step
 from tests.distributed.parts import rank
 
 BAD = 13
@@ -55,11 +55,9 @@ def trainer_in(directory: Path | None, *callbacks: Callback, workers: int = 0) -
         "optimizer": lambda parameters: torch.optim.SGD(parameters, 0.05),
         "loader": DataLoader(Augmented(), 4, shuffle=True, num_workers=workers),
         "driver": "single" if rank() is None else "ddp",
+        "compute_loss": supervised(nn.MSELoss()),
     }
-    loss = supervised(nn.MSELoss())
-    return tiny_trainer(
-        model=network(), compute_loss=loss, seed=3, directory=directory, callbacks=callbacks, device="cpu", **arguments
-    )
+    return tiny_trainer(model=network(), seed=3, directory=directory, callbacks=callbacks, device="cpu", **arguments)
 
 
 def test_on_two_ranks_with_workers_the_sample_and_the_module_are_named(tmp_path: Path) -> None:
@@ -306,10 +304,7 @@ def test_what_is_no_capsule_of_this_model_is_refused(tmp_path: Path) -> None:
 def test_a_layer_in_evaluation_mode_stays_in_it_when_the_step_is_repeated(tmp_path: Path) -> None:
     model = network()
     norm: Any = model[2]
-
-    @on(Callback.on_step_start)
-    def freeze(run: Run) -> None:
-        norm.eval()
+    freeze = on(Callback.on_step_start)(lambda run: norm.eval())
 
     @on(Callback.on_step_end, at=2)
     def plant(run: Run) -> None:
@@ -337,15 +332,9 @@ def test_no_more_capsules_than_asked_for_are_written_and_a_disk_that_rejects_the
 
 
 def test_a_step_fn_has_no_second_pass_and_the_batch_is_searched_all_the_same(tmp_path: Path) -> None:
-    def step(run: Run, batch: Any) -> dict[str, Tensor]:
-        loss = nn.functional.mse_loss(run.model(batch[0]), batch[1])
-        run.backward(loss)
-        run.update()
-        return {"loss": loss}
-
     loader = tiny_loader()
     loader[3][1][1] = math.inf
-    tiny_run(step_fn=step, loader=loader, directory=tmp_path, callbacks=[Capsule()])
+    tiny_run(step_fn=own_step, loader=loader, directory=tmp_path, callbacks=[Capsule()])
     facts = facts_of_capsule(capsules_in(tmp_path)[0])
     assert (facts["step"], facts["tensor"], facts["guilty_samples"]) == (4, "batch[1] is inf, first at index (1, 0)", [1])
     assert facts["module"] is None
@@ -408,9 +397,8 @@ def test_losses_of_small_batches_and_wrong_labels_are_no_spikes_and_a_broken_bat
     assert spike.seen_in(1.0) is None
 
 
-def mean_target(model: Any, batch: Any) -> torch.Tensor:
-    loss: torch.Tensor = model(batch[0]).sum() * 0 + batch[1].mean()
-    return loss
+def mean_target(model: Any, batch: Any) -> Any:
+    return model(batch[0]).sum() * 0 + batch[1].mean()
 
 
 def seen_after_a_resume(path: Path, before: Callback, after: Callback) -> list[tuple[str, int]]:

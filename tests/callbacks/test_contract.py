@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count
 from typing import Any, cast
 
 import pytest
 import torch
 from optuna.trial import FixedTrial
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, MultiStepLR, ReduceLROnPlateau
 
@@ -22,10 +22,6 @@ NUMBERS = count()
 
 def multi_step(optimizer: Optimizer) -> MultiStepLR:  # its state has whole numbers for keys
     return MultiStepLR(optimizer, [2, 4], gamma=0.5)
-
-
-def first_inputs(batch: Any, outputs: Mapping[str, Any]) -> Tensor:
-    return cast("Tensor", batch[0][:, 0])
 
 
 FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
@@ -73,7 +69,7 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
         lambda: shipped.SampleImages(every="2 steps", evaluation="eval", images=lambda *_: torch.full((2, 3, 4, 4), 0.5))
     ],
     "SavePredictions": [
-        lambda: shipped.SavePredictions("a.csv", evaluation="eval", columns={"prediction": first_inputs}),
+        lambda: shipped.SavePredictions("a.csv", evaluation="eval", columns={"prediction": lambda batch, _: batch[0][:, 0]}),
     ],
     "SequenceLength": [lambda: shipped.SequenceLength(4), lambda: shipped.SequenceLength({0: 1, "3 steps": 2})],
     "ScheduleValue": [
@@ -91,8 +87,6 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
 }
 CASES = {f"{name}-{number}": one for name, several in FACTORIES.items() for number, one in enumerate(several)}
 MEASURED = ["time/*", "*_per_s", "*/mfu", "process/*", "machine/*"]  # these differ from run to run
-
-
 ALIKE = {
     *("Alert-1", "BestWeights-1", "ClipGradients-1", "DeviceStats-1", "EarlyStopping-1", "Freeze-1", "LearningRate-1"),
     *("LearningRate-2", "LogTraining-1", "ScheduleValue-1", "SequenceLength-1", "Warmup-1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -15,13 +16,11 @@ from cadenza import Callback, Run, on, supervised
 from cadenza.callbacks import ClipGradients, Derive, LearningRate, StopOnNonFinite
 from cadenza.engine.session import session_of
 from cadenza.errors import LossError, NonFiniteError
-from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
+from cadenza.optim.finite import all_finite, first_not_finite
 from cadenza.status.decisions import Outcome
 from cadenza.status.plain import same
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run
-from tests.callbacks.parts import Reads, reads_in, two_layers
-
-STEP_START, STEP_END = Callback.on_step_start, Callback.on_step_end
+from tests.callbacks.parts import Reads, two_layers
 
 
 def gradients_after(*clip: Callback, **arguments: Any) -> dict[str, Tensor]:
@@ -92,13 +91,8 @@ def test_several_have_parameters_and_bounds_of_their_own_and_serve_another_model
 
 
 @pytest.mark.parametrize("arguments", [{"max_norm": 0.01}, {"max_value": 0.01}])
-def test_the_norm_before_clipping_is_logged_at_its_cadence_but_not_in_a_step_without_gradients(
-    arguments: dict[str, Any],
-) -> None:
-    @on(Callback.on_batch_start, at=2)
-    def skip(run: Run, batch: Any) -> None:
-        run.skip_batch("not this one")
-
+def test_the_norm_before_clipping_is_logged_at_its_cadence_but_not_without_gradients(arguments: dict[str, Any]) -> None:
+    skip = on(Callback.on_batch_start, at=2)(lambda run, batch: run.skip_batch("not this one"))
     free = together(gradients_after()).norm().item()
     run = tiny_run(callbacks=[skip, ClipGradients(**arguments, log="train/grad_norm", log_every="1 step")], steps=3)
     assert run.history["train/grad_norm"][0] == pytest.approx((1, free))
@@ -106,12 +100,9 @@ def test_the_norm_before_clipping_is_logged_at_its_cadence_but_not_in_a_step_wit
     run = tiny_run(callbacks=[ClipGradients(**arguments, log="norm", log_every="2 steps")], steps=5)
     assert [step for step, _ in run.history["norm"]] == [2, 4]
     assert tiny_run(callbacks=[ClipGradients(**arguments)], steps=1).history.names == []
-
-
-@pytest.mark.parametrize("arguments", [{"max_norm": 0.01}, {"max_value": 0.01}])
-def test_neither_clipping_nor_logging_waits_for_the_device(arguments: dict[str, Any]) -> None:
+    # Neither clipping nor logging waits for the device.
     clip = ClipGradients(**arguments, log="norm", log_every="1 step")
-    before, after = (on(moment)(lambda run: seen.append(reads.count)) for moment in (STEP_START, STEP_END))
+    before, after = (on(one)(lambda run: seen.append(reads.count)) for one in (Callback.on_step_start, Callback.on_step_end))
     seen: list[int] = []
     with Reads() as reads:
         run = tiny_run(callbacks=[before, clip, after], steps=3, seed=1)  # without a seed one is drawn at the start, and read
@@ -151,9 +142,8 @@ class Weights(nn.Module):
         for parameter, gradient in zip(self.held, gradients_of(kind), strict=True):
             parameter.grad = gradient
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = inputs + sum(one.sum() for one in self.held)
-        return outputs
+    def forward(self, inputs: Tensor) -> Any:
+        return inputs + sum(one.sum() for one in self.held)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
@@ -179,13 +169,10 @@ def test_the_bits_are_those_of_torch(kind: str, norm_type: float) -> None:
     assert all(torch.allclose(cast("Tensor", one), cast("Tensor", other), 0, 0, equal_nan=True) for one, other in pairs)
 
 
-Poison = Callable[[nn.Module, Any], Tensor]
-
-
 # -- StopOnNonFinite ----------------------------------------------------------------------------------
 
 
-def poisoned_gradient(bad: float, at: int) -> Poison:
+def poisoned_gradient(bad: float, at: int) -> Callable[[nn.Module, Any], Tensor]:
     """Return a loss that is finite, while the weight's gradient in batch `at` is not."""
     batches = iter(range(1, 1000))
 
@@ -235,6 +222,8 @@ def test_it_stops_or_raises_if_that_is_wanted_and_computes_no_output_for_it() ->
     run = tiny_run(losses=[1.0, math.nan, 1.0], callbacks=[Derive(costly=asked.append), StopOnNonFinite()])
     assert run.outcome == Outcome("stopped", "the loss is nan")
     assert run.progress.step == 2
+    half = tiny_run(precision="fp16", losses=[1.0, math.nan], callbacks=[StopOnNonFinite()])  # the scaler sees gradients alone
+    assert half.outcome == Outcome("stopped", "the loss is nan")
     with pytest.raises(NonFiniteError, match=r"the loss is nan in batch 2\. Lower the learning rate"):
         tiny_run(losses=[1.0, math.nan], callbacks=[Derive(costly=asked.append), StopOnNonFinite("raise")])
     assert asked == []
@@ -245,11 +234,12 @@ def test_it_stops_or_raises_if_that_is_wanted_and_computes_no_output_for_it() ->
 def test_the_first_output_that_is_not_finite_is_named_with_its_path() -> None:
     def compute_loss(model: nn.Module, batch: Any) -> dict[str, Any]:
         predictions = model(batch[0])
-        hidden = {"kind": "two layers", "layers": [predictions * 1.0, predictions / torch.tensor([[1.0], [0.0]])]}
+        layers = [predictions * 1.0, ("text", predictions / torch.tensor([[1.0], [0.0]]))]
+        hidden = {"kind": "two layers", "none": None, "layers": layers}
         return {"loss": predictions.mean() * math.nan, "hidden": hidden, "predictions": predictions * math.nan}
 
     run = tiny_run(compute_loss=compute_loss, callbacks=[StopOnNonFinite()])
-    assert decided(run, "stopped") == ["the loss is nan; outputs['hidden']['layers'][1] is -inf, first at index (1, 0)"]
+    assert decided(run, "stopped") == ["the loss is nan; outputs['hidden']['layers'][1][1] is -inf, first at index (1, 0)"]
 
 
 def test_a_weight_or_a_batch_that_is_broken_already_is_named() -> None:
@@ -308,30 +298,27 @@ def test_in_a_step_fn_each_backward_is_looked_at_and_a_stop_says_nothing_else(ca
 # -- gradients ----------------------------------------------------------------------------------------
 
 
-OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
-    lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.1),
-    lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=0.1, fused=True),
-    lambda parameters: torch.optim.Adam(parameters, 0.1, foreach=True),
-    lambda parameters: torch.optim.AdamW(parameters, 0.1, weight_decay=0.1),
-    lambda parameters: torch.optim.AdamW(parameters, 0.1, weight_decay=0.1, fused=True),
-    lambda parameters: torch.optim.RMSprop(parameters, 0.1, momentum=0.9),
-    lambda parameters: torch.optim.Adagrad(parameters, 0.1),
-    lambda parameters: torch.optim.NAdam(parameters, 0.1),
-    lambda parameters: torch.optim.Adafactor(parameters, 0.1),
-]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1, "fused": True}),
+        (torch.optim.Adam, {"foreach": True}),
+        (torch.optim.AdamW, {"weight_decay": 0.1}),
+        (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}),
+        (torch.optim.RMSprop, {"momentum": 0.9}),
+        *((kind, {}) for kind in (torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Adafactor)),
+    ],
+)
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_step_with_a_gradient_that_is_not_finite_changes_neither_weights_nor_optimizer(
-    optimizer: Callable[[Any], torch.optim.Optimizer], bad: float
+    kind: Any, options: dict[str, Any], bad: float
 ) -> None:
-    kept: list[Any] = []
+    optimizer, kept = partial(kind, lr=0.1, **options), list[Any]()
 
     @on(Callback.on_step_end)
     def keep(run: Run) -> None:
-        state = {"model": dict(run.model.state_dict()), "optimizer": run.optimizers[0].state_dict()["state"]}
-        kept.append(deepcopy(state))
+        kept.append(deepcopy({"model": dict(run.model.state_dict()), "optimizer": run.optimizers[0].state_dict()["state"]}))
 
     callbacks = [StopOnNonFinite("skip", gradients=True), keep]
     run = tiny_run(compute_loss=poisoned_gradient(bad, at=2), callbacks=callbacks, optimizer=optimizer, steps=3)
@@ -388,17 +375,14 @@ def test_a_parameter_outside_of_the_model_is_named_so() -> None:
     assert decided(run, "step skipped") == ["the gradient of a parameter outside of the model is nan, first at index (1)"]
 
 
-def test_in_fp16_the_scaler_looks_at_the_gradients_and_this_at_the_loss() -> None:
-    run = tiny_run(precision="fp16", losses=[1.0, math.nan], callbacks=[StopOnNonFinite()])
-    assert run.outcome == Outcome("stopped", "the loss is nan")
-
-
 @pytest.mark.parametrize(("gradients", "reads"), [(False, 3 * 2), (True, 3 * (2 + 1))])
 def test_it_waits_for_the_device_once_a_batch_and_for_gradients_once_more_a_step(gradients: bool, reads: int) -> None:
     model = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 3), nn.Linear(3, 1))
 
-    def reads_with(callbacks: list[Callback]) -> int:
-        return reads_in(lambda: tiny_run(model=model, callbacks=callbacks, steps=3, accumulate=2, batches=6))
+    def reads_with(callbacks: list[Callback]) -> Any:
+        with Reads() as counted:
+            tiny_run(model=model, callbacks=callbacks, steps=3, accumulate=2, batches=6)
+        return counted.count
 
     assert reads_with([StopOnNonFinite(gradients=gradients)]) - reads_with([]) == reads  # a run itself reads some at its ends
 
@@ -408,20 +392,14 @@ def test_it_waits_for_the_device_once_a_batch_and_for_gradients_once_more_a_step
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_bad_number_among_kinds_of_tensors_is_found(bad: float) -> None:
-    rows = torch.sparse_coo_tensor(
-        torch.tensor([[0, 2]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (3, 2), check_invariants=True
-    )
+    sparse = partial(torch.sparse_coo_tensor, size=(3, 2), check_invariants=True)
+    rows = sparse(torch.tensor([[0, 2]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    broken = sparse(torch.tensor([[2]]), torch.tensor([[3.0, bad]]))
     fine = [torch.ones(2, dtype=torch.bfloat16), torch.zeros(0), torch.ones((), dtype=torch.float64), rows]
     assert all_finite(fine)
     assert all_finite([])
     assert all_finite([torch.full((4,), 1e30), torch.full((4,), -1e38)])  # though their squares overflow
     assert not all_finite([*fine, torch.tensor([1.0, bad])])
-    broken = torch.sparse_coo_tensor(torch.tensor([[2]]), torch.tensor([[3.0, bad]]), (3, 2), check_invariants=True)
     assert not all_finite([broken])
     assert first_not_finite([("rows", rows), ("broken", broken)]) == f"broken is {bad}, first at index (2, 1)"
     assert first_not_finite([("one", torch.tensor(bad))]) == f"one is {bad}"
-
-
-def test_every_tensor_in_a_nested_value_has_a_path() -> None:
-    value = {"a": [torch.ones(1), ("text", torch.ones(2))], "n": None, "b": torch.ones(3)}
-    assert [path for path, _ in tensors_at(value, "outputs")] == ["outputs['a'][0]", "outputs['a'][1][1]", "outputs['b']"]

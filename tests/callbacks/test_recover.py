@@ -144,7 +144,6 @@ def test_all_batches_since_the_checkpoint_are_left_out(tmp_path: Path) -> None:
 
 def test_further_back_and_with_a_lower_rate(tmp_path: Path) -> None:
     rates: list[float] = []
-
     look = on(Callback.on_before_optimizer_step)(lambda run: rates.append(run.optimizers[0].param_groups[0]["lr"]))
     recover = Recover(back="25 steps", then=LowerRate(0.1, "10 steps"), skip=None, when=Spike(), times=1)
     run = trainer_in(tmp_path, {100: 1e4}, recover, Warmup("5 steps", start=0.5), look, epochs=1).fit()
@@ -188,9 +187,8 @@ def test_without_a_checkpoint_to_go_back_to_the_run_stops_and_says_what_is_missi
     def reason(name: str, *callbacks: Callback, bad: int) -> str:
         return tiny_run(loader=bad_at(bad, of=8), directory=tmp_path / name, callbacks=callbacks).why("stopped")
 
-    assert reason("without", Recover(), bad=1).endswith(
-        "the loss is nan at step 2, and there is no checkpoint to go back to: add Checkpoint(...) to callbacks"
-    )
+    missing = "the loss is nan at step 2, and there is no checkpoint to go back to: add Checkpoint(...) to callbacks"
+    assert reason("without", Recover(), bad=1).endswith(missing)
     pruned = reason("pruned", Recover(back="3 steps"), Checkpoint("1 step", keep_last=1), bad=6)
     assert "no checkpoint with finite weights at step 4 or before: keep more checkpoints" in pruned
     kept = [one.name for one in (tmp_path / "pruned" / "checkpoints").glob("step-*")]
@@ -235,13 +233,12 @@ def test_a_loader_that_starts_at_the_beginning_of_an_epoch_goes_back_to_one(tmp_
             self.epoch = epoch
 
     run = tiny_run(loader=Stream(), directory=tmp_path, epochs=3, seed=1, callbacks=[Recover(), Checkpoint(saved, keep_last=1)])
-    assert run.outcome is not None
     if saved == "1 epoch":
         assert [one["to"] for one in decided(run, "went back")] == [6]
         assert [one["batch_in_epoch"] for one in decided(run, "batch left out")] == [3]
         assert run.progress.step == 18
     else:
-        assert "that ends an epoch: a Stream can only start at the beginning of an epoch" in run.outcome.reason
+        assert "that ends an epoch: a Stream can only start at the beginning of an epoch" in run.why("stopped")
 
 
 def test_a_checkpoint_of_broken_weights_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -64,11 +64,7 @@ def test_flipped_bits_of_each_kind_are_found_before_the_update_and_repaired_by_t
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_difference_raises_before_the_update(kind: Kind) -> None:
     flips, steps = Flip([kind], [3]), list[int]()
-
-    @on(Callback.on_after_optimizer_step)
-    def updated(run: Run) -> None:
-        steps.append(run.progress.step + 1)
-
+    updated = on(Callback.on_after_optimizer_step)(lambda run: steps.append(run.progress.step + 1))
     with pytest.raises(ReplayError, match=r"a repeat of step 3 differs in .*the machine gave a wrong number") as raised:
         trainer([flips, updated, ReplayCheck(every=1)]).fit()
     assert steps == [1, 2]
@@ -170,10 +166,7 @@ def test_a_step_that_cannot_be_repeated_is_not_checked_and_one_without_an_update
     def replace(run: Run, outputs: Any) -> None:
         outputs["loss"] = outputs["loss"] * 2
 
-    @on(Callback.on_batch_start, at=4)
-    def skip(run: Run, batch: Any) -> None:
-        run.skip_batch("for the test")
-
+    skip = on(Callback.on_batch_start, at=4)(lambda run, batch: run.skip_batch("for the test"))
     check = ReplayCheck(every=1)
     run = tiny_run(callbacks=[StopOnNonFinite("skip"), replace, skip, check], batches=5)
     assert check.steps == [1, 3, 5]
@@ -250,9 +243,7 @@ def test_a_flipped_bit_is_named_with_its_step_and_tensor(
 
 
 def test_other_data_other_weights_and_another_rate_are_told_apart(clean: Path, tmp_path: Path) -> None:
-    @on(Callback.on_batch_start, at=3)
-    def add(run: Run, batch: Any) -> None:
-        batch[0].add_(1)
+    add = on(Callback.on_batch_start, at=3)(lambda run, batch: batch[0].add_(1))
 
     @on(Callback.on_before_optimizer_step, at=5)
     def faster(run: Run) -> None:
@@ -305,9 +296,8 @@ def test_a_tensor_of_one_run_alone_and_a_run_beside_itself_are_told(
     larger = network()
     larger.register_buffer("more", torch.zeros(2))
     other = fingerprints(tmp_path / "larger", model=larger)
-    assert str(parted(clean, other)).startswith(
-        "the runs part at step 0: the buffer 'more', which only the second has; 0 steps"
-    )
+    told = str(parted(clean, other))
+    assert told.startswith("the runs part at step 0: the buffer 'more', which only the second has; 0 steps")
     assert main(["compare", str(clean), str(clean)]) == 0
     told = capsys.readouterr().out
     assert told.splitlines()[0].split() == ["run", "clean", "clean"]
@@ -329,11 +319,9 @@ def test_broken_lines_are_reported_and_the_last_one_may_be_incomplete(
 
 def test_runs_on_several_ranks_are_compared_and_their_layouts_are_told(clean: Path, tmp_path: Path) -> None:
     def run() -> None:
-        for name in ("ddp", "ddp again"):
-            fingerprints(tmp_path / name, driver=DdpDriver("cpu", timeout_s=100))
-        torch.manual_seed(0)
-        fingerprints(tmp_path / "fsdp", driver=FsdpDriver("cpu", timeout_s=100))
-        fingerprints(tmp_path / "fsdp again", driver=FsdpDriver("cpu", timeout_s=100))
+        for name, driver in {"ddp": DdpDriver, "fsdp": FsdpDriver}.items():
+            for directory in (tmp_path / name, tmp_path / f"{name} again"):
+                fingerprints(directory, driver=driver("cpu", timeout_s=100))
 
     launch(run)
     ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"

@@ -25,10 +25,9 @@ from tests.callbacks.parts import two_optimizers
 from tests.long import LONG
 
 
-def slope(model: nn.Module, batch: Any) -> Tensor:
+def slope(model: nn.Module, batch: Any) -> Any:
     """A loss with a gradient of 1 for the bias, so that each update lowers the bias by the rate."""
-    loss: Tensor = model(batch[0]).mean()
-    return loss
+    return model(batch[0]).mean()
 
 
 class Steps(Callback):
@@ -101,10 +100,8 @@ def test_a_schedule_never_sees_a_scaled_rate() -> None:
         tiny_run(callbacks=[*callbacks, look], steps=5)
         return seen
 
-    def schedule() -> LearningRate:
-        return LearningRate(lambda optimizer: ExponentialLR(optimizer, 0.9))
-
-    assert rates(schedule()) == rates(Warmup("4 steps"), schedule()) == rates(schedule(), Warmup("4 steps"))
+    schedule = LearningRate(lambda optimizer: ExponentialLR(optimizer, 0.9))
+    assert rates(schedule) == rates(Warmup("4 steps"), schedule) == rates(schedule, Warmup("4 steps"))
 
 
 def test_each_group_is_scaled_and_is_afterwards_exactly_what_it_was() -> None:
@@ -118,7 +115,7 @@ def test_each_group_is_scaled_and_is_afterwards_exactly_what_it_was() -> None:
 
 
 def test_where_optimizers_take_turns_only_the_one_that_is_updated_is_scaled() -> None:
-    def turns(run: Run, batch: Any) -> Tensor:
+    def turns(run: Run, batch: Any) -> Any:
         loss = slope(run.model, batch)
         run.backward(loss)
         for optimizer in run.optimizers:
@@ -213,9 +210,8 @@ def test_with_a_limit_that_is_raised_later_it_does_not_begin_again(tmp_path: Pat
 
 
 def test_an_update_left_out_by_fp16_counts_as_a_step() -> None:
-    def overflowing(model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = model(batch[0]).float().mean() * next(factors)
-        return loss
+    def overflowing(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0]).float().mean() * next(factors)
 
     factors = iter([1e-3, math.inf, 1e-3])  # the scale begins at 65536, and fp16 ends there
     updated: list[bool] = []
@@ -317,9 +313,8 @@ class Lengths(Callback):
         self.seen.append((batch["ids"].shape[1], batch["mask"].shape[1]))
 
 
-def text_loss(model: nn.Module, batch: Any) -> Tensor:
-    loss: Tensor = (model(batch["ids"].mean(1, keepdim=True) / 24).squeeze(1) - batch["label"] / 24).square().mean()
-    return loss
+def text_loss(model: nn.Module, batch: Any) -> Any:
+    return (model(batch["ids"].mean(1, keepdim=True) / 24).squeeze(1) - batch["label"] / 24).square().mean()
 
 
 SCHEDULE: dict[int | str, int] = {0: 4, "3 steps": 8, "1 epoch": 16}

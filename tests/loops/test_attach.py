@@ -1,4 +1,4 @@
-"""`cadenza.attach`: a loop that brings its own data and optimizers is a run, which ends where the loop wants to."""
+"""`cadenza.attach`: a loop that brings its own data is a run. The scripts of "From your own loop" run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import re
+import runpy
+import sys
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
@@ -28,6 +30,10 @@ from cadenza.report.sections import card
 from cadenza.sinks import Console, ProgressBar
 from cadenza.status.decisions import Outcome
 from cadenza.testing import Recorder, launch, prove_resume, tiny_trainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
+
+from own_loop import EXAMPLES, SCRIPTS, STAGES, changed
 
 
 class World:
@@ -80,8 +86,7 @@ def seeded() -> nn.Linear:
 
 
 def play(directory: Path | None = None, *, steps: int = 8, callbacks: Any = (), **arguments: Any) -> tuple[Run, list[Tensor]]:
-    torch.manual_seed(0)
-    policy = nn.Linear(2, 1)
+    policy = seeded()
     world, noise = World(), torch.Generator().manual_seed(4)
     chance, dice = np.random.default_rng(5), random.Random(6)
     log = LogTraining("1 step")
@@ -112,8 +117,7 @@ def test_its_moments_are_those_of_a_run_without_fetches() -> None:
     begin, end = ["on_setup", "on_fit_start", "on_epoch_start"], ["on_epoch_end", "on_fit_end"]
     assert recorder.names == [*begin, *STEP, "on_log", *STEP, "on_log", *end]
     assert run.outcome is not None
-    assert run.outcome.kind == "finished"
-    assert (run.progress.step, run.progress.batch, run.progress.samples) == (2, 2, 2)
+    assert (run.outcome.kind, run.progress.step, run.progress.batch, run.progress.samples) == ("finished", 2, 2, 2)
     assert [step for step, _ in run.history["reward"]] == [1, 2]
 
 
@@ -162,7 +166,7 @@ def test_several_models_and_optimizers_are_updated_in_turn(tmp_path: Path) -> No
                     loop.backward(-judges(fake).mean())
                     loop.update(first)
                     second.zero_grad()
-        return [weight.detach().clone() for model in (makes, judges) for weight in model.parameters()]
+        return [flat(makes), flat(judges)]
 
     whole = train(None, tmp_path / "a")
     with pytest.raises(KeyboardInterrupt):
@@ -174,8 +178,7 @@ def test_evaluations_and_early_stopping_end_the_loop() -> None:
     rows = [torch.ones(1, 2)]
     judge = Evaluate(rows, every="1 step", compute=lambda model, batch: {"loss": model(batch).square().mean()})
     run, _ = play(steps=50, callbacks=[judge, EarlyStopping("eval/loss", "min", patience=2, min_delta=100)])
-    assert run.outcome is not None
-    assert (run.outcome.kind, run.progress.step) == ("stopped", 3)
+    assert (run.outcome.kind, run.progress.step) == ("stopped", 3)  # type: ignore[union-attr]
 
 
 def test_an_error_in_the_loop_ends_the_run_with_every_end() -> None:
@@ -206,11 +209,9 @@ def test_a_batch_that_a_callback_skips_changes_nothing() -> None:
 
 @pytest.mark.parametrize("batch", [np.ones((3, 2), dtype="f4"), torch.ones(3, 2), {"x": [1]}, None])
 def test_a_batch_may_be_any_object(batch: Any) -> None:
-    with attached(max_steps=1) as loop:
-        while not loop.over():
-            with loop.step(), loop.batch(batch):
-                loop.backward(loop.run.model(torch.ones(2)).sum())
-                loop.update()
+    with attached(max_steps=1) as loop, loop.step(), loop.batch(batch):
+        loop.backward(loop.run.model(torch.ones(2)).sum())
+        loop.update()
     assert loop.run.progress.batch == 1
 
 
@@ -288,13 +289,13 @@ def test_each_rank_resumes_with_the_gradients_that_it_has_accumulated_over_steps
 
 
 def make(directory: Path) -> Loop:
-    policy = seeded()
-    return attach(policy, torch.optim.Adam(policy.parameters(), 0.01), max_steps=6, seed=1, directory=directory, progress=False)
+    torch.manual_seed(0)
+    return attached(max_steps=6, seed=1, directory=directory)
 
 
-def steps_of(attached: Loop, *, keeps: bool = True) -> None:
+def steps_of(loop: Loop, *, keeps: bool = True) -> None:
     world = World()
-    with attached as loop:
+    with loop:
         if keeps:
             loop.keep("world", world)
         while not loop.over():
@@ -451,3 +452,39 @@ def test_hooks_of_the_fetch_are_named_as_never_called(caplog: pytest.LogCaptureF
     why = "a loop of cadenza.attach brings its own batches"
     assert f"! Fetched, on_fetch_end, never fires: {why}" in str(loop.trainer.plan()).splitlines()
     assert caplog.text.count(f"never fires in this run: {why}") == 1
+
+
+# -- the scripts of the documentation -----------------------------------------------------------------
+
+
+def run_in(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, *, shuffle: bool = True) -> dict[str, Any]:
+    monkeypatch.chdir(folder)
+    text = (EXAMPLES / f"{script}.py").read_text(encoding="utf-8")
+    copy = folder / "script.py"
+    copy.write_text(text if shuffle else text.replace("shuffle=True", "shuffle=False"), encoding="utf-8")
+    return runpy.run_path(str(copy), run_name="__main__")
+
+
+@pytest.mark.parametrize("stage", [f"{folder}/{stage}" for folder, stages in STAGES.items() for stage in stages])
+def test_each_stage_runs(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = run_in(tmp_path, stage, monkeypatch)
+    if not stage.endswith("by_hand"):
+        run = (names.get("trainer") or names["loop"]).run
+        assert run.outcome.kind in ("finished", "stopped")
+        assert ("eval" in {name.partition("/")[0] for name in run.history.latest}) == any(
+            feature in stage for feature in ("evaluation", "stopping", "sinks", "resume", "ranks")
+        )
+
+
+def test_the_first_stages_train_the_weights_of_the_loops_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, model, stage in (("steps", "model", "trainer"), ("attach", "policy", "attached")):
+        before, after = (
+            run_in(tmp_path, f"{folder}/{one}", monkeypatch, shuffle=False)[model].state_dict() for one in ("by_hand", stage)
+        )
+        assert all(map(torch.equal, before.values(), after.values())), folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_at_most_twelve_lines_are_changed(script: str) -> None:
+    written, _ = changed(f"{script}_by_hand", script)
+    assert written <= 12

@@ -171,11 +171,7 @@ def test_a_hook_pauses_its_run(started: Any) -> None:
 
 def test_the_last_step_can_be_the_one(started: Any) -> None:
     gate = threading.Event()
-
-    @on(Callback.on_step_end, at=1)
-    def wait(run: Run) -> None:
-        gate.wait(60)
-
+    wait = on(Callback.on_step_end, at=1)(lambda run: gate.wait(60))
     handle = started(steps=3, callbacks=[wait])
     threading.Timer(0.05, gate.set).start()
     while handle.run.progress.step < 3:

@@ -1,75 +1,285 @@
-"""ConfusionMatrix: counts beside those of scikit-learn, drawn. SampleImages: pictures looked at pixel by pixel."""
+"""SavePredictions, ConfusionMatrix, SampleImages: files are read back, counts compared, pictures looked at by pixel."""
 
 from __future__ import annotations
 
+import csv
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import matplotlib.figure
 import matplotlib.pyplot
 import numpy
 import PIL.Image
+import pyarrow.parquet
 import pytest
 import torch
 from sklearn.metrics import confusion_matrix
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from cadenza import Callback, Figure, Image, Run, on
-from cadenza.callbacks import ConfusionMatrix, Evaluate, SampleImages
+from cadenza import Callback, Figure, Image, Run, on, supervised
+from cadenza.callbacks import Checkpoint, ConfusionMatrix, Evaluate, SampleImages, SavePredictions
 from cadenza.drivers import SingleDriver
 from cadenza.errors import DataError
 from cadenza.records.record import Media, Record
 from cadenza.sinks import TensorBoard
-from cadenza.testing import simulate, tiny_run, tiny_trainer
+from cadenza.testing import Recorder, simulate, tiny_loader, tiny_run, tiny_trainer
 
-Batch = dict[str, Tensor]
+MSE = supervised(nn.functional.mse_loss)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def as_it_is(model: nn.Module, batch: Any) -> Any:
     return batch
 
 
-def classes_of(*pairs: tuple[int, int]) -> Batch:
+def saved(path: Path, batches: list[dict[str, Any]], **arguments: Any) -> list[dict[str, str]]:
+    """Return the rows for batches that are outputs already."""
+    save = SavePredictions(path, evaluation="eval", **arguments)
+    tiny_trainer(callbacks=[save]).evaluate(batches, compute=as_it_is)
+    return read(path)
+
+
+def test_a_prediction_is_written_row_by_row_with_the_very_values(tmp_path: Path) -> None:
+    save = SavePredictions(tmp_path / "predictions.csv")
+    values = tiny_trainer(callbacks=[save], compute_loss=MSE).predict(tiny_loader(3))
+    rows = read(tmp_path / "predictions.csv")
+    assert [list(row) for row in rows] == [["sample", "prediction/0"]] * 6
+    assert [int(row["sample"]) for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [float(row["prediction/0"]) for row in rows] == values[:, 0].tolist()
+
+
+def test_the_classes_and_targets_of_an_evaluation_are_one_line(tmp_path: Path) -> None:
+    batches = [
+        {"predictions": torch.tensor([[0.9, 0.1], [0.2, 0.8]]), "targets": torch.tensor([0, 0])},
+        {"predictions": torch.tensor([[0.3, 0.7]]), "targets": torch.tensor([1])},
+    ]
+    columns = {"prediction": lambda batch, outputs: outputs["predictions"].argmax(-1)}
+    rows = saved(tmp_path / "valid.csv", batches, columns=columns)
+    assert [tuple(row.values()) for row in rows] == [("0", "0", "0"), ("1", "1", "0"), ("2", "1", "1")]
+    assert list(rows[0]) == ["sample", "prediction", "target"]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ({"predictions": torch.tensor([1, 2])}, {"prediction": "2"}),
+        ({"predictions": torch.tensor([[1.5], [2.5]])}, {"prediction/0": "2.5"}),
+        ({"predictions": torch.tensor([[1, 2], [3, 4]])}, {"prediction/0": "3", "prediction/1": "4"}),
+        ({"predictions": torch.tensor([0.5, 0.25], dtype=torch.bfloat16)}, {"prediction": "0.25"}),
+        ({"predictions": torch.tensor([True, False])}, {"prediction": "False"}),
+        ({"predictions": ["one", 'a "word", and\nmore']}, {"prediction": 'a "word", and\nmore'}),
+        ({"predictions": numpy.array([[1, 2], [3, 4]])}, {"prediction/0": "3", "prediction/1": "4"}),
+        ({"predictions": {"a": [1, 2], "b": torch.tensor([[3], [4]])}}, {"prediction/a": "2", "prediction/b/0": "4"}),
+        ({"logits": torch.tensor([0.25, 0.5]), "labels": torch.tensor([0, 3])}, {"prediction": "0.5", "target": "3"}),
+    ],
+)
+def test_the_shape_says_which_columns_there_are(tmp_path: Path, outputs: dict[str, Any], expected: dict[str, str]) -> None:
+    assert saved(tmp_path / "a.csv", [outputs])[1] == {"sample": "1", **expected}
+
+
+def test_own_columns_are_added_and_one_with_a_known_name_replaces_it(tmp_path: Path) -> None:
+    batches = [{"predictions": torch.tensor([5, 6]), "ids": ["x", "y"]}]
+    columns = {
+        "sample": lambda batch, outputs: batch["ids"],
+        "double": lambda batch, outputs: [2 * value for value in outputs["predictions"]],
+    }
+    rows = saved(tmp_path / "a.csv", batches, columns=columns)
+    assert [sorted(row.items()) for row in rows] == [
+        [("double", "10"), ("prediction", "5"), ("sample", "x")],
+        [("double", "12"), ("prediction", "6"), ("sample", "y")],
+    ]
+
+
+def test_a_batch_that_is_used_again_by_the_loader_does_no_harm(tmp_path: Path) -> None:
+    class Reusing:
+        def __iter__(self) -> Any:
+            batch = torch.zeros(1)
+            for _ in range(3):
+                yield {"predictions": batch}
+                batch += 1
+
+    tiny_trainer(callbacks=[SavePredictions(tmp_path / "a.csv", evaluation="eval")]).evaluate(Reusing(), compute=as_it_is)
+    assert [row["prediction"] for row in read(tmp_path / "a.csv")] == ["0.0", "1.0", "2.0"]
+
+
+def test_parquet_keeps_the_kinds_of_values(tmp_path: Path) -> None:
+    save = SavePredictions(tmp_path / "a.parquet", evaluation="eval", columns={"id": lambda batch, outputs: batch["id"]})
+    batches = [{"predictions": torch.tensor([[0.1, 0.9]] * 2), "targets": torch.tensor([1, 0]), "id": ["a", "b"]}] * 2
+    tiny_trainer(callbacks=[save]).evaluate(batches, compute=as_it_is)
+    table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
+    kinds = {"sample": "int64", "prediction/0": "float", "prediction/1": "float", "target": "int64", "id": "string"}
+    assert {field.name: str(field.type) for field in table.schema} == kinds
+    assert table["sample"].to_pylist() == [0, 1, 2, 3]
+    assert table["prediction/1"].to_pylist() == [torch.tensor(0.9).item()] * 4
+    assert table["id"].to_pylist() == ["a", "b", "a", "b"]
+
+
+def test_in_a_fit_the_file_lies_in_the_runs_directory_and_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
+    save = SavePredictions("valid/last.csv", evaluation="eval")
+    run = tiny_run(callbacks=[Evaluate(tiny_loader(2)), save], compute_loss=MSE, epochs=3, directory=tmp_path / "run")
+    path = tmp_path / "run" / "valid" / "last.csv"
+    assert save.file == path
+    assert [float(row["prediction/0"]) for row in read(path)] == [
+        value.item() for inputs, _ in tiny_loader(2) for value in run.model(inputs).flatten()
+    ]
+    assert run.why("saved predictions").endswith(f"4 rows of 'eval' in {path}")
+
+
+def test_only_the_named_evaluation_is_written_each_time_to_its_own_file_if_the_path_has_fields(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = tiny_trainer(callbacks=[SavePredictions(tmp_path / "a.csv", evaluation="test")], compute_loss=MSE)
+    trainer.evaluate(tiny_loader(1))
+    trainer.predict(tiny_loader(1))
+    tiny_run(callbacks=[Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "b.csv", evaluation="evall")], compute_loss=MSE)
+    assert "expects an evaluation 'evall'; this run has ['eval']. Did you mean 'eval'?" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    trainer.evaluate(tiny_loader(1), name="test")
+    assert len(read(tmp_path / "a.csv")) == 2
+    save = SavePredictions(tmp_path / "each" / "{epoch}-{step:03}.csv", evaluation="eval")
+    tiny_run(callbacks=[Evaluate(tiny_loader(1)), save], compute_loss=MSE, epochs=2)
+    assert sorted(path.name for path in (tmp_path / "each").iterdir()) == ["1-005.csv", "2-010.csv"]
+
+
+class TwoRanks(SingleDriver):
+    """A driver with another rank that has the same."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def reduce(self, value: Tensor, how: Any = "mean") -> Tensor:
+        assert how == "sum"
+        return 2 * value
+
+
+def test_the_batches_of_all_ranks_are_written_in_turn(tmp_path: Path) -> None:
+    batches = [{"predictions": [1, 2]}, {"predictions": [3]}]
+    save = SavePredictions(tmp_path / "a.csv", evaluation="eval")
+    tiny_trainer(callbacks=[save], driver=TwoRanks("cpu")).evaluate(batches, compute=as_it_is)
+    assert [row["prediction"] for row in read(tmp_path / "a.csv")] == ["1", "2", "1", "2", "3", "3"]
+
+
+def test_a_file_that_was_there_is_refused_before_the_work_and_stays_as_it_is(tmp_path: Path) -> None:
+    path, recorder = tmp_path / "a.csv", Recorder(Callback.on_eval_batch_start, Callback.on_epoch_start)
+    path.write_text("precious")
+    with pytest.raises(FileExistsError, match=r"a\.csv' exists.*overwrite=True"):
+        tiny_trainer(callbacks=[SavePredictions(path), recorder], compute_loss=MSE).predict(tiny_loader(1))
+    callbacks = [Evaluate(tiny_loader(1)), SavePredictions(path, evaluation="eval"), recorder]
+    with pytest.raises(FileExistsError):
+        tiny_run(callbacks=callbacks, compute_loss=MSE)
+    assert recorder.names == []
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize(("overwrite", "rows"), [(False, 2), (True, 6)])
+def test_the_file_of_an_earlier_call_is_replaced_only_on_request(tmp_path: Path, overwrite: bool, rows: int) -> None:
+    save = SavePredictions(tmp_path / "a.csv", overwrite=overwrite)
+    trainer = tiny_trainer(callbacks=[save], compute_loss=MSE)
+    trainer.predict(tiny_loader(1))
+    assert save._parts == []  # what was gathered is let go of
+    with nullcontext() if overwrite else pytest.raises(FileExistsError):
+        trainer.predict(tiny_loader(3))
+    assert len(read(tmp_path / "a.csv")) == rows
+
+
+def test_a_run_replaces_its_own_file_and_so_does_the_same_run_continued(tmp_path: Path) -> None:
+    def fit(steps: int, resume: bool | str) -> list[dict[str, str]]:
+        save = SavePredictions(tmp_path / "outside.csv", evaluation="eval")
+        callbacks = [Evaluate(tiny_loader(1), every="1 step"), save, Checkpoint(every="1 step")]
+        tiny_trainer(callbacks=callbacks, compute_loss=MSE, steps=steps, directory=tmp_path / "run").fit(resume=resume)
+        return read(tmp_path / "outside.csv")
+
+    assert fit(2, resume=False) != fit(4, resume="auto")
+
+
+def broken_after(batches: Any) -> Iterator[Any]:
+    yield from batches
+    raise OSError("the disk is gone")
+
+
+def broken_compute(model: nn.Module, batch: Any) -> Any:
+    raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"compute": broken_compute}], ids=["loader", "forward pass"])
+@pytest.mark.parametrize("call", ["predict", "eval"])
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_an_evaluation_that_fails_leaves_no_file_and_the_next_one_begins_anew(
+    tmp_path: Path, call: str, name: str, arguments: dict[str, Any]
+) -> None:
+    trainer = tiny_trainer(callbacks=[SavePredictions(tmp_path / name, evaluation=call)], compute_loss=MSE)
+    do: Any = trainer.predict if call == "predict" else trainer.evaluate
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        do(broken_after(tiny_loader(2)), **arguments)
+    assert [note.partition(":")[0] for note in caught.value.__notes__] == ["context"], "no second error is attached"
+    assert list(tmp_path.iterdir()) == []
+    do(tiny_loader(1))
+    rows = read(tmp_path / name) if name == "a.csv" else pyarrow.parquet.read_table(tmp_path / name).to_pylist()
+    assert len(rows) == 2
+
+
+def test_values_that_cannot_be_written_leave_only_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_text("earlier")
+    save = SavePredictions(path, overwrite=True, columns={"prediction": lambda batch, outputs: ["a", 1]})
+    with pytest.raises(DataError, match="column 'prediction' cannot be written as Parquet"):
+        tiny_trainer(callbacks=[save], compute_loss=MSE).predict(tiny_loader(1))
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a.parquet", "earlier")]
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([{"predictions": torch.zeros(2, 3, 4)}], r"expected values of shape \(N,\) or \(N, C\).*got shape \(2, 3, 4\)"),
+        ([{"predictions": torch.tensor(1.0)}], r"expected values of shape \(N,\) or \(N, C\).*got shape \(\)"),
+        ([{"predictions": "text"}], r"expected values of shape \(N,\) or \(N, C\).*got str"),
+        ([{"prediction": torch.zeros(2)}], r"no 'predictions'.*got \['prediction'\]. Did you mean 'prediction'"),
+        ([{}], "nothing to write"),
+        ([{"predictions": torch.zeros(2), "targets": torch.zeros(3)}], r"got {'prediction': 2, 'target': 3}"),
+        (
+            [{"predictions": torch.zeros(2, 1)}, {"predictions": torch.zeros(2, 2)}],
+            r"the first has \['prediction/0'\], a later one \['prediction/0', 'prediction/1'\]",
+        ),
+    ],
+)
+def test_what_cannot_be_laid_out_in_columns_is_an_error(batches: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        saved(tmp_path / "a.csv", batches)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- ConfusionMatrix ----------------------------------------------------------------------------------
+
+
+def classes_of(*pairs: tuple[int, int]) -> dict[str, Tensor]:
     """Return a batch of (target, prediction)."""
     targets, predictions = (torch.tensor(part) for part in zip(*pairs, strict=True))
     return {"targets": targets, "predictions": predictions}
 
 
-def judge(matrix: ConfusionMatrix, *batches: Batch, **arguments: Any) -> Any:
+def judge(matrix: ConfusionMatrix, *batches: dict[str, Tensor], **arguments: Any) -> Any:
     tiny_trainer(callbacks=[matrix], **arguments).evaluate(list(batches), compute=as_it_is)
     return None if matrix.counts is None else matrix.counts.tolist()
 
 
-def noisy(batches: int, classes: int, *more: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        {
-            "predictions": torch.randn(8, classes, *more, generator=generator),
-            "targets": torch.randint(classes, (8, *more), generator=generator),
-        }
-        for _ in range(batches)
-    ]
-
-
 @pytest.mark.parametrize("more", [(), (4, 5)])
 def test_counts_are_those_of_scikit_learn(more: tuple[int, ...]) -> None:
-    batches, matrix = noisy(5, 4, *more), ConfusionMatrix()
+    matrix = ConfusionMatrix()
+    batches = [{"predictions": torch.randn(8, 4, *more), "targets": torch.randint(4, (8, *more))} for _ in range(5)]
     judge(matrix, *batches)
     targets = torch.cat([batch["targets"].flatten() for batch in batches])
     predictions = torch.cat([batch["predictions"].argmax(1).flatten() for batch in batches])
     assert matrix.counts is not None
     assert matrix.counts.dtype == torch.int64
     assert (matrix.counts.numpy() == confusion_matrix(targets, predictions, labels=range(4))).all()
-
-
-class TwoRanks(SingleDriver):
-    def reduce(self, value: Tensor, how: Any = "mean") -> Tensor:
-        assert how == "sum"
-        return 2 * value
 
 
 @pytest.mark.parametrize(
@@ -86,23 +296,24 @@ def test_rows_are_targets_and_columns_predictions(pairs: Any, arguments: Any, dr
     assert judge(ConfusionMatrix(**arguments), classes_of(*pairs), **driven) == counts
 
 
-def test_each_evaluation_is_counted_anew() -> None:
-    matrix = ConfusionMatrix(classes=2)
+def test_each_evaluation_is_counted_anew_and_several_have_a_matrix_each() -> None:
+    matrix, other = ConfusionMatrix(classes=2), ConfusionMatrix(classes=2, evaluation="test")
     assert judge(matrix, classes_of((0, 0))) == [[1, 0], [0, 0]]
     assert judge(matrix, classes_of((1, 1))) == [[0, 0], [0, 1]]
     simulate([matrix], metrics={"eval/acc": [0.5]})  # a script without batches
     assert matrix.counts is None
+    first = Evaluate([classes_of((0, 0))], compute=as_it_is)
+    second = Evaluate([classes_of((1, 1))], compute=as_it_is, name="test")
+    tiny_run(callbacks=[first, second, matrix, other])
+    counts = [one.counts.tolist() for one in (matrix, other) if one.counts is not None]
+    assert counts == [[[1, 0], [0, 0]], [[0, 0], [0, 1]]]
 
 
 def test_an_evaluation_that_fails_leaves_no_counts_and_is_the_only_error() -> None:
-    def failing() -> Any:
-        yield classes_of((0, 0))
-        raise OSError("the disk is gone")
-
     matrix = ConfusionMatrix(classes=2)
     judge(matrix, classes_of((0, 0)))
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        tiny_trainer(callbacks=[matrix]).evaluate(failing(), compute=as_it_is)
+        tiny_trainer(callbacks=[matrix]).evaluate(broken_after([classes_of((0, 0))]), compute=as_it_is)
     assert [note.partition(":")[0] for note in caught.value.__notes__] == ["context"], "no second error is attached"
     assert matrix.counts is None
     with pytest.raises(RuntimeError, match="no evaluation 'eval' is complete"):
@@ -124,7 +335,7 @@ def test_the_cells_show_counts_or_fractions(normalize: Any, expected: list[str])
     assert [text.get_text() for text in matrix.figure().axes[0].texts] == expected
 
 
-def test_the_axes_have_the_labels() -> None:
+def test_the_axes_have_the_labels_and_with_many_classes_there_is_a_picture_without_numbers() -> None:
     labels = ["cat", r"$\wrong$"]  # would be no formula
     matrix = ConfusionMatrix(labels)
     judge(matrix, classes_of((0, 0)))
@@ -132,8 +343,13 @@ def test_the_axes_have_the_labels() -> None:
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == labels
     assert [label.get_text() for label in axes.get_xticklabels()] == labels
-    assert pixels(figure).std() > 0
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "true")
+    assert pixels(figure).std() > 0
+    matrix = ConfusionMatrix(classes=60)
+    judge(matrix, classes_of((59, 59)))
+    figure = matrix.figure()
+    assert [*figure.axes[0].texts] == []
+    assert pixels(figure).std() > 0
 
 
 def pixels(figure: Any) -> Any:
@@ -153,23 +369,13 @@ def test_drawn_the_larger_count_is_the_darker_cell() -> None:
     judge(matrix, classes_of((0, 0), (0, 0), (0, 0), (1, 0), (1, 1), (1, 1)))
     figure = matrix.figure()
     drawn = pixels(figure)
-    axes = figure.axes[0]
-    height = len(drawn)
 
-    def darkness(row: int, column: int) -> int:
-        x, y = axes.transData.transform((column - 0.4, row - 0.4))  # off the number in the middle
-        return -int(drawn[height - 1 - round(y), round(x)].sum())
+    def darkness(cell: tuple[int, int]) -> int:
+        x, y = figure.axes[0].transData.transform((cell[1] - 0.4, cell[0] - 0.4))  # off the number in the middle
+        return -int(drawn[len(drawn) - 1 - round(y), round(x)].sum())
 
-    by_darkness = sorted([(0, 0), (0, 1), (1, 0), (1, 1)], key=lambda cell: darkness(*cell))
+    by_darkness = sorted([(0, 0), (0, 1), (1, 0), (1, 1)], key=darkness)
     assert by_darkness == [(0, 1), (1, 0), (1, 1), (0, 0)]
-
-
-def test_with_many_classes_there_is_a_picture_without_numbers() -> None:
-    matrix = ConfusionMatrix(classes=60)
-    judge(matrix, classes_of((59, 59)))
-    figure = matrix.figure()
-    assert [*figure.axes[0].texts] == []
-    assert pixels(figure).std() > 0
 
 
 def test_in_a_fit_a_figure_is_logged_for_each_evaluation_and_none_is_kept(tmp_path: Path) -> None:
@@ -188,16 +394,6 @@ def test_in_a_fit_a_figure_is_logged_for_each_evaluation_and_none_is_kept(tmp_pa
     assert [event.step for event in events] == [5, 10]
     assert drawn_in(tmp_path, "eval/mixed up").std() > 10
     assert matplotlib.pyplot.get_fignums() == before
-
-
-def test_several_evaluations_have_a_matrix_each() -> None:
-    one, other = ConfusionMatrix(classes=2), ConfusionMatrix(classes=2, evaluation="test")
-    first = Evaluate([classes_of((0, 0))], compute=as_it_is)
-    second = Evaluate([classes_of((1, 1))], compute=as_it_is, name="test")
-    tiny_run(callbacks=[first, second, one, other])
-    assert one.counts is not None
-    assert other.counts is not None
-    assert (one.counts.tolist(), other.counts.tolist()) == ([[1, 0], [0, 0]], [[0, 0], [0, 1]])
 
 
 @pytest.mark.parametrize("pair", [(2, 0), (0, 2), (-1, 0)])
@@ -233,12 +429,7 @@ def test_the_number_of_classes_must_be_known() -> None:
         judge(ConfusionMatrix(), {"loss": torch.tensor(1.0)})
 
 
-# -- SampleImages ----------------------------------------------------------------------------
-
-
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    loss: Tensor = model(torch.ones(1, 1)).mean()
-    return loss
+# -- SampleImages -------------------------------------------------------------------------------------
 
 
 def logged(*callbacks: Callback, batches: list[Any], **arguments: Any) -> dict[tuple[int, str], Media]:
@@ -248,7 +439,8 @@ def logged(*callbacks: Callback, batches: list[Any], **arguments: Any) -> dict[t
     def look(run: Run, record: Record) -> None:
         media.update({(record.step, name): value for name, value in record.media.items()})
 
-    tiny_run(callbacks=[*callbacks, look], loader=batches, compute_loss=loss_of, **arguments)
+    loss = lambda model, batch: model(torch.ones(1, 1)).mean()  # noqa: E731  # shorter to read
+    tiny_run(callbacks=[*callbacks, look], loader=batches, compute_loss=loss, **arguments)
     return media
 
 
@@ -316,10 +508,9 @@ def test_the_images_of_a_batch_are_found(batch: Any) -> None:
 
 
 def test_a_function_says_where_they_are() -> None:
-    def second(batch: Any, outputs: Mapping[str, Any]) -> Tensor:
+    def second(batch: Any, outputs: Mapping[str, Any]) -> Any:
         assert "loss" in outputs
-        images: Tensor = batch[1]
-        return images
+        return batch[1]
 
     assert grid_of((torch.ones(1, 3, 9, 9), torch.ones(1, 1, 4, 4)), images=second).shape == (1, 8, 8)
 
@@ -346,7 +537,7 @@ def test_training_batches_are_shown_at_the_cadence_or_once_an_epoch() -> None:
 
 def test_of_an_evaluation_the_first_batch_is_shown_and_of_the_training_if_it_is_wanted() -> None:
     judged = [torch.full((1, 1, 1, 1), value, dtype=torch.uint8) for value in (7, 8)]
-    evaluate = Evaluate(judged, compute=loss_named)
+    evaluate = Evaluate(judged, compute=lambda model, batch: {"loss": batch.float().mean()})
     media = logged(evaluate, SampleImages(evaluation="eval", log="seen"), batches=[torch.ones(1)] * 2)
     assert list(media) == [(2, "eval/seen")]
     [picture] = media.values()
@@ -354,10 +545,6 @@ def test_of_an_evaluation_the_first_batch_is_shown_and_of_the_training_if_it_is_
     assert int(picture.pixels.max() * 255) == 7
     both = logged(evaluate, SampleImages(every="1 epoch", evaluation="eval"), batches=[torch.ones(1, 1, 1, 1)])
     assert list(both) == [(1, "eval/images"), (1, "train/images")]
-
-
-def loss_named(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    return {"loss": batch.float().mean()}
 
 
 def test_an_evaluation_that_fails_at_its_second_batch_is_shown_once() -> None:
