@@ -90,13 +90,20 @@ def pytest_configure(config):
     os.environ["MUTANTS_CURRENT"] = os.path.join(os.environ["MUTANTS_FOLDER"], name)
     open(os.environ["MUTANTS_CURRENT"], "w").close()
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
+def begin(name):
     from cadenza import mutants_probe
-    mutants_probe.current = item.nodeid
+    mutants_probe.current = name
     mutants_probe._process = os.getpid()
     with open(os.environ["MUTANTS_CURRENT"], "w", encoding="utf-8") as file:
-        file.write(item.nodeid)
+        file.write(name)
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    begin(item.nodeid.partition("::")[0])  # a fixture may be that of all tests of the file
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    begin(item.nodeid)
 
 def pytest_runtest_logreport(report):
     if os.environ.get("PYTEST_XDIST_WORKER"):
@@ -279,9 +286,6 @@ def covering(places: list[Place], folder: Path, jobs: int, only: list[str]) -> t
     _, output = pytest(checkout, *options, *only, environment=named)
     (folder / "map.log").write_text(output, encoding="utf-8")
     reached: dict[int, set[str]] = defaultdict(set)
-    for line in files["HITS"].read_text(encoding="utf-8").splitlines():
-        place_number, _, test = line.partition("\t")
-        reached[int(place_number)].add(test)
     seconds: dict[str, float] = defaultdict(float)
     failed = set()
     for line in files["TIMES"].read_text(encoding="utf-8").splitlines():
@@ -289,6 +293,9 @@ def covering(places: list[Place], folder: Path, jobs: int, only: list[str]) -> t
         seconds[test] += float(duration)
         if outcome != "passed":
             failed.add(test)
+    for line in files["HITS"].read_text(encoding="utf-8").splitlines():
+        place_number, _, test = line.partition("\t")
+        reached[int(place_number)] |= {test} if "::" in test else {one for one in seconds if one.partition("::")[0] == test}
     shutil.rmtree(checkout)
     return reached, {test: took for test, took in seconds.items() if test not in failed}
 
