@@ -315,10 +315,10 @@ def chosen_for(place: Place, tests: Iterable[str], seconds: dict[str, float]) ->
             continue
         total += seconds[test]
         several.append(test)
-    pages = {
-        one.partition("::")[0] for one in several if one.partition("::")[0].endswith(".md")
-    }  # a block needs those before it
-    return [*(one for one in several if not one.partition("::")[0].endswith(".md")), *sorted(pages)]
+    files = list(dict.fromkeys(one.partition("::")[0] for one in several))
+    order = {test: index for index, test in enumerate(seconds)}  # inside of a file, a test may need the one before it
+    several.sort(key=lambda one: (files.index(one.partition("::")[0]), order[one]))
+    return list(dict.fromkeys(one.partition("::")[0] if ".md::" in one else one for one in several))  # a page runs as a whole
 
 
 def tried(mutant: Mutant, checkout: Path) -> None:
