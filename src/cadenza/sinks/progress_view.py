@@ -121,6 +121,7 @@ class FitView:
 
     def begin_evaluation(self, evaluation: Evaluation) -> None:
         """Show an evaluation as well. Its time does not count as training."""
+        self.loss.last(self.run.progress.step, self.run.loss)  # no step asks for it until the evaluation is over
         self.evaluation = EvaluationView(evaluation)
 
     def end_evaluation(self) -> None:
