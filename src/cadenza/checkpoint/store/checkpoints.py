@@ -388,6 +388,6 @@ def only_branch(entries: Iterable[Entry], folder: str) -> Branch:
         raise CheckpointError(
             f"{folder} holds checkpoints of {counted(len(found), 'run')}: "
             f"{', '.join(branch.run[:12] for branch in found)}. Give the path "
-            "of one checkpoint, or the directory of the run that is meant."
+            "of one checkpoint or, to a command, the --run that is meant."
         )
     return found[0] if found else Branch()
