@@ -20,8 +20,9 @@ from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.manifest import canonical
 from cadenza.checkpoint.store.writing import write_common
 from cadenza.commands.main import main
-from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DirectoryError
 from cadenza.files.disk import Unflushed
+from cadenza.records import media_folder
 from cadenza.records.reading import NewRecords, read_decisions, read_records
 from cadenza.report.page import page
 from cadenza.report.story import story_at
@@ -173,6 +174,38 @@ def test_a_url_that_leads_to_another_place_is_refused(opened: list[str], capsys:
     assert main(["checkpoint", "list", url]) == 1
     assert "leads to another place" in capsys.readouterr().err
     assert opened == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "decisions.jsonl", "console.log", "run.lock", "run.json.new"])
+def test_a_run_changes_no_file_that_a_link_in_its_directory_names(tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").write_text("other\n")
+    tiny_trainer(callbacks=[Checkpoint("2 steps")], directory=tmp_path / "run", steps=2).fit()
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).symlink_to(tmp_path / "other")
+    trainer = tiny_trainer(callbacks=[Checkpoint("2 steps")], directory=tmp_path / "run", steps=4)
+    if name == "run.json.new":  # which is removed first
+        assert trainer.fit(resume="auto").progress.step == 4
+    else:
+        with pytest.raises(DirectoryError, match=f"holds {name} as a symbolic link, and a run would change its target"):
+            trainer.fit(resume="auto")
+    assert (tmp_path / "other").read_text() == "other\n"
+
+
+def test_a_resume_deletes_no_media_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "album/summer").mkdir(parents=True)
+    (tmp_path / "album/summer/0000000009.png").touch()
+    (tmp_path / "media").symlink_to(tmp_path / "album")
+    media_folder.cut(tmp_path / "media", 2)
+    assert (tmp_path / "album/summer/0000000009.png").exists()
+
+
+@pytest.mark.parametrize("content", [{"facts": {}}, {"facts": {}, "state": []}, {"facts": {"why": 5}, "state": {}}])
+def test_a_capsule_of_a_wrong_shape_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, Any]
+) -> None:
+    (tmp_path / "capsule.json").write_text(json.dumps({"format": 1, **content}))
+    assert main(["capsule", str(tmp_path)]) == 1
+    assert "capsule.json does not have the format that cadenza writes (the field " in capsys.readouterr().err
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
         logger.warning("skipped a checkpoint: %s", reason)
     if loaded is not None:
         return Start(replace(branch, at=loaded.name), loaded, path, recovery=recovery_in(directory))
-    lost = known.unusable()
+    lost = known.unusable(reader)
     is_over = outcome_in(directory) in OVER
     if any(one.wasted(is_over=is_over) for one in lost):
         lines = "\n  ".join(one.why for one in lost)
@@ -246,14 +246,15 @@ class _Checkpoints:
         by_entry = {id(one.entry): one for one in self.found}
         return [by_entry[id(entry)] for entry in on_line([one.entry for one in self.found], self.branch)]
 
-    def unusable(self) -> list[_Unusable]:
+    def unusable(self, reader: Reader) -> list[_Unusable]:
         """Return the reason for each checkpoint why it cannot be used. Call it if none on the line can."""
-        return [self._unusable(one) for one in self.found]
+        return [self._unusable(one, reader) for one in self.found]
 
-    def _unusable(self, one: _Found) -> _Unusable:
-        manifest, problem = one.entry.manifest, one.store.problem(one.entry)
-        if manifest is None or one.store.problem(one.entry, exact=False) is not None:
+    def _unusable(self, one: _Found, reader: Reader) -> _Unusable:
+        manifest, problem = one.entry.manifest, reader.problem(one.store, one.entry)
+        if manifest is None or problem is not None:
             return _Unusable(str(problem), "unfinished" if one.entry.is_unfinished else "damaged")
+        problem = one.store.problem(one.entry)
         if problem is None:
             return _Unusable(f"{one.entry.saved.name}: abandoned when the run was rolled back", "abandoned")
         return _Unusable(problem, "weights only" if manifest.get("weights_only") else "not exact")
