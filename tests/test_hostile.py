@@ -19,14 +19,17 @@ from cadenza.callbacks import Checkpoint, LogTraining, SavePredictions
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.manifest import canonical
 from cadenza.checkpoint.store.writing import write_common
-from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.commands.main import main
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DirectoryError
 from cadenza.files.disk import Unflushed
+from cadenza.records import media_folder
 from cadenza.records.reading import NewRecords, read_decisions, read_records
 from cadenza.report.page import page
 from cadenza.report.story import story_at
 from cadenza.sinks import Csv
 from cadenza.status.run_info import RunInfo
 from cadenza.testing import tiny_loader, tiny_trainer
+from cadenza.timetravel import replay_step
 
 FACTS = {"step": 5, "epoch": 0, "reason": "a test", "exact": True}
 
@@ -105,6 +108,104 @@ def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(tmp_path: Path
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="there are no weights"):
         load_weights(tmp_path, nn.Linear(1, 1))
+
+
+# -- places that run.json names ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The URLs that are opened."""
+    urls: list[str] = []
+    monkeypatch.setattr("fsspec.core.url_to_fs", urls.append)
+    return urls
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "load_weights": lambda run: load_weights(run, nn.Linear(1, 1)),
+    "load_weights of the best": lambda run: load_weights(run, nn.Linear(1, 1), which="best"),
+    "replay": lambda run: replay_step(tiny_trainer(directory=run), run, 2),
+    "list": lambda run: main(["checkpoint", "list", str(run)]),
+    "prune": lambda run: main(["checkpoint", "prune", str(run)]),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_what_reads_a_run_opens_no_url_or_folder_that_only_its_run_json_names(
+    tmp_path: Path, opened: list[str], capsys: pytest.CaptureFixture[str], read: Callable[[Path], int]
+) -> None:
+    tiny_trainer(callbacks=[Checkpoint("2 steps", directory=tmp_path / "own")], directory=tmp_path / "run").fit()
+    info = json.loads((tmp_path / "run/run.json").read_text())
+    named = ["http://127.0.0.1/taken", "reference://::file:///tmp/refs.json", "//server/taken"]
+    (tmp_path / "run/run.json").write_text(json.dumps({**info, "checkpoints": [*info["checkpoints"], *named]}))
+    try:
+        assert read(tmp_path / "run") == 1
+        told = capsys.readouterr().err
+    except CheckpointError as error:
+        told = str(error)
+    assert f"also names '{tmp_path}/own'; 'http://127.0.0.1/taken'" in told
+    assert "Only a path that you give is opened" in told
+    assert opened == []
+    assert len(Store(tmp_path / "own").saved()) > 1, "prune deletes nothing there"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1/taken", "reference://::file:///tmp/refs.json"])
+def test_a_run_that_began_at_a_url_continues_there_only_if_the_trainer_names_it(
+    tmp_path: Path, opened: list[str], url: str
+) -> None:
+    tiny_trainer(directory=tmp_path).fit()
+    info = json.loads((tmp_path / "run.json").read_text())
+    begun = {"branch": 0, "ancestors": [["other", 0, "step-00000002"]], "resumed_at": f"{url}/step-00000002"}
+    (tmp_path / "run.json").write_text(json.dumps({**info, "outcome": None, "branch": begun}))
+    with pytest.raises(CheckpointError, match=r"is at a URL, which only fit\(resume=URL\) opens"):
+        tiny_trainer(directory=tmp_path).fit(resume="auto")
+    with pytest.raises(CheckpointError, match="no checkpoint before step 2"):
+        replay_step(tiny_trainer(directory=tmp_path), tmp_path, 2)
+    assert opened == []
+
+
+@pytest.mark.parametrize(
+    "url", ["reference://refs.json", "simplecache::s3://bucket/a", "zip://a.zip", "dir://a", "x::file://a"]
+)
+def test_a_url_that_leads_to_another_place_is_refused(opened: list[str], capsys: pytest.CaptureFixture[str], url: str) -> None:
+    for act in (Store, lambda place: Checkpoint(directory=place), lambda place: load_weights(place, nn.Linear(1, 1))):
+        with pytest.raises(ValueError, match="leads to another place: expected one without '::'"):
+            act(url)
+    assert main(["checkpoint", "list", url]) == 1
+    assert "leads to another place" in capsys.readouterr().err
+    assert opened == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "decisions.jsonl", "console.log", "run.lock", "run.json.new"])
+def test_a_run_changes_no_file_that_a_link_in_its_directory_names(tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").write_text("other\n")
+    tiny_trainer(callbacks=[Checkpoint("2 steps")], directory=tmp_path / "run", steps=2).fit()
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).symlink_to(tmp_path / "other")
+    trainer = tiny_trainer(callbacks=[Checkpoint("2 steps")], directory=tmp_path / "run", steps=4)
+    if name == "run.json.new":  # which is removed first
+        assert trainer.fit(resume="auto").progress.step == 4
+    else:
+        with pytest.raises(DirectoryError, match=f"holds {name} as a symbolic link, and a run would change its target"):
+            trainer.fit(resume="auto")
+    assert (tmp_path / "other").read_text() == "other\n"
+
+
+def test_a_resume_deletes_no_media_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "album/summer").mkdir(parents=True)
+    (tmp_path / "album/summer/0000000009.png").touch()
+    (tmp_path / "media").symlink_to(tmp_path / "album")
+    media_folder.cut(tmp_path / "media", 2)
+    assert (tmp_path / "album/summer/0000000009.png").exists()
+
+
+@pytest.mark.parametrize("content", [{"facts": {}}, {"facts": {}, "state": []}, {"facts": {"why": 5}, "state": {}}])
+def test_a_capsule_of_a_wrong_shape_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, Any]
+) -> None:
+    (tmp_path / "capsule.json").write_text(json.dumps({"format": 1, **content}))
+    assert main(["capsule", str(tmp_path)]) == 1
+    assert "capsule.json does not have the format that cadenza writes (the field " in capsys.readouterr().err
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------

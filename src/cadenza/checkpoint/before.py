@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cadenza.checkpoint.finding import checkpoint_at, stores_at
-from cadenza.checkpoint.starting import path_in, recovery_in
+from cadenza.checkpoint.finding import checkpoint_at, not_opened, stores_at
+from cadenza.checkpoint.starting import openable_in, recovery_in
 from cadenza.checkpoint.store import Entry, Store
 from cadenza.checkpoint.store.checkpoints import on_line, only_branch
 from cadenza.errors import CheckpointError
@@ -27,18 +27,19 @@ class Before(NamedTuple):
     """The data of the rollbacks of the run if the step came after the first one: they hold the batches that were left out."""
 
 
-def newest_before(recorded: RecordedRun, step: int) -> Before:
+def newest_before(recorded: RecordedRun, step: int, elsewhere: Sequence[str] = ()) -> Before:
     """Return the newest checkpoint on the present branch of a run that was written before a step. It is verified.
 
     Args:
         recorded: The run.
         step: The number of the step, from 1. The checkpoint has at most ``step - 1`` complete steps.
+        elsewhere: The folders and URLs outside of its directory to which its trainer saves.
 
     Raises:
         CheckpointError: There is none that can be continued. The message names those that exist.
     """
     skipped, later = list[str](), list[str]()
-    for store, entry in _candidates(recorded):
+    for store, entry in _candidates(recorded, elsewhere):
         if entry.saved.step >= step:
             later.append(entry.saved.name)
             continue
@@ -46,11 +47,12 @@ def newest_before(recorded: RecordedRun, step: int) -> Before:
         if problem is None:
             return Before(f"{store.files}/{entry.saved.name}", entry.saved.step, tuple(skipped), _recovery_at(recorded, step))
         skipped.append(problem)
+    remark = not_opened(str(recorded.path), map(Store, elsewhere))
     there = "; ".join([*skipped, *([f"later ones: {', '.join(reversed(later))}"] if later else [])])
     raise CheckpointError(
         f"the run in {str(recorded.path)!r} has no checkpoint before step {step} from which it can be repeated: expected one "
         f"with at most {counted(step - 1, 'step')}, whole and exact; found {there or 'none'}. Repeat a step after a "
-        "checkpoint, or keep more of them: Checkpoint(every=..., keep_last=None)."
+        f"checkpoint, or keep more of them: Checkpoint(every=..., keep_last=None).{remark}"
     )
 
 
@@ -65,9 +67,9 @@ def _recovery_at(recorded: RecordedRun, step: int) -> Mapping[str, Any] | None:
     return recovery if step > first else None
 
 
-def _candidates(recorded: RecordedRun) -> Iterator[tuple[Store, Entry]]:
+def _candidates(recorded: RecordedRun, elsewhere: Sequence[str]) -> Iterator[tuple[Store, Entry]]:
     """Yield the checkpoints on the line of the present branch, newest first, and then the one at which the branch began."""
-    stores, branch = stores_at(recorded.path)
+    stores, branch = stores_at(recorded.path, elsewhere)
     found = [(store, entry) for store in stores for entry in store.entries()]
     by_entry = {id(entry): store for store, entry in found}
     if branch is None and found:
@@ -76,6 +78,6 @@ def _candidates(recorded: RecordedRun) -> Iterator[tuple[Store, Entry]]:
         entries = [entry for _, entry in found if entry.branch is None or entry.branch.run == branch.run]
         for entry in on_line(entries, branch):
             yield by_entry[id(entry)], entry
-    if (path := path_in(recorded)) is not None and Path(path).parent != recorded.checkpoints.absolute():
+    if (path := openable_in(recorded, elsewhere)) is not None and Path(path).parent != recorded.checkpoints.absolute():
         store, saved = checkpoint_at(path)
         yield from ((store, entry) for entry in store.entries() if entry.saved == saved)

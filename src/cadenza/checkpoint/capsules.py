@@ -10,9 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from cadenza.checkpoint.store.reading import parsed
+from cadenza.checkpoint.store.state_fields import checked_capsule
 from cadenza.checkpoint.store.tensor_files import Sum, pieces, read_tensors
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, StateError
-from cadenza.files.disk import flush, read_object
+from cadenza.files.disk import flush, open_regular, read_object
 from cadenza.files.paths import local_path
 from cadenza.status.decisions import in_json
 from cadenza.status.plain import decode, encode
@@ -118,7 +120,7 @@ def read_capsule(path: str | PathLike[str]) -> CapsuleContent:
     folder = capsule_at(path)
     content = _content(folder)
     try:
-        with (folder / _TENSORS).open("rb") as file:
+        with open_regular(folder / _TENSORS, follow=False) as file:
             tensors, found = read_tensors(file, (folder / _TENSORS).stat().st_size)
     except OSError as error:
         raise CheckpointDamagedError(f"the capsule {str(folder)!r} cannot be read: {error}") from None
@@ -128,7 +130,9 @@ def read_capsule(path: str | PathLike[str]) -> CapsuleContent:
         raise CheckpointDamagedError(
             f"the capsule {str(folder)!r} is damaged: {_TENSORS} has {found}, and was written with {expected}"
         )
-    return CapsuleContent(folder, content["facts"], decode(content["state"], tensors))
+    return CapsuleContent(
+        folder, content["facts"], parsed(str(folder), _FACTS, lambda text: decode(text, tensors), content["state"])
+    )
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -142,4 +146,4 @@ def _content(path: Path) -> dict[str, Any]:
         raise CheckpointFormatError(
             f"the capsule {str(path)!r} has format {content.get('format')!r}; this version reads format {_FORMAT}."
         )
-    return content
+    return parsed(str(path), _FACTS, checked_capsule, content)

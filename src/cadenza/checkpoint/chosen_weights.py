@@ -236,7 +236,7 @@ class Choice:
         if is_path(self.which):
             found = find(text, None, reader.problem)
         elif self.directory is not None:
-            found = find(self.directory, self.which, reader.problem)
+            found = find(self.directory, self.which, reader.problem, self.elsewhere)
         else:
             where = ", ".join(fspath(one) for one in self.elsewhere)
             found = find_in([Store(one) for one in self.elsewhere], None, text, where, reader.problem)

@@ -20,6 +20,7 @@ from cadenza.errors import CheckpointError, nearest
 from cadenza.files.disk import read_object
 from cadenza.files.paths import local_text
 from cadenza.status.branches import Rank
+from cadenza.status.counting import some
 
 Which = str | PathLike[str]
 """``"last"``, ``"best"``, ``"best:eval/acc"``, the name of a checkpoint such as ``"step-500"``, or a path."""
@@ -49,13 +50,19 @@ class Found:
         return f"{self.saved.name}{why}"
 
 
-def find(path: str | PathLike[str], which: Which | None = None, problem: Problem | None = None) -> Found:
+def find(
+    path: str | PathLike[str],
+    which: Which | None = None,
+    problem: Problem | None = None,
+    elsewhere: Iterable[str | PathLike[str]] = (),
+) -> Found:
     """Return a checkpoint.
 
     Args:
         path: A run directory, a folder of checkpoints, an fsspec URL, or one checkpoint.
         which: See `Which`; None: the last, or the one at the path.
         problem: Returns why a checkpoint cannot be used, or None, to find the last; None: each is verified.
+        elsewhere: See `stores_at`.
 
     Raises:
         CheckpointError: There is none; `which` is ``"best"`` and several results chose one, or none did; or `path` is one
@@ -66,7 +73,7 @@ def find(path: str | PathLike[str], which: Which | None = None, problem: Problem
     check_which(which)
     if which is not None and is_path(which):
         return find(which)
-    stores, branch = stores_at(text)
+    stores, branch = stores_at(text, elsewhere)
     if any(store.saved() for store in stores):
         return find_in(stores, branch, LAST if which is None else fspath(which), text, problem)
     folder, _, name = text.rstrip("/").rpartition("/")
@@ -76,7 +83,8 @@ def find(path: str | PathLike[str], which: Which | None = None, problem: Problem
     if saved is None:
         there = f"; {store.files} has {', '.join(one.name for one in store.saved())}" if store.saved() else ""
         raise CheckpointError(
-            f"there are no weights at {text!r}: expected a checkpoint, a run directory or a .safetensors file{there}"
+            f"there are no weights at {text!r}: expected a checkpoint, a run directory or a .safetensors file{there}."
+            f"{not_opened(text, stores)}"
         )
     if which is not None:
         raise CheckpointError(
@@ -99,9 +107,9 @@ def find_in(stores: Sequence[Store], branch: Branch | None, which: str, where: s
     Raises:
         CheckpointError: As `find`.
     """
-    stores = [store for store in stores if store.saved()]
+    remark, stores = not_opened(where, stores), [store for store in stores if store.saved()]
     if not stores:
-        raise CheckpointError(f"there are no checkpoints in {where}, so which={which!r} finds none")
+        raise CheckpointError(f"there are no checkpoints in {where}, so which={which!r} finds none.{remark}")
     if match := _STEP.fullmatch(which):
         return _named(stores, int(match[1]), match[2], which)
     if branch is None:
@@ -110,7 +118,7 @@ def find_in(stores: Sequence[Store], branch: Branch | None, which: str, where: s
     line = _line(stores, branch)
     if which == LAST:
         return _last(line, where, problem or _verified)
-    return _best(line, which.removeprefix(BEST).removeprefix(":"), where)
+    return _best(line, which.removeprefix(BEST).removeprefix(":"), where, remark)
 
 
 def check_which(which: object, name: str = "which") -> None:
@@ -157,24 +165,19 @@ def is_path(which: Which) -> bool:
     return not is_name(which) and ("/" in which or os.sep in which or Path(which).exists())
 
 
-def stores_at(path: str | PathLike[str]) -> tuple[list[Store], Branch | None]:
+def stores_at(path: str | PathLike[str], elsewhere: Iterable[str | PathLike[str]] = ()) -> tuple[list[Store], Branch | None]:
     """Return the stores at a path, and the present branch of its run; None if no ``run.json`` names a branch.
 
     Args:
-        path: A run directory, its ``checkpoints``, another folder of checkpoints, or an fsspec URL. A run directory comes with
-            the other folders and URLs that its run saves to.
+        path: A run directory, its ``checkpoints``, another folder of checkpoints, or an fsspec URL.
+        elsewhere: The other folders and URLs that the caller knows. Those that ``run.json`` names are not opened: it may come
+            from another person, and opening a URL sends requests, with the credentials of the reader.
     """
     text = local_text(path).rstrip("/")
     if "://" in text:
         return [Store(text)], None
-    folder = Path(text)
-    of_run = folder if (folder / "run.json").is_file() or folder.name != "checkpoints" else folder.parent
-    facts: dict[str, Any] = {}
-    with suppress(ValueError):  # the checkpoints can be read without it
-        facts = read_object(of_run / "run.json") or {}
-    others = facts.get("checkpoints")
-    stores = [Store(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder)]
-    stores += [Store(str(other)) for other in (others if isinstance(others, list) else [])]
+    folder, facts = Path(text), _facts_at(text)
+    stores = [Store(folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder), *map(Store, elsewhere)]
     branch = None
     with suppress(LookupError, TypeError, ValueError):
         branch = Branch.of(facts.get("branch") or {}, str(facts["id"]))
@@ -182,10 +185,20 @@ def stores_at(path: str | PathLike[str]) -> tuple[list[Store], Branch | None]:
     return stores, branch if any(one.branch.run == branch.run for one in entries if one.branch and branch) else None
 
 
-def store_at(path: str | PathLike[str]) -> tuple[Store, Branch | None]:
-    """Return the first of `stores_at` that holds checkpoints, and the branch."""
-    stores, branch = stores_at(path)
-    return next((store for store in stores if store.saved()), stores[0]), branch
+def not_opened(path: str, stores: Iterable[Store]) -> str:
+    """Return a sentence on the folders and URLs that the ``run.json`` at a path names beside `stores`; empty without any."""
+    others, opened = _facts_at(path).get("checkpoints"), {str(store.files) for store in stores}
+    names = [repr(str(one)[:200]) for one in (others if isinstance(others, list) else []) if str(one) not in opened]
+    return f" Its run.json also names {some(names)}. Only a path that you give is opened: give that one." if names else ""
+
+
+def _facts_at(path: str) -> dict[str, Any]:
+    """Return the content of the ``run.json`` of a run directory or of its ``checkpoints``; empty if it cannot be read."""
+    folder = Path(path)
+    of_run = folder if (folder / "run.json").is_file() or folder.name != "checkpoints" else folder.parent
+    with suppress(ValueError):  # the checkpoints can be read without it
+        return read_object(of_run / "run.json") or {}
+    return {}
 
 
 LINK = "cadenza"
@@ -246,7 +259,7 @@ def _verified(store: Store, entry: Entry) -> str | None:
     return store.problem(entry, exact=False)
 
 
-def _best(line: Sequence[_Ranked], monitor: str, where: str) -> Found:
+def _best(line: Sequence[_Ranked], monitor: str, where: str, remark: str) -> Found:
     told, damaged = _told(line), ""
     choices = ", ".join(f"'best:{name}' ({best_text(one.fact)}, {one.fact['checkpoint']})" for name, one in told.items())
     if not told:
@@ -254,14 +267,14 @@ def _best(line: Sequence[_Ranked], monitor: str, where: str) -> Found:
         names = ", ".join(one.entry.saved.name for one in line)
         raise CheckpointError(
             f"no checkpoint in {where} is known as the best: {damaged or 'none was kept for its result'}. Give which='last' or "
-            f"a name: there is {names}. Checkpoint(keep_best=('eval/acc', 'max')) keeps the best of a run."
+            f"a name: there is {names}. Checkpoint(keep_best=('eval/acc', 'max')) keeps the best of a run.{remark}"
         )
     if not monitor and len(told) > 1:
         raise CheckpointError(f"{where} has a best checkpoint by each of {len(told)} results. Give one: which={choices}.")
     one = told.get(monitor or next(iter(told)))
     if one is None:
         raise CheckpointError(
-            f"no checkpoint in {where} is the best by {monitor!r}.{nearest(monitor, told)} There is {choices}."
+            f"no checkpoint in {where} is the best by {monitor!r}.{nearest(monitor, told)} There is {choices}.{remark}"
         )
     name, value = one.fact["checkpoint"], best_text(one.fact)
     if one.doubt:

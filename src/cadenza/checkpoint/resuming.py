@@ -61,7 +61,7 @@ def chosen(
     if isinstance(resume, GoBack):
         return at_path(resume.path, directory, elsewhere, reader, recovery=resume.recovery)
     if isinstance(resume, str) and is_name(resume):
-        found = find(_given(directory, resume).path, resume, problem=reader.problem)
+        found = find(_given(directory, resume).path, resume, reader.problem, elsewhere)
         return at_path(found.path, directory, elsewhere, reader)
     return at_path(local_text(resume), directory, elsewhere, reader)
 

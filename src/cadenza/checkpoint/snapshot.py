@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from cadenza.checkpoint.store.content import JoinedFiles
 from cadenza.drivers.sharding import all_laid_out, is_sharded, local, optimizer_laid_out
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
-from cadenza.errors import CheckpointMismatchError, StateError
+from cadenza.errors import CadenzaError, CheckpointMismatchError, StateError
 from cadenza.hooks.kept import kept_of
 from cadenza.hooks.kept import restore as restore_kept
 from cadenza.loading.rng import RNGState
@@ -196,7 +197,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     if "batch_size" in declared:
         written = written._replace(found=None)  # it counts batches of another size
     load_model(session, loaded)
-    _load_optimizers(session, state)
+    _load_optimizers(session, loaded.name, state)
     session.precision.load_state_dict(state["precision"])
     session.data_seed, session.module_flags.saved = state["data_seed"], state.get("switched", {})
     session.step.weight_unit = state.get("weight_unit")
@@ -209,7 +210,8 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     own = written.taken_over(session, loaded.by_rank)
     session.cursor.source.load_state_dict(own["loader"])
     session.sync.requests.suspended = placed(session, own.get("suspended"))
-    _restore_callbacks(session, {**state, "callbacks": {**state["callbacks"], **own.get("callbacks of the rank", {})}}, strict)
+    both = {**state["callbacks"], **own.get("callbacks of the rank", {})}
+    _restore_callbacks(session, loaded.name, {**state, "callbacks": both}, strict)
     for difference in _differences(*written.environments(session, state["environment"], environment_of(session))):
         session.warn(f"{loaded.name} was written elsewhere, so the result may not be bit-identical: {difference}")
     settings.tell(session, loaded.name, found, given)
@@ -221,7 +223,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
 def restore_own(session: Session, loaded: Loaded) -> None:
     """Restore what a loop of the user's own keeps on this rank, for a run that is over."""
     own = loaded.by_rank[min(session.driver.rank, len(loaded.by_rank) - 1)]
-    _load_states(session, placed(session, own.get("callbacks of the rank", {})))
+    _load_states(session, loaded.name, placed(session, own.get("callbacks of the rank", {})))
 
 
 def check_whole(loaded: Loaded) -> None:
@@ -261,13 +263,15 @@ def load_model(session: Session, loaded: Loaded) -> None:
         raise CheckpointMismatchError(f"{loaded.name} does not fit the model, which did not load {', '.join(missing)}")
 
 
-def _load_optimizers(session: Session, state: Mapping[str, Any]) -> None:
-    for optimizer, stored in zip(session.optimizers, state["optimizers"], strict=True):
+def _load_optimizers(session: Session, name: str, state: Mapping[str, Any]) -> None:
+    for index, (optimizer, stored) in enumerate(zip(session.optimizers, state["optimizers"], strict=True)):
         saved = loadable(optimizer, stored)
         if change := changed_by_loading(optimizer, saved):
             session.warn(change)
         fits = is_of_torch(saved)
-        load_state(optimizer, optimizer_laid_out(saved, list(parameters_of([optimizer]))) if fits else placed(session, saved))
+        with _naming(name, f"optimizers[{index}]"):
+            laid_out = optimizer_laid_out(saved, list(parameters_of([optimizer]))) if fits else placed(session, saved)
+            load_state(optimizer, laid_out)
     settings.take_over(session, state.get("given", {}))
     session.extra_parameters.load_state_dict(state.get("outside", {}))
 
@@ -383,21 +387,36 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     ]
 
 
-def _restore_callbacks(session: Session, state: Mapping[str, Any], strict: bool) -> None:
+def _restore_callbacks(session: Session, name: str, state: Mapping[str, Any], strict: bool) -> None:
     callbacks, states = session.hooks.callbacks, placed(session, state["callbacks"])
-    gone = [name for name in states if name not in callbacks]
-    fresh = [name for name, callback in callbacks.items() if name not in states and callback.state_dict()]
+    gone = [one for one in states if one not in callbacks]
+    fresh = [one for one, callback in callbacks.items() if one not in states and callback.state_dict()]
     if gone or fresh:
         text = f"state of callbacks does not fit: saved but not in the list {gone}; in the list but not saved {fresh}"
         if strict:
             raise CheckpointMismatchError(f"{text}. Give the same callbacks under the same names, or strict=False.")
         session.warn(text)
-    _load_states(session, states)
+    _load_states(session, name, states)
     restore_kept(session.hooks, state.get("schedules", {}), session.progress)
 
 
-def _load_states(session: Session, states: Mapping[str, Any]) -> None:
+def _load_states(session: Session, checkpoint: str, states: Mapping[str, Any]) -> None:
     """Restore the callbacks of the list that have a state, by name."""
     for name, saved in states.items():
         if name in session.hooks.callbacks:
-            session.hooks.callbacks[name].load_state_dict(saved)
+            with _naming(checkpoint, f"callbacks.{name}"):
+                session.hooks.callbacks[name].load_state_dict(saved)
+
+
+@contextmanager
+def _naming(checkpoint: str, field: str) -> Iterator[None]:
+    """Name the file and the field in an error of what restores it."""
+    try:
+        yield
+    except CadenzaError:
+        raise
+    except Exception as error:
+        raise CheckpointMismatchError(
+            f"{checkpoint}: the field {field!r} of state.json cannot be restored: {type(error).__name__}: {error}. Give "
+            "the callbacks and optimizers that wrote it, or another checkpoint with fit(resume=PATH)."
+        ) from error

@@ -18,6 +18,7 @@ from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
 from cadenza.checkpoint.store.checkpoints import on_line, only_branch
 from cadenza.checkpoint.store.files import absolute_path
 from cadenza.errors import CheckpointError
+from cadenza.files.paths import is_local, local_text
 from cadenza.optim.finite import all_finite
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RecordedRun
@@ -96,14 +97,14 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
     Raises:
         CheckpointError: No existing checkpoint can be used, and a new start would waste one.
     """
-    known, path = _Checkpoints(directory, elsewhere), path_in(directory)
+    known, path, begun_at = _Checkpoints(directory, elsewhere), path_in(directory), openable_in(directory, elsewhere)
     branch, line, skipped = known.branch, known.line(), list[str]()
     own = [one for one in line if one.entry.branch is None or one.entry.branch.number == branch.number]
     begun = [one for one in line if one.is_at(branch)]
     reader = reader or Reader()
     loaded = (
         _first(own, skipped, reader)
-        or _at_beginning(path, branch, reader)
+        or _at_beginning(begun_at, branch, reader)
         or _first(begun, skipped, reader, exact=False)
         or _first([one for one in line if one not in own and one not in begun], skipped, reader)
     )
@@ -111,7 +112,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
         logger.warning("skipped a checkpoint: %s", reason)
     if loaded is not None:
         return Start(replace(branch, at=loaded.name), loaded, path, recovery=recovery_in(directory))
-    lost = known.unusable()
+    lost = known.unusable(reader)
     is_over = outcome_in(directory) in OVER
     if any(one.wasted(is_over=is_over) for one in lost):
         lines = "\n  ".join(one.why for one in lost)
@@ -122,10 +123,11 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
     if is_over:
         models = [one for one in line if one.entry.manifest is not None and one.entry.manifest.get("weights_only")]
         return Start(branch, _first(models, [], reader, exact=False), path, lost=tuple(one.why for one in lost))
-    if path is not None and branch.ancestors[-1].run != branch.run:
+    if path is not None and (begun_at is None or branch.ancestors[-1].run != branch.run):
+        why = "can no longer be used" if begun_at else "is at a URL, which only fit(resume=URL) opens"
         raise CheckpointError(
-            f"the run in {str(directory.path)!r} began at {path!r} and saved nothing itself, but that checkpoint can no "
-            "longer be used. Name another one with fit(resume=PATH), or give another directory=."
+            f"the run in {str(directory.path)!r} began at {path!r} and saved nothing itself, but that checkpoint {why}. "
+            "Name another one with fit(resume=PATH), or give another directory=."
         )
     if not known.are_used(directory):
         return Start(branch)
@@ -143,6 +145,17 @@ def path_in(directory: RecordedRun | None) -> str | None:
     previous = (directory.previous if directory is not None else None) or {}
     path = (previous.get("branch") or {}).get("resumed_at")
     return None if path is None else str(path)
+
+
+def openable_in(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> str | None:
+    """Return `path_in` if it may be opened: it is on this machine, or in one of the folders and URLs that the run saves to.
+
+    Nothing else that a ``run.json`` names is opened: see `stores_at`.
+    """
+    path = path_in(directory)
+    if path is None or is_local(path) or path.rstrip("/").rpartition("/")[0] in map(local_text, elsewhere):
+        return path
+    return None
 
 
 def recovery_in(directory: RecordedRun | None) -> Mapping[str, Any] | None:
@@ -233,14 +246,15 @@ class _Checkpoints:
         by_entry = {id(one.entry): one for one in self.found}
         return [by_entry[id(entry)] for entry in on_line([one.entry for one in self.found], self.branch)]
 
-    def unusable(self) -> list[_Unusable]:
+    def unusable(self, reader: Reader) -> list[_Unusable]:
         """Return the reason for each checkpoint why it cannot be used. Call it if none on the line can."""
-        return [self._unusable(one) for one in self.found]
+        return [self._unusable(one, reader) for one in self.found]
 
-    def _unusable(self, one: _Found) -> _Unusable:
-        manifest, problem = one.entry.manifest, one.store.problem(one.entry)
-        if manifest is None or one.store.problem(one.entry, exact=False) is not None:
+    def _unusable(self, one: _Found, reader: Reader) -> _Unusable:
+        manifest, problem = one.entry.manifest, reader.problem(one.store, one.entry)
+        if manifest is None or problem is not None:
             return _Unusable(str(problem), "unfinished" if one.entry.is_unfinished else "damaged")
+        problem = one.store.problem(one.entry)
         if problem is None:
             return _Unusable(f"{one.entry.saved.name}: abandoned when the run was rolled back", "abandoned")
         return _Unusable(problem, "weights only" if manifest.get("weights_only") else "not exact")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cadenza.checkpoint.chosen_weights import MODEL, chosen_of
-from cadenza.checkpoint.finding import checked_name, find_in, store_at
+from cadenza.checkpoint.finding import checked_name, find_in, not_opened, stores_at
 from cadenza.checkpoint.reader import Reader
 from cadenza.checkpoint.retention import kept_by
 from cadenza.checkpoint.store import Branch, Saved, Store
@@ -16,7 +16,7 @@ from cadenza.checkpoint.store.link_names import LAST
 from cadenza.checkpoint.store.links import set_links
 from cadenza.checkpoint.store.manifest import best_text, bytes_in
 from cadenza.checkpoint.weights import write_chosen
-from cadenza.commands.output import add_json, print_json, print_rows, say
+from cadenza.commands.output import add_json, complain, print_json, print_rows, say
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.report import dates
 from cadenza.status.branches import newest_branches
@@ -172,11 +172,17 @@ def prune(arguments: argparse.Namespace) -> None:
 
 def _store(arguments: argparse.Namespace) -> tuple[Store, Branch | None]:
     """Return the checkpoints that are meant, and the branch: that of ``--run``, else that of the run in the directory."""
-    store, branch = store_at(arguments.path)
+    try:
+        (store,), branch = stores_at(arguments.path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    remark = not_opened(arguments.path, [store])
     if not store.saved():
         raise CheckpointError(
-            f"there are no checkpoints in {arguments.path!r}: expected a run directory or a folder of checkpoints"
+            f"there are no checkpoints in {arguments.path!r}: expected a run directory or a folder of checkpoints.{remark}"
         )
+    if remark:
+        complain(remark.strip())
     wanted = getattr(arguments, "run", None)
     if wanted is None or (branch is not None and branch.run.startswith(wanted)):
         return store, branch

@@ -12,6 +12,15 @@ def local_path(path: str | PathLike[str]) -> Path:
     return Path(local_text(path))
 
 
+def is_local(path: str) -> bool:
+    r"""Return whether a path names no other machine: it is neither a URL nor a share of Windows.
+
+    >>> [is_local(path) for path in ("runs/a", "/data/a", "s3://bucket/a", "//server/a", r"\\server\a")]
+    [True, True, False, False, False]
+    """
+    return "://" not in path and not path.startswith(("//", "\\\\"))
+
+
 def local_text(path: str | PathLike[str]) -> str:
     """Return a local path or a URL as a text, with the home directory as in `local_path`."""
     if not isinstance(path, str | PathLike):

@@ -21,7 +21,7 @@ import torch
 
 from cadenza.errors import DirectoryError
 from cadenza.files.disk import flush, read_object, replacing
-from cadenza.files.locking import FolderLock, HeldError
+from cadenza.files.locking import HOLDER, LOCK, FolderLock, HeldError
 from cadenza.records import media_folder
 from cadenza.records.branch_files import ROWS, cut
 from cadenza.records.fingerprints import FILE as FINGERPRINTS
@@ -282,10 +282,21 @@ def _locked(path: Path) -> FolderLock:
 def _check_writable(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _check_no_link(path)
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"probe")
     except OSError as error:
         raise _unwritable(path, error) from error
+
+
+def _check_no_link(path: Path) -> None:
+    """Raise `DirectoryError` if a run would write through a link: a directory may come from another person."""
+    for name in (*ROWS, "console.log", LOCK, HOLDER):
+        if (path / name).is_symlink():
+            raise DirectoryError(
+                f"directory {str(path)!r} holds {name} as a symbolic link, and a run would change its target. Remove it, or "
+                "give another directory=."
+            )
 
 
 def _unwritable(path: Path, error: OSError) -> DirectoryError:

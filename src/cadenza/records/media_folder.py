@@ -27,7 +27,7 @@ def files_in(folder: Path) -> Iterator[tuple[str, int, Path]]:
 
     A directory that comes from elsewhere shows no files of this machine.
     """
-    for of_name in sorted(folder.glob("*")):
+    for of_name in [] if folder.is_symlink() else sorted(folder.glob("*")):
         if of_name.is_symlink():
             continue
         for path in sorted(of_name.glob("*.*")):

@@ -32,11 +32,11 @@ class ReplayStart(NamedTuple):
     def on_all_ranks(trainer: Trainer, run: str | PathLike[str], step: int) -> ReplayStart:
         """Return the start on all ranks, or raise an error on all of them. Every rank must call this."""
         _check_trainer(trainer)
-        meeting = trainer.driver.meeting
-        return decided(meeting, lambda: _checked(trainer, step), lambda steps: ReplayStart.of(local_path(run), steps), _failed)
+        start = lambda steps: ReplayStart.of(local_path(run), steps, trainer._elsewhere)  # noqa: E731
+        return decided(trainer.driver.meeting, lambda: _checked(trainer, step), start, _failed)
 
     @staticmethod
-    def of(path: Path, steps: Sequence[int]) -> ReplayStart:
+    def of(path: Path, steps: Sequence[int], elsewhere: Sequence[str]) -> ReplayStart:
         """Return the start, on the main process, from the step that each rank gave."""
         step = steps[0]
         other = next((rank for rank, one in enumerate(steps) if one != step), None)
@@ -49,7 +49,7 @@ class ReplayStart(NamedTuple):
         if recorded.previous is None:
             raise DirectoryError(f"{str(path)!r} is not the directory of a run: expected a run.json in it.")
         _check_done(recorded.previous, path, step)
-        before = newest_before(recorded, step)
+        before = newest_before(recorded, step, elsewhere)
         rows: dict[int, dict[str, float]] = {}
         for record in read_records(path / "metrics.jsonl"):
             if record.step > before.step:

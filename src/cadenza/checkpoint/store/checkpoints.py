@@ -201,19 +201,11 @@ class Store:
             entry: The checkpoint.
             read: Reads it, as `read` of this store does.
             exact: See `latest`.
-
-        Raises:
-            CheckpointFormatError: A file has the right checksum, but not the expected format: another program wrote it.
         """
         try:
             manifest = self.manifest(entry.saved)
+            return (_not_exact(entry.saved.name, manifest) if exact else None) or read(entry.saved)
         except (CheckpointDamagedError, CheckpointFormatError) as error:
-            return str(error)
-        if exact and (problem := _not_exact(entry.saved.name, manifest)):
-            return problem
-        try:
-            return read(entry.saved)
-        except CheckpointDamagedError as error:
             return str(error)
 
     def latest(self, *, exact: bool = True, branch: Branch | None = None) -> tuple[Saved | None, list[str]]:
@@ -388,6 +380,6 @@ def only_branch(entries: Iterable[Entry], folder: str) -> Branch:
         raise CheckpointError(
             f"{folder} holds checkpoints of {counted(len(found), 'run')}: "
             f"{', '.join(branch.run[:12] for branch in found)}. Give the path "
-            "of one checkpoint, or the directory of the run that is meant."
+            "of one checkpoint or, to a command, the --run that is meant."
         )
     return found[0] if found else Branch()

@@ -244,6 +244,7 @@ class RemoteFiles:
     def __init__(self, url: str) -> None:
         import fsspec
 
+        check_url(url)
         self.url: str = url.rstrip("/")
         self._system: Any
         self._system, self.root = fsspec.core.url_to_fs(self.url)
@@ -352,25 +353,41 @@ def absolute_path(location: str | os.PathLike[str]) -> str:
     """Return a local path as an absolute path, which stays valid if the script changes its working directory; a URL unchanged.
 
     Raises:
-        MissingExtraError: The package for this kind of URL is not installed.
-        ValueError: fsspec does not support this kind of URL.
+        MissingExtraError, ValueError: As `check_url`.
     """
     text = local_text(location)
     if "://" not in text:
         return str(Path(text).absolute())
-    _check_protocols(text)
+    check_url(text)
     return text
 
 
-def _check_protocols(url: str) -> None:
+_INDIRECT = {
+    "reference", "cached", "blockcache", "filecache", "simplecache", "zip", "tar", "libarchive", "dir", "generic", "git", "dvc",
+    "dask", "async_wrapper", "asyncwrapper", "asynclocal",
+}  # fmt: skip
+"""Protocols of fsspec that open other files or machines, which their URL or a file names. ``reference`` may run templates."""
+
+
+def check_url(url: str) -> None:
+    """Check that a URL names one place, and that fsspec supports it.
+
+    Raises:
+        MissingExtraError: The package for this kind of URL is not installed.
+        ValueError: fsspec does not support this kind of URL, or it leads to another place.
+    """
     import fsspec
 
-    for part in url.split("::"):
-        protocol = fsspec.utils.get_protocol(part) if "://" in part else part
-        try:
-            fsspec.get_filesystem_class(protocol)
-        except ImportError as error:
-            package = error.name or re.sub(r"Install (\S+) .*", r"\1", str(error))  # the message of fsspec
-            raise MissingExtraError(package, needed_by=f"Checkpoint(directory={url!r})") from error
-        except ValueError as error:
-            raise ValueError(f"fsspec cannot reach {url!r}: {error}. Give a local folder or another URL.") from None
+    protocol = fsspec.utils.get_protocol(url)
+    if "::" in url or protocol in _INDIRECT:
+        raise ValueError(
+            f"the URL {url!r} leads to another place: expected one without '::', whose protocol opens no other files. Give the "
+            "place itself, such as 's3://bucket/runs/a'."
+        )
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        package = error.name or re.sub(r"Install (\S+) .*", r"\1", str(error))  # the message of fsspec
+        raise MissingExtraError(package, needed_by=f"the URL {url!r}") from error
+    except ValueError as error:
+        raise ValueError(f"fsspec cannot reach {url!r}: {error}. Give a local folder or another URL.") from None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from cadenza.checkpoint.store.tensor_files import Facts
+from cadenza.checkpoint.store.tensor_files import Facts, checked_shape
 from cadenza.drivers.sharding import Region, part_of
 from cadenza.drivers.sharding import Split as Cut
 from cadenza.errors import CheckpointFormatError, StateError
@@ -177,13 +177,6 @@ def split_entry(splits: Sequence[Cut], ranks: int) -> dict[str, Any]:
         dim, over, _ = splits[0]
         return {"split": dim} | ({} if over == ranks else {"over": over})
     return {"split": [list(one) for one in splits]}
-
-
-def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape. Raises ValueError if it cannot be one."""
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"a tensor has the shape {shape!r}")
-    return tuple(shape)
 
 
 def dtype_of(entry: Mapping[str, Any]) -> torch.dtype:

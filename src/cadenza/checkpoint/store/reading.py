@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from cadenza.checkpoint.store.files import Files
-from cadenza.checkpoint.store.layout import MODEL, RANK, STATE, checked_shape, dtype_of, files_by_rank, part_file, split_of
+from cadenza.checkpoint.store.layout import MODEL, RANK, STATE, dtype_of, files_by_rank, part_file, split_of
 from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, check_file, check_sums, files_in
 from cadenza.checkpoint.store.shards import Stored, stored_in
-from cadenza.checkpoint.store.tensor_files import Facts, facts_of, read_tensors
+from cadenza.checkpoint.store.state_fields import checked_rank, checked_state
+from cadenza.checkpoint.store.tensor_files import Facts, checked_shape, facts_of, read_tensors
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
 from cadenza.status.plain import decode
 
@@ -100,7 +101,7 @@ def loaded_from(
         for kind, target in ((MODEL, model), (STATE, tensors)):
             target |= parsed(name, INDEX, partial(_stored, files, name, kind, said, table, held, lazily=lazily), index)
     text = bytes_of(files, name, FILES[2], said[FILES[2]])
-    state = parsed(name, FILES[2], lambda text: decode(json.loads(text), tensors), text)
+    state = parsed(name, FILES[2], lambda text: checked_state(decode(json.loads(text), tensors)), text)
     return Loaded(name, manifest, model, state, _states(files, name, table, state, rank, ranks))
 
 
@@ -184,7 +185,7 @@ def _state_of(files: Files, name: str, table: Table, rank: int) -> Any:
         raise CheckpointFormatError(f"{name}: {PARTS} names no file with the state of rank {rank}")
     header: dict[str, str] = {}
     tensors = tensors_of(files, name, file, facts, header)
-    return parsed(name, file, lambda text: decode(json.loads(text["state"]), tensors), header)
+    return parsed(name, file, lambda text: checked_rank(decode(json.loads(text["state"]), tensors)), header)
 
 
 def bytes_of(files: Files, checkpoint: str, name: str, said: Mapping[str, Any]) -> bytes:
@@ -228,8 +229,11 @@ def parsed(checkpoint: str, name: str, parse: Callable[[Any], T], content: Any) 
     """
     try:
         return parse(content)
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+    except _WRONG as error:
         raise _format_error(checkpoint, name, error) from None
+
+
+_WRONG = (CheckpointFormatError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
 def _opened(checkpoint: str, name: str, act: Callable[[], T]) -> T:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from cadenza.checkpoint.store.files import Files
-from cadenza.checkpoint.store.layout import MODEL, STATE, Chunk, Layout, Listed, Parts, checked_shape, dtype_of, split_entry
+from cadenza.checkpoint.store.layout import MODEL, STATE, Chunk, Layout, Listed, Parts, dtype_of, split_entry
+from cadenza.checkpoint.store.tensor_files import checked_shape
 from cadenza.drivers.sharding import Region, Splits, region_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError
 from cadenza.status.plain import host_copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import zlib
@@ -22,6 +23,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
     "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+_MOST_DIMENSIONS = 64  # of numpy
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -145,7 +147,7 @@ def read_tensors(
     found: dict[str, Tensor] | ValueError
     try:
         found = _tensors_in(file, size, total, {} if header is None else header)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         found = ValueError(str(error))
     return found, _rest(file, total)
 
@@ -159,18 +161,26 @@ def _tensors_in(file: BinaryIO, size: int, total: Sum, header: dict[str, str]) -
     tensors: dict[str, Tensor] = {}
     at, end = 0, size - 8 - length
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        if not all(type(one) is int and one >= 0 for one in (*shape, start, stop)) or start != at or stop > end:
+        dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], checked_shape(entry["shape"]), entry["data_offsets"]
+        if not all(type(one) is int and one >= 0 for one in (start, stop)) or start != at or stop > end:
             raise ValueError(f"the tensor {name!r} is not where it can be")
-        count = dtype.itemsize
-        for one in shape:
-            count *= one
+        count = dtype.itemsize * math.prod(shape)
         if count != stop - start:
             raise ValueError(f"the tensor {name!r} has {stop - start} bytes instead of {count}")
         tensors[name] = torch.empty(shape, dtype=dtype)
         _fill(tensors[name], file, total)
         at = stop
     return tensors
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """Return a shape. Raises ValueError if no tensor can have it: PyTorch computes its strides in 64 bits."""
+    sizes = tuple(shape)
+    if len(sizes) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor has {len(sizes)} dimensions")
+    if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(size or 1 for size in sizes) >= 1 << 60:
+        raise ValueError(f"a tensor has the shape {str(shape)[:80]}")
+    return sizes
 
 
 def _fill(tensor: Tensor, file: BinaryIO, total: Sum) -> None:

@@ -1,0 +1,228 @@
+"""The fields of the state in a checkpoint and their kinds, which a resume relies on: another program may have written it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cadenza.checkpoint.store.shards import Stored
+
+Kind = Any
+"""A class or a union; a function that raises; ``[kind]`` for a list of any length, ``(kind, kind)`` for one of this length.
+
+``{int: kind}`` is a mapping with such keys, and ``{"name": kind, "name?": kind}`` one with these fields, among others.
+"""
+
+
+def checked_state(state: Any) -> Any:
+    """Return the state of a checkpoint. Raise ValueError, naming the field, if it is not of the kinds that a save writes."""
+    _check(state, {}, "the whole state")
+    whole = "config" in state  # else it holds weights only
+    _check(state, _WHOLE if whole else _WEIGHTS, "")
+    if not whole:
+        return state
+    if not state.get("ranks"):
+        checked_rank(state)
+    kept, said = _numbers_of_groups(state["optimizers"]), state["config"]["parameter groups"]
+    _require(len(kept) == len(said), "optimizers", f"{len(said)} states", kept)
+    for index, (numbers, counts) in enumerate(zip(kept, said, strict=True)):
+        fits = numbers is None or list(map(len, numbers)) == counts
+        _require(fits, f"optimizers[{index}].param_groups", f"groups of {counts} parameters", numbers)
+    return state
+
+
+def checked_rank(state: Any) -> Any:
+    """Return the state that only one rank has. Raises ValueError as `checked_state`."""
+    _check(state, _RANK, "")
+    return state
+
+
+def checked_capsule(content: Any) -> Any:
+    """Return the content of a capsule. Raises ValueError as `checked_state`."""
+    _check(content, {"facts": _CAPSULE, "state": {"batches": object, "rng": object, "model": object}}, "")
+    return content
+
+
+def _check(value: Any, kind: Kind, path: str) -> None:
+    if isinstance(kind, dict):
+        _require(isinstance(value, Mapping), path, "a mapping", value)
+        _check_entries(value, kind, path)
+    elif isinstance(kind, list | tuple):
+        fits = isinstance(value, list | tuple) and (isinstance(kind, list) or len(value) == len(kind))
+        _require(fits, path, "a list" if isinstance(kind, list) else f"a list of {len(kind)}", value)
+        for index, one in enumerate(value):
+            _check(one, kind[0] if isinstance(kind, list) else kind[index], f"{path}[{index}]")
+    elif isinstance(kind, type) or not callable(kind):
+        _require(isinstance(value, kind), path, getattr(kind, "__name__", str(kind)), value)
+    else:
+        kind(value, path)
+
+
+def _check_entries(value: Mapping[Any, Any], kind: Mapping[Any, Kind], path: str) -> None:
+    for key, of_value in kind.items():
+        if isinstance(key, type):
+            for name, one in value.items():
+                _require(isinstance(name, key), path, f"keys that are {key.__name__}", name)
+                _check(one, of_value, f"{path}.{name}")
+            continue
+        name = key.removesuffix("?")
+        at = f"{path}.{name}" if path else name
+        _require(key != name or name in value, at, "this field", "nothing")
+        if name in value:
+            _check(value[name], of_value, at)
+
+
+def _require(holds: bool, path: str, expected: str, got: object) -> None:
+    if not holds:
+        raise ValueError(f"the field {path!r} must be {expected}; got {repr(got)[:80]}")
+
+
+def _count(value: Any, path: str) -> None:
+    _require(type(value) is int and 0 <= value < 1 << 63, path, "a number from 0 below 2**63", value)
+
+
+def _or_none(kind: Kind) -> Callable[[Any, str], None]:
+    return lambda value, path: None if value is None else _check(value, kind, path)
+
+
+def _accumulate(value: Any, path: str) -> None:
+    _check(value, {str: _count} if isinstance(value, Mapping) else _count, path)
+    _require(bool(value) and (isinstance(value, int) or min(value.values()) > 0), path, "above 0", value)
+
+
+def _optimizer(value: Any, path: str) -> None:
+    """Check the state of an optimizer, if it has the form of torch's."""
+    _check(value, Mapping, path)
+    if {"state", "param_groups"} <= value.keys():
+        _check(value["param_groups"], [{"params": [object]}], f"{path}.param_groups")
+        _check(value["state"], Mapping, f"{path}.state")
+
+
+def _numbers_of_groups(optimizers: Sequence[Mapping[str, Any]]) -> list[list[list[Any]] | None]:
+    """Return for each optimizer the parameters of its groups; None if its state has another form than torch's."""
+    of_torch = [{"state", "param_groups"} <= one.keys() for one in optimizers]
+    return [
+        [g["params"] for g in one["param_groups"]] if fits else None for one, fits in zip(optimizers, of_torch, strict=True)
+    ]
+
+
+def _history(value: Any, path: str) -> None:
+    _check(value, {str: (Tensor, Tensor, _count, _count)}, path)
+    for name, (steps, values, _, every) in value.items():
+        fits = steps.dim() == values.dim() == 1 and len(steps) == len(values) and every > 0
+        _require(fits, f"{path}.{name}", "as many steps as values", (steps.shape, values.shape, every))
+
+
+def _rows(value: Any, path: str) -> None:
+    _check(value, {"counters": Tensor, "times": Tensor, "names": Tensor, "sets": [[str]]}, path)
+    counters, times, names = (value[name] for name in ("counters", "times", "names"))
+    fits = counters.dim() == 2 and times.dim() == names.dim() == 1 and len(counters) == len(times) == len(names)
+    _require(fits, path, "columns of one length", (counters.shape, times.shape, names.shape))
+    if len(names):
+        inside = not names.is_floating_point() and 0 <= int(names.min()) <= int(names.max()) < len(value["sets"])
+        _require(inside, f"{path}.names", "indices of sets", names)
+
+
+def _streams(value: Any, path: str) -> None:
+    """Check the states of the random generators, by giving them to generators that nobody draws from."""
+    import random
+
+    import torch
+
+    _check(value, {"python": (_count, [_count], object), "torch": Tensor, "cuda": [Tensor], "numpy": object}, path)
+    try:
+        random.Random(0).setstate((value["python"][0], tuple(value["python"][1]), value["python"][2]))
+        torch.Generator().set_state(value["torch"])
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"the field {path!r} must hold states of random generators ({error})") from None
+    if isinstance(value["numpy"], Mapping):  # no Mersenne twister
+        _check(value["numpy"], {"bit_generator": str}, f"{path}.numpy")
+    elif value["numpy"] is not None:
+        _check(value["numpy"], (str, Tensor, _count, _count, int | float), f"{path}.numpy")
+        shape = tuple(value["numpy"][1].shape)
+        _require(shape == (624,), f"{path}.numpy[1]", "624 numbers", shape)
+
+
+_COUNTERS = {"epoch": _count, "step": _count, "batch": _count, "batch_in_epoch": _count, "samples": _count, "tokens?": _count}
+_DECISION = {"what": str, "who": str, "why": str, "when?": _COUNTERS, "at?": _COUNTERS, "data?": Mapping}
+_SUSPENDED = {"moment": str, "left": list, "due": [list], "numbers": object, "updated": object}
+_TURNS = [(_count, _count)]
+_CONFIG = {
+    "model": {str: [_count]},
+    "optimizers": [str],
+    "parameter groups": [[_count]],
+    "accumulate": _accumulate,
+    "precision": str,
+    "batches an epoch": _or_none(_count),
+    "ranks?": _count,
+}
+_GIVEN = {"optimizers?": [[Mapping]], "loader?": {str: object}, "callbacks?": {str: Mapping}, "limits?": Mapping}
+_SEGMENT = {
+    "seed": int,
+    "permuted": _count,
+    "ranks": _count,
+    "dealt": bool,
+    "consumed": _TURNS,
+    "loader": Mapping,
+    "points": [(*[_count] * 5, _or_none(_count), _or_none(_count))],
+}
+_RANK = {
+    "streams": _streams,
+    "loader": Mapping,
+    "gradients?": {int: Tensor | Stored},
+    "callbacks of the rank?": {str: Mapping},
+    "suspended?": _or_none(_SUSPENDED),
+}
+_SAMPLES = _or_none([object])
+_OF_BATCH = {"epoch": _count, "batch_in_epoch": _count, "samples": _SAMPLES}
+_CAPSULE = {
+    "why": str,
+    "step": _count,
+    "rank": _count,
+    "ranks": _count,
+    "batches": [_OF_BATCH],
+    "not_loaded?": _or_none(_OF_BATCH),
+    "losses": [float | int | str | None],
+    "module": str | None,
+    "parameter": str | None,
+    "tensor": str | None,
+    "guilty_samples": _SAMPLES,
+    "weights_exact": bool,
+    "batches_left_out?": str,
+    "second_pass?": str,
+}
+_WEIGHTS = {
+    "callbacks?": {str: Mapping},
+    "weight_sets?": {str: str | list | tuple},
+    "left_out?": {str: {"shape": [_count], "sha256": str}},
+    "outside?": Mapping,
+}
+_WHOLE = _WEIGHTS | {
+    "progress": _COUNTERS,
+    "in_epoch": bool,
+    "exhausted": bool,
+    "requests": {str: _DECISION},
+    "schedules?": {"waiting?": [str], "past?": [str], "called?": [str], "times?": {str: _count}},
+    "config": _CONFIG,
+    "given?": _GIVEN,
+    "environment": {str: object},
+    "model_extra": {str: object},
+    "optimizers": [_optimizer],
+    "precision": Mapping,
+    "gradients": {int: Tensor | Stored},
+    "weight_unit?": int | float | None,
+    "switched?": {str: {str: bool}},
+    "data_seed": int | None,
+    "data?": {"dealt": bool, "batches": _or_none(_count), "past": _TURNS},
+    "course?": [_SEGMENT],
+    "permuted?": _count,
+    "state": Mapping,
+    "history": _history,
+    "rows?": _rows,
+    "offsets": {str: _count},
+    "batches_found?": _or_none(_count),
+    "callbacks": {str: Mapping},
+    "ranks?": [_RANK],
+}
