@@ -12,9 +12,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cadenza import Callback, Run, attach, on
 from cadenza.callbacks import Alert, Checkpoint, Evaluate, FindLearningRate, LogTraining, Recover, StopOnNonFinite
+from cadenza.engine.loss_check import LossBuffer, StepLoss
+from cadenza.engine.window import AccumulationWindow
+from cadenza.profiling.host_reads import observed_reads
 from cadenza.status.decisions import Decision
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
 
@@ -94,6 +98,28 @@ def test_the_outcome_names_the_first_step_of_a_loss_that_is_not_finite(
 def test_a_long_epoch_without_records_is_checked_every_100_steps(train: Callable[..., Run]) -> None:
     run = train([1.0, 1.0, *[NAN] * 103])
     assert [(one.why, one.when.step) for one in told(run)] == [("the loss is nan at step 3", 100)]
+
+
+def test_to_keep_a_loss_launches_no_kernel_and_all_are_read_at_once() -> None:
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            launched.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    launched, reads, got = list[str](), list[str](), list[StepLoss]()
+    losses = LossBuffer()
+    losses.readers.append(got.append)
+    with Operators():
+        for step in range(1, 100):
+            window = AccumulationWindow(1)
+            window.losses = [torch.full((), float(step))]
+            launched.clear()
+            losses.keep(step, window)
+            assert launched == (["aten::clone"] if step == 1 else [])
+    with observed_reads(lambda how, tensor: reads.append(how)):
+        losses.deliver(wait=True)
+    assert reads == ["tolist"]
+    assert [(one.step, one.loss) for one in got] == [(step, step) for step in range(1, 100)]
 
 
 def test_the_first_batch_with_a_loss_that_is_not_finite_counts_with_its_step() -> None:
