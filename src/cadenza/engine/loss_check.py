@@ -93,7 +93,7 @@ class LossCheck:
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of the losses of all steps so far. Waits for them."""
+        """Return the state for a checkpoint. Waits for the losses of all steps so far."""
         self.look(wait=True)
         return {"lasting": {name: [*one] for name, one in self._lasting.items()}, "first": self._first}
 
