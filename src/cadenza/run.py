@@ -102,7 +102,8 @@ class Run:
     def loss(self) -> Tensor | None:
         """The mean loss of the last step's batches on this rank, undivided, shape (), on the device; None before the first.
 
-        Reading it does not wait for the device; converting it to a number does.
+        It is NaN if the weights of all these batches are 0. Reading it does not wait for the device; converting it to a number
+        does.
         """
         return self._session.step.last_window.mean_loss()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 import sqlite3
 import sys
 import zipfile
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,40 @@ def test_records_hold_the_mean_over_all_ranks_and_are_written_once(tmp_path: Pat
     assert first["alike"] == [(1, 0.1), (2, 0.1)]  # though 0.1 + 0.1 + 0.1 is no 3 times 0.1
     assert first["count"] == [(1, 7), (2, 7)]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_outcome_names_the_first_step_of_all_ranks_with_a_loss_that_is_not_finite() -> None:
+    def reason() -> str:
+        batches = count(1)
+
+        def compute(model: nn.Module, batch: Any) -> Tensor:
+            return squared_error(model, batch) * (math.nan if next(batches) == 2 and rank() == 1 else 1.0)
+
+        run = trainer(max_epochs=1, compute_loss=compute).fit()
+        assert run.outcome is not None
+        return run.outcome.reason
+
+    assert on_ranks(reason) == ["the limit is reached; the loss on rank 1 was not finite from step 2 on"] * 2
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["weights on the host", "weights on a device"])
+def test_a_step_has_no_loss_if_no_rank_has_a_weight(on_device: bool) -> None:
+    def logged() -> tuple[list[tuple[int, float]], str, list[Any]]:
+        weights = iter([[1, 0, 0], [0, 0, 3]][rank()])
+
+        def compute(model: nn.Module, batch: Any) -> dict[str, Any]:
+            weight = next(weights)
+            scale = 1.0 if weight else math.nan
+            return {"loss": sum(one.sum() for one in model.parameters()) * 0 + scale, "weight": torch.tensor(weight)}
+
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("window", "rank_loss", "shared_sync") if on_device else ():
+                patch.setattr(f"cadenza.engine.{module}.number_on_host", lambda weight: None)
+            run = trainer(max_epochs=1, compute_loss=compute, callbacks=[LogTraining("1 step")]).fit()
+        assert run.outcome is not None
+        return run.history["train/loss"], run.outcome.reason, [one for one in run.decisions if one.what == "loss not finite"]
+
+    assert on_ranks(logged) == [([(1, 1.0), (3, 1.0)], "the limit is reached", [])] * 2
 
 
 STEPS = range(1, 5)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import numpy
@@ -18,11 +16,10 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import cadenza
 from cadenza import Callback, Run, Trainer, on, supervised
-from cadenza.callbacks import Checkpoint, ClipGradients, EarlyStopping, Evaluate, FindBatchSize, LogTraining, StopOnNonFinite
+from cadenza.callbacks import Checkpoint, ClipGradients, EarlyStopping, Evaluate, FindBatchSize, LogTraining
 from cadenza.drivers import SingleDriver, driver_of
 from cadenza.errors import CallbackError, CheckpointMismatchError, DataError, LossError, MonitorError
 from cadenza.loading import Mixture
-from cadenza.status.decisions import Decision
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.engine.parts import Stream
 
@@ -402,69 +399,6 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads((tmp_path / "run/run.json").read_text(encoding="utf-8"))["checkpoints"] == [str(tmp_path / "saved")]
     assert tiny_trainer(steps=3, directory="~/b").fit(resume="~/saved/last").progress.step == 3
     assert not (tmp_path / "~").exists()
-
-
-NAN = math.nan
-LOG = LogTraining("1 step", throughput=False, lr=False)
-
-
-def told(run: Run) -> list[Decision]:
-    return [decision for decision in run.decisions if decision.what == "loss not finite"]
-
-
-@pytest.mark.parametrize("last", [NAN, 1.0])
-def test_the_first_that_is_logged_is_told_and_the_outcome_says_since_when(
-    last: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "cadenza"):
-        run = tiny_run(losses=[1.0, 2.0, math.inf, NAN, last], callbacks=[LOG], directory=tmp_path)
-    assert [str(decision.why) for decision in told(run)] == ["train/loss is inf at step 3"]
-    assert caplog.text.count("train/loss is inf at step 3, and training goes on") == 1
-    assert "StopOnNonFinite()" in caplog.text
-    ending = "from step 3 on" if math.isnan(last) else "at step 3"
-    assert run.outcome is not None
-    assert (run.outcome.kind, run.outcome.reason) == ("finished", f"the limit is reached; train/loss was not finite {ending}")
-    assert json.loads((tmp_path / "run.json").read_text())["outcome"]["reason"] == run.outcome.reason
-
-
-def test_without_a_record_the_last_loss_of_each_epoch_is_looked_at() -> None:
-    seen: list[int] = []
-    count = on(Callback.on_epoch_end)(lambda run: seen.append(len(told(run))))
-    broken: dict[str, Any] = {"compute_loss": lambda model, batch: model(batch[0]).mean() * 1e38 * 1e38}
-    run = tiny_run(epochs=3, callbacks=[count], **broken)
-    assert seen == [0, 1, 1]
-    assert [(one.when.epoch, one.when.step) for one in told(run)] == [(1, 5)]
-    assert run.outcome is not None
-    assert run.outcome.reason.endswith("; the loss was not finite from step 5 on")
-    inside = tiny_run(steps=3, **broken)  # no epoch is over
-    assert [one.when.step for one in told(inside)] == [3]
-
-
-def test_the_loss_of_an_evaluation_counts_and_its_metrics_do_not() -> None:
-    run = tiny_run(callbacks=[Evaluate(tiny_loader(1), compute=lambda model, batch: {"loss": torch.tensor(NAN)})], epochs=2)
-    assert [one.why for one in told(run)] == ["eval/loss is nan at step 5"]
-    assert not told(tiny_run(callbacks=[on(Callback.on_step_end)(lambda run: run.log("train/score", NAN))]))
-
-
-def test_what_stop_on_non_finite_says_is_not_said_twice() -> None:
-    for action in ("stop", "skip"):
-        run = tiny_run(losses=[1.0, NAN], callbacks=[StopOnNonFinite(cast("Any", action)), LOG])
-        assert not told(run)
-        assert run.outcome is not None
-        assert run.outcome.reason == ("the loss is nan" if action == "stop" else "the limit is reached")
-
-
-def test_a_trial_that_diverges_and_one_overflow_in_fp16_are_no_fault_and_a_lasting_one_is_mentioned_by_any_outcome() -> None:
-    """In fp16 the scaler leaves out the update of an overflow."""
-    assert not told(tiny_run(callbacks=[cadenza.callbacks.FindLearningRate(start=1.0, end=1e30, steps=30), LOG]))
-    assert not told(tiny_run(losses=[1.0, math.inf, 1.0, 1.0], precision="fp16", callbacks=[LOG]))
-    stop = on(Callback.on_step_end, at=3)(lambda run: run.stop("enough"))
-    run = tiny_run(losses=[1.0, NAN, NAN, NAN], callbacks=[LOG, stop])
-    assert run.outcome is not None
-    assert (run.outcome.kind, run.outcome.reason) == ("stopped", "enough; train/loss was not finite from step 2 on")
-    lasting = tiny_run(losses=[1.0, math.inf, NAN, NAN], precision="fp16", callbacks=[LOG])
-    assert lasting.outcome is not None
-    assert lasting.outcome.reason.endswith("; train/loss was not finite from step 2 on")
 
 
 # -- devices, drivers, and values of other arguments -------------------------------------------------

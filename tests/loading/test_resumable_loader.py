@@ -20,7 +20,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza.errors import DataError
-from cadenza.loading import ResumableLoader, resumable
+from cadenza.loading import Mixture, ResumableLoader, resumable
 from cadenza.loading.loaders import Limited
 from cadenza.testing import tiny_trainer
 from tests.loading import data
@@ -254,16 +254,28 @@ def test_a_limited_loader_counts_skipped_batches(count: int) -> None:
     assert rest_of(Limited(MAP_STYLE["shuffle"](), count), 1, len(whole[1])) == []
 
 
-def test_a_limited_loader_saves_the_state_of_the_inner_loader() -> None:
-    def make() -> Limited:
-        return Limited(stateful(), 3)
+LIMITED: dict[str, Callable[[Any], Any]] = {
+    "limited": lambda loader: Limited(loader, 3),
+    "a limited mixture": lambda loader: Limited(Mixture({"a": loader, "b": [0.0, 1.0, 2.0]}, "cycle"), 3),
+    "a mixture of limited ones": lambda loader: Mixture({"a": Limited(loader, 2), "b": Limited([0.0, 1.0], 1)}, "sequential"),
+}
 
-    whole = epochs_of(make())
-    first = resumable(make(), 1)
-    next(first.batches(0, 0))
-    resumed = restored(make, first.state_dict())
-    assert plain(resumed.batches(0, 1)) == whole[0][1:]
-    assert plain(resumed.batches(1, 0)) == whole[1]
+
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
+@pytest.mark.parametrize("limit", LIMITED.values(), ids=LIMITED.keys())
+def test_a_limited_loader_continues_with_the_state_of_the_inner_loader(
+    make: Callable[[], Any], limit: Callable[[Any], Any]
+) -> None:
+    """After the last batch of an epoch there is none to read, and the next epoch is a new one."""
+    whole = epochs_of(limit(make()))
+    for seen in (1, 3):
+        source = resumable(limit(make()), 1)
+        list(islice(source.batches(0, 0), seen))
+        for _ in range(2):  # the second time from a checkpoint that is written before the first batch after a resume
+            source = restored(lambda: limit(make()), source.state_dict())
+            rest = source.batches(0, seen)
+        assert plain(rest) == whole[0][seen:]
+        assert [plain(source.batches(epoch, 0)) for epoch in (1, 2)] == whole[1:]
 
 
 # -- persistent workers ---------------------------------------------------------------------------------

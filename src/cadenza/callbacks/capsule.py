@@ -29,7 +29,7 @@ from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import Parts, QuickState, quick_capture
 from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.finite import all_finite, first_not_finite
-from cadenza.records.arriving import ArrivingNumber, arriving
+from cadenza.records.arriving import Arriving, arriving
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _Step:
         self.updates: int = updates
         self.parts: list[tuple[Any, int, int, Parts]] = []
         """Each batch, its epoch, its number in it, from 0, on this rank, and the RNG state before its forward pass."""
-        self.losses: list[float | ArrivingNumber] = []
+        self.losses: list[float | Arriving] = []
         self.not_loaded: tuple[int, int] | None = None
         """The position of the batch with which the loader failed."""
 
@@ -129,7 +129,7 @@ class Capsule(Callback):
         self._watch = Watch(self.when)
         self._steps: deque[_Step] = deque(maxlen=last)
         self._seen: str | None = None
-        self._losses: list[float | ArrivingNumber] = []  # those that are not judged yet
+        self._losses: list[float | Arriving] = []  # those that are not judged yet
         self._written: list[dict[str, Any]] = []
         self._told: set[tuple[int, str]] = set()
         self._rolled_back = False

@@ -200,9 +200,14 @@ class _RangeTest(Callback):
             set_option(group, "lr", rate * scale)
 
     def on_step_end(self, run: Run) -> None:
-        if run.loss is None or len(self.losses) == run.progress.step:
+        session = session_of(run)
+        mean = session.sync.mean_loss()
+        if mean is None or len(self.losses) == run.progress.step:
             return  # the step failed
-        self.losses.append(float(run.driver.reduce(run.loss)))
+        loss = float(mean)
+        if math.isnan(loss) and self.losses and session.step.last_window.is_weightless:
+            loss = self.losses[-1]  # no batch of the step counts
+        self.losses.append(loss)
         averages = smoothed(self.losses)[max(SOME, len(self.rates) // 10) :]
         best = min(averages, default=math.inf)
         if not math.isfinite(self.losses[-1]) or (averages and averages[-1] > best + FAR * abs(best)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -200,6 +201,8 @@ class Recover(Callback, Compared):
         if mean is None:
             return
         loss = float(mean)
+        if math.isnan(loss) and session.step.last_window.is_weightless:
+            return
         seen = self.when.seen_in(loss)
         if seen is None:
             self.when.add(loss)

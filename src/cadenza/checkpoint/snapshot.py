@@ -121,6 +121,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         **({"callbacks of the rank": states} if (states := _states_of_callbacks(session, each_rank=True)) else {}),
     }
     session.metrics.deliver(session.run, wait=True)  # a record with numbers that are still on the device would be lost
+    own["losses"] = session.metrics.losses.state_dict()
     weights = session.module.state_dict()
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     state = {
@@ -210,6 +211,8 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     own = written.taken_over(session, loaded.by_rank)
     session.cursor.source.load_state_dict(own["loader"])
     session.sync.requests.suspended = placed(session, own.get("suspended"))
+    if "losses" in own:
+        session.metrics.losses.load_state_dict(own["losses"])
     both = {**state["callbacks"], **own.get("callbacks of the rank", {})}
     _restore_callbacks(session, loaded.name, {**state, "callbacks": both}, strict)
     for difference in _differences(*written.environments(session, state["environment"], environment_of(session))):

@@ -1,25 +1,39 @@
-"""Detect a loss that is not finite, among the numbers that are copied to the host anyway."""
+"""The losses of all steps, copied to the host together, and the check that they are finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.rank_sync import Decide
 from cadenza.engine.step_state import StepState
-from cadenza.records.metric_buffer import MetricBuffer
+from cadenza.engine.window import AccumulationWindow
+from cadenza.records.arriving import ArrivingNumbers
 from cadenza.records.record import Record
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Progress
 
+EVERY = 100  # steps, after which their losses are copied to the host
+_TRAINING = "the loss"  # the name of the training loss
+
+_Kept = tuple[int, list[Tensor], list[float | Tensor], list[float | Tensor]]
+"""A step, its losses and weights, and the weight of all ranks, if it is known."""
+
 
 class LossCheck:
-    """Checks the losses in records, and the training loss at the end of each epoch and of the run.
+    """Checks the training loss of every step, and the losses in records.
 
-    The training loss of the last step of an epoch is copied to the host as records are, so nothing waits for it. It is checked
-    on arrival, at the latest after the next epoch or at the end of the run. `StopOnNonFinite` checks each batch, and waits.
+    The losses of the steps are copied to the host together: every 100 steps, at the end of each epoch and of the run, before a
+    save, and when a loss in a record is not finite. Only the last three wait for them. `StopOnNonFinite` checks each batch,
+    and waits.
     """
 
     def __init__(
@@ -33,56 +47,217 @@ class LossCheck:
         may_overflow: bool,
     ) -> None:
         self._step, self._progress, self._driver, self._decide, self._warn = step, progress, driver, decide, warn
-        self._may_overflow = may_overflow
+        self._least = 2 if may_overflow else 1  # in fp16 the scaler skips an update that overflows: the next loss is finite
         self.quiet = False
         """Whether nothing is reported, as in a trial of learning rates."""
-        self._since: dict[str, int] = {}
-        self._seen: dict[str, int] = {}
-        self._reported: tuple[str, int] | None = None
-        self._on_way, self._looked_at = MetricBuffer(), 0
+        self.buffer: LossBuffer = LossBuffer()
+        self.buffer.readers.append(self._look_at_step)
+        self._where = {_TRAINING: f" on rank {driver.rank}" if driver.world_size > 1 else ""}
+        self._lasting: dict[str, list[Any]] = {}  # by name: since which step it is not finite, its value there, how often
+        self._found: list[tuple[int, str, float]] = []  # that are not reported yet
+        self._first: tuple[int, str] | None = None  # of the run
+        self._weightless: deque[int] = deque(maxlen=EVERY)
+        self._has_warned = False
 
-    def look_at(self, record: Record) -> None:
-        """Check the losses in a record."""
-        for name, value in record.values.items():
-            if name.endswith("loss"):
-                self._look(name, value, record.step)
-
-    def look_at_epoch(self, *, wait: bool = False) -> None:
-        """Check the training loss of the last step once it is on the host. With `wait`, wait for it."""
+    def end_step(self) -> None:
+        """Keep the losses of the step that is complete."""
         step = self._progress.step
-        if step != self._looked_at and (loss := self._step.last_window.mean_loss()) is not None and not loss.is_meta:
-            self._looked_at = step
-            self._on_way.add("the loss", loss)
-        for record in self._on_way.take(self._progress.now(), wait=wait):
-            self.look_at(record)
+        self.buffer.keep(step, self._step.last_window)
+        if step % EVERY == 0:
+            self.buffer.send()
+        if self.buffer.is_sent:
+            self.look()
+
+    def end_epoch(self) -> None:
+        """Start to check the steps of the epoch."""
+        self.buffer.send()
+        self.look()
+
+    def look(self, *, wait: bool = False) -> None:
+        """Check the losses that have arrived. With `wait`, check those of all steps."""
+        self.buffer.deliver(wait=wait)
+        self._report()
+
+    def look_at(self, record: Record) -> Record:
+        """Check the losses in a record. Return it without those of a step in which no batch counts."""
+        losses = {name: value for name, value in record.values.items() if name.endswith("loss")}
+        if not all(map(math.isfinite, losses.values())):
+            self.buffer.deliver(wait=True)  # the loss of an earlier step may be the first
+            if record.step in self._weightless:
+                empty = {name for name, value in losses.items() if math.isnan(value)}
+                record = replace(record, values={name: one for name, one in record.values.items() if name not in empty})
+        for name, value in losses.items():
+            if name in record.values:
+                self._look(name, value, record.step)
+        self._report()
+        return record
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint. Waits for the losses of all steps so far."""
+        self.look(wait=True)
+        return {"lasting": {name: [*one] for name, one in self._lasting.items()}, "first": self._first}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the steps of a checkpoint."""
+        self._lasting = {name: [*one] for name, one in state["lasting"].items()}
+        self._first = None if state["first"] is None else (state["first"][0], state["first"][1])
 
     def ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome of a run, extended if a loss was not finite. Every rank must call this."""
-        self.look_at_epoch(wait=True)
-        where = self._reported
-        if self._driver.world_size > 1:  # one rank's last loss may be the first that is not finite
-            where = next((one for one in self._driver.gather(where) if one is not None), None)
-        if where is None or self.quiet:
-            return outcome
-        name, step = where
-        until = "from step {} on" if name in self._since or self._reported is None else "at step {}"
-        return replace(outcome, reason=f"{outcome.reason}; {name} was not finite {until.format(step)}")
+        self.look(wait=True)
+        first = None
+        if self._first is not None and not self.quiet:
+            step, name = self._first
+            lasts = name in self._lasting and self._lasting[name][0] == step
+            when = f"from step {step} on" if lasts else f"at step {step}"
+            first = step, f"{name}{self._where.get(name, '')} was not finite {when}"
+        if self._driver.world_size > 1:  # the loss of any rank may be the first that is not finite
+            everyone = [one for one in self._driver.gather(first) if one is not None]
+            first = min(everyone, default=None, key=itemgetter(0))
+        return outcome if first is None else replace(outcome, reason=f"{outcome.reason}; {first[1]}")
+
+    def _look_at_step(self, one: StepLoss) -> None:
+        if one.loss is not None:
+            self._look(_TRAINING, one.loss, one.step)
+        if one.of_ranks:
+            return
+        if not self._weightless and not self.quiet and self._driver.is_main:
+            self._warn(
+                f"the weights of all batches of step {one.step} are 0, so nothing was trained in it, and its loss is NaN. "
+                "Check that outputs['weight'] counts the labels that are not masked"
+            )
+        self._weightless.append(one.step)
 
     def _look(self, name: str, value: float, step: int) -> None:
         if math.isfinite(value):
-            if name in self._since:
-                del self._since[name], self._seen[name]
+            self._lasting.pop(name, None)
             return
-        since = self._since.setdefault(name, step)
-        self._seen[name] = self._seen.get(name, 0) + 1
-        # In fp16 a loss may overflow occasionally; the scaler skips the update, and the next loss is finite.
-        if self._reported is not None or self.quiet or (self._may_overflow and self._seen[name] < 2):
+        since = self._lasting.setdefault(name, [step, value, 0])
+        since[2] += 1
+        if since[2] >= self._least:
+            self._found.append((since[0], name, since[1]))
+
+    def _report(self) -> None:
+        """Report the first of the losses that were found, once."""
+        found, self._found = self._found, []
+        if not found or self.quiet:
             return
-        self._reported = name, since
-        data = {"name": name, "value": value, "step": step}
-        self._decide("loss not finite", f"{name} is {value} at step {step}", who="the run", data=data)
+        step, name, value = min(found, key=lambda one: (one[0], one[1] == _TRAINING))
+        self._first = self._first or (step, name)
+        if self._has_warned:
+            return
+        self._has_warned = True
+        why, data = f"{name}{self._where.get(name, '')} is {value} at step {step}", {"name": name, "value": value, "step": step}
+        self._decide("loss not finite", why, who="the run", data=data)
         if self._driver.is_main:
             self._warn(
-                f"{name} is {value} at step {step}, and training goes on. Weights that have become NaN stay NaN: add "
+                f"{why}, and training goes on. Weights that have become NaN stay NaN: add "
                 "StopOnNonFinite() to stop at the first such batch, lower the learning rate, or clip gradients."
             )
+
+
+class StepLoss(NamedTuple):
+    """The loss of a step, on the host."""
+
+    step: int
+    loss: float | None
+    """The (weighted) mean over the batches of this rank; None if none of them counts."""
+    weight: float
+    """The weight of all of them: their number, if they have no weights."""
+    of_ranks: float
+    """The sum or mean of the weights of all ranks, if this rank knows it; else its own weight."""
+
+
+class LossBuffer:
+    """The losses of the steps since the last copy. To keep those of a step launches no kernel, and does not wait.
+
+    >>> import torch
+    >>> losses, window = LossBuffer(), AccumulationWindow(size=2)
+    >>> for value, weight in ((1.0, 3), (float("nan"), 0)):
+    ...     scale = window.add(torch.tensor(value), weight)
+    >>> losses.readers.append(print)
+    >>> losses.keep(1, window)
+    >>> losses.deliver(wait=True)
+    StepLoss(step=1, loss=1.0, weight=3.0, of_ranks=3.0)
+    """
+
+    def __init__(self) -> None:
+        self.readers: list[Callable[[StepLoss], object]] = []
+        """Functions that get the loss of each step, in order."""
+        self._kept: list[_Kept] = []
+        self._sent: deque[_Sent] = deque()
+        self._last: Tensor | None = None
+        self._overwritten = False
+
+    def keep(self, step: int, window: AccumulationWindow) -> None:
+        """Keep references to the losses of a step.
+
+        Of losses in memory that the next step overwrites, as of a CUDA graph, copies are kept. The second step shows whether
+        they are such, so the first is always copied.
+        """
+        losses, before = window.losses, self._last
+        if not losses or losses[-1].is_meta:
+            return
+        self._last = losses[-1]
+        if before is not None and not self._overwritten and _is_overwritten(before, losses[-1]):
+            self._overwritten = True
+            if self._kept and self._kept[-1][1][-1] is before:
+                self._kept.pop()
+        if before is None or self._overwritten:
+            losses = [one.clone() for one in losses]
+        weight = window.weight_of_ranks
+        self._kept.append((step, losses, window.weights, [] if weight is None else [weight]))
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether losses are on their way to the host."""
+        return bool(self._sent)
+
+    def send(self) -> None:
+        """Start the copy of the losses that are kept."""
+        if self._kept:
+            self._sent.append(_Sent(self._kept))
+            self._kept = []
+
+    def deliver(self, *, wait: bool) -> None:
+        """Pass the losses that have arrived to the readers. With `wait`, send all, and wait for them."""
+        if wait:
+            self.send()
+        while self._sent and (wait or self._sent[0].arrived):
+            for loss in self._sent.popleft().losses():
+                for read in self.readers:
+                    read(loss)
+
+
+class _Sent:
+    """Losses that are on their way to the host."""
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        self._kept = kept
+        self._losses = ArrivingNumbers([loss for _, losses, _, _ in kept for loss in losses])
+        self._weights = ArrivingNumbers([one for _, _, *weights in kept for one in chain(*weights) if isinstance(one, Tensor)])
+
+    @property
+    def arrived(self) -> bool:
+        return self._losses.arrived and self._weights.arrived
+
+    def losses(self) -> Iterator[StepLoss]:
+        numbers, others = iter(self._losses), iter(self._weights)
+        for step, tensors, given, of_ranks in self._kept:
+            losses = [next(numbers) for _ in tensors]
+            if not given:
+                count = len(losses)
+                yield StepLoss(step, sum(losses) / count, count, count)
+                continue
+            weights = [next(others) if isinstance(one, Tensor) else one for one in given]
+            total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+            weight = sum(weights)
+            (counted,) = [next(others) if isinstance(one, Tensor) else one for one in of_ranks] or [weight]
+            yield StepLoss(step, total / weight if weight else None, weight, counted)
+
+
+def _is_overwritten(before: Tensor, after: Tensor) -> bool:
+    try:
+        return before.data_ptr() == after.data_ptr()
+    except RuntimeError:  # the memory of a CUDA graph of torch.compile, which its next call took back
+        return True

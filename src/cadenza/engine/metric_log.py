@@ -49,8 +49,9 @@ class MetricLog:
 
     def deliver(self, run: Run, at: Counters | None = None, *, wait: bool) -> None:
         """Pass records to their readers: those that `MetricBuffer.take` returns for `at` and `wait`."""
-        for record in self.buffer.take(at, wait=wait):
-            self.losses.look_at(record)
+        for record in map(self.losses.look_at, self.buffer.take(at, wait=wait)):
+            if not (record.values or record.media):
+                continue
             if thinned := self.history.add(record):
                 self._decide("history thinned", thinned, who="the run")
             if run.is_main:

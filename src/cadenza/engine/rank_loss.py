@@ -11,11 +11,13 @@ from torch import Tensor
 from cadenza.drivers.base import Driver
 from cadenza.engine.step_state import StepState
 from cadenza.engine.window import AccumulationWindow, number_on_host
-from cadenza.records.scalars import as_number, quotient, widened
+from cadenza.records.scalars import as_number, weighted_sum, widened
 
 
 def mean_over_ranks(window: AccumulationWindow, driver: Driver, *, by_hand: bool) -> Tensor | None:
-    """Return the (weighted) mean loss of a step over all ranks; None if there is none. Every rank must call this.
+    """Return the (weighted) mean loss of a step over all ranks; None if there is none, NaN if all weights are 0.
+
+    Every rank must call this.
 
     Args:
         window: The batches of this rank.
@@ -32,8 +34,8 @@ def mean_over_ranks(window: AccumulationWindow, driver: Driver, *, by_hand: bool
         return driver.reduce(own.double(), "sum") / driver.data_world_size
     own = torch.zeros((), device=driver.device) if own is None else widened(own)
     weight = as_number(window.total if window.weights or uneven else 1.0, own.device, own.dtype)
-    total = driver.reduce(torch.stack([own * weight, weight]), "sum")
-    return quotient(total[0], total[1])
+    total = driver.reduce(torch.stack([weighted_sum(own, weight), weight]), "sum")
+    return total[0] / total[1]
 
 
 def mean_on_its_way(step: StepState, weight: Any, driver: Driver) -> Callable[[], Tensor | None] | None:
@@ -62,7 +64,7 @@ def mean_on_its_way(step: StepState, weight: Any, driver: Driver) -> Callable[[]
 
     def mean() -> Tensor | None:
         total, count = arrives()
-        return quotient(total, count) if weights or count else None
+        return total / count if weights or count else None
 
     return mean
 

@@ -363,6 +363,7 @@ class Session:
         """Count the step; call listeners again that may be due from now on."""
         progress, hooks = self.progress, self.hooks
         progress.finish_step()
+        self.metrics.losses.end_step()
         if progress.step >= self.step.next_change:
             accumulating.change(self)
         if progress.step >= hooks.next_look:
@@ -371,7 +372,7 @@ class Session:
     def leave_epoch(self) -> None:
         """Settle after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
         self.sync.requests.drop_epoch()
-        self.metrics.losses.look_at_epoch()
+        self.metrics.losses.end_epoch()
         self.settle()
 
     def finish_epoch(self) -> None:

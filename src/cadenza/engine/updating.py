@@ -80,8 +80,10 @@ def complete_by_hand(session: Session) -> bool:
     factor: float | Tensor = window.size * driver.data_world_size / batches
     if on_device:
         mean = driver.reduce(as_number(window.total, driver.device, torch.float32))
+        window.mean_weight = mean
         factor = window.size / (mean + (mean == 0))
     elif weighted:
+        window.mean_weight = total / driver.data_world_size
         factor = window.size * driver.data_world_size / (total or driver.data_world_size)
     if (weighted or factor != 1.0) and (gradients := distinct_gradients(session.optimizers)):
         _multiply(session, gradients, factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import LossError
-from cadenza.records.scalars import as_number, quotient, weighted_sum, widened
+from cadenza.records.scalars import as_number, weighted_sum, widened
 
 
 class AccumulationWindow:
@@ -22,7 +23,7 @@ class AccumulationWindow:
 
     __slots__ = (
         *("_by_hand", "_first_weight", "_mean_over_ranks", "_scale", "_taken", "applied", "left_out", "losses", "of_ranks"),
-        *("seen", "size", "unreduced", "weights"),
+        *("mean_weight", "seen", "size", "unreduced", "weights"),
     )
 
     def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None, *, by_hand: bool = False) -> None:
@@ -50,6 +51,8 @@ class AccumulationWindow:
         self._first_weight: float | Tensor | None = None
         self.of_ranks: float | None = None
         """The sum of the weights of all ranks, if it is exchanged with the batches."""
+        self.mean_weight: float | Tensor | None = None
+        """The sum of the weights, as a mean over ranks, once the gradients are corrected by it."""
 
     def resume(self, losses: list[Tensor]) -> None:
         """Continue after the batches with these losses, which a checkpoint has counted."""
@@ -105,6 +108,17 @@ class AccumulationWindow:
         return len(self.losses) == self.size and self._first_weight is None and not self.left_out
 
     @property
+    def is_weightless(self) -> bool:
+        """Whether no batch of any rank counts, because all weights are 0. Waits for a weight on a device."""
+        of_ranks = self.weight_of_ranks
+        return bool(self.weights) and float(self.total if of_ranks is None else of_ranks) == 0
+
+    @property
+    def weight_of_ranks(self) -> float | Tensor | None:
+        """The sum or mean of the weights of all ranks; None if this rank does not know it."""
+        return self.of_ranks if self.mean_weight is None else self.mean_weight
+
+    @property
     def total(self) -> float | Tensor:
         """The weights of the batches of this rank, or their number if they have none."""
         return sum(self.weights) if self.weights else len(self.losses)
@@ -116,6 +130,7 @@ class AccumulationWindow:
         if self._first_weight is None:
             return self.size / len(self.losses)
         total = self._mean(sum(self.weights), self.losses[0]) if self.of_ranks is None else self.of_ranks / ranks
+        self.mean_weight = total
         return self._first_weight * self.size / (total + (total == 0))
 
     def _mean(self, weight: float | Tensor, like: Tensor) -> float | Tensor:
@@ -136,19 +151,18 @@ def number_on_host(weight: Any) -> float | None:
 
 
 def mean_loss(losses: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
-    """Return the (weighted) mean loss of the batches of a step, at least one, shape ().
+    """Return the (weighted) mean loss of the batches of a step, at least one, shape (). Does not wait for the device.
 
-    A batch of weight 0 is ignored, even if its loss is NaN. If all weights are 0, the mean is 0.
+    A batch of weight 0 is ignored, even if its loss is NaN. If all weights are 0, the mean is NaN.
     """
     if len(losses) == 1:
-        return _zero_if_weightless(losses[0], weights[0]) if weights else losses[0]
+        return _nan_if_weightless(losses[0], weights[0]) if weights else losses[0]
     stacked = torch.stack([widened(loss) for loss in losses])
     if not weights:
         return stacked.mean()
     factors = torch.stack([as_number(weight, stacked.device, stacked.dtype) for weight in weights])
-    return quotient(weighted_sum(stacked, factors), factors.sum())
+    return weighted_sum(stacked, factors) / factors.sum()
 
 
-def _zero_if_weightless(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """Return `loss`, or 0 if `weight` is 0; both have shape (). Does not wait for the device."""
-    return torch.where(as_number(weight, loss.device) == 0, 0.0, loss)
+def _nan_if_weightless(loss: Tensor, weight: float | Tensor) -> Tensor:
+    return torch.where(as_number(weight, loss.device) == 0, math.nan, loss)

@@ -43,7 +43,6 @@ class MixedLoader(ResumableLoader):
         self._positions = [SourcePosition() for _ in self._names]
         self._sources: dict[int, ResumableLoader] = {}
         self._restored: Mapping[str, Any] | None = None
-        self._unread: dict[int, Iterator[Any]] = {}  # of loaders that were restored and not read since
         self._last: dict[int, Any] = {}
         self._replicated_at: int | None = None
         self.source: str | None = None
@@ -59,15 +58,12 @@ class MixedLoader(ResumableLoader):
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         restored, self._restored = self._restored, None
-        if not skip:
-            self._begin_restored()
         self._positions, self._replicated_at = self._positions_at(epoch, skip, restored), None
         if skip:
             self._sources.clear()  # they are opened again with the part of their pass that other world sizes have read
         for index, name in enumerate(self._names if skip and restored else ()):
             if restored and (state := restored["loaders"][name]["state"]) is not None:
                 self._source(index).load_state_dict(state)
-                self._unread[index] = iter(())
         given = rounds(self._mixture, self._positions, lambda i, at: self._pass(epoch, i, at), self._seed, epoch, skip)
         return self._noted(given, skip)
 
@@ -145,16 +141,7 @@ class MixedLoader(ResumableLoader):
         return self._sources[index]
 
     def _pass(self, epoch: int, index: int, at: SourcePosition) -> Iterator[Any]:
-        batches = self._source(index).batches(epoch + at.passes * PASS, at.read)
-        if index in self._unread:
-            self._unread[index] = batches
-        return batches
-
-    def _begin_restored(self) -> None:
-        """Read one batch of each loader that was restored and not read since: it begins its next pass anew only then."""
-        for batches in self._unread.values():
-            next(batches, None)
-        self._unread.clear()
+        return self._source(index).batches(epoch + at.passes * PASS, at.read)
 
     def _positions_at(self, epoch: int, skip: int, restored: Mapping[str, Any] | None) -> list[SourcePosition]:
         if not skip:
@@ -197,8 +184,6 @@ class MixedLoader(ResumableLoader):
         for number, batches in enumerate(given, first):
             # The positions are enough to count samples: a batch that is kept here would keep its memory.
             self._last = dict.fromkeys(batches)
-            for index in batches if self._unread else ():
-                self._unread.pop(index, None)
             self._replicated_at = number if all(map(self._is_replicated, batches)) else None
             if zipped:
                 self.source = None

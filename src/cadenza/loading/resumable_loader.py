@@ -221,21 +221,27 @@ class _Stateful(ResumableLoader):
         )
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
-        restored, self._restored = self._restored, None
-        if skip and restored is None:
+        if skip and self._restored is None:
             raise DataError(
                 "the checkpoint holds no position for this loader: it was saved with another kind of loader. Resume with that "
                 "kind, or read and discard the batches with fit(resume=..., replay=True)."
             )
         self.check_inside(skip)
         set_loader_epoch(self._loader, epoch)
-        if skip and restored is not None:  # at the start of an epoch, the saved position is the end of the previous epoch
-            self._stateful.load_state_dict(restored["loader"])
+        if not skip:  # the saved position is the end of the previous epoch
+            self._restored = None
         shard, own = self.shard.at_round(skip)
-        return self.counted(_seeded(self._loader, self._seed, epoch, own, shard))
+        return self.counted(self._read(_seeded(self._loader, self._seed, epoch, own, shard)))
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches. The loader gets its state with the first: without one, its next pass would continue there."""
+        if self._restored is not None:
+            self._stateful.load_state_dict(self._restored["loader"])
+            self._restored = None
+        yield from batches
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": self._stateful.state_dict()}
+        return {"loader": self._stateful.state_dict() if self._restored is None else self._restored["loader"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = state if "loader" in state else None

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
+from cadenza.records.arriving import ArrivingNumbers
 from cadenza.records.record import RESERVED, Loggable, Media, Record
 from cadenza.records.reductions import EXTREMES, Reduce, Reduced, checked_reduce, extremes, mixed, put_extremes
 from cadenza.records.scalars import as_numbers, widened
@@ -264,32 +265,19 @@ class MetricBuffer:
 
 
 class _OnTheWay:
-    """A closed record with tensors that may not be on the host yet. All tensors of a device are copied together."""
+    """A closed record with tensors that may not be on the host yet."""
 
     def __init__(self, at: Counters, when: float, content: Mapping[str, Loggable]) -> None:
         self.at, self.when, self.content = at, when, content
-        on_device = {name: value for name, value in content.items() if isinstance(value, Tensor) and not value.is_cpu}
-        self.names = list(on_device)
-        self.event: torch.cuda.Event | None = None
-        if on_device:
-            together = torch.stack([widened(value) for value in on_device.values()])
-            self.numbers = together.to("cpu", non_blocking=together.is_cuda)
-            if together.is_cuda:
-                self.event = torch.cuda.Event()
-                self.event.record()
+        self.names = [name for name, value in content.items() if isinstance(value, Tensor)]
+        self.numbers = ArrivingNumbers([cast("Tensor", content[name]) for name in self.names])
 
     def arrived(self) -> bool:
-        return self.event is None or self.event.query()
+        return self.numbers.arrived
 
     def record(self) -> Record:
-        if self.event is not None:
-            self.event.synchronize()
-        moved = dict(zip(self.names, self.numbers.tolist(), strict=True)) if self.names else {}
-        values = {
-            name: moved[name] if name in moved else value.item() if isinstance(value, Tensor) else value
-            for name, value in self.content.items()
-            if not isinstance(value, Media)
-        }
+        moved = dict(zip(self.names, self.numbers, strict=True))
+        values = {name: moved.get(name, value) for name, value in self.content.items() if not isinstance(value, Media)}
         media = {name: value for name, value in self.content.items() if isinstance(value, Media)}
         return Record(self.at, self.when, values, media)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import nearest
-from cadenza.records.scalars import as_number, quotient
+from cadenza.records.scalars import as_number
 
 Reduce = Literal["mean", "sum", "max", "min", "last"]
 EXTREMES = ("max", "min")
@@ -53,7 +53,8 @@ class Reduced:
         if not self.on_device:
             return self.total / self.weight if self.weight else 0.0
         like = next(part for part in (self.total, self.weight) if isinstance(part, Tensor))
-        return quotient(*(as_number(part, like.device, like.dtype) for part in (self.total, self.weight)))
+        total, weight = (as_number(part, like.device, like.dtype) for part in (self.total, self.weight))
+        return total / (weight + (weight == 0))
 
     def chosen(self, one: Any, other: Any) -> Any:
         """Return the larger or the smaller of two values; NaN if one of them is, as in numpy and torch."""

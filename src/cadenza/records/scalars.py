@@ -1,4 +1,4 @@
-"""Tensors of shape (): conversions, weighted sums and quotients that do not wait for the device."""
+"""Tensors of shape (): conversions and weighted sums that do not wait for the device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from torch import Tensor
 
 
 def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of `losses` times `weights`, both of shape (N,), as shape (). A loss of weight 0 may be NaN."""
+    """Return the sum of `losses` times `weights`, of the same shape, as shape (). A loss of weight 0 may be NaN."""
     return torch.where(weights == 0, 0.0, losses * weights).sum()
-
-
-def quotient(total: Tensor, count: Tensor) -> Tensor:
-    """Return `total` divided by `count`, both of shape (); 0 if `count` is 0. Does not wait for the device."""
-    return total / (count + (count == 0))
 
 
 def widened(value: Tensor) -> Tensor:

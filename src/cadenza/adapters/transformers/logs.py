@@ -12,6 +12,7 @@ from torch import Tensor
 from cadenza.engine.prediction import Prediction
 from cadenza.engine.session import Session
 from cadenza.engine.window import mean_loss
+from cadenza.records.scalars import as_number, weighted_sum
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -99,7 +100,7 @@ class TrainingLogs:
             if not others and type(weight) is float:  # most steps: without a call
                 self.total = self.total + loss if weight else self.total
             else:
-                self.total = self.total + (mean_loss(losses, weights) if weights else sum(losses) / len(losses))
+                self.total = self.total + (_mean_or_0(losses, weights) if weights else sum(losses) / len(losses))
         for shape, count in self.shapes.items():
             self._tokens += shape.numel() * count
         self.shapes.clear()
@@ -110,7 +111,7 @@ class TrainingLogs:
         for index, (losses, weights) in enumerate(steps):
             counted = weights or [1.0] * len(losses)
             for loss, weight in zip(losses, counted, strict=True):
-                own[0, index] += loss * weight
+                own[0, index] += weighted_sum(loss, as_number(weight, loss.device))
                 own[1, index] += weight
         sums = self.session.driver.reduce(own, "sum")
         return (sums[0] / (sums[1] + (sums[1] == 0))).sum()
@@ -171,3 +172,9 @@ class TrainingLogs:
             state["tokens"] = sum(tokens for _, tokens in ranks) if driver.is_main else 0
         self.total = state["total"].to(self.session.device)
         self._all, self.logged_at, self._tokens = state["all"], state["logged_at"], state["tokens"]
+
+
+def _mean_or_0(losses: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
+    """Return the mean loss of a step; 0 if all its weights are 0, as transformers counts a loss that is NaN."""
+    mean = mean_loss(losses, weights)
+    return torch.where(as_number(sum(weights), mean.device) == 0, 0.0, mean)
