@@ -34,7 +34,7 @@ from cadenza.run import Run
 from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Progress
-from cadenza.status.requests import GoBack
+from cadenza.status.requests import RESUMABLE, GoBack
 
 
 class Fitting(Recipe):
@@ -231,4 +231,6 @@ class Fitting(Recipe):
 
 def _write_outcome(session: Session) -> None:
     if session.files is not None and session.outcome is not None:
-        session.files.end({"kind": session.outcome.kind, "reason": session.outcome.reason}, session.progress.now())
+        resumable = {RESUMABLE: True} if session.sync.requests.is_resumable else {}
+        outcome = {"kind": session.outcome.kind, "reason": session.outcome.reason, **resumable}
+        session.files.end(outcome, session.progress.now())
