@@ -13,6 +13,7 @@ from cadenza.adapters.lightning.before_fit import freeze_early
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.continuation import beginning
+from cadenza.checkpoint.snapshot import config_of
 from cadenza.checkpoint.starting import Start
 from cadenza.engine import loop, rank_checks
 from cadenza.engine.arguments import check_not_empty, check_resume, given_by
@@ -202,6 +203,7 @@ class Fitting(Recipe):
         """Set up the run, and restore it if it resumes."""
         self._set_up(session)
         self.driver.check_trainable(session.module)  # after the callbacks, which may change layers
+        session.restored.config = config_of(session)
         before, self._last_progress = self._last_progress, session.progress
         if start.loaded is None:
             tell_given(session)
