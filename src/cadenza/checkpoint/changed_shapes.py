@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from cadenza.engine.session import Session
@@ -13,7 +13,7 @@ CHANGED = "changed_shapes"
 """The name in the state of a checkpoint."""
 
 
-def changed_buffers(state: Mapping[str, Any]) -> Collection[str]:
+def changed_buffers(state: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the buffers that had another shape at the start of the run that wrote a checkpoint."""
     return frozenset(state.get(CHANGED, {}).get("buffers", ()))
 
@@ -26,8 +26,14 @@ def changed_of(session: Session, config: Mapping[str, Any]) -> dict[str, Any]:
         config: Its configuration now. That of its start is kept in `Session.restored`.
     """
     start = session.restored.config
-    if all(config[part] == start[part] for part in ("model", "parameter groups")):
-        return {}
+    return {} if _agree(config, start) else {CHANGED: _changes(session, start, config)}
+
+
+def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one[part] == other[part] for part in ("model", "parameter groups"))
+
+
+def _changes(session: Session, start: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     before, now, slots = start["model"], config["model"], buffers_of(session.module)
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     named = {id(one): plain_name(name) for name, one in session.module.named_parameters()}
@@ -44,7 +50,7 @@ def changed_of(session: Session, config: Mapping[str, Any]) -> dict[str, Any]:
         )
         session.decide("not resumable", told, data={"names": lost})
         session.warn(told)
-    return {CHANGED: {"buffers": [name for name in differing if name in slots], "groups": groups}}
+    return {"buffers": [name for name in differing if name in slots], "groups": groups}
 
 
 def as_at_start(session: Session, state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +61,12 @@ def as_at_start(session: Session, state: Mapping[str, Any], config: Mapping[str,
         state: The state in the checkpoint.
         config: The configuration of the session.
     """
+    if CHANGED not in state and _agree(state["config"], config):
+        return dict(state["config"])
+    return _without_changes(session, state, config)
+
+
+def _without_changes(session: Session, state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     saved, changed = dict(state["config"]), changed_buffers(state) & buffers_of(session.module).keys()
     session.restored.config = {**config, "model": {name: one for name, one in config["model"].items() if name not in changed}}
     saved["model"] = {
@@ -62,14 +74,17 @@ def as_at_start(session: Session, state: Mapping[str, Any], config: Mapping[str,
         for name, shape in ((plain_name(name), shape) for name, shape in saved["model"].items())
         if name not in changed or name in config["model"]
     }
-    if groups := state.get(CHANGED, {}).get("groups"):
+    names = {plain_name(name) for name, _ in session.module.named_parameters()}
+    groups = state.get(CHANGED, {}).get("groups", ())
+    if groups and names.issuperset(name for new in groups for group in new for name in group):
         first = [old[: len(old) - len(new)] for old, new in zip(saved["parameter groups"], groups, strict=True)]
         session.restored.config["parameter groups"] = first
         saved["parameter groups"] = [
             old if now == old else begun
             for old, begun, now in zip(saved["parameter groups"], first, config["parameter groups"], strict=False)
         ]
-    if decides(session.module, [name for name in saved["model"] if saved["model"][name] != config["model"].get(name)]):
+    before, now = saved["model"], config["model"]
+    if decides(session.module, [name for name in {**before, **now} if before.get(name) != now.get(name)]):
         saved["model"] = config["model"]  # its load_state_dict is asked later, when all else agrees
     return saved
 
@@ -77,9 +92,9 @@ def as_at_start(session: Session, state: Mapping[str, Any], config: Mapping[str,
 def add_groups(session: Session, state: Mapping[str, Any]) -> None:
     """Add the parameter groups of a checkpoint that a hook had added to the optimizers."""
     parameters = {plain_name(name): one for name, one in session.module.named_parameters()}
-    for optimizer, saved, new in zip(
-        session.optimizers, state["optimizers"], state.get(CHANGED, {}).get("groups", ()), strict=False
-    ):
-        for names, group in zip(new, saved["param_groups"][len(saved["param_groups"]) - len(new) :], strict=True):
-            if len(optimizer.param_groups) < len(saved["param_groups"]):
+    sizes, groups = state["config"]["parameter groups"], state[CHANGED]["groups"]
+    for optimizer, saved, new, before in zip(session.optimizers, state["optimizers"], groups, sizes, strict=True):
+        if len(optimizer.param_groups) < len(before):
+            options = saved.get("param_groups") or [{} for _ in before]
+            for names, group in zip(new, options[len(before) - len(new) :], strict=True):
                 optimizer.add_param_group({**group, "params": [parameters[name] for name in names]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from os import PathLike, fspath
@@ -28,7 +28,7 @@ from cadenza.files.paths import local_text
 from cadenza.hooks.held_weights import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
-from cadenza.optim.model_state import buffers_of, plain_name, state_of, untied
+from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plain_name, state_of, untied
 from cadenza.status.counting import some
 from cadenza.status.decisions import in_json
 
@@ -48,12 +48,27 @@ class Chosen:
     """``"model"``, or the name of averaged ones."""
     left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The description of the weights that the checkpoint leaves out."""
-    changed: Collection[str] = ()
+    changed: frozenset[str] = frozenset()
     """The names of the buffers that got their shape in training."""
     outside: dict[str, Any] = field(default_factory=dict)
     """The parameters outside of the model; see `ExtraParameters`."""
     facts: dict[str, Any] = field(default_factory=dict)
     """For a decision: checkpoint, step, weights and, if it was chosen as the best, by which result."""
+
+    def load_into(self, model: nn.Module, *, strict: bool = True) -> list[str]:
+        """Load what fits into a model, and return a text about each other tensor.
+
+        Raises:
+            CheckpointMismatchError: As `fitting`, and the model's own ``load_state_dict`` does not take the tensors either.
+        """
+        try:
+            tensors, misfits = self.fitting(model, strict=strict)
+        except CheckpointMismatchError:
+            if load_by_model(model, self.tensors):
+                return []
+            raise
+        load_into(model, tensors)
+        return misfits
 
     def fitting(self, model: nn.Module, *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
         """Return the tensors that fit a model, and a text about each other one.

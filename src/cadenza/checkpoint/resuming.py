@@ -60,14 +60,15 @@ def chosen(
     reader = reader or Reader()
     if isinstance(resume, GoBack):
         return at_path(resume.path, directory, elsewhere, reader, recovery=resume.recovery)
-    if resume in (True, "auto", LAST):
+    resume = "auto" if resume is True else resume
+    if resume in ("auto", LAST):
         start = at_newest(_given(directory, str(resume)), elsewhere, reader)
     elif isinstance(resume, str) and is_name(resume):
         found = find(_given(directory, resume).path, resume, problem=reader.problem)
         start = at_path(found.path, directory, elsewhere, reader)
     else:
         start = at_path(local_text(resume), directory, elsewhere, reader)
-    start = replace(start, ended=ended_in(directory), named=resume not in (True, "auto"))
+    start = replace(start, ended=ended_in(directory), named=resume != "auto")
     if start.named and start.loaded is None:
         raise CheckpointError(_none_to_continue(directory, start, f"is to continue with resume={resume!r}"))
     return _without_stop(start)

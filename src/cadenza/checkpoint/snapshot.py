@@ -200,7 +200,8 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     if "batch_size" in declared:
         written = written._replace(found=None)  # it counts batches of another size
     load_model(session, loaded)
-    add_groups(session, state)
+    if CHANGED in state:
+        add_groups(session, state)
     _load_optimizers(session, state)
     session.precision.load_state_dict(state["precision"])
     session.data_seed, session.module_flags.saved = state["data_seed"], state.get("switched", {})

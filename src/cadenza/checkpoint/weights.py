@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from cadenza.checkpoint.chosen_weights import Chosen, chosen_at
 from cadenza.checkpoint.finding import Which
 from cadenza.drivers.sharding import is_sharded, whole
-from cadenza.errors import CheckpointMismatchError
 from cadenza.files.paths import local_path
-from cadenza.optim.model_state import load_by_model, load_into, state_of
+from cadenza.optim.model_state import state_of
 from cadenza.status.plain import host_copy
 
 
@@ -58,15 +57,7 @@ def load_weights(
     >>> load_weights(f"{folder}/checkpoints/step-00000004", nn.Linear(2, 1), strict=False)
     ["weight has shape (1, 1), the model's (1, 2)"]
     """
-    chosen = chosen_at(path, which, weights)
-    try:
-        fitting, misfits = chosen.fitting(model, strict=strict)
-    except CheckpointMismatchError:
-        if load_by_model(model, chosen.tensors):
-            return []
-        raise
-    load_into(model, fitting)
-    return misfits
+    return chosen_at(path, which, weights).load_into(model, strict=strict)
 
 
 def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:

@@ -219,8 +219,8 @@ class _Pairs:
 
     def copied(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors to copy into, and their sources: buffers, and parameters of whole numbers."""
-        buffers = ((old._buffers[name], one) for old, new, name in self._buffers if (one := new._buffers[name]) is not None)
-        pairs = [*self._others, *buffers]
+        buffers = ((old._buffers.get(name), new._buffers[name]) for old, new, name in self._buffers)
+        pairs = [*self._others, *((old, new) for old, new in buffers if old is not None and new is not None)]
         return [old for old, _ in pairs], [new for _, new in pairs]
 
 

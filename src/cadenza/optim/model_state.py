@@ -80,8 +80,8 @@ def untied(model: nn.Module, values: Mapping[str, Any]) -> dict[str, str]:
     for name, tensor in ((plain_name(name), tensor) for name, tensor in tensors):
         other = first.setdefault(id(tensor), name) if name in values else name
         if other != name and values[other] is not values[name]:
-            pair = [one if isinstance(one, Tensor) else one.read() for one in (values[other], values[name])]
-            if first_difference(*pair) is not None:
+            one, another = (value if isinstance(value, Tensor) else value.read() for value in (values[other], values[name]))
+            if first_difference(one, another) is not None:
                 found[name] = other
     return found
 
