@@ -206,8 +206,9 @@ class Trainer(Fitting):
 
         Args:
             resume: ``"auto"`` continues from the newest checkpoint of the directory that verifies, and reports each one that it
-                skips. It starts a new run if there is none, and does nothing if the run is finished. A path continues from
-                that checkpoint, and so does a name as in `load_weights`: ``"best"``, ``"best:eval/acc"``, ``"step-500"``.
+                skips. It starts a new run if there is none, and does nothing if a limit is reached or a callback stopped the
+                run, unless that was `TimeLimit` or a limit is larger now. ``"last"`` continues from the same checkpoint after
+                any stop. So does a path, or a name as in `load_weights`: ``"best"``, ``"best:eval/acc"``, ``"step-500"``.
             strict: Refuse a checkpoint if the callbacks with a state are not exactly those in `callbacks`.
             replay: If the loader cannot start at a given batch, read and drop the batches before it.
             override: Settings that replace those of the checkpoint. ``{"lr": 1e-4, "batch_size": 64, "accumulate": 4}`` gives

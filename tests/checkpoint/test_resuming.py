@@ -7,6 +7,7 @@ import logging
 import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
-from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, Swa
+from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, Swa, TimeLimit
 from cadenza.checkpoint.store import Store
 from cadenza.drivers.sharding import whole
 from cadenza.errors import CheckpointError, CheckpointMismatchError, DataError, DirectoryError
@@ -318,6 +319,70 @@ def test_a_stop_that_was_asked_for_before_the_kill_is_still_taken(tmp_path: Path
         trainer(tmp_path / "a", stop, kill).fit()
     run = trainer(tmp_path / "a", stop).fit(resume="auto")
     assert (run.progress.step, run.outcome) == (3, Outcome("stopped", "three are enough"))
+
+
+@pytest.mark.parametrize("resume", ["last", "step-3", "path"])
+def test_a_stopped_run_continues_at_a_named_checkpoint_as_if_it_had_not_stopped(
+    resume: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, whole = tmp_path / "a", trainer(tmp_path / "whole")
+    whole.fit()
+    trainer(directory, stop).fit()
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        assert trainer(directory, stop).fit(resume="auto").progress.step == 3
+    assert 'is over (stopped: three are enough). fit(resume="last") continues where it stopped' in caplog.text
+    path = directory / "checkpoints" / "last"
+    assert [call.step for call in trainer(directory, stop).calendar(resume="last").rows] == [4, 6, 8, 10]
+    continued = trainer(directory, stop)
+    run = continued.fit(resume=path if resume == "path" else resume)
+    assert (run.progress.origin.step, run.progress.step) == (3, 10)
+    assert first_difference(dict(whole.model.state_dict()), dict(continued.model.state_dict())) is None
+    assert "rolled back" not in {one.what for one in run.decisions}
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        assert trainer(directory).fit(resume="last").progress.step == 10
+    assert "is over (finished: the limit is reached). To continue, increase max_epochs=2" in caplog.text
+
+
+def test_auto_continues_after_a_time_limit_and_after_a_stop_if_a_limit_is_larger(tmp_path: Path) -> None:
+    def stopped_at(name: str, *callbacks: Callback, **limits: int) -> int:
+        return trainer(tmp_path / name, *callbacks, **limits).fit(resume="auto").progress.step
+
+    assert [stopped_at("slots", TimeLimit("0.000001 s")) for _ in range(3)] == [1, 2, 3], "each start has its own time"
+    assert stopped_at("slots") == 10
+    assert [stopped_at("stopped", stop, epochs=epochs) for epochs in (2, 2, 1, 3, 3)] == [3, 3, 3, 15, 15]
+
+
+def test_early_stopping_keeps_its_count_and_auto_does_not_continue_for_more_patience(tmp_path: Path) -> None:
+    def epochs(resume: bool | str, patience: int) -> int:
+        worse = EarlyStopping("eval/loss", "max", patience=patience)
+        return trainer(tmp_path, Evaluate(tiny_loader()), worse, epochs=9).fit(resume=resume).progress.epoch
+
+    assert [epochs(resume, most) for resume, most in ((False, 2), ("auto", 5), ("last", 2), ("last", 5))] == [3, 3, 4, 6]
+
+
+def stopped_and_continued(directory: Path) -> list[int]:
+    make = partial(trainer, driver="ddp")
+    stops = on(Callback.on_step_end, at=2)(lambda run: run.stop("enough") if run.driver.rank else None)
+    whole = make(directory / "whole").fit()
+    stopped = make(directory / "stopped", stops).fit()
+    continued = make(directory / "stopped").fit(resume="last")
+    limited = [make(directory / "limited", TimeLimit("0.000001 s")).fit(resume="auto") for _ in range(2)]
+    return [run.progress.step for run in (*limited, stopped, continued, whole)]
+
+
+def test_on_two_ranks_a_stop_is_continued_on_both(tmp_path: Path) -> None:
+    first, second = launch(partial(stopped_and_continued, tmp_path))
+    assert first == second
+    one, two, stopped, continued, whole = first
+    assert one < two
+    assert stopped < continued == whole
+
+
+@pytest.mark.parametrize("saves", [[], [Checkpoint("2 steps", weights_only=True)]])
+def test_last_needs_a_checkpoint_that_a_run_can_continue(saves: list[Callback], tmp_path: Path) -> None:
+    tiny_trainer(callbacks=[*saves, stop], directory=tmp_path).fit()
+    with pytest.raises(CheckpointError, match="has no checkpoint to continue at"):
+        tiny_trainer(directory=tmp_path).fit(resume="last")
 
 
 # -- inside an epoch ------------------------------------------------------------------------------------

@@ -296,7 +296,7 @@ def test_a_run_continues_at_its_best_checkpoint_by_name(tmp_path: Path) -> None:
     for wrong, message in (("best:x", "is the best by 'x'"), ("step-77", "there is no checkpoint 'step-77'")):
         with pytest.raises(CheckpointError, match=message):
             again().fit(resume=wrong)
-    for wrong in ("bets", "last"):
+    for wrong in ("bets", "latest"):
         with pytest.raises(ValueError, match="Did you mean"):
             again().fit(resume=wrong)
     with pytest.raises(ValueError, match="resume='best' looks for checkpoints in the directory"):

@@ -186,7 +186,7 @@ def test_an_argument_of_another_trainer_or_of_another_type_is_answered(call: Cal
         call()
 
 
-@pytest.mark.parametrize("resume", ["atuo", "last", "Auto"])
+@pytest.mark.parametrize("resume", ["atuo", "latest", "Auto"])
 def test_a_misspelled_auto_is_told_from_a_path(resume: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"got '{resume}', which does not exist\. Did you mean .auto.\?"):
         tiny_trainer(directory=tmp_path).fit(resume=resume)

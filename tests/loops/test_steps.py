@@ -176,6 +176,9 @@ def test_a_loop_that_is_left_completes_its_step_and_stops_the_run(leave: Callabl
     again = trainer(directory=tmp_path)
     assert [*again.steps(resume="auto")] == []  # a run that was stopped is over
     assert all(map(torch.equal, weights(one), weights(again)))
+    by_hand(again, squared_error, resume="last")
+    assert again.run.progress.origin.step == 4
+    assert again.run.outcome == Outcome("finished", "the limit is reached")
 
 
 def assert_paired(recorder: Recorder) -> None:

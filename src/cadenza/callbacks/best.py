@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cadenza.drivers.sharding import all_laid_out
 from cadenza.engine.monitor import Mode, Monitor, Watched
+from cadenza.optim.model_state import load_into, state_of
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ class BestCopy:
     def offer(self, run: Run, value: float) -> None:
         """Copy the current weights if `value` is better than the best result so far."""
         if self.monitor.update(run, value):
-            model = run.model
-            self.weights = {name: _copied(part) for name, part in model.state_dict().items()}
+            self.weights = {name: _copied(part) for name, part in state_of(run.model).items()}
             self.step = run.progress.step
 
     def put_back(self, run: Run) -> None:
@@ -61,9 +60,8 @@ class BestCopy:
             self._load(run)
 
     def _load(self, run: Run) -> None:
-        model = run.model
         assert self.weights is not None, "the caller has checked it"
-        model.load_state_dict(all_laid_out(self.weights, model.state_dict()))
+        load_into(run.model, self.weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

@@ -29,6 +29,7 @@ from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import Parts, QuickState, quick_capture
 from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.finite import all_finite, first_not_finite
+from cadenza.optim.model_state import load_into, plain_name, state_of
 from cadenza.records.arriving import Arriving, arriving
 from cadenza.status.decisions import decide
 
@@ -219,7 +220,7 @@ class Capsule(Callback):
     def _copy_weights(self, run: Run) -> None:
         model = run.model
         if not any(is_sharded(one) for one in model.parameters()):
-            weights = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+            weights = {name: one for name, one in state_of(model).items() if isinstance(one, Tensor)}
             self._copies.append((run.progress.step, {name: one.detach().to("cpu", copy=True) for name, one in weights.items()}))
 
     def _judge(self, run: Run) -> None:
@@ -300,7 +301,7 @@ class Capsule(Callback):
             return located_in(step.batches)
         with undone(session), alone("the second pass of a capsule"):
             if weights is not None:
-                session.module.load_state_dict(weights, strict=False)
+                load_into(session.module, weights)
             else:
                 self._statistics.restore()
             others, versions = [*modules_of(inspect.unwrap(session.compute))], _versions(step.batches)
@@ -319,9 +320,9 @@ class Capsule(Callback):
 
     def _state(self, session: Session, step: _Step, weights: dict[str, Tensor] | None) -> dict[str, Any]:
         if weights is None and not any(is_sharded(one) for one in session.module.parameters()):
-            weights = {name: one for name, one in session.module.state_dict().items() if isinstance(one, Tensor)}
+            weights = {name: one for name, one in state_of(session.module).items() if isinstance(one, Tensor)}
             before, buffers = self._statistics.copies, session.module.state_dict(keep_vars=True)
-            weights |= {name: before[id(one)] for name, one in buffers.items() if id(one) in before}
+            weights |= {plain_name(name): before[id(one)] for name, one in buffers.items() if id(one) in before}
         return {
             "model": weights,
             "batches": step.batches or None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.checkpoint.frozen import LEFT_OUT, described
 from cadenza.hooks.moments import Callback
+from cadenza.optim.model_state import plain_name, state_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -37,10 +38,10 @@ class OmitFrozen(Callback):
     def on_setup(self, run: Run) -> None:
         if run.driver.shards:
             raise ValueError("OmitFrozen needs whole weights on the main process; got a driver that shards them. Remove it.")
-        frozen = {name for name, one in run.model.named_parameters(remove_duplicate=False) if not one.requires_grad}
+        frozen = {plain_name(name) for name, one in run.model.named_parameters(remove_duplicate=False) if not one.requires_grad}
         if not frozen:
             raise ValueError("OmitFrozen leaves out frozen weights, but every parameter of the model has requires_grad=True.")
-        weights = run.model.state_dict() if run.is_main else {}
+        weights = state_of(run.model) if run.is_main else {}
         self._first = {name: described(weight) for name, weight in weights.items() if name in frozen}
         self._versions = {name: _version(weights[name]) for name in self._first}
 
@@ -50,7 +51,7 @@ class OmitFrozen(Callback):
         # A fused optimizer changes a weight without a new version in autograd.
         optimized = {id(one) for optimizer in run.optimizers for group in optimizer.param_groups for one in group["params"]}
         named = run.model.named_parameters(remove_duplicate=False)
-        unsure = {name for name, one in named if id(one) in optimized}
+        unsure = {plain_name(name) for name, one in named if id(one) in optimized}
         unchanged = [name for name in self._first if self._is_unchanged(name, checkpoint.model[name], sure=name not in unsure)]
         checkpoint.state[LEFT_OUT] = {name: self._first[name] for name in unchanged}
         for name in unchanged:

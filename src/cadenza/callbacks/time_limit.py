@@ -9,6 +9,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every
 from cadenza.hooks.subscription import periodic
+from cadenza.status.requests import RESUMABLE
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 class TimeLimit(Callback):
     """Stop at the end of the first step after `duration`, counted from the start of this fit.
+
+    The next ``fit(resume="auto")`` continues the run, with a time limit of its own.
 
     Args:
         duration: The time, such as ``"90 s"``, ``"30 min"`` or ``"2 h"``.
@@ -43,4 +46,4 @@ class TimeLimit(Callback):
         return [periodic(self._schedule, self._stop)]
 
     def _stop(self, run: Run) -> None:
-        run.stop(f"the time limit of {str(self._schedule).removeprefix('every ')} is reached")
+        run.stop(f"the time limit of {str(self._schedule).removeprefix('every ')} is reached", data={RESUMABLE: True})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from os import PathLike, fspath
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cadenza.checkpoint.changed_shapes import changed_buffers
 from cadenza.checkpoint.finding import Found, Which, check_which, find, find_in, is_path
 from cadenza.checkpoint.frozen import left_out_of, unchanged
 from cadenza.checkpoint.reader import Reader, on_all_ranks
@@ -27,6 +28,7 @@ from cadenza.files.paths import local_text
 from cadenza.hooks.held_weights import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
+from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plain_name, state_of, untied
 from cadenza.status.counting import some
 from cadenza.status.decisions import in_json
 
@@ -46,34 +48,57 @@ class Chosen:
     """``"model"``, or the name of averaged ones."""
     left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The description of the weights that the checkpoint leaves out."""
+    changed: frozenset[str] = frozenset()
+    """The names of the buffers that got their shape in training."""
     outside: dict[str, Any] = field(default_factory=dict)
     """The parameters outside of the model; see `ExtraParameters`."""
     facts: dict[str, Any] = field(default_factory=dict)
     """For a decision: checkpoint, step, weights and, if it was chosen as the best, by which result."""
 
-    def fitting(self, own: Mapping[str, Any], *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
+    def load_into(self, model: nn.Module, *, strict: bool = True) -> list[str]:
+        """Load what fits into a model, and return a text about each other tensor.
+
+        Raises:
+            CheckpointMismatchError: As `fitting`, and the model's own ``load_state_dict`` does not take the tensors either.
+        """
+        try:
+            tensors, misfits = self.fitting(model, strict=strict)
+        except CheckpointMismatchError:
+            if load_by_model(model, self.tensors):
+                return []
+            raise
+        load_into(model, tensors)
+        return misfits
+
+    def fitting(self, model: nn.Module, *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
         """Return the tensors that fit a model, and a text about each other one.
 
         Args:
-            own: The ``state_dict`` of the model.
+            model: The model.
             strict: All must fit.
 
         Raises:
             CheckpointMismatchError: One does not, and `strict`; or frozen weights were left out that the model does not have.
         """
-        given = dict(self.tensors)
+        given, own = {plain_name(name): one for name, one in self.tensors.items()}, state_of(model)
+        free = self.changed & buffers_of(model).keys()
         if strict:
             missing = {name: one for name, one in self.left_out.items() if name not in given}
             given |= unchanged(missing, own, self.where)
         tensors = {name: one for name, one in own.items() if isinstance(one, Tensor)}
-        wrong = [_misfit(name, given.get(name), tensors.get(name)) for name in {**tensors, **given}]
-        misfits = [problem for problem in wrong if problem]
+        wrong = {name: _misfit(name, given.get(name), tensors.get(name)) for name in {**tensors, **given} if name not in free}
+        differing = [name for name, problem in wrong.items() if problem]
+        if not (strict and differing):
+            tied = untied(model, {name: one for name, one in given.items() if name not in differing})
+            wrong |= {name: f"{name} and {other} have other values, and the model ties them" for name, other in tied.items()}
+            differing += tied
+        misfits = [str(wrong[name]) for name in differing]
         if misfits and strict:
             raise CheckpointMismatchError(
                 f"{self.where} does not fit the model, which is as it was. It differs in {len(misfits)}: "
                 f"{some(misfits)}. Give the model it was made of, or strict=False to take what fits."
             )
-        kept = {name: given[name] for name in tensors if name in given and _misfit(name, given[name], tensors[name]) is None}
+        kept = {name: one for name, one in given.items() if name not in differing}
         return kept, misfits
 
 
@@ -104,7 +129,8 @@ def chosen_of(found: Found, loaded: Loaded, wanted: str | None = None) -> Chosen
         tensors = HeldWeights(*held).tensors_in(loaded.state["callbacks"][callback])
     facts = {"checkpoint": found.saved.name, "step": found.saved.step, "weights": name, "path": found.path}
     facts |= {"best": [{key: found.best[key] for key in ("monitor", "mode", "value", "step")}]} if found.best else {}
-    return Chosen(found.path, tensors, name, left_out_of(loaded.state), dict(loaded.state.get("outside", {})), facts)
+    outside = dict(loaded.state.get("outside", {}))
+    return Chosen(found.path, tensors, name, left_out_of(loaded.state), changed_buffers(loaded.state), outside, facts)
 
 
 def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str | None = None) -> Chosen:
@@ -256,7 +282,7 @@ def of_checkpoint(session: Session, chosen: Chosen) -> Iterator[None]:
     Raises:
         CheckpointMismatchError: They do not fit. Nothing is changed.
     """
-    tensors, _ = chosen.fitting(session.module.state_dict())
+    tensors, _ = chosen.fitting(session.module)
     with ExitStack() as stack:
         if chosen.outside:
             extra = session.extra_parameters

@@ -12,8 +12,9 @@ from typing import Any
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.finding import find, is_name
 from cadenza.checkpoint.reader import Reader, on_all_ranks
-from cadenza.checkpoint.starting import Start, at_newest, at_path, outcome_in
+from cadenza.checkpoint.starting import Start, at_newest, at_path, ended_in
 from cadenza.checkpoint.store import Branch, Loaded
+from cadenza.checkpoint.store.link_names import LAST
 from cadenza.drivers import Driver
 from cadenza.engine import rank_checks
 from cadenza.engine.plan_changes import plan_changes
@@ -21,8 +22,9 @@ from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError
 from cadenza.files.paths import local_text
 from cadenza.hooks.held_weights import ReplacesWeights
+from cadenza.optim.settings import limits_of
 from cadenza.records import branch_files
-from cadenza.records.directory import OVER, RecordedRun, RunDirectory
+from cadenza.records.directory import RecordedRun, RunDirectory
 from cadenza.records.history import History
 from cadenza.records.lost_rows import write_again
 from cadenza.records.reading import read_records
@@ -51,19 +53,25 @@ def chosen(
 
     Raises:
         ValueError: `resume` is ``"auto"`` or the name of a checkpoint, and there is no directory.
-        CheckpointError: The run has checkpoints, but none can be used; or the checkpoint at the path cannot be used.
+        CheckpointError: The run has checkpoints, but none can be used; or the named checkpoint cannot be used.
     """
     if resume is False:
         return Start(Branch(uuid.uuid4().hex))
-    if resume is True or resume == "auto":
-        return at_newest(_given(directory, "auto"), elsewhere, reader)
     reader = reader or Reader()
     if isinstance(resume, GoBack):
         return at_path(resume.path, directory, elsewhere, reader, recovery=resume.recovery)
-    if isinstance(resume, str) and is_name(resume):
+    resume = "auto" if resume is True else resume
+    if resume in ("auto", LAST):
+        start = at_newest(_given(directory, str(resume)), elsewhere, reader)
+    elif isinstance(resume, str) and is_name(resume):
         found = find(_given(directory, resume).path, resume, reader.problem, elsewhere)
-        return at_path(found.path, directory, elsewhere, reader)
-    return at_path(local_text(resume), directory, elsewhere, reader)
+        start = at_path(found.path, directory, elsewhere, reader)
+    else:
+        start = at_path(local_text(resume), directory, elsewhere, reader)
+    start = replace(start, ended=ended_in(directory), named=resume != "auto")
+    if start.named and start.loaded is None:
+        raise CheckpointError(_none_to_continue(directory, start, f"is to continue with resume={resume!r}"))
+    return _without_stop(start)
 
 
 def chosen_on_all_ranks(
@@ -87,7 +95,14 @@ def chosen_on_all_ranks(
         return replace(start, loaded=None), start.loaded is not None
 
     start, loaded = on_all_ranks(driver, choose)
-    return replace(start, loaded=loaded)
+    return _without_stop(replace(start, loaded=loaded))
+
+
+def _without_stop(start: Start) -> Start:
+    """Drop the stop that the checkpoint holds, unless a kill was faster than the stop."""
+    if start.loaded is not None and (start.named or start.ended):
+        start.loaded.state.get("requests", {}).pop("stop", None)
+    return start
 
 
 def _given(directory: RecordedRun | None, resume: str) -> RecordedRun:
@@ -100,26 +115,38 @@ def _given(directory: RecordedRun | None, resume: str) -> RecordedRun:
 
 
 def is_over(directory: RecordedRun | None, limits: Progress, start: Start) -> bool:
-    """Return whether the run has ended, and its limits were not raised. A run that rolls back is not over.
+    """Return whether the run has ended, and neither a larger limit nor a named checkpoint continues it.
+
+    A run that rolls back is not over.
 
     Raises:
-        CheckpointError: The run ended and its limits were raised, but it has no checkpoint to continue at.
+        CheckpointError: The run ended and is to continue, but it has no checkpoint to continue at.
     """
-    kind = outcome_in(directory)
-    if directory is None or kind not in OVER or start.left is not None:
+    if directory is None or start.ended is None or start.left is not None:
         return False
     now = _reached(directory, start.loaded)
     limits.begin(now, limits.batches_per_epoch)
-    if kind == "stopped" or limits.finished:
+    if limits.finished or (start.ended == "stopped" and not start.named and not _is_longer(limits, start.loaded)):
         return True
     if not _is_whole(start.loaded):
-        found = "\n  ".join(start.lost) or "there is none"
-        raise CheckpointError(
-            f"the run in {str(directory.path)!r} finished at {now}, and a limit asks for more, but it has no "
-            f"checkpoint to continue at:\n  {found}\nGive another directory= to train from the start, or a checkpoint with "
-            "fit(resume=PATH)."
-        )
+        raise CheckpointError(_none_to_continue(directory, start, f"{start.ended} at {now}, and this start asks for more"))
     return False
+
+
+def _is_longer(limits: Progress, loaded: Loaded | None) -> bool:
+    """Return whether a limit is larger than the one with which the checkpoint was written."""
+    before = {} if loaded is None else loaded.state.get("given", {}).get("limits", {})
+    longer = (before[name] is not None and (now is None or now > before[name]) for name, now in limits_of(limits).items())
+    return bool(before) and any(longer)
+
+
+def _none_to_continue(directory: RecordedRun | None, start: Start, why: str) -> str:
+    where = "" if directory is None else f" in {str(directory.path)!r}"
+    found = "\n  ".join(start.lost) or "there is none"
+    return (
+        f"the run{where} {why}, but it has no checkpoint to continue at:\n  {found}\nGive another directory= to train from the "
+        "start, or a checkpoint with fit(resume=PATH)."
+    )
 
 
 def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) -> Session:
@@ -140,13 +167,22 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
     session.progress.begin(reached, session.progress.batches_per_epoch)
     session.end(outcome)
     if session.is_main:
-        text = "nothing to do: the run in %s is over (%s: %s)"
-        logger.warning(text, session.directory, printable(outcome.kind), printable(outcome.reason))
+        text = "nothing to do: the run in %s is over (%s: %s)%s"
+        more = _how_to_continue(session.progress) if _is_whole(loaded) else ""
+        logger.warning(text, session.directory, printable(outcome.kind), printable(outcome.reason), more)
         if loaded is None:
             logger.warning("no checkpoint of the run in %s is there, so the model does not have its weights", session.directory)
         elif not _is_whole(loaded):
             logger.warning("the model has the weights of %s, which holds weights only", loaded.name)
     return session
+
+
+def _how_to_continue(progress: Progress) -> str:
+    done = {"max_epochs": progress.epoch, "max_steps": progress.step, "max_tokens": progress.tokens}
+    reached = [f"{name}={most}" for name, most in limits_of(progress).items() if most is not None and done[name] >= most]
+    return (
+        f". To continue, increase {' and '.join(reached)}" if reached else f'. fit(resume="{LAST}") continues where it stopped'
+    )
 
 
 def begin(session: Session, directory: RunDirectory | None, start: Start, facts: Mapping[str, Any]) -> None:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from cadenza.checkpoint import gradients
+from cadenza.checkpoint.changed_shapes import CHANGED, add_groups, as_at_start, changed_buffers, changed_of
 from cadenza.checkpoint.frozen import LEFT_OUT, left_out_of, unchanged
 from cadenza.checkpoint.other_batch_size import rebatched
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.checkpoint.store.content import JoinedFiles
-from cadenza.drivers.sharding import all_laid_out, is_sharded, local, optimizer_laid_out
+from cadenza.drivers.sharding import is_sharded, local, optimizer_laid_out
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
 from cadenza.errors import CadenzaError, CheckpointMismatchError, StateError
@@ -27,6 +28,7 @@ from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
 from cadenza.optim.finite import all_finite
 from cadenza.optim.held_weights import holders_in
+from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plain_name, state_of, untied
 from cadenza.optim.optimizers import changed_by_loading, is_of_torch, load_state, loadable
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.history import History
@@ -76,8 +78,8 @@ class Snapshot:
         return replace(Content.of(self.model, state, facts, own=own, whole=self.is_main, copy=copy), files=self.files)
 
     def _for_weights(self, averaged: str | None) -> dict[str, Any]:
-        left_out = left_out_of(self.state)
-        return {**self._averages(averaged), **({LEFT_OUT: left_out} if left_out else {})}
+        kept = {name: self.state[name] for name in (LEFT_OUT, CHANGED) if self.state.get(name)}
+        return {**self._averages(averaged), **kept}
 
     def _averages(self, averaged: str | None) -> dict[str, Any]:
         """Return the part of the state that holds the averaged weights of this name; nothing for None."""
@@ -90,7 +92,7 @@ class Snapshot:
 
 def check_states(session: Session) -> None:
     """Raise `StateError`, naming the callback and the path, or the weight, if a state cannot be saved."""
-    for name, weight in session.module.state_dict().items():
+    for name, weight in state_of(session.module).items():
         if is_built_of_tensors(local(weight) if is_sharded(weight) else weight):
             raise StateError(
                 f"the weight {name!r} cannot be saved: expected a plain tensor; got a {type(weight).__name__}. Train with "
@@ -122,7 +124,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
     }
     session.metrics.deliver(session.run, wait=True)  # a record with numbers that are still on the device would be lost
     own["losses"] = session.metrics.losses.state_dict()
-    weights = session.module.state_dict()
+    weights, config = state_of(session.module), config_of(session)
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     state = {
         "progress": asdict(session.progress.now()),
@@ -130,7 +132,8 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "exhausted": session.cursor.exhausted,
         "requests": session.sync.requests.state_dict(),
         "schedules": kept_of(session.hooks, session.progress, session.accumulate),
-        "config": config_of(session),
+        "config": config,
+        **changed_of(session, config),
         **(fixed or fixed_facts(session)),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in session.optimizers],
@@ -183,13 +186,14 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     check_whole(loaded)
     written = Written.read(loaded.name, state)
     given, config = state.get("given", {}), config_of(session)
-    found = [*settings.differences(session, given), *_of_steps(session, state["config"], config)]
+    saved = as_at_start(session, state, config)
+    found = [*settings.differences(session, given), *_of_steps(session, saved, config)]
     declared = {one.name for one in found} & {"accumulate", "batch_size"} & {*session.given.override}
     samples = [str(one) for one in found if one.samples and one.name not in declared]
     _check_schedules(loaded.name, found)
     _check_override(loaded.name, found, state["optimizers"])
     free = {*declared, *(["batches an epoch"] if "batch_size" in declared else [])}
-    _check_config(loaded.name, *written.must_agree(session, state["config"], config, free), samples)
+    _check_config(loaded.name, *written.must_agree(session, saved, config, free), samples)
     written.check_source(session.cursor.source)
     if samples and written.inside:
         why = "The loader must not change inside an epoch. It may change at a checkpoint from the end of an epoch."
@@ -198,6 +202,8 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     if "batch_size" in declared:
         written = written._replace(found=None)  # it counts batches of another size
     load_model(session, loaded)
+    if CHANGED in state:
+        add_groups(session, state)
     _load_optimizers(session, loaded.name, state)
     session.precision.load_state_dict(state["precision"])
     session.data_seed, session.module_flags.saved = state["data_seed"], state.get("switched", {})
@@ -250,18 +256,24 @@ def load_model(session: Session, loaded: Loaded) -> None:
     Raises:
         CheckpointMismatchError: It belongs to another model; nothing is changed then.
     """
-    left_out = left_out_of(loaded.state)
-    saved = {name: list(weight.shape) for name, weight in loaded.model.items()}
+    left_out, model = left_out_of(loaded.state), session.module
+    weights = {plain_name(name): weight for name, weight in loaded.model.items()}
+    saved = {name: list(weight.shape) for name, weight in weights.items()}
     saved |= {name: one["shape"] for name, one in left_out.items()}
     whole, own = "model_extra" in loaded.state, config_of(session)["model"]  # else it holds weights only, perhaps not of all
-    if differences := _differences(saved, own if whole else {name: own.get(name, "nothing") for name in saved}):
-        raise CheckpointMismatchError(_mismatch(loaded.name, differences))
-    model = session.module
+    own = own if whole else {name: own[name] for name in saved if name in own}
+    free = changed_buffers(loaded.state) & buffers_of(model).keys()
     extra = placed(session, loaded.state["model_extra"]) if whole else {}
-    present = model.state_dict()
+    present = state_of(model)
     kept = unchanged(left_out, present, loaded.name)
-    result = model.load_state_dict({**kept, **all_laid_out(loaded.model, present), **extra}, strict=False)
-    missing = [*getattr(result, "unexpected_keys", ()), *(one for one in getattr(result, "missing_keys", ()) if one in present)]
+    differing = [name for name in {**saved, **own} if saved.get(name) != own.get(name) and name not in free]
+    if differing and not load_by_model(model, {**kept, **weights, **extra}):
+        raise CheckpointMismatchError(_mismatch(loaded.name, _differences(saved, own)))
+    if tied := untied(model, {**kept, **weights}):
+        raise CheckpointMismatchError(_mismatch(loaded.name, [f"{one} is tied to {other} now" for one, other in tied.items()]))
+    result = load_into(model, {**kept, **weights, **extra})
+    missing = [*getattr(result, "unexpected_keys", ()), *map(plain_name, getattr(result, "missing_keys", ()))]
+    missing = [name for name in missing if name in {**present, **weights}]
     if whole and missing:  # without what a state_dict of the model's own leaves out, such as frozen weights
         raise CheckpointMismatchError(f"{loaded.name} does not fit the model, which did not load {', '.join(missing)}")
 
@@ -292,7 +304,7 @@ def placed(session: Session, tree: Any) -> Any:
 
 def config_of(session: Session) -> dict[str, Any]:
     """Return the configuration. A run that continues must have the same."""
-    weights = session.module.state_dict()
+    weights = state_of(session.module)
     return {
         "model": {name: list(value.shape) for name, value in weights.items() if isinstance(value, Tensor)},
         "optimizers": [type(optimizer).__name__ for optimizer in session.optimizers],

@@ -23,6 +23,7 @@ from cadenza.optim.finite import all_finite
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RecordedRun
 from cadenza.status.progress import Counters
+from cadenza.status.requests import RESUMABLE
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
@@ -43,6 +44,10 @@ class Start:
     """The data of the rollback with which the branch begins or began; None if the user chose its beginning."""
     lost: tuple[str, ...] = ()
     """The reasons why existing checkpoints are not used."""
+    ended: str | None = None
+    """The outcome that ends a run, ``"finished"`` or ``"stopped"``; None if the run has not ended."""
+    named: bool = False
+    """Whether the user named the checkpoint: a run continues there after any stop."""
 
     @property
     def rolls_back(self) -> bool:
@@ -113,7 +118,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
     if loaded is not None:
         return Start(replace(branch, at=loaded.name), loaded, path, recovery=recovery_in(directory))
     lost = known.unusable(reader)
-    is_over = outcome_in(directory) in OVER
+    is_over = ended_in(directory) is not None
     if any(one.wasted(is_over=is_over) for one in lost):
         lines = "\n  ".join(one.why for one in lost)
         raise CheckpointError(
@@ -134,10 +139,10 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
     return Start(Branch(branch.run, known.next_number), None, None, branch.number, lost=tuple(one.why for one in lost))
 
 
-def outcome_in(directory: RecordedRun | None) -> str | None:
-    """Return the kind of the outcome in the ``run.json`` of the continued run; None if it has no outcome."""
-    outcome = (directory.previous or {}).get("outcome") if directory is not None else None
-    return outcome["kind"] if outcome else None
+def ended_in(directory: RecordedRun | None) -> str | None:
+    """Return the outcome in ``run.json`` if the run is over; None if ``"auto"`` continues, as after an error or `TimeLimit`."""
+    outcome = ((directory.previous if directory is not None else None) or {}).get("outcome") or {}
+    return outcome["kind"] if outcome.get("kind") in OVER and not outcome.get(RESUMABLE) else None
 
 
 def path_in(directory: RecordedRun | None) -> str | None:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from cadenza.checkpoint.chosen_weights import Chosen, chosen_at
 from cadenza.checkpoint.finding import Which
-from cadenza.drivers.sharding import all_laid_out, is_sharded, whole
+from cadenza.drivers.sharding import is_sharded, whole
 from cadenza.files.paths import local_path
+from cadenza.optim.model_state import state_of
 from cadenza.status.plain import host_copy
 
 
@@ -56,10 +57,7 @@ def load_weights(
     >>> load_weights(f"{folder}/checkpoints/step-00000004", nn.Linear(2, 1), strict=False)
     ["weight has shape (1, 1), the model's (1, 2)"]
     """
-    chosen, own = chosen_at(path, which, weights), model.state_dict()
-    fitting, misfits = chosen.fitting(own, strict=strict)
-    model.load_state_dict(all_laid_out(fitting, own), strict=False)
-    return misfits
+    return chosen_at(path, which, weights).load_into(model, strict=strict)
 
 
 def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
@@ -77,7 +75,7 @@ def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
     >>> {name: tuple(weight.shape) for name, weight in sorted(load_file(path).items())}
     {'bias': (2,), 'weight': (2, 3)}
     """
-    weights = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    weights = {name: value for name, value in state_of(model).items() if isinstance(value, Tensor)}
     sharded = any(map(is_sharded, weights.values()))
     main = not sharded or torch.distributed.get_rank() == 0
     copies = ((name, host_copy(whole(value)) if main else whole(value)) for name, value in weights.items())

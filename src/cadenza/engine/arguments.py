@@ -207,21 +207,21 @@ def _instead_of(thing: object) -> str:
 
 def check_resume(resume: object) -> None:
     """Raise `TypeError` or `ValueError` unless `resume` is False, True, ``"auto"``, the name of a checkpoint, or a path."""
-    expected = 'resume must be False, "auto", "best", a name such as "step-500", or the path of a checkpoint'
+    expected = 'resume must be False, "auto", "last", "best", a name such as "step-500", or the path of a checkpoint'
     if not isinstance(resume, bool | str | os.PathLike):
         hint = f" {FIT['model']}" if isinstance(resume, nn.Module | Iterable) else ""
         hint = " Set the length in the trainer: Trainer(max_epochs=...)." if isinstance(resume, int) else hint
         raise TypeError(f"{expected}; got {resume!r}.{hint}")
     if (
         isinstance(resume, str)
-        and resume.partition(":")[0] not in ("auto", "best")
+        and resume.partition(":")[0] not in ("auto", "last", "best")
         and "/" not in resume
         and not Path(resume).exists()
     ):
         meant = (
             ' Did you mean "auto"?'
-            if resume in ("last", "latest", "newest", "true", "True")
-            else nearest(resume, ["auto", "best"])
+            if resume in ("latest", "newest", "true", "True")
+            else nearest(resume, ["auto", "last", "best"])
         )
         if meant:
             raise ValueError(f"{expected}; got {resume!r}, which does not exist.{meant}")

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.rank_sync import Decide
+from cadenza.optim.model_state import plain_name
 from cadenza.optim.parameters import parameters_of
 
 
@@ -81,7 +82,7 @@ class ModuleFlags:
 
     def _parts(self) -> Iterator[tuple[str, str, Any]]:
         """Yield each flag with the name and the object that holds it."""
-        modules, known = [*self._model.named_modules()], set[int]()
+        modules, known = [(plain_name(path), module) for path, module in self._model.named_modules()], set[int]()
         for path, module in modules:  # as named_parameters does, in one walk with that over the modules
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in known:

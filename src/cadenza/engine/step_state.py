@@ -165,7 +165,7 @@ class StepState:
 class Restored:
     """What a run that continues takes from its checkpoint later. Written by restore."""
 
-    __slots__ = ("callback_states", "gradients", "recovery", "rng_state")
+    __slots__ = ("callback_states", "config", "gradients", "recovery", "rng_state")
 
     def __init__(self) -> None:
         self.rng_state: RNGState | None = None
@@ -174,6 +174,8 @@ class Restored:
         """Parameters, and the gradients that a ``step_fn`` or an attached loop had left in them."""
         self.recovery: Mapping[str, Any] | None = None
         """The data of the rollback with which the present branch began; see `GoBack`."""
+        self.config: dict[str, Any] = {}
+        """The configuration of the run at its start, before training or a checkpoint changed it."""
         self.callback_states: Mapping[str, Mapping[str, Any]] = {}
         """The states by callback, for what must be known in ``on_setup``."""
 

@@ -13,6 +13,7 @@ from cadenza.adapters.lightning.before_fit import freeze_early
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.continuation import beginning
+from cadenza.checkpoint.snapshot import config_of
 from cadenza.checkpoint.starting import Start
 from cadenza.engine import loop, rank_checks
 from cadenza.engine.arguments import check_not_empty, check_resume, given_by
@@ -34,7 +35,7 @@ from cadenza.run import Run
 from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Progress
-from cadenza.status.requests import GoBack
+from cadenza.status.requests import RESUMABLE, GoBack
 
 
 class Fitting(Recipe):
@@ -202,6 +203,7 @@ class Fitting(Recipe):
         """Set up the run, and restore it if it resumes."""
         self._set_up(session)
         self.driver.check_trainable(session.module)  # after the callbacks, which may change layers
+        session.restored.config = config_of(session)
         before, self._last_progress = self._last_progress, session.progress
         if start.loaded is None:
             tell_given(session)
@@ -231,4 +233,6 @@ class Fitting(Recipe):
 
 def _write_outcome(session: Session) -> None:
     if session.files is not None and session.outcome is not None:
-        session.files.end({"kind": session.outcome.kind, "reason": session.outcome.reason}, session.progress.now())
+        resumable = {RESUMABLE: True} if session.sync.requests.is_resumable else {}
+        outcome = {"kind": session.outcome.kind, "reason": session.outcome.reason, **resumable}
+        session.files.end(outcome, session.progress.now())

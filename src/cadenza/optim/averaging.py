@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from cadenza.drivers.sharding import all_laid_out, is_sharded, locals_of
+from cadenza.drivers.sharding import is_sharded, locals_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.held_weights import HeldWeights
 from cadenza.hooks.moments import Callback
 from cadenza.optim.held_weights import holders_in
+from cadenza.optim.model_state import buffers_of, fitted, plain_name, set_buffer, state_of
+from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class Average(AveragedModel):
             torch._foreach_lerp_(pairs.averaged, current, self.weight_of_new(updates))
         else:
             _copy(pairs.averaged, pairs.current)
+        pairs.fit_buffers()
         _copy(*pairs.copied())
         self.n_averaged.add_(1)  # `+=` would assign the buffer to the module anew
         self._updates = updates + 1
@@ -80,12 +83,12 @@ class Average(AveragedModel):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Restore a state that ``state_dict`` returned, also on another number of ranks."""
         self._updates = None  # read again from `n_averaged`
-        return super().load_state_dict(all_laid_out(state_dict, self.state_dict()), strict, assign)
+        return super().load_state_dict(fitted(self, state_dict), strict, assign)
 
     @torch.no_grad()
     def put_into(self, model: nn.Module) -> None:
         """Copy the averaged weights and the buffers into the tensors of `model`."""
-        _copy(list(_tensors(model).values()), list(_tensors(self.module).values()))
+        _put(model, _tensors(self.module))
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
@@ -99,8 +102,7 @@ class Average(AveragedModel):
             yield
         finally:
             with torch.no_grad():
-                now = _tensors(model)
-                _copy([now[name] for name in own], list(own.values()))
+                _put(model, own)
 
 
 class Averaging(Callback):
@@ -183,7 +185,7 @@ class Averaging(Callback):
         return self.average
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.average is None else {"average": dict(self.average.state_dict())}
+        return {} if self.average is None else {"average": state_of(self.average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._of_run().load_state_dict(state["average"])
@@ -193,20 +195,32 @@ class _Pairs:
     """The pairs of tensors of an average and its model. They are found once: the search takes longer than the update."""
 
     def __init__(self, average: nn.Module, model: nn.Module) -> None:
-        pairs = list(zip(average.parameters(), model.parameters(), strict=True))
+        averaged, current = list(average.parameters()), list(model.parameters())
+        if len(averaged) != len(current):
+            raise RuntimeError(
+                f"the average has {counted(len(averaged), 'parameter')}, and the model {len(current)}: a hook "
+                "changed the model after on_setup. Change it before the run, or in on_setup of a callback before the average."
+            )
+        pairs = list(zip(averaged, current, strict=True))
         self._others = [pair for pair in pairs if not _can_be_averaged(pair[0])]
         self.averaged: list[Tensor] = locals_of(old for old, _ in pairs if _can_be_averaged(old))
         self.current: list[Tensor] = locals_of(new for old, new in pairs if _can_be_averaged(old))
         # Names, not tensors: a module may replace a buffer by a new tensor.
         self._buffers = [
-            (old, new, name)
-            for old, new in zip(average.modules(), model.modules(), strict=True)
-            for name, _ in new.named_buffers(recurse=False)
+            (old, new, name) for old, new in zip(average.modules(), model.modules(), strict=True) for name in new._buffers
         ]
+
+    def fit_buffers(self) -> None:
+        """Give each buffer of the average the shape of the model's, which may change in training."""
+        for old, new, name in self._buffers:
+            source, target = new._buffers[name], old._buffers.get(name)
+            if source is not None and (target is None or target.shape != source.shape):
+                set_buffer(old, name, source.detach().clone())
 
     def copied(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors to copy into, and their sources: buffers, and parameters of whole numbers."""
-        pairs = [*self._others, *((getattr(old, name), getattr(new, name)) for old, new, name in self._buffers)]
+        buffers = ((old._buffers.get(name), new._buffers[name]) for old, new, name in self._buffers)
+        pairs = [*self._others, *((old, new) for old, new in buffers if old is not None and new is not None)]
         return [old for old, _ in pairs], [new for _, new in pairs]
 
 
@@ -215,7 +229,18 @@ def _can_be_averaged(tensor: Tensor) -> bool:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {plain_name(name): one for name, one in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into those of a module with the same names. A buffer of another shape is replaced."""
+    own, buffers, pairs = _tensors(module), buffers_of(module), list[tuple[Tensor, Tensor]]()
+    for name, tensor in tensors.items():
+        if name in own and own[name].shape == tensor.shape:
+            pairs.append((own[name], tensor))
+        elif name in buffers:
+            set_buffer(*buffers[name], tensor.clone())
+    _copy([old for old, _ in pairs], [new for _, new in pairs])
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cadenza.drivers.sharding import all_laid_out, local
+from cadenza.drivers.sharding import local
 from cadenza.errors import CallbackError, nearest
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.held_weights import HeldWeights, HoldsWeights
+from cadenza.optim.model_state import buffers_of, load_into, set_buffer, state_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -78,16 +79,19 @@ def in_place(model: nn.Module, weights: Mapping[str, Any]) -> Iterator[None]:
 
     Args:
         model: The user's own module. Its tensors stay the same objects.
-        weights: By the model's names, tensors or stored tensors of the same shapes. Others keep the model's values.
+        weights: By the model's names, tensors or stored tensors of the same shapes, but for buffers. Others keep the model's
+            values.
     """
-    present = {name: one for name, one in model.state_dict().items() if name in weights and isinstance(one, Tensor)}
-    own = {name: local(one).clone() for name, one in present.items()}
+    present = {name: one for name, one in state_of(model).items() if name in weights and isinstance(one, Tensor)}
+    own, buffers = {name: local(one).clone() for name, one in present.items()}, buffers_of(model)
+    held = {name: getattr(*buffers[name]) for name in weights if name in buffers}
     try:
-        with torch.no_grad():
-            model.load_state_dict(all_laid_out(weights, present), strict=False)
+        load_into(model, weights)
         yield
     finally:
+        for name, buffer in held.items():
+            set_buffer(*buffers[name], buffer)
         with torch.no_grad():
-            now = model.state_dict()
+            now = state_of(model)
             for name, value in own.items():
                 local(now[name]).copy_(value)

@@ -155,11 +155,17 @@ class Configured(Protocol):
 def given_to(run: Configured) -> dict[str, Any]:
     """Return the settings of a run, for a checkpoint."""
     settings = run.given.optimizers or [settings_of(optimizer) for optimizer in run.optimizers]
-    return {"optimizers": settings, "loader": loader_settings(run.loader), "callbacks": _made_with(run), "limits": _limits(run)}
+    return {
+        "optimizers": settings,
+        "loader": loader_settings(run.loader),
+        "callbacks": _made_with(run),
+        "limits": limits_of(run.progress),
+    }
 
 
-def _limits(run: Configured) -> dict[str, int | None]:
-    return {name: getattr(run.progress, name) for name in ("max_epochs", "max_steps", "max_tokens")}
+def limits_of(progress: Progress) -> dict[str, int | None]:
+    """Return the limits of a run, by the names of the arguments."""
+    return {name: getattr(progress, name) for name in ("max_epochs", "max_steps", "max_tokens")}
 
 
 def _made_with(run: Configured) -> dict[str, dict[str, Any]]:
@@ -259,7 +265,7 @@ def tell(run: Configured, name: str, found: Sequence[Difference], saved: Mapping
 
 def _tell_limits(run: Configured, saved: Mapping[str, Any]) -> None:
     """Record each limit that differs from the checkpoint as a decision. A larger one is the usual reason to continue a run."""
-    for name, now in _limits(run).items():
+    for name, now in limits_of(run.progress).items():
         before = saved.get("limits", {}).get(name, now)
         if before != now:
             data = {"setting": name, "saved": before, "now": now, "used": now}

@@ -11,6 +11,9 @@ from typing import Any, Literal
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters
 
+RESUMABLE = "resumable"
+"""In the data of a stop and the outcome of a run: it ends this start alone, as a signal does, and ``"auto"`` continues."""
+
 
 @dataclass(frozen=True, slots=True)
 class GoBack:
@@ -79,6 +82,11 @@ class Requests:
         return self.stop is not None or self.signal is not None
 
     @property
+    def is_resumable(self) -> bool:
+        """Whether the requested stop ends this start alone."""
+        return self.stop is not None and bool(self.stop.data.get(RESUMABLE))
+
+    @property
     def kind(self) -> Literal["stopped", "rolled back", "interrupted", "preempted"]:
         """The kind of the end: by a callback, to continue from an earlier checkpoint, by Ctrl-C, or by another signal."""
         if self.signal is None:
@@ -90,8 +98,8 @@ class Requests:
         self.end_epoch, self.leave = None, self.ends_run
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. It contains no signal, which concerns this process only."""
-        asked = {"stop": self.stop, "end_epoch": self.end_epoch}
+        """Return the state for a checkpoint. It contains no signal and no resumable stop, which concern this process only."""
+        asked = {"stop": None if self.is_resumable else self.stop, "end_epoch": self.end_epoch}
         return {name: asdict(decision) for name, decision in asked.items() if decision is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

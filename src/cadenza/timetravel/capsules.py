@@ -22,6 +22,7 @@ from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading.batches import moved
 from cadenza.loading.rng import RNGState, preserve_rng_state
 from cadenza.optim.extra_parameters import modules_of
+from cadenza.optim.model_state import load_into, state_of
 from cadenza.status.plain import same
 from cadenza.status.progress import Counters
 
@@ -124,10 +125,10 @@ def _load_weights(session: Session, capsule: CapsuleContent) -> None:
         raise CheckpointMismatchError(
             f"the capsule {str(capsule.path)!r} holds no weights: they were sharded over ranks. Use replay_step."
         )
-    other, own = f"the capsule {str(capsule.path)!r} belongs to another model", session.module.state_dict()
+    other, own = f"the capsule {str(capsule.path)!r} belongs to another model", state_of(session.module)
     if absent := [name for name, one in own.items() if isinstance(one, Tensor) and name not in weights]:
         raise CheckpointMismatchError(f"{other}: it has no {', '.join(map(repr, absent[:3]))}. Give the model of the run.")
     try:
-        session.module.load_state_dict({**own, **weights})
+        load_into(session.module, {**own, **weights})
     except RuntimeError as error:
         raise CheckpointMismatchError(f"{other}: {error}") from None

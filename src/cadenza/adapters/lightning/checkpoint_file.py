@@ -47,10 +47,7 @@ def load_weights(module: nn.Module, path: str | PathLike[str], strict: bool = Tr
     if callable(on_load := getattr(module, "on_load_checkpoint", None)):
         on_load(content)
     weights = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
-    own = module.state_dict()
-    fitting, misfits = Chosen(str(path), weights).fitting(own, strict=strict)
-    module.load_state_dict(fitting, strict=False)
-    return misfits
+    return Chosen(str(path), weights).load_into(module, strict=strict)
 
 
 def checkpoint_facts(path: str | PathLike[str]) -> dict[str, Any]:
