@@ -73,11 +73,9 @@ def step(run: Run, batch: list[Tensor]) -> dict[str, Tensor]:
     run.backward(discriminator_loss)
     run.update(optimize_discriminator)
 
-    gan.discriminator.requires_grad_(False)  # the generator's loss needs no gradients of these weights
     generator_loss = adversarial_loss(gan.discriminator(fake), 1.0)
-    run.backward(generator_loss)
+    run.backward(generator_loss, into=optimize_generator)  # else its gradients reach the discriminator's next update
     run.update(optimize_generator)
-    gan.discriminator.requires_grad_(True)
 
     both = {"discriminator": discriminator_loss.detach(), "generator": generator_loss.detach()}
     return {"loss": both["discriminator"] + both["generator"], **both}

@@ -26,9 +26,7 @@ def score(maker: nn.Module, noise: Tensor) -> dict[str, Tensor]:
 
 def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     """Update the weights of one player. The loss of the maker leaves gradients in the judge, too."""
-    maker.zero_grad()
-    judge.zero_grad()
-    loop.backward(loss)
+    loop.backward(loss, into=optimizer)
     loop.update(optimizer)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from types import FrameType, TracebackType
@@ -103,7 +103,6 @@ class Loop:
         self._rng: RNGState | None = None
         self._frame: FrameType | None = None  # of the loop, until its first `over`
         self._unkept: Unkept | None = None
-        self._first = 0  # the number of steps with which this run began
 
     def __repr__(self) -> str:
         return f"<Loop: {'not begun' if self._course is None else repr(self.run)}>"
@@ -116,7 +115,6 @@ class Loop:
         self._hand: Any = session_of(self.run).by_hand
         if self.run.progress.step:
             self._rng = RNGState.capture()  # the loop may draw random numbers until its first step
-        self._first = self.run.progress.step
         if session_of(self.run).savers:
             self._frame = loop_frame(sys._getframe(1))
         return self
@@ -125,8 +123,6 @@ class Loop:
         self._frame = self._unkept = None
         if isinstance(error, GeneratorExit):  # a generator around the loop was closed: the loop is left, as by break
             error = None
-        if error is None:
-            self._look_for_updates()
         if error is not None and self._at is not OVER:
             self._fail(error)
         elif self._at is not OVER:
@@ -216,18 +212,18 @@ class Loop:
             raise
         self._advance()
 
-    def backward(self, loss: Tensor | Mapping[str, Any]) -> None:
+    def backward(self, loss: Tensor | Mapping[str, Any], *, into: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Add the gradients of `loss`, shape (), with the moments around it; see `Run.backward`. Every rank must call this.
 
         ``run.loss`` of the step is the mean of the losses given here. Inside of a batch that a callback skips, nothing is done.
         """
         self._check_inside("backward")
-        self.run.backward(loss)  # type: ignore[arg-type]  # a mapping has the loss, too
+        self.run.backward(loss, into=into)  # type: ignore[arg-type]  # a mapping has the loss, too
 
-    def update(self, *optimizers: Optimizer) -> None:
+    def update(self, *optimizers: Optimizer | Callable[[], Any]) -> Any:
         """Update the weights with `optimizers` (none: all), and drop the gradients; see `Run.update`."""
         self._check_inside("update")
-        self.run.update(*optimizers)
+        return self.run.update(*optimizers)
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context of the forward pass, in the precision of the run; in fp32 it does nothing."""
@@ -274,10 +270,6 @@ class Loop:
             self._unkept, self._frame = Unkept(self._frame, session_of(self.run), self._kept.held), None
         elif self._unkept is not None:
             self._unkept = self._unkept.after_step()
-
-    def _look_for_updates(self) -> None:
-        if not self._hand.updates and self.run.progress.step > self._first:
-            self.run.warn("no step of this loop called loop.update(...), so the weights did not change")
 
     @property
     def _between_steps(self) -> bool:

@@ -306,23 +306,32 @@ class Run:
 
     # -- for a step_fn: the same moments as in the loop --------------------------------------------
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, into: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Add the gradients of `loss`, with the moments around it. For a ``step_fn``. Every rank must call this.
 
-        Every parameter that took part gets its gradient, also parameters of an optimizer that is not updated next:
-        ``requires_grad_(False)`` excludes them.
+        Every parameter that took part gets its gradient, also parameters of an optimizer that is not updated next: `into`
+        excludes them. A warning names the first update that takes gradients from before and after another optimizer's update.
 
         Args:
             loss: Shape (); a callback may replace it.
+            into: The optimizers of the parameters that get gradients, as ``inputs=`` of torch. None: all parameters.
 
         Raises:
             LossError: `loss` is not a tensor of shape () that has a gradient.
         """
-        self._by_hand.backward(loss)
+        self._by_hand.backward(loss, into)
 
-    def update(self, *optimizers: Optimizer) -> None:
-        """Update the weights with `optimizers` (none: all), drop the gradients. For a ``step_fn``, on every rank."""
-        self._by_hand.update(optimizers)
+    def update(self, *optimizers: Optimizer | Callable[[], Any]) -> Any:
+        """Update the weights with `optimizers` (none: all), drop the gradients. For a ``step_fn``, on every rank.
+
+        ``run.update(optimizer, closure)`` passes a closure, as LBFGS needs it, and returns what ``optimizer.step(closure)``
+        returns. Loss and gradients of each call of the closure are averaged over the ranks. Moments before the update see no
+        gradients, so `ClipGradients` does not clip them.
+
+        Raises:
+            LossError: There are gradients of ``loss.backward()``, which the run has not seen.
+        """
+        return self._by_hand.update(optimizers)
 
     @property
     def _by_hand(self) -> ByHand:
@@ -334,8 +343,8 @@ class Run:
 class ByHand(Protocol):
     """What `Run.backward` and `Run.update` do: in a ``step_fn``, or in a loop of the user's own."""
 
-    def backward(self, loss: Tensor) -> None: ...
-    def update(self, optimizers: Sequence[Optimizer]) -> None: ...
+    def backward(self, loss: Tensor, into: Optimizer | Sequence[Optimizer] | None = None) -> None: ...
+    def update(self, arguments: Sequence[Any]) -> Any: ...
     def check_window(self) -> None: ...
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -323,6 +323,69 @@ def test_two_optimizers_update_as_in_one_process_on_the_whole_batch(make: Callab
     assert torch.allclose(first[1], gradients, atol=1e-6)
     if make is driver:
         assert first[2] == second[2]  # buffers are those of the main process
+
+
+@pytest.mark.parametrize("make", [driver, in_parts], ids=["ddp", "fsdp"])
+def test_a_backward_pass_into_one_optimizer_leaves_no_gradients_in_others_on_any_rank(make: Callable[[], Any]) -> None:
+    def step(run: Run, batch: Batch) -> Tensor:
+        (judges, makers), model = run.optimizers, run.model
+        assert isinstance(model, Gan)
+        judged = model.judge(batch[0], batch[2]).pow(2).mean() + model.judge(model.maker(batch[0]), batch[2]).mean()
+        run.backward(judged, into=judges)
+        run.update(judges)
+        run.backward(-model.judge(model.maker(batch[0]), batch[2]).mean(), into=[makers])
+        assert all(one.grad is None for one in model.judge.parameters())
+        run.update(makers)
+        return torch.zeros(())
+
+    def trained(batch_size: int) -> Tensor:
+        model, data = Gan(), loader(24, batch_size, shuffle=False)
+        optimizer = (lambda parameters: both(model)) if rank() is not None else both(model)
+        one = trainer(
+            data,
+            model=model,
+            optimizer=optimizer,
+            driver=make() if rank() is not None else None,
+            step_fn=step,
+            compute_loss=None,
+            max_epochs=1,
+        )
+        one.fit()
+        return weights_of(one)
+
+    whole = trained(2 * RARE)
+    assert all(torch.allclose(own, whole, atol=1e-6) for own in on_ranks(lambda: trained(RARE)))
+
+
+def test_a_closure_trains_the_same_weights_on_all_ranks_by_the_mean_of_losses_and_gradients() -> None:
+    def trained(batch_size: int) -> tuple[Tensor, list[float]]:
+        losses: list[float] = []
+
+        def step(run: Run, batch: Batch) -> Tensor:
+            def closure() -> Tensor:
+                run.optimizers[0].zero_grad()
+                loss = squared_error(run.model, batch)
+                loss.backward()
+                return loss
+
+            losses.append(float(loss := run.update(run.optimizers[0], closure)))
+            return loss  # type: ignore[no-any-return]
+
+        one = trainer(
+            loader(24, batch_size, shuffle=False),
+            optimizer=lambda parameters: LBFGS(parameters, max_iter=3),
+            compute_loss=None,
+            step_fn=step,
+            max_epochs=1,
+        )
+        one.fit()
+        return weights_of(one), losses
+
+    weights, losses = trained(8)
+    (first, first_losses), (second, second_losses) = on_ranks(lambda: trained(4))
+    assert torch.equal(first, second)
+    assert first_losses == second_losses == pytest.approx(losses, rel=1e-3)
+    assert torch.allclose(first, weights, atol=1e-3)
 
 
 def test_with_fsdp_a_part_of_the_model_that_is_called_alone_must_be_sharded_by_name() -> None:

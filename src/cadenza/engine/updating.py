@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from cadenza.hooks.moments import Callback
 from cadenza.optim.parameters import distinct_gradients
 from cadenza.records.scalars import as_number
 from cadenza.status.outputs import Outputs
+
+Take = Callable[[Sequence[Optimizer]], Sequence[Optimizer]]
+"""Lets optimizers step, and returns those that skipped the update, as `Precision.step`."""
 
 
 def backward(session: Session, outputs: Outputs, window: AccumulationWindow | None = None) -> None:
@@ -110,17 +113,23 @@ def _multiply(session: Session, gradients: list[Tensor], factor: float | Tensor)
     torch._foreach_mul_(locals_of(gradients) if session.driver.shards else gradients, factor)
 
 
-def update(session: Session, optimizers: Sequence[Optimizer]) -> None:
+def update(session: Session, optimizers: Sequence[Optimizer], take: Take | None = None) -> None:
     """Update the weights, and drop the gradients."""
     run, hooks = session.run, session.hooks
-    update_weights(session, optimizers)
+    update_weights(session, optimizers, take)
     hooks.on_before_zero_grad(run)
     drop_gradients(optimizers)
     hooks.on_after_zero_grad(run)
 
 
-def update_weights(session: Session, optimizers: Sequence[Optimizer]) -> None:
-    """Let `optimizers` step, with the moments around it. Gradients stay."""
+def update_weights(session: Session, optimizers: Sequence[Optimizer], take: Take | None = None) -> None:
+    """Let `optimizers` step, with the moments around it. Gradients stay.
+
+    Args:
+        session: The session of the run.
+        optimizers: The optimizers.
+        take: What lets them step. None: the precision of the run.
+    """
     run, hooks, step = session.run, session.hooks, session.step
     step.updating = optimizers
     if session.extra_parameters.parameters:
@@ -128,7 +137,7 @@ def update_weights(session: Session, optimizers: Sequence[Optimizer]) -> None:
     session.precision.unscale(optimizers)
     hooks.on_before_optimizer_step(run)
     step.in_update = True
-    step.left_out = left_out = session.precision.step(optimizers)
+    step.left_out = left_out = (take or session.precision.step)(optimizers)
     step.in_update = False
     step.updates += 1
     step.updated = not left_out or len(left_out) < len(optimizers)

@@ -115,9 +115,8 @@ class Fitting(Recipe):
             session.advises &= not isinstance(resume, GoBack)  # the part before has said it
             if session.rank_log is not None:
                 ending.callback(session.rank_log.settle, ends=True)
-            if hand is not None:
-                session.by_hand, session.own_step = own, _ = hand(session), hand.own_step
-                own.begin(ending)
+            kind = hand or ByHand
+            session.by_hand, session.own_step = own, _ = kind(session), kind.own_step
             if over:
                 resuming.as_it_ended(session, files, start)
                 self._has_begun(session)
@@ -125,6 +124,7 @@ class Fitting(Recipe):
             self._watch(session, ending)
             ending.push(partial(self._end, session))
             self._begin(session, start, resume, strict=strict)
+            own.begin(ending)
             self._has_begun(session)
             yield from loop.course(session)
             if session.sync.requests.back is None:

@@ -103,7 +103,7 @@ def step(run, batch):
         loss.backward()
         return loss
 
-    return optimizer.step(closure)"""
+    return run.update(optimizer, closure)"""
 
 
 def described(optimizer: Optimizer) -> dict[str, Any]:

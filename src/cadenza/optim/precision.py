@@ -31,11 +31,14 @@ class BackwardPass:
     def __init__(self) -> None:
         self._engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
         self._scale, self._gradient = 0.0, torch.zeros(())
+        self.inputs: tuple[Tensor, ...] = ()
+        """The parameters to which gradients are added; empty: all."""
 
     def __call__(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
         """Add the gradients of `scale` times `loss`, both of shape ()."""
         if self._engine is None or type(loss) is not Tensor:
-            (loss * scale).backward()  # torch.autograd.backward of torch 2.7 ignores tensor subclasses
+            # torch.autograd.backward of torch 2.7 ignores tensor subclasses
+            (loss * scale).backward(inputs=self.inputs or None)
             return
         if isinstance(scale, float):
             kept = self._gradient
@@ -45,7 +48,7 @@ class BackwardPass:
             given = kept.clone()
         else:
             given = (torch.ones_like(loss) * scale).to(loss.dtype)
-        self._engine((loss,), (given,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        self._engine((loss,), (given,), False, False, self.inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 class Precision:

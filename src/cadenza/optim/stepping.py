@@ -27,6 +27,25 @@ _TRACKER = _code_within(LRScheduler.__init__, "patch_track_step_called", "wrap_s
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
+class StepGuard:
+    """A hook that is called before ``optimizer.step()`` of the user's code; `step` calls it only beside other hooks.
+
+    Wrappers such as Lookahead have a plain dict of hooks, which ``register_step_pre_hook`` does not take.
+    """
+
+    def __init__(self, optimizer: Optimizer, check: Callable[[Optimizer], None]) -> None:
+        self._hooks: dict[int, Any] = optimizer._optimizer_step_pre_hooks
+        self._hooks[id(self)] = self
+        self._check = check
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        self._check(optimizer)
+
+    def remove(self) -> None:
+        """Do not call it any more."""
+        self._hooks.pop(id(self), None)
+
+
 def step(optimizer: Optimizer) -> None:
     """Do what ``optimizer.step()`` does, at half of its cost on a small model.
 
@@ -66,7 +85,8 @@ def _is_tracker(own: Any, optimizer: Optimizer, method: Any) -> bool:
 
 def _is_observed(optimizer: Optimizer) -> bool:
     return (
-        bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        any(type(one) is not StepGuard for one in optimizer._optimizer_step_pre_hooks.values())
+        or bool(optimizer._optimizer_step_post_hooks)
         or any(_GLOBAL_HOOKS)
         or torch.autograd.profiler._is_profiler_enabled
         or torch._C._autograd._profiler_enabled()
