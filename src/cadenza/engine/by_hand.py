@@ -15,7 +15,7 @@ from cadenza.engine.start_checks import check_computes_batch
 from cadenza.errors import LossError
 from cadenza.optim.parameters import distinct_gradients, parameters_of
 from cadenza.status.counting import counted
-from cadenza.status.outputs import Outputs
+from cadenza.status.outputs import Outputs, scalar
 from cadenza.status.shown import brief
 
 
@@ -31,7 +31,7 @@ class ByHand:
     def backward(self, loss: Any) -> None:
         """See `Run.backward`."""
         with self.session.precision.disabled():
-            updating.backward(self.session, Outputs(loss=loss))
+            updating.backward(self.session, Outputs(loss=scalar(loss)))
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """See `Run.update`."""

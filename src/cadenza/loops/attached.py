@@ -16,6 +16,7 @@ from cadenza.engine.session import Session
 from cadenza.errors import DataError, LossError
 from cadenza.hooks.moments import Callback
 from cadenza.optim.parameters import distinct_gradients
+from cadenza.status.outputs import scalar
 
 BETWEEN: Any = object()  # what the course of an attached loop yields when the next step may begin
 AFTER: Any = object()  # and when all hooks of a step have been called
@@ -43,7 +44,7 @@ class Attached(ByHand):
         step.outputs.take(loss, "loop.backward(...) expects")
         with self.session.precision.disabled():
             updating.backward(self.session, step.outputs)
-        step.window.losses.append(step.outputs["loss"].detach())
+        step.window.losses.append(scalar(step.outputs["loss"].detach()))
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         session = self.session

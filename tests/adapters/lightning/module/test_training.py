@@ -204,6 +204,39 @@ def test_the_hooks_of_the_module_are_called_as_in_lightning(accumulate: int, lim
     assert len(steps[1]) == ours.trainer.global_step
 
 
+class OneElement(Regression):
+    """Returns losses of shape (1,)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx).reshape(1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]).reshape(1))
+
+    def val_dataloader(self) -> Any:
+        return batches(8)
+
+
+class OneElementByHand(OneElement):
+    """Calls its optimizer itself, and returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for shape in ((1,), ()):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx).reshape(shape))
+            self.optimizers().step()
+
+
+@pytest.mark.parametrize("kind", [OneElement, OneElementByHand])
+def test_a_loss_of_one_element_trains_as_in_lightning(kind: type[Any]) -> None:
+    _, _, run = pair.trained_alike(kind, max_epochs=2)
+    assert len(run.history["val_loss"]) == 2
+
+
 def test_a_batch_for_which_training_step_returns_none_is_skipped() -> None:
     class Skipping(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
