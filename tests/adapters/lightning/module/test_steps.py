@@ -272,24 +272,6 @@ def test_what_a_module_froze_and_unfroze_stays_so_in_a_run_that_continues(tmp_pa
         assert torch.equal(weights(again), weights(whole))
 
 
-class PartlyInEvaluationMode(Regression):
-    """Puts layers into evaluation mode before the training, as one with a pretrained backbone does."""
-
-    def __init__(self, whole: bool = False) -> None:
-        super().__init__()
-        self.net.append(nn.BatchNorm1d(1)).append(nn.Dropout(0.5))
-        (self if whole else self.net[2:].requires_grad_(False)).eval()
-
-
-@pytest.mark.parametrize(("whole", "warning"), [(False, ""), (True, "1 module with parameters that are trained")])
-def test_modules_keep_their_mode_as_in_lightning(whole: bool, warning: str, caplog: pytest.LogCaptureFixture) -> None:
-    _, module, _ = pair.trained_alike(partial(PartlyInEvaluationMode, whole), max_epochs=2)
-    assert not module.net[2].training
-    assert module.training == (not whole)
-    told = [one.message for one in caplog.records if one.name == "cadenza" and "evaluation mode" in one.message]
-    assert [one[: len(warning)] for one in told] == [warning] * whole
-
-
 class LeavesOut(Regression):
     """Leaves its frozen layer out of checkpoints, as one that loads a large pretrained part does."""
 
