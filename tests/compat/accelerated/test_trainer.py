@@ -545,7 +545,7 @@ class FreezesStatistics(Trainer):
 
     def train_epoch_start(self) -> None:
         super().train_epoch_start()
-        self.get_model().layers[2].eval()
+        self.get_model().get_submodule("layers.2").eval()
 
 
 def test_the_model_is_left_in_the_mode_of_the_original() -> None:
