@@ -104,9 +104,10 @@ class Remembering(nn.Linear):
 @pytest.mark.parametrize("make", [Remembering, *(partial(normed_layer, one) for one in OLD_NORMS)])
 @pytest.mark.parametrize("average", [partial(Ema, 0.5), partial(Swa, 0.0, "1 step", use_at_end=False)])
 def test_models_that_hold_computed_tensors_are_averaged(average: Callable[..., Any], make: Callable[[], nn.Module]) -> None:
-    """Deepcopy refuses tensors with a graph, as the old ``weight_norm`` makes one in its first call, and others in a step."""
+    """Deepcopy refuses tensors with a graph, as the old ``weight_norm`` makes one when it is applied, and others in a call."""
     model, kept = make(), average(name="kept")
     for _ in range(2):
+        model(torch.ones(2, 1))
         run = tiny_run(model=model, epochs=2, callbacks=[kept, judged(weights="kept", every="1 epoch")])
         fresh = make()
         assert kept.average is not None
