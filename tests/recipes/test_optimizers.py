@@ -260,7 +260,7 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
             group["train_mode"] = train
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         group = self.param_groups[0]
         if not group["train_mode"]:
             raise Exception("Optimizer was not in train mode when step is called. See documentation for details.")
