@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +31,13 @@ from tests.callbacks.parts import normed, own_step, state_of
 def averaged(ema: Ema) -> dict[str, Tensor]:
     assert ema.average is not None
     return dict(ema.average.module.state_dict())
+
+
+OLD_NORMS: list[Any] = [nn.utils.weight_norm, nn.utils.spectral_norm]
+
+
+def normed_layer(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return norm(nn.Linear(1, 1))
 
 
 def judged(**options: Any) -> Evaluate:
@@ -76,6 +85,36 @@ def test_buffers_and_weights_of_whole_numbers_are_copied_and_a_module_may_replac
         counting(torch.ones(1, 1))
         assert counting.seen == 4
     assert counting.seen == 3
+
+
+class Remembering(nn.Linear):
+    """Keeps its outputs, with their graph."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.kept: dict[str, list[Tensor]] = {}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        self.kept = {"outputs": [outputs]}
+        return outputs
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("make", [Remembering, *(partial(normed_layer, one) for one in OLD_NORMS)])
+@pytest.mark.parametrize("average", [partial(Ema, 0.5), partial(Swa, 0.0, "1 step", use_at_end=False)])
+def test_models_that_hold_computed_tensors_are_averaged(average: Callable[..., Any], make: Callable[[], nn.Module]) -> None:
+    """Deepcopy refuses tensors with a graph, as the old ``weight_norm`` makes one when it is applied, and others in a call."""
+    model, kept = make(), average(name="kept")
+    for _ in range(2):
+        model(torch.ones(2, 1))
+        run = tiny_run(model=model, epochs=2, callbacks=[kept, judged(weights="kept", every="1 epoch")])
+        fresh = make()
+        assert kept.average is not None
+        fresh.load_state_dict(kept.average.module.state_dict())
+        assert not torch.equal(kept.average.module.get_parameter("bias"), model.get_parameter("bias"))
+        expected = tiny_trainer(model=fresh).evaluate(tiny_loader(2))
+        assert run.history["eval/loss"][-1][-1] == pytest.approx(expected["eval/loss"])
 
 
 def test_half_precision_is_averaged_in_float32_so_that_small_weights_count() -> None:

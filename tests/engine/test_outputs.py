@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from cadenza import Callback, Derive, Monitor, Outputs, Run, Trainer, on, supervised
+from cadenza import Callback, Derive, Monitor, Outputs, Run, Trainer, attach, on, supervised
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.errors import DataError, LossError, MonitorError, OutputError
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
@@ -27,6 +27,67 @@ def test_supervised_gives_the_loss_the_predictions_and_the_targets() -> None:
     outputs = supervised(nn.functional.mse_loss)(tiny_model(), (inputs, targets))
     assert outputs["targets"] is targets
     assert torch.equal(outputs["loss"], nn.functional.mse_loss(outputs["predictions"], targets))
+
+
+def one_element(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1]).reshape(1)
+
+
+def by_step_fn(run: Run, batch: Any) -> Tensor:
+    loss = one_element(run.model, batch)
+    run.backward(loss)
+    run.update(run.optimizers[0])
+    return loss
+
+
+def by_steps(trainer: Trainer) -> Run:
+    for step in trainer.steps():
+        for batch in step:
+            step.backward({"loss": one_element(trainer.model, batch), "weight": 1.0})
+    return trainer.run
+
+
+def by_attach(trainer: Trainer) -> Run:
+    callbacks = [*trainer.callbacks, Evaluate(tiny_loader(2), compute=one_element_named)]
+    with attach(trainer.model, torch.optim.SGD(trainer.model.parameters(), 0.1), callbacks=callbacks, progress=False) as loop:
+        for batch in tiny_loader():
+            with loop.step():
+                loop.backward(one_element(trainer.model, batch))
+                loop.update()
+    return loop.run
+
+
+def one_element_named(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"loss": one_element(model, batch)}
+
+
+@pytest.mark.parametrize(
+    ("train", "arguments"),
+    [
+        (Trainer.fit, {"compute_loss": one_element}),
+        (Trainer.fit, {"compute_loss": one_element_named, "precision": "bf16"}),
+        (Trainer.fit, {"step_fn": by_step_fn}),
+        (by_steps, {}),
+        (by_attach, {}),
+    ],
+)
+def test_a_loss_of_one_element_is_a_loss(train: Callable[[Trainer], Run], arguments: Any) -> None:
+    """As for `Tensor.backward`. Callbacks see it with shape (), and may replace it by such a loss."""
+    shapes = list[tuple[int, ...]]()
+
+    def look(run: Run, outputs: Any) -> None:
+        shapes.append(outputs["loss"].shape)
+        outputs["loss"] = outputs["loss"].reshape(1, 1)
+
+    plain = tiny_run()
+    evaluate = [] if train is by_attach else [Evaluate(tiny_loader(2), compute=one_element_named)]
+    callbacks = [on(Callback.on_before_backward)(look), LogTraining(every=1), *evaluate]
+    run = train(tiny_trainer(callbacks=callbacks, **arguments))
+    assert shapes == [()] * 5
+    if "precision" not in arguments:
+        assert all(torch.equal(one, other) for one, other in zip(run.model.parameters(), plain.model.parameters(), strict=True))
+    assert len(run.history["train/loss"]) == 5
+    assert train is by_attach or len(run.history["eval/loss"]) == 1
 
 
 @pytest.mark.parametrize(

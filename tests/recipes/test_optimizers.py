@@ -1,4 +1,4 @@
-"""Schedules of timm and quantized states of torchao: timm's own rates, the same bits after a resume, and errors that help."""
+"""Schedules of timm, quantized states of torchao and schedule-free optimizers: the same bits after a resume, and errors."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from cadenza.errors import CheckpointFormatError, CheckpointMismatchError, State
 from cadenza.loading import TensorBatches
 from cadenza.status.plain import decode, encode, first_difference, same
 from cadenza.testing import tiny_loader, tiny_model, tiny_trainer
+from tests.recipes.pages import executed
 
 
 def by_step(optimizer: Any, total: int) -> CosineLRScheduler:
@@ -233,3 +234,70 @@ def test_a_quantized_weight_is_an_error_at_the_start(tmp_path: Path) -> None:
     quantize_(trainer.model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
     with pytest.raises(StateError, match=r"the weight '0\.weight' cannot be saved.*quantize the model after the training"):
         trainer.fit()
+
+
+# -- schedule-free -------------------------------------------------------------------------------------
+
+
+class ScheduleFreeSGD(torch.optim.Optimizer):
+    """SGD of Defazio et al. 2024, with the methods and the error of the package ``schedulefree``."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "train_mode": False, "k": 0})
+
+    def train(self) -> None:
+        self._move(1 - 0.9, train=True)
+
+    def eval(self) -> None:
+        self._move(1 - 1 / 0.9, train=False)
+
+    @torch.no_grad()
+    def _move(self, weight: float, *, train: bool) -> None:
+        for group in self.param_groups:
+            for one in group["params"] if group["train_mode"] is not train else ():
+                if "z" in self.state[one]:
+                    one.lerp_(self.state[one]["z"], weight)
+            group["train_mode"] = train
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        if not group["train_mode"]:
+            raise Exception("Optimizer was not in train mode when step is called. See documentation for details.")
+        group["k"] += 1
+        for one in group["params"]:
+            z = self.state[one].setdefault("z", one.clone())
+            one.lerp_(z, 1 / group["k"])
+            one.add_(one.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"]) - 1))
+            z.sub_(one.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("package", ["", "schedulefree"])
+def test_the_page_about_schedule_free_optimizers(package: str, tmp_path: Path) -> None:
+    kind: Any = pytest.importorskip(package).AdamWScheduleFree if package else ScheduleFreeSGD
+    names = executed("schedule-free", 1)
+
+    def made(folder: str, epochs: int = 5) -> Trainer:
+        one: Trainer = names["make"](lambda parameters: kind(list(parameters), lr=0.05), tmp_path / folder, epochs)
+        return one
+
+    whole = made("whole")
+    run = whole.fit()
+    results = [value for _, value in run.history["eval/loss"]]
+    assert whole.evaluate(names["valid"])["eval/loss"] == results[-1]
+    best = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
+    load_weights(tmp_path / "whole", best, which="best")
+    ((inputs, targets),) = names["valid"]
+    assert nn.functional.mse_loss(best(inputs), targets).item() == pytest.approx(min(results))
+    without = made("without")
+    del without.callbacks[1:]  # no evaluation, no checkpoint
+    made("cut", 3).fit()
+    for trainer, resume in ((without, False), (made("cut"), "auto"), (made("whole"), "auto")):
+        trainer.fit(resume=resume)
+        assert same(dict(trainer.model.state_dict()), dict(whole.model.state_dict()))
+
+
+def test_a_schedule_free_optimizer_that_was_not_put_into_training_mode_names_the_page() -> None:
+    with pytest.raises(Exception, match="not in train mode") as raised:
+        tiny_trainer(optimizer=lambda parameters: ScheduleFreeSGD(parameters, 0.1)).fit()
+    assert "docs/recipes/schedule-free.md" in raised.value.__notes__[0]

@@ -187,12 +187,6 @@ class _RangeTest(Callback):
     def __init__(self, run: Run, optimizer: int, rates: list[float], scales: list[float]) -> None:
         self.rates, self.scales, self.losses = rates, scales, list[float]()
         self._run, self._optimizer = run, optimizer
-        # A module that a callback has put into evaluation mode is tested in this mode.
-        self._modes = [(module, module.training) for module in run.model.modules()]
-
-    def on_fit_start(self, run: Run) -> None:
-        for module, training in self._modes:
-            module.training = training
 
     def on_step_start(self, run: Run) -> None:
         rate = self.rates[run.progress.step]

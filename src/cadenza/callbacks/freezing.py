@@ -32,8 +32,8 @@ class Freeze(Callback):
 
     A frozen parameter has ``requires_grad=False`` and gets no gradient. The optimizers of torch then skip it, without weight
     decay or momentum. Its momentum starts at zero when it is unfrozen. The optimizer must hold the parameter from the start:
-    make it of all parameters. Parameters that require no gradient when the run is set up do not change. The end of the run
-    restores ``requires_grad`` and the modes of all layers.
+    make it of all parameters. Parameters that require no gradient when the run is set up do not change, nor do layers in
+    evaluation mode in a model in training mode. The end of the run restores ``requires_grad`` and the modes of all layers.
 
     Args:
         modules: The modules or parameters to freeze: a name or pattern such as ``"backbone.*"`` (a star matches dots too), a
@@ -81,7 +81,8 @@ class Freeze(Callback):
         for group in self.groups:
             learning, norms = _inside(group.pick(model), batch_norm=self.batch_norm)
             group.parameters = [one for one in learning if one.requires_grad and id(one) not in taken]
-            group.norms = [one for one in norms if id(one) not in taken]
+            # In a model in training mode, a layer that the user put into evaluation mode stays in it.
+            group.norms = [one for one in norms if id(one) not in taken and (one.training or not model.training)]
             group.held = False
             taken |= {id(one) for one in (*group.parameters, *group.norms)}
 

@@ -20,7 +20,7 @@ from cadenza.errors import LossError
 from cadenza.optim.optimizers import needs_closure
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.counting import counted
-from cadenza.status.outputs import Outputs
+from cadenza.status.outputs import Outputs, scalar
 from cadenza.status.shown import brief
 
 Into = Optimizer | Sequence[Optimizer] | None
@@ -47,7 +47,7 @@ class ByHand:
 
     def backward(self, loss: Any, into: Into = None) -> None:
         """See `Run.backward`."""
-        self._add_gradients(Outputs(loss=loss), into)
+        self._add_gradients(Outputs(loss=scalar(loss)), into)
 
     def _add_gradients(self, outputs: Outputs, into: Into) -> None:
         optimizers = [into] if isinstance(into, Optimizer) else into

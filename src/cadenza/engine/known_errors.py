@@ -163,6 +163,11 @@ _CURES: list[tuple[str, Cure]] = [
         "often a label or an index is out of range: run it with Trainer(device='cpu'), where the error says which. The device "
         "reports errors late, so an earlier line may be the cause: CUDA_LAUNCH_BLOCKING=1 names the right one.",
     ),
+    (
+        r"(?i)not in train mode when step is called",
+        "a schedule-free optimizer needs its train() before a step, and its eval() around evaluations: the callback in "
+        "docs/recipes/schedule-free.md calls both.",
+    ),
     (r"OutOfMemoryError|out of memory|can't allocate memory", _memory),
     (
         r"same device|not on the expected device|(?:Input|weight) type \(torch\.cuda\.\w+\).*type \(torch\.\w+Tensor\)"

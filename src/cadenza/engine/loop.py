@@ -79,7 +79,6 @@ def begin(session: Session) -> None:
     session.by_hand = session.by_hand or ByHand(session)
     accumulating.begin(session)
     data_points.begin(session)
-    session.model.train()
     session.module_flags.begin(session.driver, session.model, session.decide)
     session.hooks.on_fit_start(session.run)
     session.extra_parameters.check_devices(session.run)

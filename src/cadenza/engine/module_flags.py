@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from cadenza.drivers.base import Driver
 from cadenza.engine.rank_sync import Decide
 from cadenza.optim.model_state import plain_name
 from cadenza.optim.parameters import parameters_of
+from cadenza.status.counting import counted
 
 
 class ModuleFlags:
@@ -26,12 +27,20 @@ class ModuleFlags:
         self._expected: dict[tuple[str, str], bool] = {}
         self.saved: Mapping[str, Mapping[str, bool]] = {}
         """The result of `changed` in the checkpoint at which this run continues."""
+        self.keeps_modes: bool = False
+        """Whether a model in evaluation mode is trained in this mode, as in Lightning."""
 
     def begin(self, driver: Driver, model: nn.Module, decide: Decide) -> None:
-        """Record the present flags as those of the start, then set the flags of the checkpoint.
+        """Set the modes, record the present flags as those of the start, then set the flags of the checkpoint.
 
-        Every rank must call this.
+        A model in evaluation mode is put into training mode. In a model in training mode, each module keeps its mode. Every
+        rank must call this.
         """
+        if not self.keeps_modes:
+            kept = [one for one in self._model.modules() if not one.training] if self._model.training else []
+            model.train()  # also if it is in training mode: its class may define what this does
+            for module in kept:
+                module.training = False
         self._expected = {(flag, name): getattr(part, flag) for flag, name, part in self._parts()}
         if self.saved and (lines := list(self._restored())):
             decide("flags restored", "; ".join(lines), who="the trainer")
@@ -41,6 +50,22 @@ class ModuleFlags:
         """Expect the flags of `parts` to be `on`. Checkpoints leave them out, as the callback sets them again."""
         own = {id(part) for part in parts}
         self._expected |= {(flag, name): on for flag, name, part in self._parts() if id(part) in own}
+
+    def rewind(self) -> None:
+        """Set the flags of the start again: the run continues at a checkpoint before the changes."""
+        for flag, name, part in self._parts():
+            setattr(part, flag, self._expected.get((flag, name), getattr(part, flag)))
+
+    def doubts(self, trained: Container[int]) -> Iterator[str]:
+        """Yield a warning if parameters in modules in evaluation mode are trained. `trained` are the ids of parameters."""
+        if self._model.training or self.keeps_modes:
+            modules = in_evaluation_mode(self._model, trained)
+            if names := [name or "the model" for name, trains in modules.items() if trains]:
+                yield (
+                    f"{counted(len(names), 'module')} with parameters that are trained, in evaluation mode: "
+                    f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Their dropout is off, and their BatchNorm "
+                    "statistics do not change. Call model.train() before the run, unless this is on purpose."
+                )
 
     @contextmanager
     def held(self, decide: Decide, who: str) -> Iterator[None]:
@@ -93,3 +118,19 @@ class ModuleFlags:
                 yield "requires_grad", f"parameter {index} of the optimizers", tensor
         for path, module in modules:
             yield "training", path, module
+
+
+def in_evaluation_mode(model: nn.Module, trained: Container[int]) -> dict[str, bool]:
+    """Return the outermost modules in evaluation mode by name, and whether parameters in it, in this mode, are trained.
+
+    Args:
+        model: The model.
+        trained: The ids of parameters that an optimizer holds.
+    """
+    found: dict[str, bool] = {}
+    for path, module in model.named_modules():
+        if not module.training:
+            outermost = next((one for one in found if not one or path.startswith(f"{one}.")), path)
+            own = [one for one in module._parameters.values() if one is not None]
+            found[outermost] = found.get(outermost, False) or any(one.requires_grad and id(one) in trained for one in own)
+    return found

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cadenza.drivers.sharding import is_sharded
 from cadenza.errors import LossError
-from cadenza.status.outputs import Outputs
+from cadenza.status.outputs import Outputs, scalar
 from cadenza.status.shown import brief
 
 _REMEDIES = {
@@ -50,11 +50,12 @@ def whole_count(value: object) -> int | None:
 
 
 def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:
-    """Return `loss`, a tensor of shape () through which gradients can flow to the weights of `model`.
+    """Return `loss` with shape (), a tensor of one element through which gradients can flow to the weights of `model`.
 
     Raises:
         LossError: It is none; the message says what to do.
     """
+    loss = scalar(loss)
     if not isinstance(loss, Tensor):
         came, remedy = repr(type(loss).__name__), "return the tensor itself, not loss.item()"
     elif loss.ndim:

@@ -219,6 +219,7 @@ def doubts(session: Session) -> Iterator[str]:
     held = {id(parameter) for parameter in parameters_of(session.optimizers)}
     left = [name for name, one in session.module.named_parameters() if one.requires_grad and id(one) not in held]
     yield from session.extra_parameters.doubts(held, session.module)
+    yield from session.module_flags.doubts(held)
     if left:
         yield (
             f"no optimizer holds {counted(len(left), 'parameter')} that require a gradient, so they are not trained: "

@@ -19,6 +19,7 @@ from cadenza.engine.arguments import absolute_folder, check_not_empty, check_res
 from cadenza.engine.calendar import Calendar
 from cadenza.engine.compiling import breaks_so_far, compile_model
 from cadenza.engine.course import Beginning, calendar_of
+from cadenza.engine.module_flags import in_evaluation_mode
 from cadenza.engine.plan import Plan
 from cadenza.engine.plan_changes import plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
@@ -44,6 +45,7 @@ from cadenza.optim import settings
 from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.optimizers import Optimizers
 from cadenza.optim.overriding import give_values
+from cadenza.optim.parameters import parameters_of
 from cadenza.optim.precision import precision_of
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
@@ -158,7 +160,7 @@ class Recipe:
         facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
         own, kind = self._own_optimizer, self.driver.device.type
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
-        notes += self._beforehand(hooks)[0]
+        notes += [*_frozen_modes(self.model, optimizers), *self._beforehand(hooks)[0]]
         limits = self._limits(self.loader if session is None else session.loader)
         return Plan(hooks, limits, self.accumulate if session is None else session.accumulate, facts, notes)
 
@@ -275,6 +277,13 @@ def described(trainer: Any, names: Iterable[str], optimizers: Iterable[Optimizer
     """Return all arguments of a trainer as plain data: of the model its class and size, of the optimizers their settings."""
     model = f"{type(trainer.model).__name__}, {sum(one.numel() for one in trainer.model.parameters())} parameters"
     return {"model": model, "optimizer": [*map(updates.described, optimizers)], **plain(trainer, names), **trainer._facts}
+
+
+def _frozen_modes(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[str]:
+    """Yield a line for the plan with the modules that stay in evaluation mode and train no parameters."""
+    modules = in_evaluation_mode(model, {*map(id, parameters_of(optimizers))}) if model.training else {}
+    if names := [name for name, trains in modules.items() if not trains]:
+        yield f"stay in evaluation mode: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
 
 
 def _arguments(trainer: Any) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from cadenza.loading.batches import moved
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Updated, reduced_over, reduces_itself, share_states, updated_together
 from cadenza.records.scalars import as_numbers, weighted_sum
-from cadenza.status.outputs import Outputs
+from cadenza.status.outputs import Outputs, scalar
 from cadenza.status.tensor_parts import is_array
 
 NOT_AVERAGED = frozenset({"weight", "samples", "tokens", "predictions", "targets", "logits", "labels"})
@@ -245,7 +245,7 @@ def number_of(name: object, value: Any, owner: str) -> float | Tensor | None:
     if is_array(value) and not value.ndim and not isinstance(value, Tensor):
         value = value.item()
     if name == "loss" and value is not None:
-        value = torch.as_tensor(value)
+        value = scalar(torch.as_tensor(value))
         if value.ndim:
             raise LossError(f"the loss of {owner!r} must have shape (); got {tuple(value.shape)}: reduce it")
     number = value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, int | float | complex)

@@ -121,6 +121,7 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
     )
     twin.step.derived, twin.cursor.permuted = session.step.derived, session.cursor.permuted
     twin.extra_parameters = session.extra_parameters
+    twin.module_flags.keeps_modes = session.module_flags.keeps_modes
     twin.state.update(deepcopy(dict(session.state)))
     twin.progress.begin(Counters(), num_batches(loader, session.driver.data_shard()))
     twin.open_loader()

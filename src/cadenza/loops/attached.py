@@ -10,6 +10,7 @@ from cadenza.engine.loop import BATCHES_DONE, STEP, train_batch
 from cadenza.engine.session import Session
 from cadenza.errors import DataError, LossError
 from cadenza.hooks.moments import Callback
+from cadenza.status.outputs import scalar
 
 BETWEEN: Any = object()  # what the course of an attached loop yields when the next step may begin
 AFTER: Any = object()  # and when all hooks of a step have been called
@@ -27,7 +28,7 @@ class Attached(ByHand):
             return
         step.outputs.take(loss, "loop.backward(...) expects")
         self._add_gradients(step.outputs, into)
-        step.window.losses.append(step.outputs["loss"].detach())
+        step.window.losses.append(scalar(step.outputs["loss"].detach()))
 
     def update(self, arguments: Sequence[Any]) -> Any:
         step = self.session.step

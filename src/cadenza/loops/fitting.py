@@ -217,6 +217,8 @@ class Fitting(Recipe):
 
     def _end(self, session: Session, kind: object, raised: BaseException | None, traceback: object) -> None:
         """Write the outcome of a run. If an error of another rank ended it, raise that rank's error."""
+        if raised is not None or session.sync.requests.back is not None:
+            session.module_flags.rewind()
         if raised is None:
             _write_outcome(session)
             return

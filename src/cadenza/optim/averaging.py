@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
 
 from cadenza.drivers.sharding import is_sharded, locals_of
 from cadenza.hooks.dispatch import hooks_of
@@ -43,10 +45,9 @@ class Average(AveragedModel):
     n_averaged: torch.Tensor
 
     def __init__(self, model: nn.Module, weight_of_new: WeightOfNew) -> None:
-        sharded = any(map(is_sharded, model.parameters()))
-        super().__init__(nn.Module() if sharded else model)
-        if sharded:  # torch cannot copy the module; its named tensors suffice
-            self.module: nn.Module = _mirror(model, {})
+        super().__init__(nn.Module())
+        sharded = any(map(is_sharded, model.parameters()))  # torch cannot copy such a module; its named tensors suffice
+        self.module: nn.Module = _mirror(model, {}) if sharded else deepcopy(model, _computed_in(model))
         self.weight_of_new = weight_of_new
         self.requires_grad_(False)
         for parameter in self.module.parameters():
@@ -246,6 +247,12 @@ def _put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:  # torch refuses an empty list
         torch._foreach_copy_(locals_of(targets), locals_of(sources))
+
+
+def _computed_in(model: nn.Module) -> dict[int, Tensor]:
+    """Return copies by id of tensors with a graph that modules hold, as with the old ``weight_norm``: deepcopy refuses them."""
+    held = (one for module in model.modules() for one in tree_leaves(vars(module)))
+    return {id(one): one.detach().clone() for one in held if isinstance(one, Tensor) and not one.is_leaf}
 
 
 def _mirror(module: nn.Module, made: dict[int, nn.Parameter]) -> nn.Module:

@@ -40,7 +40,7 @@ class Outputs(dict[str, Any]):
             LossError: `result` is none of these, or has no loss.
         """
         if isinstance(result, Tensor):
-            self["loss"] = result
+            self["loss"] = scalar(result)
             return
         self.update(parts_of(result))
         if not super().__contains__("loss"):
@@ -48,6 +48,7 @@ class Outputs(dict[str, Any]):
             raise LossError(
                 f"{by} the loss as a tensor of shape (), a mapping with the key 'loss', or an object with a .loss; got {came}"
             )
+        self["loss"] = scalar(self["loss"])
 
     def __missing__(self, name: str) -> Any:
         if name not in self.derived:
@@ -65,6 +66,11 @@ class Outputs(dict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         """Return an output, a derived one too, or `default`."""
         return self[name] if name in self else default  # noqa: SIM401  # this is get
+
+
+def scalar(loss: Any) -> Any:
+    """Return a tensor of one element with shape (); all else unchanged. ``Tensor.backward`` takes any tensor of one element."""
+    return loss.reshape(()) if isinstance(loss, Tensor) and loss.ndim and loss.numel() == 1 else loss
 
 
 def parts_of(result: object) -> Mapping[str, Any]:

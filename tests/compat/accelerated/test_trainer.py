@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
 
@@ -537,3 +538,37 @@ def test_an_overridden_load_training_state_is_called_when_a_training_resumes(tmp
     trainer = train(trainer_of(Mine), 2, data(2), resume_from=tmp_path / "final")
     assert found == [{"current_epoch": 2, "global_step": 2}]
     assert trainer.run_history.current_epoch == 3
+
+
+class FreezesStatistics(Trainer):
+    """Puts a part into evaluation mode at the start of each epoch."""
+
+    def train_epoch_start(self) -> None:
+        super().train_epoch_start()
+        self.get_model().get_submodule("layers.2").eval()
+
+
+def test_the_model_is_left_in_the_mode_of_the_original() -> None:
+    for kind, evaluated, modes in (
+        (Trainer, data(1), {False}),
+        (Trainer, None, {True}),
+        (FreezesStatistics, None, {True, False}),
+    ):
+        model = parts.Dropping()
+        model.layers[2].eval()
+        trainer = train(kind(model, nn.MSELoss(), SGD(model.parameters(), 0.1), callbacks=()), 2, data(2), evaluated)
+        assert {module.training for module in model.modules()} == modes
+        trainer.evaluate(data(1), dataloader_kwargs=HERE)
+        assert not any(module.training for module in model.modules())
+
+
+def test_a_loss_of_one_element_trains() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(outputs, targets).reshape(1)
+
+    plain, trained = (
+        train(Trainer(model := parts.model(), one, SGD(model.parameters(), 0.1), callbacks=()), 2, data(3), data(2))
+        for one in (nn.functional.mse_loss, loss)
+    )
+    assert torch.equal(weights_of(trained), weights_of(plain))
+    assert trained.run_history.get_metric_values("eval_loss_epoch") == plain.run_history.get_metric_values("eval_loss_epoch")

@@ -457,3 +457,18 @@ def test_an_unknown_method_names_the_closest_one_and_in_a_native_run_the_driver_
     tiny_run(callbacks=[Hooks(on_train_begin=lambda trainer: seen.append(trainer.driver))], steps=1)
     assert isinstance(seen[0], TorchSingleDriver)
     assert seen[0].tensor_to_numeric(torch.tensor(1.0)) == 1.0
+
+
+def test_a_loss_of_one_element_trains_and_all_modules_are_in_training_mode() -> None:
+    modes = list[bool]()
+
+    class OneElement(Toy):
+        def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            modes.append(self.linear.training)
+            return {"loss": super().train_step(x, y)["loss"].reshape(1)}
+
+    model = OneElement()
+    model.linear.eval()  # fastNLP puts it into training mode in each epoch
+    assert torch.equal(weights_of(trained(model=model)), weights_of(trained()))
+    assert modes
+    assert all(modes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,20 @@ def test_given_optimizers_model_init_and_loss_are_used(tmp_path: Path) -> None:
 
     assert close(run, other, "train/loss")
     assert torch.allclose(weights(model), weights(other_model), atol=1e-6)
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_modes_are_those_of_their_trainer(every: int, tmp_path: Path) -> None:
+    """They train all modules, and leave the mode of an evaluation that follows the last step."""
+    given = {"eval_strategy": "steps", "eval_steps": every} if every else {}
+    models, modes = (gpt2(), gpt2()), list[bool]()
+    for model in models:
+        model.transformer.drop.eval()
+        model.transformer.drop.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    both(partial(next, iter(models)), arguments(tmp_path, max_steps=3, **given), Texts(), Texts(4) if every else None)
+    assert modes[: len(modes) // 2] == modes[len(modes) // 2 :]
+    assert modes[0]
+    assert [one.training for one in models] == [not every] * 2
 
 
 # -- what becomes of the arguments ---------------------------------------------------------------------------------------

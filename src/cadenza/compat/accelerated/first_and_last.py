@@ -37,10 +37,13 @@ class FirstCallback(Callback):
         # Shuffling depends on the seed of the user; on several processes, on the seed of the main process.
         self.data_seed: int = trainer._accelerator.driver.broadcast(int(torch.randint(2**62, ())))
         self._kept: list[tuple[Tensor, Tensor]] = []
+        self._modes: tuple[int, list[tuple[nn.Module, bool]]] = (-1, [])
+        """The step of the last evaluation, and the mode of each module at its end."""
 
     def on_setup(self, run: Run) -> None:
         trainer, adapted = self.trainer, self._begin(run)
         session = adapted.session
+        run.model.train()  # `train_epoch_start` does it again, and is called later
         session.advises = False
         trainer.model, trainer._accelerator.precision = session.model, session.precision
         session.own_epoch = own_epoch(trainer, lambda train_dl: trainer._run_train_epoch(train_dl))
@@ -51,6 +54,7 @@ class FirstCallback(Callback):
             run.evaluations["eval"] = EvalEpoch(trainer._eval_dataloader, name="eval", compute=self.compute_eval)
 
     def on_fit_start(self, run: Run) -> None:
+        run.at_end(partial(self._leave_modes, run))
         _outside(AdaptedRun.of(run), self.trainer.training_run_start)
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
@@ -143,7 +147,15 @@ class FirstCallback(Callback):
         if is_live(adapted):
             if isinstance(evaluation, EvalEpoch):
                 adapted.call_hook(self.trainer.eval_epoch_end)
+                self._modes = run.progress.step, [(module, module.training) for module in run.model.modules()]
             adapted.record(evaluation)
+
+    def _leave_modes(self, run: Run) -> None:
+        """Set the modes of an evaluation after the last step, as nothing in the original restores those before it."""
+        step, modes = self._modes
+        if step == run.progress.step:
+            for module, training in modes:
+                module.training = training
 
     def on_stop(self, run: Run, reason: str) -> None:
         AdaptedRun.of(run).close_for_a_stop()
@@ -167,6 +179,7 @@ class FirstCallback(Callback):
         _outside(adapted, trainer.evaluation_run_start)
         adapted.call_all("on_evaluation_run_start")
         adapted.call_hook(partial(trainer._run_eval_epoch, trainer._eval_dataloader, is_training=False))
+        self._leave_modes(run)
         if adapted.stopped:
             trainer.print(adapted.reason)
             adapted.call_all("on_stop_training_error")

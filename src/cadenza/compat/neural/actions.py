@@ -205,6 +205,7 @@ class Actions:
             tensors_to_optimize, pairs, optimizer, params, given, lr_policy, batches_per_step, stop_on_nan_loss
         )
         self._trained = True
+        trainer.model.train()  # all modules, as in NeMo
         try:
             self.run = trainer.fit()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -111,6 +112,29 @@ class EvaluateOnStart(Callback):
     def on_fit_start(self, run: Run) -> None:
         if not run.progress.step:
             evaluate_now(run)
+
+
+class Modes(Callback):
+    """Set the modes of modules as their trainer: all train, and an evaluation after the last step leaves evaluation mode."""
+
+    asks = False
+
+    def __init__(self) -> None:
+        self._evaluated: int | None = None  # the step of the last evaluation
+
+    def on_setup(self, run: Run) -> None:
+        self._evaluated = None
+        run.model.train()
+
+    def on_fit_start(self, run: Run) -> None:
+        run.at_end(partial(self._end, run))
+
+    def on_eval_end(self, run: Run, evaluation: object) -> None:
+        self._evaluated = run.progress.step
+
+    def _end(self, run: Run) -> None:
+        if self._evaluated == run.progress.step:
+            run.model.eval()
 
 
 class Neftune(Callback):

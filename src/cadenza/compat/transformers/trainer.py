@@ -22,7 +22,15 @@ from cadenza.compat.transformers.data import Data
 from cadenza.compat.transformers.evaluation import ComputeMetrics, Predict, check_metrics
 from cadenza.compat.transformers.fields import check_fields
 from cadenza.compat.transformers.optimization import optimizer_for, schedule_for
-from cadenza.compat.transformers.preparing import EvaluateOnRequest, EvaluateOnStart, Neftune, driver_for, model_of, seeded
+from cadenza.compat.transformers.preparing import (
+    EvaluateOnRequest,
+    EvaluateOnStart,
+    Modes,
+    Neftune,
+    driver_for,
+    model_of,
+    seeded,
+)
 from cadenza.compat.transformers.save_pretrained import SavePretrained
 from cadenza.compat.transformers.schedules import (
     Limits,
@@ -105,6 +113,7 @@ def trainer(
     predict = Predict(args, found, loss, data.label_names, preprocess_logits_for_metrics)
     parts = [
         Given(args, processing_class),
+        Modes(),
         *_updates(args, limits, optimizers[1], eval_dataset),
         *_evaluations(args, limits, data, eval_dataset, predict, compute_metrics),
         *_saves(args, limits, found, processing_class, eval_dataset, shards=driver.shards),

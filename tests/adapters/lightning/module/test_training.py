@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,57 @@ def test_the_hooks_of_the_module_are_called_as_in_lightning(accumulate: int, lim
     steps = [[one for one in calls if one.startswith("optimizer_step")] for calls in (theirs.calls, ours.calls)]
     assert steps[1] == [one for one in steps[0] if one in steps[1]]
     assert len(steps[1]) == ours.trainer.global_step
+
+
+class OneElement(Regression):
+    """Returns losses of shape (1,)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx).reshape(1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]).reshape(1))
+
+    def val_dataloader(self) -> Any:
+        return batches(8)
+
+
+class OneElementByHand(OneElement):
+    """Calls its optimizer itself, and returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for shape in ((1,), ()):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx).reshape(shape))
+            self.optimizers().step()
+
+
+@pytest.mark.parametrize("kind", [OneElement, OneElementByHand])
+def test_a_loss_of_one_element_trains_as_in_lightning(kind: type[Any]) -> None:
+    _, _, run = pair.trained_alike(kind, max_epochs=2)
+    assert len(run.history["val_loss"]) == 2
+
+
+class PartlyInEvaluationMode(Regression):
+    """Puts layers into evaluation mode before the training, as one with a pretrained backbone does."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.net.append(nn.BatchNorm1d(1)).append(nn.Dropout(0.5))
+        (self if whole else self.net[2:].requires_grad_(False)).eval()
+
+
+@pytest.mark.parametrize(("whole", "warning"), [(False, ""), (True, "1 module with parameters that are trained")])
+def test_modules_keep_their_mode_as_in_lightning(whole: bool, warning: str, caplog: pytest.LogCaptureFixture) -> None:
+    _, module, _ = pair.trained_alike(partial(PartlyInEvaluationMode, whole), max_epochs=2)
+    assert not module.net[2].training
+    assert module.training == (not whole)
+    told = [one.message for one in caplog.records if one.name == "cadenza" and "evaluation mode" in one.message]
+    assert [one[: len(warning)] for one in told] == [warning] * whole
 
 
 def test_a_batch_for_which_training_step_returns_none_is_skipped() -> None:

@@ -45,6 +45,7 @@ class ModuleStart(BaseCallback):
 
     def _attach(self, run: Run) -> None:
         attach(self.attached, run)
+        session_of(run).module_flags.keeps_modes = True
         updates.install(self.attached, run)
         if self.attached.unvalidated and run.is_main:
             run.warn(self.attached.unvalidated)

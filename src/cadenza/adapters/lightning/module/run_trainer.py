@@ -16,6 +16,7 @@ from cadenza.engine import updating
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.parameters import parameters_of
+from cadenza.status.outputs import scalar
 
 if TYPE_CHECKING:
     from cadenza.adapters.lightning.module.attached import Attached
@@ -119,7 +120,7 @@ class ModuleStrategy(StrategyView):
     def backward(self, loss: Tensor, optimizer: object, *arguments: Any, **keywords: Any) -> None:
         """Add the gradients of `loss`, with the moments around it."""
         self._attached.backward_arguments = (arguments, keywords)
-        self._attached.backward_losses.append(loss.detach().float())
+        self._attached.backward_losses.append(scalar(loss.detach().float()))
         try:
             self._run.backward(loss)
         finally:

@@ -256,7 +256,9 @@ class Trainer(SteppingTrainer):
         if catch_KeyboardInterrupt and not single:
             logger.warning("catch_KeyboardInterrupt works in a single process only")
         try:
-            self._native_trainer(loader, plan).fit()
+            native = self._native_trainer(loader, plan)
+            native.model.train()  # all modules, as in fastNLP
+            native.fit()
         except (KeyboardInterrupt, SystemExit):
             live = self.live
             begun = live is not None and AdaptedRun.of(live).began
