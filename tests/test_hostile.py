@@ -169,10 +169,10 @@ def test_a_run_that_began_at_a_url_continues_there_only_if_the_trainer_names_it(
 )
 def test_a_url_that_leads_to_another_place_is_refused(opened: list[str], capsys: pytest.CaptureFixture[str], url: str) -> None:
     for act in (Store, lambda place: Checkpoint(directory=place), lambda place: load_weights(place, nn.Linear(1, 1))):
-        with pytest.raises(ValueError, match="leads to another place: expected one without '::'"):
+        with pytest.raises(ValueError, match="opens other files or machines: expected one without '::'"):
             act(url)
     assert main(["checkpoint", "list", url]) == 1
-    assert "leads to another place" in capsys.readouterr().err
+    assert "opens other files or machines" in capsys.readouterr().err
     assert opened == []
 
 

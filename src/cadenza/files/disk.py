@@ -122,7 +122,7 @@ class Unflushed:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path. The file written there replaces `path` as a whole; after an error it is removed."""
     beside = path.with_name(f"{path.name}.new")
-    beside.unlink(missing_ok=True)  # of a killed process; or a link, whose target would be written
+    beside.unlink(missing_ok=True)  # of a killed process; or a link, and its target would be written
     try:
         yield beside
         with beside.open("rb+") as file:

@@ -13,7 +13,7 @@ def local_path(path: str | PathLike[str]) -> Path:
 
 
 def is_local(path: str) -> bool:
-    r"""Return whether a path names no other machine: it is neither a URL nor a share of Windows.
+    r"""Return whether a path names no other machine: it is neither a URL nor a network folder of Windows.
 
     >>> [is_local(path) for path in ("runs/a", "/data/a", "s3://bucket/a", "//server/a", r"\\server\a")]
     [True, True, False, False, False]

@@ -370,19 +370,19 @@ _INDIRECT = {
 
 
 def check_url(url: str) -> None:
-    """Check that a URL names one place, and that fsspec supports it.
+    """Check that a URL leads nowhere else, and that fsspec supports it.
 
     Raises:
         MissingExtraError: The package for this kind of URL is not installed.
-        ValueError: fsspec does not support this kind of URL, or it leads to another place.
+        ValueError: fsspec does not support this kind of URL, or it opens another file or machine.
     """
     import fsspec
 
     protocol = fsspec.utils.get_protocol(url)
     if "::" in url or protocol in _INDIRECT:
         raise ValueError(
-            f"the URL {url!r} leads to another place: expected one without '::', whose protocol opens no other files. Give the "
-            "place itself, such as 's3://bucket/runs/a'."
+            f"the URL {url!r} opens other files or machines: expected one without '::', of a protocol such as s3. Give the "
+            "folder itself, such as 's3://bucket/runs/a'."
         )
     try:
         fsspec.get_filesystem_class(protocol)

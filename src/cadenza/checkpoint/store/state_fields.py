@@ -126,7 +126,7 @@ def _rows(value: Any, path: str) -> None:
 
 
 def _streams(value: Any, path: str) -> None:
-    """Check the states of the random generators, by giving them to generators that nobody draws from."""
+    """Check the states of the random generators, by giving them to generators that are used for nothing else."""
     import random
 
     import torch
