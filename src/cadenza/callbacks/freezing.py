@@ -88,7 +88,7 @@ class Freeze(Callback):
     def on_fit_start(self, run: Run) -> None:
         run.at_end(partial(self._release, run, self.groups))
         for group in self.groups:
-            if group.until is None or not group.until.reached(run.progress, run.info.accumulate):
+            if group.until is None or not group.until.reached(run.progress):
                 group.hold()
                 session_of(run).module_flags.expect(group.parts(), on=False)
                 decide(run, "frozen", str(group), data=group.data())

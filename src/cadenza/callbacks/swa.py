@@ -151,7 +151,7 @@ class Swa(Averaging, Compared):
 
     def _begun(self, run: Run) -> bool:
         assert self._first is not None, "on_fit_start comes first"
-        return self._first.reached(run.progress, run.info.accumulate)
+        return self._first.reached(run.progress)
 
     def _average(self, run: Run) -> None:
         if self._begun(run):

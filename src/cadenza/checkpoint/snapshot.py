@@ -20,8 +20,7 @@ from cadenza.drivers.sharding import all_laid_out, is_sharded, local, optimizer_
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, StateError
-from cadenza.hooks.kept import kept_of
-from cadenza.hooks.kept import restore as restore_kept
+from cadenza.hooks import trigger
 from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
 from cadenza.optim.finite import all_finite
@@ -127,7 +126,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "in_epoch": session.cursor.in_epoch,
         "exhausted": session.cursor.exhausted,
         "requests": session.sync.requests.state_dict(),
-        "schedules": kept_of(session.hooks, session.progress, session.accumulate),
+        "schedules": trigger.state_of(session.hooks.triggers.values(), session.progress),
         "config": config_of(session),
         **(fixed or fixed_facts(session)),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
@@ -393,7 +392,7 @@ def _restore_callbacks(session: Session, state: Mapping[str, Any], strict: bool)
             raise CheckpointMismatchError(f"{text}. Give the same callbacks under the same names, or strict=False.")
         session.warn(text)
     _load_states(session, states)
-    restore_kept(session.hooks, state.get("schedules", {}), session.progress)
+    trigger.restore(session.hooks.triggers.values(), state.get("schedules", {}), session.progress)
 
 
 def _load_states(session: Session, states: Mapping[str, Any]) -> None:

@@ -287,7 +287,7 @@ class SharedSync(RankSync):
         return self._next_call(asking=True) <= self._progress.step + 1
 
     def _next_call(self, *, asking: bool) -> float:
-        return self._hooks.next_call(self._progress, self._step.most, asking=asking)
+        return self._hooks.next_call(self._progress, asking=asking)
 
     # -- the step boundary -------------------------------------------------------------------------
 

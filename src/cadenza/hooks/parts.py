@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cadenza.errors import ScheduleError
-from cadenza.hooks.counting import STEP_END, Counting
-from cadenza.hooks.function_timers import UntilTimer
+from cadenza.hooks.counting import NEVER, STEP_END, Bound, Counting, Reading
 from cadenza.hooks.length import Length, Unit, check_length, too_late
-from cadenza.hooks.schedule import At, Every, OfLength, Schedule
-from cadenza.hooks.timers import Timer
-from cadenza.hooks.windows import Edge, Window
+from cadenza.hooks.schedule import At, Every, OfLength, Schedule, Steady
 from cadenza.status.counting import plural
 from cadenza.status.shown import brief
 
@@ -21,20 +19,36 @@ if TYPE_CHECKING:
     from cadenza.status.progress import Progress
 
 
+Edge = tuple[str, Any] | None
+"""A unit, and the point of the run in it; None for the start, or the end, of the run."""
+
+
 class _Window(Schedule):
-    """A schedule that is due each time in a part of the run."""
+    """A schedule that is due each time behind one point of the run and not behind another one."""
 
     __slots__ = ()
 
-    def timer(self, on: Counting = STEP_END) -> Timer:
-        return Window(*self._edges(on))
+    def due(self, now: Reading, before: Reading) -> bool:
+        start, end = self._edges(now)
+        return (start is None or _behind(now, start)) and not (end is not None and _behind(now, end))
 
-    def opposite(self, on: Counting) -> Timer:
-        return Window(*self._edges(on), inverted=True)
+    def steady(self, now: Reading) -> Steady:
+        start, end = self._edges(now)
+        if end is not None and _behind(now, end):
+            return Steady(False, NEVER)
+        if start is not None and not _behind(now, start):
+            return Steady(False, now.bound(*start, window=True))
+        return Steady(True, NEVER if end is None else now.bound(*end, window=True))
 
     @abstractmethod
-    def _edges(self, on: Counting) -> tuple[Edge | None, Edge | None]:
+    def _edges(self, now: Reading) -> tuple[Edge, Edge]:
         """Return the points after which, and until which, it is due."""
+
+
+def _behind(now: Reading, edge: tuple[str, Any]) -> bool:
+    """Return whether the moment belongs to a later step, epoch, and so on."""
+    unit, point = edge
+    return bool(now.inside(unit) > point)
 
 
 class First(_Window, OfLength):
@@ -54,8 +68,8 @@ class First(_Window, OfLength):
 
     _name: ClassVar[str] = "first"
 
-    def _edges(self, on: Counting) -> tuple[Edge | None, Edge | None]:
-        return None, Edge(self.length, on)
+    def _edges(self, now: Reading) -> tuple[Edge, Edge]:
+        return None, self.length.point
 
     def __str__(self) -> str:
         return f"in the {self._name} {self.length}"
@@ -94,8 +108,15 @@ class Last(First):
             f'{cure} another unit, such as "100 steps" or "1 epoch".'
         )
 
-    def _edges(self, on: Counting) -> tuple[Edge | None, Edge | None]:
-        return Edge(self.length, on, from_end=True), None
+    def _edges(self, now: Reading) -> tuple[Edge, Edge]:
+        unit, count = self.length.point
+        limits = now.limits
+        if unit == "%":
+            return (unit, 100 - count), None
+        if unit == "fraction":
+            unit, count = "batch", count * (limits.batches_per_whole_epoch or 1)
+        total = limits.begun("epoch") if unit == "epoch" else limits.total(unit)  # type: ignore[arg-type]  # `check` refuses others
+        return (unit, math.inf if total is None else total - count), None
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
@@ -136,8 +157,8 @@ class Between(_Window):
             return too_late(start, limits, accumulate)
         return too_late(replace(start, count=start.count + 1), limits, accumulate, begun=start.unit == "epoch")
 
-    def _edges(self, on: Counting) -> tuple[Edge | None, Edge | None]:
-        return Edge(self.start, on), Edge(self.end, on)
+    def _edges(self, now: Reading) -> tuple[Edge, Edge]:
+        return self.start.point, self.end.point
 
     def __repr__(self) -> str:
         return f"Between({self.start.text!r}, {self.end.text!r})"
@@ -155,8 +176,12 @@ class Until(Schedule):
 
     end: Callable[[], float]
 
-    def timer(self, on: Counting = STEP_END) -> Timer:
-        return UntilTimer(self.end)
+    def due(self, now: Reading, before: Reading) -> bool:
+        return now.counts["step"] < self.end()
+
+    def steady(self, now: Reading) -> Steady:
+        due, end = self.due(now, now), self.end()
+        return Steady(due, Bound("step", end) if due else NEVER)
 
     def __repr__(self) -> str:
         return f"Until({brief(self.end)})"
