@@ -16,8 +16,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.length import Length
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.hooks.parts import lengths_in
-from cadenza.hooks.schedule import Every, Schedule
+from cadenza.hooks.schedule import Every, Schedule, lengths_in
 from cadenza.hooks.trigger import Trigger
 from cadenza.status.accumulation import Accumulation
 from cadenza.status.counting import counted

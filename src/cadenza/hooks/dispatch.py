@@ -15,7 +15,7 @@ from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of, reasons
-from cadenza.hooks.parts import lengths_in
+from cadenza.hooks.schedule import lengths_in
 from cadenza.hooks.trigger import Trigger
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
 from cadenza.status.progress import Progress

@@ -21,7 +21,7 @@ from cadenza.hooks.dispatch import Hooks, hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.order import Phase
-from cadenza.hooks.parts import lengths_in
+from cadenza.hooks.schedule import lengths_in
 from cadenza.hooks.subscription import Subscription
 from cadenza.loading.data_course import Window
 from cadenza.loading.evaluation import Evaluation
