@@ -54,7 +54,7 @@ def beginning(
     written.check_length(loader, reads, progress.batches_said)
     written.check_position(reads)
     past = written.restore_counters(progress, loader, shard)
-    trigger.restore(hooks.triggers.values(), state.get("schedules", {}), progress)
+    trigger.restore(hooks, state.get("schedules", {}), progress)
     suspended = start.loaded.by_rank[0].get("suspended")
     requests = state["requests"]
     ends = "end_epoch" in requests or state["exhausted"] or (written.over and shard.world_size != written.ranks)

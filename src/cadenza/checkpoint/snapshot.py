@@ -126,7 +126,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "in_epoch": session.cursor.in_epoch,
         "exhausted": session.cursor.exhausted,
         "requests": session.sync.requests.state_dict(),
-        "schedules": trigger.state_of(session.hooks.triggers.values(), session.progress),
+        "schedules": trigger.state_of(session.hooks, session.progress),
         "config": config_of(session),
         **(fixed or fixed_facts(session)),
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
@@ -392,7 +392,7 @@ def _restore_callbacks(session: Session, state: Mapping[str, Any], strict: bool)
             raise CheckpointMismatchError(f"{text}. Give the same callbacks under the same names, or strict=False.")
         session.warn(text)
     _load_states(session, states)
-    trigger.restore(session.hooks.triggers.values(), state.get("schedules", {}), session.progress)
+    trigger.restore(session.hooks, state.get("schedules", {}), session.progress)
 
 
 def _load_states(session: Session, states: Mapping[str, Any]) -> None:

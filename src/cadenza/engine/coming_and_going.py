@@ -69,7 +69,7 @@ def detach(session: Session, callback: BaseCallback, *, who: str) -> str:
     try:
         for listener in _listeners(hooks, name):
             if listener.trigger is not None:  # other callbacks with an equal schedule are not asked for now
-                listener.follow(copy(listener.trigger), asks=True)
+                listener.follow(copy(listener.trigger))
         if session.cursor.in_epoch:
             hooks.call(_listeners(hooks, name, Callback.on_epoch_end), session.run)
         hooks.call(_listeners(hooks, name, Callback.on_fit_end), session.run)

@@ -117,7 +117,7 @@ def _due(session: Asked, listeners: Iterable[Listener]) -> Iterator[str]:
 def _next(session: Asked, listener: Listener) -> str:
     trigger = listener.trigger
     if trigger is None or session.outcome is not None:
-        return f"; it was due {counted(listener.calls, 'time')}"
+        return f"; it was due {counted(trigger.times_due if trigger is not None else 0, 'time')}"
     step, limit = trigger.next_step(session.progress), session.progress.total("step")
     if step == math.inf:
         return ", and not again in this run"

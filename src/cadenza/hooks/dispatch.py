@@ -15,7 +15,7 @@ from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of, reasons
-from cadenza.hooks.schedule import lengths_in
+from cadenza.hooks.schedule import Schedule, has_function, lengths_in
 from cadenza.hooks.trigger import Trigger
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
 from cadenza.status.progress import Progress
@@ -143,34 +143,31 @@ class Hooks(Callback):
 
     def _take_listeners(self) -> None:
         """Call those listeners that `by_moment` holds."""
-        for moment in self.by_moment:
-            self._calls.setdefault(moment, Calls([]))
-            self._follow(moment)
+        for moment, listeners in self.by_moment.items():
+            for listener in listeners:
+                if listener.schedule is not None and listener.trigger is None:
+                    listener.follow(self._trigger_of(listener, listener.schedule))
+            self._calls[moment] = Calls(listeners)
         used = {listener.trigger for listeners in self.by_moment.values() for listener in listeners}
         self.triggers = {key: trigger for key, trigger in self.triggers.items() if trigger in used}
         self._make_functions(fan_out if self.profiler is None else partial(profiled_fan_out, self.profiler))
 
     # -- schedules: see `cadenza.hooks.schedule` ---------------------------------------------------
 
-    def _follow(self, moment: Moment) -> None:
-        """Have each listener of a moment follow the trigger of its schedule: the first one asks it, for all."""
-        asked = set[Trigger]()
-        for listener in self.by_moment[moment]:
-            if listener.schedule is not None:
-                trigger = listener.trigger or self._trigger_of(listener)
-                listener.follow(trigger, asks=trigger not in asked)
-                asked.add(trigger)
-        self._calls[moment].listeners = list(self.by_moment[moment])
+    def _trigger_of(self, listener: Listener, schedule: Schedule) -> Trigger:
+        """Return the trigger of all listeners with an equal schedule at the same moment; a function is asked for each."""
+        alone = has_function(schedule) or not isinstance(schedule, Hashable)
+        key = (listener.moments, id(listener) if alone else schedule)
+        return self.triggers.setdefault(key, Trigger(schedule, listener.moments, listener.counting))
 
-    def _trigger_of(self, listener: Listener) -> Trigger:
-        """Return the trigger of all listeners with an equal schedule at the same moment."""
-        schedule, moments = listener.schedule, listener.moments
-        assert schedule is not None, "it has one"
-        key = (moments, schedule if isinstance(schedule, Hashable) else id(schedule))
-        return self.triggers.setdefault(key, Trigger(schedule, moments, listener.counting))
+    def select_anew(self) -> None:
+        """Ask all schedules at the next firing of their moments: the counters may have another value than was sure."""
+        for calls in self._calls.values():
+            calls.select_anew()
 
     def measure(self, at: Progress) -> None:
-        """Ask schedules anew if the run has another length than at the last call: at the end of an epoch."""
+        """Ask schedules anew at the end of an epoch, which may come early; also if the run has another length now."""
+        self.select_anew()
         if at.lengths != self._lengths:
             self._lengths = at.lengths
             for trigger in self.triggers.values():
@@ -208,8 +205,7 @@ class Hooks(Callback):
     def remove(self, moment: Moment, function: Callable[..., Any]) -> None:
         """Call a function at a moment no more in this run: it has nothing to do there. Every rank must call this."""
         self.by_moment[moment] = [one for one in self.by_moment.get(moment, ()) if one.function != function]
-        self._follow(moment)
-        self._show(moment)
+        self._take_listeners()
 
     def _make_functions(self, make: Callable[[Moment, Calls, Scene, Failed], Callable[..., None]]) -> None:
         self._functions = {
@@ -314,7 +310,7 @@ class Hooks(Callback):
         """Call some listeners of one moment, in order."""
         if listeners:
             moment = listeners[0].moment
-            fan_out(moment, Calls(list(listeners)), self.scene, self.failed_in(moment))(run, *values)
+            fan_out(moment, Calls(listeners), self.scene, self.failed_in(moment))(run, *values)
 
     def carry_out(self, acts: Iterable[Callable[[], object]], run: Run, where: str = "at_end") -> None:
         """Call all of `acts`, also after an error. Each error is handled by its owner's ``on_fault``; the first is raised.

@@ -69,8 +69,8 @@ class Listener:
     owner: str = ""
     """The name of the callback in the run. `Hooks` sets it."""
 
-    calls: int = 0
-    """The number of times that the schedule was due in this run."""
+    calls: int | None = None
+    """The number of its calls, if each of them asks a function of the user first; else None."""
 
     twin: Listener | None = None
     """The other one of two listeners that share a schedule: this one at the end of steps, the twin at the end of epochs."""
@@ -107,23 +107,24 @@ class Listener:
     def begin(self, owner: str) -> None:
         """Reset all state for a run that starts."""
         self.owner, self.call, self.trigger, self.span = owner, self.function, None, None
-        self.calls, self.disabled = 0, False
+        self.disabled, self.calls = False, None
 
-    def follow(self, trigger: Trigger, *, asks: bool) -> None:
-        """Call the function when a trigger is due. The first listener of a moment asks, further ones take its answer."""
+    def follow(self, trigger: Trigger) -> None:
+        """Call the function when a trigger is due. If that has a function of the user, it is asked by the call."""
         function, self.trigger = self.function, trigger
 
         def call_if_due(run: Run, *values: Any) -> None:
-            if (trigger.due(run) if asks else trigger.is_due) and not self.disabled:
-                self.calls += 1
+            if trigger.due(run) and not self.disabled:
+                self.calls = (self.calls or 0) + 1
                 function(run, *values)
 
-        self.call = call_if_due
+        if trigger.functions:
+            self.call, self.calls = call_if_due, 0
 
     def disable(self) -> None:
         """Call the function no more in this run. A schedule goes on, as it does on the ranks that did not fail."""
         self.disabled = True
-        if self.trigger is None:
+        if self.trigger is None or not self.trigger.functions:
             self.call = nothing
 
     def __repr__(self) -> str:

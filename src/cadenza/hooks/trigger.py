@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from cadenza.hooks.counting import (
 from cadenza.hooks.schedule import Schedule, When
 
 if TYPE_CHECKING:
+    from cadenza.hooks.dispatch import Hooks
     from cadenza.run import Run
     from cadenza.status.progress import Counters, Progress
 
@@ -43,9 +44,12 @@ class Trigger:
         self.on: Counting = on
         self._units = schedule.units
         self._readers = [(name, COUNTERS[name].read) for name in counters_for(self._units)]
-        self._functions = {leaf: self._asks(leaf) for leaf in schedule.leaves() if isinstance(leaf, When)}
+        self.functions = {leaf: self._asks(leaf) for leaf in schedule.leaves() if isinstance(leaf, When)}
+        """The functions of the user in the schedule, as they are asked."""
+        self.times_due: int = 0
+        """How often it was due in this run."""
         self.is_due: bool = False
-        """The answer at the firing under way."""
+        """The answer at the last firing."""
         self.restart()
 
     def restart(self, before: Reading | None = None, last_step: int = -1, *, owed: bool = False) -> None:
@@ -70,6 +74,7 @@ class Trigger:
         """Return whether its listeners are called now. The first of them asks this at each firing of the moment."""
         if self._counter(run.progress) < self._until:
             self.is_due = due = self._answer
+            self.times_due += due
             return due
         return self._ask(run)
 
@@ -82,7 +87,7 @@ class Trigger:
             counts["s"] = before.counts["s"]
         if self._of is None:
             self._of = measure_of(progress)
-        ask = partial(self._ask_function, run) if self._functions else no_answer
+        ask = partial(self._ask_function, run) if self.functions else no_answer
         now = Reading(counts, self.on, progress, progress.batch_in_epoch, progress.batches_per_epoch or 0, self._of, True, ask)
         due = self.schedule.due(now, before) or self.owed
         self.before, self.owed = now, False
@@ -93,12 +98,13 @@ class Trigger:
             bound = NOW if answer else bound
         self._take(answer, bound)
         self.is_due = due
+        self.times_due += due
         return due
 
-    def would_be_due(self, at: Progress) -> bool:
-        """Return what `due` would answer, but for functions of the user, and change nothing."""
-        now = reading_at(at.now(), at, self.on, self._units)
-        return self.schedule.due(now, self.before or self.between(at.origin, at))
+    def sure_until(self, at: Progress) -> float:
+        """Return how many steps are complete, at the earliest, when it may be due; 0 for the next firing."""
+        sure = 0 if self._answer else steps_until(self._bound, at)
+        return sure if sure > at.step else 0
 
     def next_step(self, at: Progress) -> float:
         """Return how many steps are complete, at the earliest, when it is due; those complete now if that is not known."""
@@ -134,11 +140,11 @@ class Trigger:
         return (LateFunction if self.on == STEP_END and alone_in_schedule else StepFunction)(when.function)
 
     def _ask_function(self, run: Run, when: When) -> bool:
-        return self._functions[when](run)
+        return self.functions[when](run)
 
     def owes(self) -> bool:
         """Return whether it is due at the next firing, whatever the counters are then. Every rank must call this."""
-        return self.owed or any(one.is_late() for one in self._functions.values() if isinstance(one, LateFunction))
+        return self.owed or any(one.is_late() for one in self.functions.values() if isinstance(one, LateFunction))
 
 
 def _on_any_rank(function: Callable[[Run], bool], run: Run) -> bool:
@@ -209,13 +215,13 @@ def _may_be_last(at: Progress) -> bool:
 # -- in a checkpoint --------------------------------------------------------------------------------
 
 
-def state_of(triggers: Iterable[Trigger], at: Progress) -> dict[str, Any]:
+def state_of(hooks: Hooks, at: Progress) -> dict[str, Any]:
     """Return what a checkpoint holds of the schedules: for each moment one reading. Every rank must call this.
 
     It is that of the trigger which asked last. For the others, nothing was due since they asked.
     """
     state: dict[str, Any] = {}
-    for trigger in triggers:
+    for trigger in hooks.triggers.values():
         reading = trigger.before or trigger.between(at.origin, at)
         counts = {name: count for name, count in reading.counts.items() if name == "time" or COUNTERS[name].kept}
         own = {"counts": counts, "in_epoch": reading.in_epoch, "batches": reading.batches, "begun": reading.begun}
@@ -230,9 +236,10 @@ def _position(reading: Mapping[str, Any]) -> list[float]:
     return [reading["counts"].get(name, 0) for name in ("epoch", "step", "batch", "time")] + [reading["begun"]]
 
 
-def restore(triggers: Iterable[Trigger], state: Mapping[str, Any], at: Progress) -> None:
+def restore(hooks: Hooks, state: Mapping[str, Any], at: Progress) -> None:
     """Have the triggers go on from what `state_of` returned. Moments that were not there begin where the fit does."""
-    for trigger in triggers:
+    hooks.select_anew()
+    for trigger in hooks.triggers.values():
         trigger.restart()
         saved = state.get(" and ".join(trigger.moments))
         if saved is not None:
