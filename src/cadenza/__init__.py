@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from cadenza.hooks.faults import Fault as Fault
     from cadenza.hooks.listener import Listener as Listener
     from cadenza.hooks.moments import Callback as Callback
-    from cadenza.hooks.parts import Between as Between
-    from cadenza.hooks.parts import First as First
-    from cadenza.hooks.parts import Last as Last
     from cadenza.hooks.schedule import At as At
+    from cadenza.hooks.schedule import Between as Between
     from cadenza.hooks.schedule import Every as Every
+    from cadenza.hooks.schedule import First as First
+    from cadenza.hooks.schedule import Last as Last
     from cadenza.hooks.schedule import Schedule as Schedule
     from cadenza.hooks.schedule import When as When
     from cadenza.hooks.subscription import on as on
@@ -77,8 +77,7 @@ else:
             "cadenza.records.history": "History",
             "cadenza.hooks.dispatch": "Hooks",
             "cadenza.hooks.faults": "Fault",
-            "cadenza.hooks.parts": "Between First Last",
-            "cadenza.hooks.schedule": "At Every Schedule When",
+            "cadenza.hooks.schedule": "At Between Every First Last Schedule When",
             "cadenza.hooks.subscription": "on",
             "cadenza.hooks.listener": "Listener",
             "cadenza.hooks.moments": "Callback",

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from cadenza import At, Between, Callback, Counters, Every, First, Last, Progress, Schedule, When, on
-from cadenza.callbacks import Evaluate, LogTraining, Warmup
+from cadenza.callbacks import Evaluate, LogTraining
 from cadenza.errors import ScheduleError
-from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.counting import STEP_END, Reading
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.schedule import FORMS
 from cadenza.hooks.subscription import periodic
+from cadenza.hooks.trigger import Trigger
 from cadenza.run import Run
 from cadenza.testing import tiny_loader, tiny_run
 from tests.engine.parts import Unsized
@@ -159,7 +160,7 @@ def test_parts_of_epochs_are_counted_by_the_length_of_each_where_other_ranks_beg
     progress = Progress(max_epochs=4, batches_per_epoch=4)
     progress.begin(Counters(epoch=0, step=3, batch=3, batch_in_epoch=3), 4)
     progress.take_over(20)
-    due = Schedule.parse("1.5 epoch").timer().due
+    due = Trigger(Schedule.parse("1.5 epoch"), ["on_step_end"], STEP_END).due
     run: Any = SimpleNamespace(progress=progress)
     fired = []
     for _ in range(4):
@@ -275,24 +276,19 @@ def test_schedules_of_all_counters_are_suspended_side_by_side() -> None:
     }
 
 
-def called(run: Run, moment: Any) -> list[str]:
-    """Return the owners of the listeners that a moment calls now."""
-    return [listener.owner for listener in hooks_of(run)._calls[moment].listeners]
+@pytest.mark.parametrize("every", ["25 steps", "50 batches", "200 samples", "2.5 epochs", "25%", "100 min", Last("2 steps")])
+def test_a_schedule_is_asked_in_few_of_the_steps_between_and_once_for_all(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, asked = Schedule.parse(every), list[int]()
+    due = type(schedule).due
 
+    def counted(self: Any, now: Reading, before: Reading) -> bool:
+        asked.append(int(now.counts["step"]))
+        return due(self, now, before)
 
-@pytest.mark.parametrize("every", ["25 steps", "50 batches", "2.5 epochs", "100 min"])
-def test_a_listener_is_asked_in_few_of_the_steps_between(every: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    timer = Schedule.parse(every).timer()
-    due = type(timer).due
-
-    def counted(self: Any, run: Run) -> bool:
-        asked.append(run.progress.step)
-        return due(self, run)
-
-    monkeypatch.setattr(type(timer), "due", counted)
-    tiny_run(callbacks=[Noting("far", every, [])], batches=20, epochs=10, accumulate=2)
-    assert 1 <= len(asked) <= 20, "of 100 steps"
+    monkeypatch.setattr(type(schedule), "due", counted)
+    tiny_run(callbacks=[Noting(name, every, []) for name in "abc"], batches=20, epochs=10, accumulate=2)
+    assert 1 <= len(asked) <= 25, "of 100 steps"
+    assert len(set(asked)) == len(asked)
 
 
 def test_one_that_is_disabled_while_others_are_suspended_is_not_called_any_more() -> None:
@@ -312,48 +308,19 @@ def test_one_that_is_disabled_while_others_are_suspended_is_not_called_any_more(
     assert [fault.callback for fault in run.faults] == ["broken"]
 
 
-@pytest.mark.parametrize(
-    ("callback", "moment", "expected"),
-    [
-        (Warmup("3 steps"), Callback.on_before_optimizer_step, [["Warmup"], ["Warmup"], [], [], []]),
-        (
-            on(Callback.on_batch_end, every=Every("1 step") & First("2 steps"))(lambda run, *_: None),
-            Callback.on_batch_end,
-            [["<lambda>"], [], [], [], []],
-        ),
-    ],
-    ids=["a warm-up", "a window"],
-)
-def test_what_is_over_is_not_asked_any_more(callback: Callback, moment: Any, expected: list[list[str]]) -> None:
-    lists: list[list[str]] = []
-    look = on(Callback.on_step_end)(lambda run: lists.append(called(run, moment)))
-    tiny_run(callbacks=[callback, look], steps=5)
-    assert lists == expected
+def test_ranks_look_at_a_clock_of_minutes_about_once_a_second() -> None:
+    progress = Progress(max_epochs=99, batches_per_epoch=11, accumulate=3)
+    trigger = Trigger(Schedule.parse("10 min"), ["on_step_end"], STEP_END)
+    run: Any = SimpleNamespace(progress=progress)
 
-
-def test_a_moment_with_suspended_listeners_alone_is_as_one_without_listeners() -> None:
-    seen: list[tuple[str, int]] = []
-    shown: list[bool] = []
-    look = on(Callback.on_batch_end)(lambda run, batch, outputs: shown.append("on_step_end" in vars(hooks_of(run))))
-    tiny_run(callbacks=[Noting("far", "20 steps", seen), Noting("farther", "60 steps", seen), look], steps=64)
-    assert seen == [("far", 20), ("far", 40), ("far", 60), ("farther", 60)]
-    assert shown[0], "it was not asked yet"
-    assert sum(shown) < 10
-
-
-def test_a_clock_of_minutes_is_looked_at_about_once_a_second() -> None:
-    progress, timer = Progress(max_epochs=99, batches_per_epoch=11), Schedule.parse("10 min").timer()
-    run: Any = SimpleNamespace(progress=progress, driver=SimpleNamespace(any_rank=bool))
-    progress.begin(Counters(), 11)
-
-    def look_after(steps: int, seconds: float) -> float:
+    def next_step_after(steps: int, seconds: float) -> float:
         for _ in range(steps):
             progress.finish_step()
         progress._began -= seconds
-        return timer.next_step(progress, 3)
+        return trigger.next_step(progress)
 
-    assert look_after(1, 0.0) == 1, "its pace is not known"
-    assert look_after(200, 2.0) == pytest.approx(201 + 100, abs=2), "a hundred steps a second"
-    assert look_after(5000, 50.0) == pytest.approx(5201 + 100, abs=2)
-    assert look_after(1, 600.0) <= progress.step, "the time is up"
-    assert timer.due(run)
+    assert next_step_after(1, 0.0) == 1, "its pace is not known"
+    assert next_step_after(200, 2.0) == pytest.approx(201 + 100, abs=2), "a hundred steps a second"
+    assert next_step_after(5000, 50.0) == pytest.approx(5201 + 100, abs=2)
+    assert next_step_after(1, 600.0) <= progress.step, "the time is up"
+    assert trigger.due(run)

@@ -17,8 +17,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase, Relation
-from cadenza.hooks.parts import brief_setting
-from cadenza.hooks.schedule import Interval, Schedule
+from cadenza.hooks.schedule import Interval, Schedule, brief_setting
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.evaluation import Evaluation

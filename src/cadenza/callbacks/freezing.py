@@ -14,8 +14,7 @@ from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.parts import point
-from cadenza.hooks.schedule import At
+from cadenza.hooks.schedule import At, point
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
@@ -89,7 +88,7 @@ class Freeze(Callback):
     def on_fit_start(self, run: Run) -> None:
         run.at_end(partial(self._release, run, self.groups))
         for group in self.groups:
-            if group.until is None or not group.until.reached(run.progress, run.info.accumulate):
+            if group.until is None or not group.until.reached(run.progress):
                 group.hold()
                 session_of(run).module_flags.expect(group.parts(), on=False)
                 decide(run, "frozen", str(group), data=group.data())

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from cadenza.drivers.matching import Choice, check_choice, matches, named_matches
 from cadenza.drivers.sharding import whole
 from cadenza.engine.session import session_of
-from cadenza.hooks.counting import STEP_END, Counting
+from cadenza.hooks.counting import NOW, STEP_END, Counting, Reading
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import Interval, Schedule
+from cadenza.hooks.schedule import Interval, Schedule, Steady
 from cadenza.hooks.subscription import in_steps, periodic
-from cadenza.hooks.timers import Timer
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.record import Histogram
 
@@ -120,8 +119,11 @@ class _EachUpdate(Schedule):
 
     steps: Schedule
 
-    def timer(self, on: Counting = STEP_END) -> Timer:
-        return _EachUpdateTimer(self.steps.timer(on))
+    def due(self, now: Reading, before: Reading) -> bool:
+        return self.steps.due(now, now._replace(counts={**now.counts, "step": now.counts["step"] - 1}))
+
+    def steady(self, now: Reading) -> Steady:
+        return Steady(False, NOW) if self.due(now, now) else self.steps.steady(now)
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         return self.steps.never(limits, accumulate, on)
@@ -131,13 +133,3 @@ class _EachUpdate(Schedule):
 
     def __str__(self) -> str:
         return str(self.steps)
-
-
-class _EachUpdateTimer(Timer):
-    def __init__(self, timer: Timer) -> None:
-        self._timer, self._step, self._due = timer, -1, False
-
-    def due(self, run: Run) -> bool:
-        if run.progress.step != self._step:
-            self._step, self._due = run.progress.step, self._timer.due(run)
-        return self._due

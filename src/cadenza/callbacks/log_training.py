@@ -10,8 +10,7 @@ from cadenza.engine.session import session_of
 from cadenza.engine.throughput import Throughput, checked_parts
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.parts import Until
-from cadenza.hooks.schedule import Interval, Schedule
+from cadenza.hooks.schedule import Interval, Schedule, Until
 from cadenza.hooks.subscription import periodic
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
-from cadenza.hooks.parts import point
-from cadenza.hooks.schedule import At, Interval, Schedule
+from cadenza.hooks.schedule import At, Interval, Schedule, point
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging
@@ -151,7 +150,7 @@ class Swa(Averaging, Compared):
 
     def _begun(self, run: Run) -> bool:
         assert self._first is not None, "on_fit_start comes first"
-        return self._first.reached(run.progress, run.info.accumulate)
+        return self._first.reached(run.progress)
 
     def _average(self, run: Run) -> None:
         if self._begun(run):

@@ -13,7 +13,7 @@ from cadenza.hooks.length import Length
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
-from cadenza.hooks.parts import Until
+from cadenza.hooks.schedule import Until
 from cadenza.optim.rates import optimizer_of
 from cadenza.optim.settings import Compared
 from cadenza.status.progress import Progress

@@ -22,8 +22,7 @@ from cadenza.checkpoint.rules import (
 from cadenza.engine.monitor import Mode, Watched, is_pair, name_of, watched_and_mode
 from cadenza.hooks.length import check_length
 from cadenza.hooks.numbers import at_least
-from cadenza.hooks.parts import First, Last
-from cadenza.hooks.schedule import At, Composite, Every, Schedule
+from cadenza.hooks.schedule import At, Composite, Every, First, Last, Schedule
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:

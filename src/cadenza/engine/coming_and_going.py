@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from cadenza.engine.arguments import check_schedule
 from cadenza.engine.session import Session
 from cadenza.errors import CallbackError
@@ -9,7 +11,6 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
 from cadenza.hooks.order import Phase
-from cadenza.hooks.timers import Pulse
 from cadenza.optim.rates import check_one_each
 from cadenza.run import Run
 from cadenza.status.shown import brief
@@ -66,6 +67,9 @@ def detach(session: Session, callback: BaseCallback, *, who: str) -> str:
             "handle.stop(...), and begin a new one without it."
         )
     try:
+        for listener in _listeners(hooks, name):
+            if listener.trigger is not None:  # other callbacks with an equal schedule are not asked for now
+                listener.follow(copy(listener.trigger))
         if session.cursor.in_epoch:
             hooks.call(_listeners(hooks, name, Callback.on_epoch_end), session.run)
         hooks.call(_listeners(hooks, name, Callback.on_fit_end), session.run)
@@ -83,9 +87,8 @@ def _listeners(hooks: Hooks, name: str, moment: Moment | None = None) -> list[Li
 
 def _leave_out_the_past(listener: Listener, run: Run) -> None:
     """Have the points that the run has passed not be due: a schedule counts from the start of the run."""
-    for part in () if listener.timer is None else listener.timer.parts():
-        if isinstance(part, Pulse) and not part.counts_times:
-            part.due(run)
+    if listener.trigger is not None:
+        listener.trigger.leave_out_the_past(run.progress)
 
 
 def _forget(session: Session, name: str) -> None:

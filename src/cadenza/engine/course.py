@@ -16,8 +16,8 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.length import Length
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.hooks.parts import lengths_in
-from cadenza.hooks.schedule import Every, Schedule
+from cadenza.hooks.schedule import Every, Schedule, lengths_in
+from cadenza.hooks.trigger import Trigger
 from cadenza.status.accumulation import Accumulation
 from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
@@ -147,7 +147,7 @@ class _Course:
     ) -> None:
         self.rows: list[Call] = []
         self.progress, batches = progress, progress.batches_per_epoch
-        self._run: Any = SimpleNamespace(progress=progress, info=SimpleNamespace(accumulate=accumulate))
+        self._run: Any = SimpleNamespace(progress=progress)
         self._accumulate, self._sizes, self._end = accumulate, sizes, end
         self._steps_known, self._epochs_known = batches is not None or progress.max_epochs is None, batches is not None
         self._epochs_known |= progress.max_steps is None
@@ -228,8 +228,8 @@ class _Course:
     def _pass_over(self, whole: float) -> None:
         """Count the steps in which no listener is due, but for the last one of the epoch."""
         at = self.progress
-        timers = [one.timer for listeners in self._by_moment.values() for one in listeners if one.timer is not None]
-        following = min((timer.next_step(at, self._accumulate) for timer in timers), default=math.inf)
+        triggers = {one.trigger for listeners in self._by_moment.values() for one in listeners if one.trigger is not None}
+        following = min((trigger.next_step(at) for trigger in triggers), default=math.inf)
         last_step = at.max_steps or math.inf
         if self._end.unit == "step":
             last_step = min(last_step, float(self._end.count))
@@ -251,14 +251,13 @@ class _Course:
         at.finish_batch(self._sizes[at.batch_in_epoch] if self._sizes is not None else 1)
 
     def _fire(self, moment: Moment, listeners: Collection[Listener] | None = None) -> None:
-        at = self.progress
+        at, asked = self.progress, dict[Trigger, bool]()
         for one in self._by_moment.get(moment, ()):
-            if (listeners is not None and one not in listeners) or one.timer is None or not one.timer.due(self._run):
+            if (listeners is not None and one not in listeners) or one.trigger is None:
                 continue
-            if one.twin is not None:  # once a step, as `Listener.begin` has it
-                if one.twin.last_step == at.step:
-                    continue
-                one.last_step = at.step
+            asked[one.trigger] = asked[one.trigger] if one.trigger in asked else one.trigger.due(self._run)
+            if not asked[one.trigger]:
+                continue
             step, batch = (at.step, at.batch) if self._steps_known else (None, None)
             epoch = at.epoch if self._epochs_known else None
             self.rows.append(Call(step, epoch, batch, moment.__name__, one.owner, str(one.schedule)))

@@ -198,8 +198,7 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
     for moment, listeners in hooks.by_moment.items():
         name = moment.__name__
         for listener in [one for one in listeners if not one.inner]:
-            calls = listener.calls or (listener.twin is not None and listener.twin.calls)
-            if listener.schedule and not calls and name not in _RARE:
+            if listener.trigger is not None and not listener.trigger.times_due and name not in _RARE:
                 rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
             elif name.startswith("on_eval_") and not evaluated:
                 rows.append((f"{listener}, {name}", "no evaluation took place"))

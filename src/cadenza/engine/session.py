@@ -360,14 +360,12 @@ class Session:
             self.hooks.carry_out([self._after_step.pop(0)], self.run, "after_step")
 
     def finish_step(self) -> None:
-        """Count the step; call listeners again that may be due from now on."""
-        progress, hooks = self.progress, self.hooks
+        """Count the step."""
+        progress = self.progress
         progress.finish_step()
         self.metrics.losses.end_step()
         if progress.step >= self.step.next_change:
             accumulating.change(self)
-        if progress.step >= hooks.next_look:
-            hooks.look(progress, self.step.most)
 
     def leave_epoch(self) -> None:
         """Settle after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
@@ -381,7 +379,7 @@ class Session:
         if cursor.exhausted or self.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
             progress.finish_epoch()
             accumulating.change(self)
-            self.hooks.look(progress, self.step.most, anew=True)
+            self.hooks.measure(progress)
             cursor.at_boundary = False  # until the hooks of on_epoch_end are called
 
     def close_of(self, owner: str) -> None:

@@ -25,7 +25,7 @@ from cadenza.errors import LossError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.hooks.parts import lengths_in
+from cadenza.hooks.schedule import lengths_in
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.status.decisions import Decision
@@ -287,7 +287,7 @@ class SharedSync(RankSync):
         return self._next_call(asking=True) <= self._progress.step + 1
 
     def _next_call(self, *, asking: bool) -> float:
-        return self._hooks.next_call(self._progress, self._step.most, asking=asking)
+        return self._hooks.next_call(self._progress, asking=asking)
 
     # -- the step boundary -------------------------------------------------------------------------
 

@@ -96,8 +96,8 @@ def resumed_listeners(hooks: Hooks, suspended: Mapping[str, Any], at: Progress) 
     if first is None:
         return []
     for one in present:
-        if one.timer is not None and _key(hooks, one) in {left, *due}:
-            one.timer.make_due(at)
+        if one.trigger is not None and _key(hooks, one) in {left, *due}:
+            one.trigger.make_due()
     return _from(hooks, first)
 
 
@@ -105,7 +105,7 @@ def _described(session: Session, left: Listener, due: list[list[Any]]) -> dict[s
     """Return the state of the moment for the checkpoint: the hook that evaluates, the hooks due after it, and their input."""
     hooks, group = session.hooks, session.step.last_window
     later = _from(hooks, left)[1:]
-    is_due = [one for one in later if one.timer is not None and one.timer.would_be_due(session.progress)]
+    is_due = [one for one in later if one.trigger is not None and one.trigger.is_due and not one.trigger.functions]
     keys = {tuple(key) for key in due} | {_key(hooks, one) for one in is_due}
     described = {
         "moment": left.moment.__name__,

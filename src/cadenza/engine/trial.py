@@ -117,7 +117,7 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
         seed=session.seed,
         data_seed=session.data_seed,
         hooks=Hooks(callbacks),
-        progress=Progress(max_steps=steps),
+        progress=Progress(max_steps=steps, accumulate=session.step.window.size),
     )
     twin.step.derived, twin.cursor.permuted = session.step.derived, session.cursor.permuted
     twin.extra_parameters = session.extra_parameters

@@ -106,7 +106,7 @@ def _due(session: Asked, listeners: Iterable[Listener]) -> Iterator[str]:
         where = f"{listener.owner}, {listener.moment.__name__},"
         if listener.disabled:
             yield f"{where} is disabled"
-        elif listener.schedule is None or listener.timer is None:
+        elif listener.schedule is None or listener.trigger is None:
             yield f"{where} is called each time"
         elif never := listener.schedule.never(session.progress, session.accumulate, listener.counting):
             yield f"{where} is due {listener.schedule}, which is never in this run: {never}"
@@ -115,12 +115,10 @@ def _due(session: Asked, listeners: Iterable[Listener]) -> Iterator[str]:
 
 
 def _next(session: Asked, listener: Listener) -> str:
-    if listener.timer is None or session.outcome is not None:
-        return f"; it was due {counted(listener.calls, 'time')}"
-    step, limit = (
-        listener.timer.next_step(session.progress, session.accumulate),
-        session.progress.total("step"),
-    )
+    trigger = listener.trigger
+    if trigger is None or session.outcome is not None:
+        return f"; it was due {counted(trigger.times_due if trigger is not None else 0, 'time')}"
+    step, limit = trigger.next_step(session.progress), session.progress.total("step")
     if step == math.inf:
         return ", and not again in this run"
     if step <= session.progress.step:

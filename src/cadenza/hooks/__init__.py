@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from cadenza.hooks.held_weights import HoldsWeights as HoldsWeights
     from cadenza.hooks.listener import Listener as Listener
     from cadenza.hooks.order import Phase as Phase
-    from cadenza.hooks.parts import Between as Between
-    from cadenza.hooks.parts import First as First
-    from cadenza.hooks.parts import Last as Last
     from cadenza.hooks.schedule import At as At
+    from cadenza.hooks.schedule import Between as Between
     from cadenza.hooks.schedule import Every as Every
+    from cadenza.hooks.schedule import First as First
+    from cadenza.hooks.schedule import Last as Last
     from cadenza.hooks.schedule import Schedule as Schedule
     from cadenza.hooks.schedule import When as When
     from cadenza.hooks.subscription import on as on
@@ -31,8 +31,7 @@ else:
             "cadenza.hooks.held_weights": "HeldWeights HoldsWeights",
             "cadenza.hooks.listener": "Listener",
             "cadenza.hooks.order": "Phase",
-            "cadenza.hooks.parts": "Between First Last",
-            "cadenza.hooks.schedule": "At Every Schedule When",
+            "cadenza.hooks.schedule": "At Between Every First Last Schedule When",
             "cadenza.hooks.subscription": "on periodic",
         },
     )

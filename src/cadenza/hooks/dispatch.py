@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import get_ident
@@ -15,7 +15,8 @@ from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of, reasons
-from cadenza.hooks.parts import lengths_in
+from cadenza.hooks.schedule import Schedule, has_function, lengths_in
+from cadenza.hooks.trigger import Trigger
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
 from cadenza.status.progress import Progress
 from cadenza.status.shown import brief
@@ -66,9 +67,9 @@ class Hooks(Callback):
         self.fired: set[Moment] = set()
         self.profiler: Profiler | None = None
         """The profiler of a run with a profile."""
-        self._changed: set[Moment] = set()
-        self.next_look: float = math.inf
-        """The number of complete steps at which `look` must be called."""
+        self.triggers: dict[tuple[tuple[str, ...], Hashable], Trigger] = {}
+        """The schedules of the run, by the moments and the schedule."""
+        self._lengths: tuple[int | None, ...] = ()
         self._calls: dict[Moment, Calls] = {}
         self._functions: dict[Moment, Callable[..., None]] = {}
         self._take_listeners()
@@ -142,34 +143,37 @@ class Hooks(Callback):
 
     def _take_listeners(self) -> None:
         """Call those listeners that `by_moment` holds."""
-        self._seldom = [one for listeners in self.by_moment.values() for one in listeners if one.timer and one.timer.seldom]
-        self.next_look = 0 if self._seldom else math.inf
         for moment, listeners in self.by_moment.items():
-            self._calls.setdefault(moment, Calls([])).listeners = [one for one in listeners if not one.next_step]
+            for listener in listeners:
+                if listener.schedule is not None and listener.trigger is None:
+                    listener.follow(self._trigger_of(listener, listener.schedule))
+            self._calls[moment] = Calls(listeners)
+        used = {listener.trigger for listeners in self.by_moment.values() for listener in listeners}
+        self.triggers = {key: trigger for key, trigger in self.triggers.items() if trigger in used}
         self._make_functions(fan_out if self.profiler is None else partial(profiled_fan_out, self.profiler))
 
     # -- schedules: see `cadenza.hooks.schedule` ---------------------------------------------------
 
-    def look(self, at: Progress, accumulate: int, *, anew: bool = False) -> None:
-        """Suspend the listeners that are not due for some steps, and resume those that may be due now.
+    def _trigger_of(self, listener: Listener, schedule: Schedule) -> Trigger:
+        """Return the trigger of all listeners with an equal schedule at the same moment; a function is asked for each."""
+        alone = has_function(schedule) or not isinstance(schedule, Hashable)
+        key = (listener.moments, id(listener) if alone else schedule)
+        return self.triggers.setdefault(key, Trigger(schedule, listener.moments, listener.counting))
 
-        The run calls this when `next_look` steps are complete, before `on_step_end`; and, with `anew`, after each epoch.
-        """
-        step, self.next_look = at.step, math.inf
-        for listener in self._seldom:
-            before = listener.next_step
-            if listener.timer is not None and (anew or before <= step):
-                following = listener.timer.next_step(at, accumulate)
-                listener.next_step = following if following > step else 0
-                if (listener.next_step > 0) is not (before > 0):
-                    self._changed.add(listener.moment)
-            self.next_look = min(self.next_look, listener.next_step or step + 1)
-        for moment in self._changed:
-            self._calls[moment].listeners = [one for one in self.by_moment[moment] if not one.next_step]
-            self._show(moment)
-        self._changed.clear()
+    def select_anew(self) -> None:
+        """Ask all schedules at the next firing of their moments: the counters may have another value than was sure."""
+        for calls in self._calls.values():
+            calls.select_anew()
 
-    def next_call(self, at: Progress, accumulate: int, *, asking: bool) -> float:
+    def measure(self, at: Progress) -> None:
+        """Ask schedules anew at the end of an epoch, which may come early; also if the run has another length now."""
+        self.select_anew()
+        if at.lengths != self._lengths:
+            self._lengths = at.lengths
+            for trigger in self.triggers.values():
+                trigger.ask_anew()
+
+    def next_call(self, at: Progress, *, asking: bool) -> float:
         """Return the number of complete steps at the next call of a listener that concerns all ranks; infinite if none.
 
         With `asking`, only listeners that may log or make requests count, at moments after the forward pass. Otherwise also
@@ -179,8 +183,7 @@ class Hooks(Callback):
         for moment in _LATE if asking else _IN_STEPS:
             for listener in self.by_moment.get(moment) or ():
                 if self._asks(listener) or (not asking and self._may_read_totals(listener)):
-                    own = listener.next_step or (listener.timer.next_step(at, accumulate) if listener.timer else 0)
-                    following = min(following, own)
+                    following = min(following, 0 if listener.trigger is None else listener.trigger.next_step(at))
         return following
 
     def may_skip(self, moment: Moment) -> bool:
@@ -201,9 +204,8 @@ class Hooks(Callback):
 
     def remove(self, moment: Moment, function: Callable[..., Any]) -> None:
         """Call a function at a moment no more in this run: it has nothing to do there. Every rank must call this."""
-        self.by_moment[moment] = kept = [one for one in self.by_moment.get(moment, ()) if one.function != function]
-        self._calls[moment].listeners = [one for one in kept if not one.next_step]
-        self._show(moment)
+        self.by_moment[moment] = [one for one in self.by_moment.get(moment, ()) if one.function != function]
+        self._take_listeners()
 
     def _make_functions(self, make: Callable[[Moment, Calls, Scene, Failed], Callable[..., None]]) -> None:
         self._functions = {
@@ -308,7 +310,7 @@ class Hooks(Callback):
         """Call some listeners of one moment, in order."""
         if listeners:
             moment = listeners[0].moment
-            fan_out(moment, Calls(list(listeners)), self.scene, self.failed_in(moment))(run, *values)
+            fan_out(moment, Calls(listeners), self.scene, self.failed_in(moment))(run, *values)
 
     def carry_out(self, acts: Iterable[Callable[[], object]], run: Run, where: str = "at_end") -> None:
         """Call all of `acts`, also after an error. Each error is handled by its owner's ``on_fault``; the first is raised.

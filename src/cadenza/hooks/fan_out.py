@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from cadenza.hooks.listener import Listener
@@ -12,7 +14,9 @@ from cadenza.status.counting import counted
 from cadenza.status.signatures import signature_of
 
 if TYPE_CHECKING:
+    from cadenza.hooks.trigger import Trigger
     from cadenza.profiling.spans import Profiler
+    from cadenza.run import Run
 
 
 class Left(BaseException):  # not an error: it unwinds an evaluation
@@ -45,12 +49,46 @@ class Scene:
 
 
 class Calls:
-    """The listeners that a moment calls now. The list is replaced, never changed, so a moment under way keeps its list."""
+    """What a moment calls.
 
-    __slots__ = ("listeners",)
+    Args:
+        every: All listeners of the moment, in order.
+    """
 
-    def __init__(self, listeners: list[Listener]) -> None:
-        self.listeners: list[Listener] = listeners
+    __slots__ = ("_always", "_asked", "_places", "every", "listeners", "until")
+
+    def __init__(self, every: Sequence[Listener]) -> None:
+        self.every: list[Listener] = list(every)
+        self.listeners: list[Listener] = self.every
+        """Those that it calls now. The list is replaced, never changed, so a moment under way keeps its list."""
+        self._always: list[int] = []  # the places of those that it always calls: a `When` asks its function in the call
+        self._places: dict[Trigger, list[int]] = {}  # the places of those that it calls when a trigger is due
+        for place, listener in enumerate(self.every):
+            trigger = listener.trigger
+            own = self._always if trigger is None or trigger.functions else self._places.setdefault(trigger, [])
+            own.append(place)
+        self.select_anew()
+
+    def select_anew(self) -> None:
+        """Ask all schedules at the next firing."""
+        self._asked: list[tuple[float, int, Trigger]] = [(0, place, trigger) for trigger, (place, *_) in self._places.items()]
+        """A heap of the triggers, by the number of complete steps from which on they must be asked."""
+        self.until: float = 0 if self._asked else math.inf
+        """The number of complete steps from which on `select` must be called."""
+
+    def select(self, run: Run) -> None:
+        """Take the listeners that are due at the firing that begins."""
+        at = run.progress
+        asked: list[tuple[float, int, Trigger]] = []
+        due: list[int] = []
+        while self._asked and self._asked[0][0] <= at.step:
+            asked.append(heappop(self._asked))
+        for _, place, trigger in asked:
+            if trigger.due(run):
+                due += self._places[trigger]
+            heappush(self._asked, (trigger.sure_until(at), place, trigger))
+        self.listeners = [self.every[place] for place in (sorted(self._always + due) if due else self._always)]
+        self.until = 0 if due else self._asked[0][0]
 
 
 Failed = Callable[[Listener, BaseException, Any, BaseException | None], tuple[BaseException | None, bool]]
@@ -64,7 +102,20 @@ def fan_out(moment: Callable[..., None], calls: Calls, scene: Scene, failed: Fai
     Source generated for each moment would save 5 ns a moment. Setting ``scene.listener`` costs 25 ns for the first listener and
     10 ns for each further one.
     """
-    return (_no_value, _one_value, _two_values, _values)[min(values_of(moment), 3)](calls, scene, failed)
+    fire = (_no_value, _one_value, _two_values, _values)[min(values_of(moment), 3)](calls, scene, failed)
+    return fire if calls.until == math.inf else scheduled(fire, calls)
+
+
+def scheduled(fire: Callable[..., None], calls: Calls) -> Callable[..., None]:
+    """Return a function that takes the listeners that are due, then fires the moment."""
+
+    def select_and_fire(run: Run, *values: Any) -> None:
+        if run.progress.step >= calls.until:
+            calls.select(run)
+        if calls.listeners:
+            fire(run, *values)
+
+    return select_and_fire
 
 
 @lru_cache(maxsize=256)
@@ -195,6 +246,8 @@ def profiled_fan_out(
         if first is not None:
             raise first
 
+    if calls.until != math.inf:
+        fire = scheduled(fire, calls)
     if name in BOUNDARIES:
         return _between_phases(fire, name, calls, profiler)
     return _with_evaluation(fire, name, profiler) if name in OPENS or name in CLOSES else fire

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, SupportsIndex
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from cadenza.errors import ScheduleError, nearest
+from cadenza.hooks.counting import COUNTERS
 from cadenza.hooks.numbers import whole_number
 from cadenza.status.counting import plural
 
@@ -37,6 +38,11 @@ class Length:
     count: Fraction | int
     """The number: of seconds for a time, of percents of the run for ``"10%"``."""
     unit: Unit
+    measure: str = field(init=False, compare=False, repr=False)
+    """The unit of its readings: parts of an epoch count by batches."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measure", self.unit if self.unit != "epoch" or self.whole else "fraction")
 
     @staticmethod
     def parse(given: object, forms: str = LENGTHS, *, zero: bool = False) -> Length:
@@ -68,6 +74,11 @@ class Length:
     def whole_epochs(self) -> bool:
         """Whether it counts whole epochs."""
         return self.unit == "epoch" and self.whole
+
+    @property
+    def point(self) -> tuple[str, Fraction | int]:
+        """Its measure and its number."""
+        return self.measure, self.count
 
     def of(self, unit: Unit) -> Length:
         """Return the same with this unit if it has none."""
@@ -133,16 +144,8 @@ def too_late(length: Length, limits: Progress, accumulate: int, *, begun: bool =
 
 _NO_EPOCHS = 'a loop of cadenza.attach has no epochs. Use a schedule in "steps" or "min" instead'
 
-_UNITS: dict[str, tuple[Unit, int]] = {
-    **dict.fromkeys(("epoch", "epochs"), ("epoch", 1)),
-    **dict.fromkeys(("step", "steps"), ("step", 1)),
-    **dict.fromkeys(("batch", "batches"), ("batch", 1)),
-    **dict.fromkeys(("sample", "samples"), ("sample", 1)),
-    **dict.fromkeys(("token", "tokens"), ("token", 1)),
-    **dict.fromkeys(("s", "second", "seconds"), ("s", 1)),
-    **dict.fromkeys(("min", "minute", "minutes"), ("s", 60)),
-    **dict.fromkeys(("h", "hour", "hours"), ("s", 3600)),
-    **dict.fromkeys(("d", "day", "days"), ("s", 86400)),
+_UNITS: dict[str, tuple[Any, int]] = {
+    **{name: (unit, size) for unit, counter in COUNTERS.items() for name, size in counter.sizes.items()},
     "%": ("%", 1),
 }
 
@@ -165,6 +168,6 @@ def _read(text: str, forms: str, zero: bool) -> Length:
         raise ScheduleError(f"{text!r} is no schedule: the number must be greater than 0.")
     if unit == "%" and count > 100:
         raise ScheduleError(f"{text!r} is no schedule: a run has 100%.")
-    if count.denominator != 1 and unit in ("step", "batch", "sample", "token"):
+    if count.denominator != 1 and unit in COUNTERS and COUNTERS[unit].whole:
         raise ScheduleError(f"{text!r} is no schedule: {unit_name} come in whole numbers. Use one of: {forms}")
     return Length(int(count) if count.denominator == 1 else count, unit)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.hooks.counting import Counting, counting_of
 from cadenza.hooks.schedule import Schedule
-from cadenza.hooks.timers import Timer
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
+    from cadenza.hooks.trigger import Trigger
     from cadenza.profiling.spans import Span
     from cadenza.run import Run
 
@@ -69,8 +69,8 @@ class Listener:
     owner: str = ""
     """The name of the callback in the run. `Hooks` sets it."""
 
-    calls: int = 0
-    """The number of times that the schedule was due in this run."""
+    calls: int | None = None
+    """The number of its calls, if each of them asks a function of the user first; else None."""
 
     twin: Listener | None = None
     """The other one of two listeners that share a schedule: this one at the end of steps, the twin at the end of epochs."""
@@ -80,20 +80,14 @@ class Listener:
     call: Callable[..., Any] = field(init=False, repr=False)
     """The function, a wrapper that checks the schedule, or `nothing` if the callback is disabled."""
 
-    timer: Timer | None = field(init=False, default=None, repr=False)
-    """The state of the schedule."""
-
-    next_step: float = field(init=False, default=0, repr=False)
-    """The number of complete steps from which on the moment calls it again; see `Timer.next_step`."""
+    trigger: Trigger | None = field(init=False, default=None, repr=False)
+    """The schedule in the run."""
 
     disabled: bool = field(init=False, default=False, repr=False)
     """Whether its callback is disabled for an error."""
 
     span: Span | None = field(init=False, default=None, repr=False)
     """Its time in a run with a profile."""
-
-    last_step: int = field(init=False, default=-1, repr=False)
-    """The step of the last call, if it has a twin: at the end of an epoch, the twin does not call the function again."""
 
     def __post_init__(self) -> None:
         if self.schedule is not None:
@@ -102,33 +96,35 @@ class Listener:
     @property
     def counting(self) -> Counting:
         """How its schedule counts."""
-        counting = counting_of(self.moment)
-        return counting.as_paired() if self.twin is not None else counting
+        return counting_of(self.moment)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The name of its moment; with a twin, both names."""
+        pair = (self,) if self.twin is None else (self, self.twin)
+        return tuple(sorted({one.moment.__name__ for one in pair}))
 
     def begin(self, owner: str) -> None:
         """Reset all state for a run that starts."""
-        self.owner, self.call, self.timer, self.span = owner, self.function, None, None
-        self.calls, self.next_step, self.disabled, self.last_step = 0, 0, False, -1
-        if self.schedule is None:
-            return
-        timer, function, twin = self.schedule.timer(self.counting), self.function, self.twin
+        self.owner, self.call, self.trigger, self.span = owner, self.function, None, None
+        self.disabled, self.calls = False, None
+
+    def follow(self, trigger: Trigger) -> None:
+        """Call the function when a trigger is due. If that has a function of the user, it is asked by the call."""
+        function, self.trigger = self.function, trigger
 
         def call_if_due(run: Run, *values: Any) -> None:
-            if timer.due(run) and not self.disabled:
-                self.calls += 1
+            if trigger.due(run) and not self.disabled:
+                self.calls = (self.calls or 0) + 1
                 function(run, *values)
 
-        def call_once_a_step(run: Run, *values: Any) -> None:
-            if timer.due(run) and not self.disabled and twin is not None and twin.last_step != run.progress.step:
-                self.calls, self.last_step = self.calls + 1, run.progress.step
-                function(run, *values)
-
-        self.timer, self.call = timer, call_if_due if twin is None else call_once_a_step
+        if trigger.functions:
+            self.call, self.calls = call_if_due, 0
 
     def disable(self) -> None:
         """Call the function no more in this run. A schedule goes on, as it does on the ranks that did not fail."""
         self.disabled = True
-        if self.timer is None:
+        if self.trigger is None or not self.trigger.functions:
             self.call = nothing
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from cadenza.hooks.counting import BATCH, NONE, STEP, Counting, Own, set_countin
 from cadenza.hooks.habits import moment_meant
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.order import Phase, Relation
-from cadenza.hooks.parts import brief_setting
+from cadenza.hooks.schedule import brief_setting
 from cadenza.hooks.signatures import check_call
 from cadenza.status.shown import as_call
 from cadenza.status.signatures import signature_of

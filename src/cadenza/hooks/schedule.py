@@ -1,48 +1,34 @@
 """Schedules: when a listener is called. Whoever changes how ``every=`` works reads this folder, and this page first.
 
-A `Schedule` is a value, such as ``Every("500 steps")`` or ``At("3 epochs") | First("10 steps")``. It has no state, so callbacks
-may share it. `Schedule.timer` makes its state in one run: a `Timer`, which answers two questions.
+A `Schedule` is a value without state, such as ``Every("500 steps")`` or ``At("3 epochs") | First("10 steps")``. It answers two
+questions about a firing of a moment, from two readings of the counters (`cadenza.hooks.counting.Reading`) and nothing else:
 
-- `Timer.due(run)`: is the listener called now? Asked each time the moment fires.
-- `Timer.next_step(counters)`: from how many complete steps on must `due` be asked again?
+- `Schedule.due(now, before)`: is the listener called, by the counters now and at the last firing that was looked at?
+- `Schedule.steady(now)`: what is the answer at the next firings, and up to which value of a counter is that sure?
 
-The rules, which every schedule follows and `cadenza.hooks.dispatch` relies on:
+So a checkpoint holds one reading for each moment, and a resumed run calls a listener at the same steps as one that went on. On
+several ranks, counters and clock are those of all ranks: each comes to the same answers without asking the others.
 
-1. The answers depend on the counters of the run and on its clock, never on how often a timer was asked. So a resumed run calls
-   a listener at the same steps as the uninterrupted run. A checkpoint holds of the timers only what counters do not say: which
-   pulses wait for their moment, and how often a moment without a counter fired (`cadenza.hooks.kept`).
-2. A pulse is due when its counter has reached the next multiple of the interval, and once for each. Counters may jump
-   (samples do); a step that failed and an epoch that was cut short count for nothing. A window is due each time that the
-   moment belongs to one of its steps, epochs, and so on: a moment inside the 11th step is not in the first ten.
-3. `next_step` may be too early, and never too late: until so many steps, or the epoch under way, are complete, `due` returns
-   False at every moment, and changes nothing. 0 means that it must be asked each time.
-4. Only `Hooks.look` acts on `next_step`: a listener that is not due for some steps is not in the list that its moment calls.
-5. On several ranks, counters and clock are those of all ranks. So each rank gets the same answers without asking the others,
-   and knows in which steps a listener of any rank can ask for something (`Hooks.next_call`).
+A point is due at the first firing of the moment at which its counter has reached it. Counters may jump (samples do); a step
+that failed and an epoch that was cut short count for nothing. A window is due each time that the moment belongs to one of its
+steps, epochs, and so on. The function of a `When` is the one part of a schedule that is no function of counters.
+
+`cadenza.hooks.trigger` asks a schedule in a run.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
-from cadenza.hooks.counting import STEP_END, Counting
-from cadenza.hooks.function_timers import FunctionTimer, SharedFunctionTimer, StepEndTimer, StepTimer
+from cadenza.errors import ScheduleError
+from cadenza.hooks.counting import NEVER, NOW, STEP_END, Bound, Counting, Reading, reading_at, steps_until
 from cadenza.hooks.length import LENGTHS, Length, Unit, check_length, too_late
-from cadenza.hooks.timers import (
-    ClockTimer,
-    CountTimer,
-    EpochTimer,
-    Never,
-    PercentTimer,
-    Timer,
-    TimesTimer,
-    counter,
-)
-from cadenza.hooks.windows import Composed, NotTimer
+from cadenza.status.counting import plural
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
@@ -53,6 +39,14 @@ if TYPE_CHECKING:
 
 FORMS = f'{LENGTHS}, a schedule such as Every("500 steps") | At("3 epochs"), or a function (run) -> bool'
 """What ``every=`` accepts, for messages."""
+
+
+class Steady(NamedTuple):
+    """The answer of a schedule at the next firings of a moment."""
+
+    answer: bool
+    until: Bound
+    """The answer is sure as long as this counter is below this value."""
 
 
 class Schedule(ABC):
@@ -91,12 +85,12 @@ class Schedule(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def timer(self, on: Counting = STEP_END) -> Timer:
-        """Return the state of this schedule in one run that begins. `on` says how its moment counts."""
+    def due(self, now: Reading, before: Reading) -> bool:
+        """Return whether a listener is called at the firing of `now`; `before` is the reading of an earlier firing."""
 
-    def opposite(self, on: Counting) -> Timer:
-        """Return the state of ``~self``."""
-        return NotTimer(self.timer(on.as_part()))
+    @abstractmethod
+    def steady(self, now: Reading) -> Steady:
+        """Return the answer at the firings after `now`, and until when it is sure."""
 
     def counting(self, unit: Unit) -> Schedule:
         """Return the same schedule in which bare numbers count `unit`."""
@@ -112,6 +106,17 @@ class Schedule(ABC):
     def leaves(self) -> Iterator[Schedule]:
         """Yield the schedules of which this one is composed."""
         yield self
+
+    @property
+    def lengths(self) -> list[Length]:
+        """The lengths in it."""
+        named = ((leaf, name) for leaf in self.leaves() for name in getattr(leaf, "__dataclass_fields__", ()))
+        return [value for leaf, name in named if isinstance(value := getattr(leaf, name), Length)]
+
+    @property
+    def units(self) -> set[str]:
+        """The units in which its lengths are read."""
+        return {length.measure for length in self.lengths}
 
     @property
     def only_epochs(self) -> bool:
@@ -211,21 +216,20 @@ class Every(OfLength):
     def only_epochs(self) -> bool:
         return self.length.whole_epochs
 
-    def timer(self, on: Counting = STEP_END) -> Timer:
-        length, once = self.length, self.once
-        if on.paired and length.whole_epochs is not (on.unit == "epoch"):
-            return Never()
-        match length.unit:
-            case "s":
-                return ClockTimer(float(length.count), once=once)
-            case "%":
-                return PercentTimer(length.count, once=once)
-            case "time" | "":
-                return TimesTimer(int(length.count), once=once)
-            case "epoch" if not length.whole:
-                return EpochTimer(length.count, once=once)
-            case unit:
-                return CountTimer(int(length.count), unit, ahead=unit == on.unit and unit in on.under_way, once=once)
+    def due(self, now: Reading, before: Reading) -> bool:
+        passed = self._passed(now)
+        return passed > self._passed(before) and (self.length.unit != "s" or now.counts["step"] > before.counts["step"])
+
+    def steady(self, now: Reading) -> Steady:
+        passed, length = self._passed(now), self.length
+        if self.once and passed:
+            return Steady(False, NEVER)
+        return Steady(False, now.bound(length.measure, (passed + 1) * length.count))
+
+    def _passed(self, at: Reading) -> int:
+        """Return how many of its points the run has reached."""
+        passed = int(at.complete(self.length.measure) // self.length.count)
+        return min(1, passed) if self.once else passed
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         return too_late(self.length, limits, accumulate, begun=on.begun and self.unit == on.unit)
@@ -251,23 +255,168 @@ class At(Every):
 
     once: ClassVar[bool] = True
 
-    def reached(self, progress: Progress, accumulate: int) -> bool:
-        """Return whether these counters are at this point of the run, or after it."""
-        length, batches = self.length, progress.batches_per_epoch
-        if length.unit == "epoch" and not length.whole and batches:
-            return progress.epoch * batches + progress.batch_in_epoch >= length.count * batches
-        if length.unit == "%":
-            total = progress.total("step", accumulate)
-            return total is not None and progress.step * 100 >= length.count * total
-        if length.unit in ("epoch", "step", "batch", "sample", "token"):
-            return counter(progress, length.unit) >= length.count
-        return progress.elapsed_s >= length.count
+    def reached(self, progress: Progress) -> bool:
+        """Return whether a run is at this point, or after it."""
+        return self._passed(reading_at(progress.now(), progress, STEP_END, self.units)) > 0
 
     def __str__(self) -> str:
         count, unit = self.length.count, self.length.unit
         if unit == "time":
             return f"at time {count}"
         return f"at {unit} {count}" if self.length.whole and unit in ("epoch", "step", "batch") else f"at {self.length}"
+
+
+# -- windows ----------------------------------------------------------------------------------------
+
+Edge = tuple[str, Any] | None
+"""A unit, and the point of the run in it; None for the start, or the end, of the run."""
+
+
+class _Window(Schedule):
+    """A schedule that is due each time behind one point of the run and not behind another one."""
+
+    __slots__ = ()
+
+    def due(self, now: Reading, before: Reading) -> bool:
+        start, end = self._edges(now)
+        return (start is None or _behind(now, start)) and not (end is not None and _behind(now, end))
+
+    def steady(self, now: Reading) -> Steady:
+        start, end = self._edges(now)
+        if end is not None and _behind(now, end):
+            return Steady(False, NEVER)
+        if start is not None and not _behind(now, start):
+            return Steady(False, now.bound(*start, window=True))
+        return Steady(True, NEVER if end is None else now.bound(*end, window=True))
+
+    @abstractmethod
+    def _edges(self, now: Reading) -> tuple[Edge, Edge]:
+        """Return the points after which, and until which, it is due."""
+
+
+def _behind(now: Reading, edge: tuple[str, Any]) -> bool:
+    """Return whether the moment belongs to a later step, epoch, and so on."""
+    unit, point = edge
+    return bool(now.inside(unit) > point)
+
+
+class First(_Window, OfLength):
+    """Due each time in the first part of a run.
+
+    Args:
+        length: The length of the part, such as ``"10 steps"`` or ``"1 epoch"``.
+
+    Raises:
+        ScheduleError: `length` cannot be read.
+
+    >>> print(First("10 steps"), "-", First("1 epoch"))
+    in the first 10 steps - in the first epoch
+    """
+
+    __slots__ = ()
+
+    _name: ClassVar[str] = "first"
+
+    def _edges(self, now: Reading) -> tuple[Edge, Edge]:
+        return None, self.length.point
+
+    def __str__(self) -> str:
+        return f"in the {self._name} {self.length}"
+
+
+class Last(First):
+    """Due each time in the last part of a run of known length.
+
+    Args:
+        length: The length of the part, such as ``"1 epoch"``, ``"100 steps"`` or ``"10%"``.
+
+    Raises:
+        ScheduleError: `length` cannot be read; or, at the start of a run, its end is not known in this unit.
+
+    >>> print(Last("2 epochs"), "-", Last("10%"))
+    in the last 2 epochs - in the last 10%
+    """
+
+    __slots__ = ()
+
+    _name: ClassVar[str] = "last"
+
+    def check(self, limits: Progress) -> None:
+        super().check(limits)
+        unit = "batch" if self.unit == "epoch" and not self.length.whole else self.unit
+        if unit == "%":
+            return
+        if unit in ("epoch", "step", "batch", "token"):
+            if limits.total(unit) is not None:
+                return
+            cure = f"Give Trainer one of max_epochs= and max_steps=, and a loader with __len__; or use {type(self).__name__}"
+        else:
+            cure = "Use"
+        raise ScheduleError(
+            f"'{self}' needs a run that knows its length in {plural(unit) if len(unit) > 1 else 'seconds'}; this one does not. "
+            f'{cure} another unit, such as "100 steps" or "1 epoch".'
+        )
+
+    def _edges(self, now: Reading) -> tuple[Edge, Edge]:
+        unit, count = self.length.point
+        limits = now.limits
+        if unit == "%":
+            return (unit, 100 - count), None
+        if unit == "fraction":
+            unit, count = "batch", count * (limits.batches_per_whole_epoch or 1)
+        total = limits.begun("epoch") if unit == "epoch" else limits.total(unit)  # type: ignore[arg-type]  # `check` refuses others
+        return (unit, math.inf if total is None else total - count), None
+
+
+@dataclass(frozen=True, slots=True, repr=False, init=False)
+class Between(_Window):
+    """Due each time after `start` and until `end`, which is included: ``(start, end]``.
+
+    Args:
+        start: The length of the run before the window, such as ``"1000 steps"``; 0 for its start.
+        end: The length of the run at the end of the window.
+
+    Raises:
+        ScheduleError: `start` or `end` cannot be read, or `end` is not after `start`.
+
+    >>> print(Between("1000 steps", "5000 steps"), "-", Between("1 epoch", "50%"))
+    between 1000 and 5000 steps - between 1 epoch and 50%
+    """
+
+    start: Length
+    end: Length
+
+    def __init__(self, start: int | str | Length, end: int | str | Length) -> None:
+        first, last = Length.parse(start, zero=True), Length.parse(end)
+        if first.unit == last.unit and first.count >= last.count:
+            raise ScheduleError(f"Between({first.text!r}, {last.text!r}) is empty: the second point must be after the first.")
+        object.__setattr__(self, "start", first)
+        object.__setattr__(self, "end", last)
+
+    def counting(self, unit: Unit) -> Between:
+        return Between(self.start.of(unit), self.end.of(unit))
+
+    def check(self, limits: Progress) -> None:
+        check_length(self, self.start, limits)
+        check_length(self, self.end, limits)
+
+    def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
+        start = self.start
+        if not start.whole or start.unit not in ("step", "batch", "epoch"):
+            return too_late(start, limits, accumulate)
+        return too_late(replace(start, count=start.count + 1), limits, accumulate, begun=start.unit == "epoch")
+
+    def _edges(self, now: Reading) -> tuple[Edge, Edge]:
+        return self.start.point, self.end.point
+
+    def __repr__(self) -> str:
+        return f"Between({self.start.text!r}, {self.end.text!r})"
+
+    def __str__(self) -> str:
+        start: object = self.start.text
+        if self.start.unit == self.end.unit and self.end.unit not in ("s", "%"):
+            start = f"{float(self.start.count):g}" if not self.start.whole else self.start.count
+        return f"between {start} and {self.end.text}"
 
 
 # -- functions --------------------------------------------------------------------------------------
@@ -295,17 +444,37 @@ class When(Schedule):
         if not callable(self.function):
             raise TypeError(f"When needs a function (run) -> bool; got {self.function!r}")
 
-    def timer(self, on: Counting = STEP_END) -> Timer:
-        if self.alone or on.main_only:
-            return FunctionTimer(self.function)
-        timed = SharedFunctionTimer if on.unit == "time" else StepTimer
-        return (StepEndTimer if on == STEP_END else timed)(self.function)
+    def due(self, now: Reading, before: Reading) -> bool:
+        return now.ask(self)
+
+    def steady(self, now: Reading) -> Steady:
+        return Steady(False, NOW)
 
     def __repr__(self) -> str:
         return f"When({brief(self.function)})"
 
     def __str__(self) -> str:
         return f"when {brief(self.function)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Until(Schedule):
+    """Each time while fewer steps than `end` returns are complete; then never again."""
+
+    end: Callable[[], float]
+
+    def due(self, now: Reading, before: Reading) -> bool:
+        return now.counts["step"] < self.end()
+
+    def steady(self, now: Reading) -> Steady:
+        due, end = self.due(now, now), self.end()
+        return Steady(due, Bound("step", end) if due else NEVER)
+
+    def __repr__(self) -> str:
+        return f"Until({brief(self.end)})"
+
+    def __str__(self) -> str:
+        return "in its first steps"
 
 
 # -- composed ---------------------------------------------------------------------------------------
@@ -317,6 +486,10 @@ class Composite(Schedule):
 
     operator: Literal["|", "&"]
     parts: tuple[Schedule, ...]
+    _asked: list[Schedule] = field(init=False, compare=False)  # functions last: they are called only where they decide
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_asked", sorted(self.parts, key=has_function))
 
     @staticmethod
     def of(operator: Literal["|", "&"], one: Schedule, other: object) -> Composite:
@@ -330,11 +503,21 @@ class Composite(Schedule):
         nested = (part.parts if isinstance(part, Composite) and part.operator == operator else (part,) for part in (one, other))
         return Composite(operator, tuple(chain(*nested)))
 
-    def timer(self, on: Counting = STEP_END) -> Timer:
-        return Composed(self.operator, [part.timer(on.as_part()) for part in self.parts])
+    def due(self, now: Reading, before: Reading) -> bool:
+        return (all if self.operator == "&" else any)(part.due(now, before) for part in self._asked)
 
-    def opposite(self, on: Counting) -> Timer:
-        return Composed("|" if self.operator == "&" else "&", [part.opposite(on) for part in self.parts])
+    def steady(self, now: Reading) -> Steady:
+        decides = self.operator == "|"  # the answer of one part that decides
+        parts = [part.steady(now) for part in self.parts if not has_function(part)]
+        answer = (any if decides else all)(part.answer for part in parts)
+        if len(parts) < len(self.parts) and (answer is not decides or not parts):
+            return Steady(False, NOW)
+        if any(part == (decides, NEVER) for part in parts):
+            return Steady(decides, NEVER)
+        bounds = [part.until for part in parts]
+        if len({bound.counter for bound in bounds}) == 1:
+            return Steady(answer, min(bounds))
+        return Steady(answer, Bound("step", min(steps_until(bound, now.limits) for bound in bounds)))
 
     def counting(self, unit: Unit) -> Composite:
         return Composite(self.operator, tuple(part.counting(unit) for part in self.parts))
@@ -373,11 +556,12 @@ class Not(Schedule):
 
     part: Schedule
 
-    def timer(self, on: Counting = STEP_END) -> Timer:
-        return self.part.opposite(on)
+    def due(self, now: Reading, before: Reading) -> bool:
+        return not self.part.due(now, before)
 
-    def opposite(self, on: Counting) -> Timer:
-        return self.part.timer(on)
+    def steady(self, now: Reading) -> Steady:
+        answer, until = self.part.steady(now)
+        return Steady(not answer, until)
 
     def counting(self, unit: Unit) -> Not:
         return Not(self.part.counting(unit))
@@ -397,3 +581,65 @@ class Not(Schedule):
 
     def __str__(self) -> str:
         return f"not ({self.part})" if isinstance(self.part, Composite) else f"not {self.part}"
+
+
+def has_function(schedule: Schedule) -> bool:
+    """Return whether a function of the user is a part of a schedule."""
+    return any(isinstance(leaf, When) for leaf in schedule.leaves())
+
+
+def lengths_in(schedule: Schedule) -> list[Length] | None:
+    """Return all lengths in a schedule; None if it has other parts."""
+    return schedule.lengths if all(leaf.lengths for leaf in schedule.leaves()) else None
+
+
+# -- arguments of callbacks -------------------------------------------------------------------------
+
+
+def point(given: str | At) -> At:
+    """Return a point of the run that is the same after a resume.
+
+    Raises:
+        ScheduleError: `given` is no point, or counts what a resumed run counts anew.
+
+    >>> point("3 epochs")
+    At('3 epochs')
+    >>> point("10 min")
+    Traceback (most recent call last):
+        ...
+    cadenza.errors.ScheduleError: '10 min' is no point of a run that is the same after a resume: expected epochs, steps, \
+batches, samples, tokens or "10%", such as "3 epochs"
+    """
+    at = given if isinstance(given, At) else At(given)
+    if at.unit in ("s", "time", ""):
+        raise ScheduleError(
+            f"{at.length.text!r} is no point of a run that is the same after a resume: expected epochs, steps, batches, "
+            'samples, tokens or "10%", such as "3 epochs"'
+        )
+    return at
+
+
+def steps_in(given: int | str, expected: str) -> int:
+    """Return the number of steps of an argument such as ``"100 steps"`` or 100.
+
+    Args:
+        given: The argument.
+        expected: What it must be, for the message, with its name.
+
+    Raises:
+        ValueError: It counts something else than whole steps.
+
+    >>> steps_in("100 steps", "back must be a number of steps")
+    100
+    """
+    length = Every(given).length.of("step")
+    if length.unit != "step" or not length.whole:
+        raise ValueError(f"{expected}; got {given!r}")
+    return int(length.count)
+
+
+def brief_setting(value: object) -> str:
+    """Return the text of an argument in the ``repr`` of its owner: an interval is shown as ``every=`` takes it."""
+    if isinstance(value, Length) or type(value) is Every:
+        return repr((value if isinstance(value, Length) else value.length).text)
+    return brief(value)

@@ -76,13 +76,11 @@ class Timed(Protocol):
     """A listener: a hook of a callback."""
 
     owner: str
-    calls: int
+    calls: int | None
     span: Span | None
 
     @property
     def moment(self) -> Callable[..., None]: ...
-    @property
-    def schedule(self) -> object | None: ...
 
 
 class Span:

@@ -139,7 +139,7 @@ def _sum(spans: Iterable[Span]) -> tuple[int, float]:
     calls, ns = 0, 0
     for span in spans:
         listener = span.listener
-        calls += listener.calls if listener is not None and listener.schedule is not None else span.calls * span.counted
+        calls += span.calls * span.counted if listener is None or listener.calls is None else listener.calls
         ns += span.ns
     return calls, ns / 1e9
 

@@ -10,6 +10,7 @@ from cadenza.hooks.counting import counting_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule
+from cadenza.hooks.trigger import Trigger
 from cadenza.records.formats import clock, counted, number
 from cadenza.sinks.best_kept import best_lines
 from cadenza.status.progress import Counters
@@ -117,7 +118,7 @@ class Console(Callback):
         gate = self._gates.get(names)
         if gate is None:  # one for all records of the same names
             alike = (known for known in self._gates if set(known) == set(names))
-            gate = self._gates[names] = self._gates.get(next(alike, ())) or self.every.timer(_ON_LOG).due
+            gate = self._gates[names] = self._gates.get(next(alike, ())) or Trigger(self.every, ("on_log",), _ON_LOG).due
         return gate(run)
 
     def _line(self, run: Run, record: Record) -> str:

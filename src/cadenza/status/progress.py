@@ -70,7 +70,6 @@ class Progress:
         "_batches_said",
         "_began",
         "_epoch",
-        "_fractions_from",
         "_has_epochs",
         "_last_epoch",
         "_last_step",
@@ -148,11 +147,6 @@ class Progress:
         return self._tokens
 
     @staticmethod
-    def reader(unit: Literal["epoch", "step", "batch", "sample", "token"]) -> Callable[[Progress], int]:
-        """Return the fastest way to read a counter, for a comparison in every step."""
-        return _READERS[unit]
-
-    @staticmethod
     def position_reader() -> Callable[[Progress], tuple[int, int, int, int | None]]:
         """Return the fastest way to read the epochs, the steps, the batches of this epoch, and how many batches it has."""
         return attrgetter("_epoch", "_step", "_batch_in_epoch", "_batches_per_epoch")
@@ -199,9 +193,14 @@ class Progress:
         return None if whole == self._batches_said else whole
 
     @property
-    def fractions_from(self) -> Counters:
-        """The counters from which on fractions of an epoch count with `batches_per_epoch`."""
-        return self._fractions_from
+    def lengths(self) -> tuple[int | None, ...]:
+        """All on which parts of an epoch and of the run depend."""
+        return self._max_epochs, self._max_steps, self._max_tokens, self._batches_per_epoch, self._batches_per_whole_epoch
+
+    @property
+    def most_batches(self) -> int:
+        """The most batches that a step of the run has."""
+        return int(self._accumulate)
 
     def total(self, unit: Unit | Literal["token"], accumulate: int | None = None, *, corrected: bool = True) -> int | None:
         """Return how many of `unit` the run will complete if nothing stops it; None if not known.
@@ -342,7 +341,7 @@ class Progress:
         """Start counting from `origin`, and the clock from 0."""
         self._origin, self._began, self._training = origin, time.monotonic(), TrainingClock()
         self._batches_per_epoch = self._batches_per_first_epoch = self._batches_per_whole_epoch = batches_per_epoch
-        self._batches_said, self._fractions_from = batches_per_epoch, origin
+        self._batches_said = batches_per_epoch
         self._epoch, self._step, self._batch = origin.epoch, origin.step, origin.batch
         self._batch_in_epoch, self._samples, self._tokens = origin.batch_in_epoch, origin.samples, origin.tokens
 
@@ -354,8 +353,6 @@ class Progress:
         if self._epoch == self._origin.epoch and self._origin.batch_in_epoch and self._batch_in_epoch:
             self._batches_per_first_epoch = batches
         self._batches_per_epoch = self._batches_per_whole_epoch = batches
-        if self._batch_in_epoch and self._batch > self._origin.batch:
-            self._fractions_from = Counters(self._epoch + 1, self._step, self._batch, 0, self._samples, self._tokens)
 
     def take_over(self, batches_per_epoch: int | None) -> None:
         """Have the epoch under way, which another number of ranks began, end after this many batches."""
@@ -396,9 +393,3 @@ class Progress:
         self._epoch += 1
         self._batch_in_epoch = 0
         self._batches_per_epoch = self._batches_per_whole_epoch
-
-
-_READERS: dict[str, Callable[[Progress], int]] = {
-    unit: attrgetter(name)
-    for unit, name in {"epoch": "_epoch", "step": "_step", "batch": "_batch", "sample": "_samples", "token": "_tokens"}.items()
-}

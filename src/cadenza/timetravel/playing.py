@@ -21,7 +21,7 @@ from cadenza.hooks.dispatch import Hooks, hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.order import Phase
-from cadenza.hooks.parts import lengths_in
+from cadenza.hooks.schedule import lengths_in
 from cadenza.hooks.subscription import Subscription
 from cadenza.loading.data_course import Window
 from cadenza.loading.evaluation import Evaluation
@@ -234,9 +234,9 @@ class _Player(Callback):
         progress, first = session.progress, windows[index].step
         listeners = session.hooks.by_moment.get(Callback.on_step_end, ())
         own = [one for one in listeners if one.owner != "_Player"]
-        if any(one.timer is None for one in own):
+        if any(one.trigger is None for one in own):
             return index
-        following = min((one.timer.next_step(progress, session.step.most) for one in own if one.timer), default=math.inf)
+        following = min((one.trigger.next_step(progress) for one in own if one.trigger), default=math.inf)
         after = bisect_left(self._events, first)
         following = min(following, *self._events[after : after + 1], windows[-1].step)
         while windows[index].step < following:

@@ -6,8 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from cadenza.errors import AdapterError
-from cadenza.hooks.parts import First
-from cadenza.hooks.schedule import At, Every, Schedule
+from cadenza.hooks.schedule import At, Every, First, Schedule
 
 
 class Limits(NamedTuple):

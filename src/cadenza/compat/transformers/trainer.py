@@ -41,7 +41,7 @@ from cadenza.compat.transformers.schedules import (
 )
 from cadenza.engine.monitor import Mode
 from cadenza.hooks.dispatch import checked
-from cadenza.hooks.parts import Last
+from cadenza.hooks.schedule import Last
 from cadenza.loading import num_batches
 from cadenza.trainer import Trainer
 

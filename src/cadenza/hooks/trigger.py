@@ -1,0 +1,249 @@
+"""Triggers: schedules in a run. `cadenza.hooks.schedule` says what their answers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cadenza.hooks.counting import (
+    COUNTERS,
+    NOW,
+    STEP_END,
+    STEPS,
+    Bound,
+    Counting,
+    Reading,
+    counters_for,
+    measure_of,
+    no_answer,
+    reading_at,
+    steps_until,
+)
+from cadenza.hooks.schedule import Schedule, When
+
+if TYPE_CHECKING:
+    from cadenza.hooks.dispatch import Hooks
+    from cadenza.run import Run
+    from cadenza.status.progress import Counters, Progress
+
+
+class Trigger:
+    """A schedule in one run, for all listeners of a moment that have it. It asks only where the answer is not sure.
+
+    Args:
+        schedule: The schedule.
+        moments: The name of the moment. Two, if the listeners are called at the end of steps and at the end of epochs: then
+            they are due once in a step.
+        on: How the moment counts.
+    """
+
+    def __init__(self, schedule: Schedule, moments: Sequence[str], on: Counting) -> None:
+        self.schedule: Schedule = schedule
+        self.moments: tuple[str, ...] = tuple(moments)
+        self.on: Counting = on
+        self._units = schedule.units
+        self._readers = [(name, COUNTERS[name].read) for name in counters_for(self._units)]
+        self.functions = {leaf: self._asks(leaf) for leaf in schedule.leaves() if isinstance(leaf, When)}
+        """The functions of the user in the schedule, as they are asked."""
+        self.times_due: int = 0
+        """How often it was due in this run."""
+        self.is_due: bool = False
+        """The answer at the last firing."""
+        self.restart()
+
+    def restart(self, before: Reading | None = None, last_step: int = -1, *, owed: bool = False) -> None:
+        """Go on from a reading at an earlier firing, that of a checkpoint; None: from where the fit begins."""
+        self.before: Reading | None = before
+        self.last_step: int = last_step  # in which it was due, if it has two moments
+        self.owed: bool = owed  # it is due at the next firing, by what came before a checkpoint
+        self.ask_anew()
+
+    def ask_anew(self) -> None:
+        """Ask at the next firing: the run has another length now."""
+        self._of: tuple[str, int] | None = None if "%" in self._units else STEPS
+        self._take(False, Bound("step", -1))
+
+    def _take(self, answer: bool, bound: Bound) -> None:
+        self._answer, self._bound = answer, bound
+        self._counter, self._until = COUNTERS[bound.counter].read, bound.value
+
+    # -- at a firing -------------------------------------------------------------------------------
+
+    def due(self, run: Run) -> bool:
+        """Return whether its listeners are called now. The first of them asks this at each firing of the moment."""
+        if self._counter(run.progress) < self._until:
+            self.is_due = due = self._answer
+            self.times_due += due
+            return due
+        return self._ask(run)
+
+    def _ask(self, run: Run) -> bool:
+        progress, before = run.progress, self.before or self.between(run.progress.origin, run.progress)
+        counts = {name: read(progress) for name, read in self._readers}
+        if "time" in self._units:
+            counts["time"] = before.counts["time"] + 1
+        if "s" in self._units and counts["step"] == before.counts["step"]:  # the clock is read once a step
+            counts["s"] = before.counts["s"]
+        if self._of is None:
+            self._of = measure_of(progress)
+        ask = partial(self._ask_function, run) if self.functions else no_answer
+        now = Reading(counts, self.on, progress, progress.batch_in_epoch, progress.batches_per_epoch or 0, self._of, True, ask)
+        due = self.schedule.due(now, before) or self.owed
+        self.before, self.owed = now, False
+        answer, bound = self.schedule.steady(now)
+        if len(self.moments) > 1:
+            due = due and self.last_step != progress.step
+            self.last_step = progress.step if due else self.last_step
+            bound = NOW if answer else bound
+        self._take(answer, bound)
+        self.is_due = due
+        self.times_due += due
+        return due
+
+    def sure_until(self, at: Progress) -> float:
+        """Return how many steps are complete, at the earliest, when it may be due; 0 for the next firing."""
+        sure = 0 if self._answer else steps_until(self._bound, at)
+        return sure if sure > at.step else 0
+
+    def next_step(self, at: Progress) -> float:
+        """Return how many steps are complete, at the earliest, when it is due; those complete now if that is not known."""
+        if self.before is None:
+            self.before = self.between(at.origin, at)
+            self._take(*self.schedule.steady(self.before))
+        if self._answer or self.owed or self._counter(at) >= self._until:
+            return at.step
+        return steps_until(self._bound, at)
+
+    def make_due(self) -> None:
+        """Have it be due at the next firing: the moment was interrupted before a resume."""
+        self.owed = True
+        self._until = -1
+
+    def leave_out_the_past(self, at: Progress) -> None:
+        """Have the points that the run has passed not be due: the listeners come to a run under way."""
+        self.before = self.before or self.between(at.now(), at)
+
+    def between(self, counters: Counters, limits: Progress) -> Reading:
+        """Return the reading of these counters between two steps: where a fit begins, or a listener comes."""
+        return reading_at(counters, limits, self.on, self._units, begun=False)
+
+    # -- functions of the user ---------------------------------------------------------------------
+
+    def _asks(self, when: When) -> Callable[[Run], bool]:
+        """Return how a function is asked: by each rank alone, or by all ranks."""
+        if when.alone or self.on.main_only:
+            return lambda run: bool(when.function(run))
+        if self.on.unit == "time":
+            return partial(_on_any_rank, when.function)
+        alone_in_schedule = self.schedule is when and len(self.moments) == 1
+        return (LateFunction if self.on == STEP_END and alone_in_schedule else StepFunction)(when.function)
+
+    def _ask_function(self, run: Run, when: When) -> bool:
+        return self.functions[when](run)
+
+    def owes(self) -> bool:
+        """Return whether it is due at the next firing, whatever the counters are then. Every rank must call this."""
+        return self.owed or any(one.is_late() for one in self.functions.values() if isinstance(one, LateFunction))
+
+
+def _on_any_rank(function: Callable[[Run], bool], run: Run) -> bool:
+    return run.driver.any_rank(bool(function(run)))
+
+
+class StepFunction:
+    """A function of the user that is asked once after each completed step: ranks do not meet in a step that failed."""
+
+    def __init__(self, function: Callable[[Run], bool]) -> None:
+        self.function = function
+        self._last: int | None = None
+
+    def __call__(self, run: Run) -> bool:
+        step = run.progress.step
+        if step == (run.progress.origin.step if self._last is None else self._last):
+            return False
+        self._last = step
+        return self._answer(run)
+
+    def _answer(self, run: Run) -> bool:
+        return _on_any_rank(self.function, run)
+
+
+class LateFunction(StepFunction):
+    """The same at the end of steps: a rank waits for the others only if the function is true on it.
+
+    It is due at this step if the function is true on all ranks, and at the next one if it is true on some. At the last step of
+    an epoch and of the run, all ranks wait, and it is due if the function is true on one.
+    """
+
+    def __init__(self, function: Callable[[Run], bool]) -> None:
+        super().__init__(function)
+        self._arrives: Callable[[], int] | None = None
+        """Waits for the number of ranks on which the function was true at the last step; set only if it was false here."""
+        self._late = False
+
+    def _answer(self, run: Run) -> bool:
+        late, self._late = self.is_late(), False
+        own, driver = bool(self.function(run)), run.driver
+        if driver.world_size == 1:
+            return late or own
+        if _may_be_last(run.progress):
+            return late or driver.any_rank(own)
+        arrives = driver.count_later(own)
+        if own:
+            everywhere = arrives() == driver.world_size
+            self._late = not everywhere
+            return late or everywhere
+        # After an error, other ranks may never begin this exchange.
+        self._arrives = lambda: 0 if run.outcome is not None and run.outcome.kind == "failed" else arrives()
+        return late
+
+    def is_late(self) -> bool:
+        """Return whether the function was true on some ranks at the last step: the same on all ranks."""
+        arrives, self._arrives = self._arrives, None
+        if arrives is not None:
+            self._late = arrives() > 0
+        return self._late
+
+
+def _may_be_last(at: Progress) -> bool:
+    """Return whether this step may be the last of its epoch or of the run: the same on all ranks."""
+    unknown = at.batches_per_epoch is None and at.max_epochs is not None
+    return unknown or at.finished or at.batch_in_epoch == at.batches_per_epoch
+
+
+# -- in a checkpoint --------------------------------------------------------------------------------
+
+
+def state_of(hooks: Hooks, at: Progress) -> dict[str, Any]:
+    """Return what a checkpoint holds of the schedules: for each moment one reading. Every rank must call this.
+
+    It is that of the trigger which asked last. For the others, nothing was due since they asked.
+    """
+    state: dict[str, Any] = {}
+    for trigger in hooks.triggers.values():
+        reading = trigger.before or trigger.between(at.origin, at)
+        counts = {name: count for name, count in reading.counts.items() if name == "time" or COUNTERS[name].kept}
+        own = {"counts": counts, "in_epoch": reading.in_epoch, "batches": reading.batches, "begun": reading.begun}
+        moment = state.setdefault(" and ".join(trigger.moments), {**own, "due": -1, "owed": []})
+        earlier, later = sorted((moment, own), key=_position)
+        moment |= {**later, "counts": earlier["counts"] | later["counts"], "due": max(moment["due"], trigger.last_step)}
+        moment["owed"] += [str(trigger.schedule)] if trigger.owes() else []
+    return state
+
+
+def _position(reading: Mapping[str, Any]) -> list[float]:
+    return [reading["counts"].get(name, 0) for name in ("epoch", "step", "batch", "time")] + [reading["begun"]]
+
+
+def restore(hooks: Hooks, state: Mapping[str, Any], at: Progress) -> None:
+    """Have the triggers go on from what `state_of` returned. Moments that were not there begin where the fit does."""
+    hooks.select_anew()
+    for trigger in hooks.triggers.values():
+        trigger.restart()
+        saved = state.get(" and ".join(trigger.moments))
+        if saved is not None:
+            begins = trigger.between(at.origin, at)
+            counts = {name: saved["counts"].get(name, count) for name, count in begins.counts.items()}
+            before = begins._replace(counts=counts, **{name: saved[name] for name in ("in_epoch", "batches", "begun")})
+            trigger.restart(before, saved["due"], owed=str(trigger.schedule) in saved["owed"])
