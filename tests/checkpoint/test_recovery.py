@@ -299,7 +299,9 @@ def test_in_a_shared_folder_a_run_takes_its_own_checkpoints_alone(tmp_path: Path
         sharing(tmp_path, "b", failing(5, KeyboardInterrupt), steps=8).fit(resume="auto")
     run = sharing(tmp_path, "b", steps=8).fit(resume="auto")
     assert run.progress.origin.step in (4, 5)
-    own = [one.parent for one in (tmp_path / "shared").glob("*/manifest.json") if facts(tmp_path / "b")["id"] in one.read_text()]
+    own = [
+        one.parent for one in (tmp_path / "shared").glob("*/manifest.json") if facts(tmp_path / "b")["id"] in one.read_text()
+    ]
     assert same(loaded(max(own)), weights_after(8))
     with pytest.raises(CheckpointError, match="holds checkpoints of 2 runs"):
         loaded(tmp_path / "shared")
