@@ -16,13 +16,21 @@ from cadenza.adapters.recognition import AnyCallback, adapted, listed
 from cadenza.adapters.transformers.given import Given
 from cadenza.adapters.transformers.loss import ModelLoss, base_model, count_tokens
 from cadenza.adapters.transformers.originals import original
-from cadenza.callbacks import BestWeights, Checkpoint, ClipGradients, Evaluate, LogTraining, OmitFrozen
+from cadenza.callbacks import BestWeights, Checkpoint, Evaluate, LogTraining, OmitFrozen
 from cadenza.checkpoint.keeping import Best, KeepRule
 from cadenza.compat.transformers.data import Data
 from cadenza.compat.transformers.evaluation import ComputeMetrics, Predict, check_metrics
 from cadenza.compat.transformers.fields import check_fields
 from cadenza.compat.transformers.optimization import optimizer_for, schedule_for
-from cadenza.compat.transformers.preparing import EvaluateOnRequest, EvaluateOnStart, Neftune, driver_for, model_of, seeded
+from cadenza.compat.transformers.preparing import (
+    ClipModelGradients,
+    EvaluateOnRequest,
+    EvaluateOnStart,
+    Neftune,
+    driver_for,
+    model_of,
+    seeded,
+)
 from cadenza.compat.transformers.save_pretrained import SavePretrained
 from cadenza.compat.transformers.schedules import (
     Limits,
@@ -169,7 +177,7 @@ def _updates(args: Any, limits: Limits, scheduler: LRScheduler | None, eval_data
     parts: list[Any] = []
     if args.max_grad_norm > 0 or log is not None:  # the norm is logged also if nothing is clipped, as there
         named: dict[str, Any] = {} if log is None else {"log": "train/grad_norm", "log_every": log}
-        parts.append(ClipGradients(args.max_grad_norm if args.max_grad_norm > 0 else math.inf, **named))
+        parts.append(ClipModelGradients(args.max_grad_norm if args.max_grad_norm > 0 else math.inf, **named))
     if args.neftune_noise_alpha is not None:
         parts.append(Neftune(args.neftune_noise_alpha))
     pair = _monitor(args, eval_dataset)
