@@ -46,6 +46,9 @@ class ForeignCallback(BaseCallback):
     events: ClassVar[Mapping[str, Event]]
     """The events of the other system by name, in the order of a run."""
 
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Events that the other system does not have any more, by the event that replaces them."""
+
     def __init__(self, callback: Any, base: type[Any]) -> None:
         self.callback: Any = callback
         self.base: type[Any] = base
