@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -258,3 +260,12 @@ def _instances(callbacks: Iterable[AnyCallback | type[Any]] | None) -> list[Any]
 def _trackers(args: Any) -> list[Any]:
     """Return the callbacks of transformers for the trackers in ``report_to``."""
     return [make() for make in original("integrations.get_reporting_integration_callbacks")(args.report_to)]
+
+
+class _Module(ModuleType):
+    """This module. An import of it by its path sets ``cadenza.compat.transformers.trainer`` to it, so it is callable, too."""
+
+    __call__ = staticmethod(trainer)
+
+
+sys.modules[__name__].__class__ = _Module
