@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from cadenza.adapters.foreign import ForeignCallback
+from cadenza.adapters.foreign import ForeignCallback, never_called
 from cadenza.adapters.transformers.given import Given
-from cadenza.errors import nearest
 from cadenza.hooks.dispatch import Hooks
 
 if TYPE_CHECKING:
@@ -55,9 +53,3 @@ def _never_called(name: str, adapter: ForeignCallback) -> list[str]:
     methods = {method for one in own for method, value in vars(one).items() if method.startswith("on_") and callable(value)}
     unknown = sorted(methods - {*adapter.events, *dir(adapter.base)})
     return [told for method in unknown if (told := never_called(name, method, adapter.system, adapter.events, adapter.removed))]
-
-
-def never_called(name: str, method: str, system: str, events: Iterable[str], removed: Mapping[str, str]) -> str:
-    """Return a warning for a method that is named almost like an event, or was one; empty for another method."""
-    text = f" Did you mean {removed[method]!r}?" if method in removed else nearest(method, events, cutoff=0.75)
-    return text and f"{name}.{method} is never called: it is no event of {system}.{text}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cadenza.adapters.beforehand import never_called
+from cadenza.adapters.foreign import never_called
 from cadenza.adapters.lightning import events
 from cadenza.adapters.lightning.module import transfer
 from cadenza.adapters.lightning.module.advice import check_arguments
