@@ -101,7 +101,7 @@ def loops_of(run: Run, trainer: Any) -> dict[str, Any]:
     ended = progress.epoch > epoch  # the epoch of a native run is counted before its last hooks
     processed = moment in _END_OF_EPOCH or (ended and trainer.training)
     in_epoch = (progress.batches_per_whole_epoch or 0) if ended else progress.batch_in_epoch
-    inside = int(moment in _INSIDE_BATCH)
+    inside = int(moment in _INSIDE_BATCH and not session_of(run).cursor.at_boundary)
     accumulate = session_of(run).step.window.size
     steps = -(-in_epoch // accumulate) if ended else in_epoch // accumulate
     last = ended or in_epoch == progress.batches_per_whole_epoch
