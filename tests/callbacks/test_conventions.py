@@ -31,8 +31,6 @@ PUBLIC: dict[str, Any] = {
     **{name: getattr(callbacks, name) for name in SHIPPED},
     **{name: getattr(sinks, name) for name in sinks.__all__},
 }
-    name: getattr(sinks, name) for name in sinks.__all__
-}
 SUBJECTS = {  # what stands before the interval or the monitor, because the callback is about it
     "Alert": ["rule", "to"],
     "ClipGradients": ["max_norm"],

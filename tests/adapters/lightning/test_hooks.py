@@ -460,7 +460,7 @@ def test_a_lightning_module_is_its_own_pl_module() -> None:
         (lambda trainer, module: setattr(trainer, "num_val_batches", []), r"sets trainer\.num_val_batches.*only lets be read"),
         (lambda trainer, module: module.training_step(1, 2), r"Use reads pl_module\.training_step.*compute_loss"),
         (lambda trainer, module: trainer.strategy.optimizer_step(), r"Use reads trainer\.strategy\.optimizer_step.*step_fn"),
-        (lambda trainer, module: trainer.logger.experiment.config, r"Use reads trainer\.logger\.experiment\.config.*sinks"),
+        (lambda trainer, module: trainer.loggers[0].experiment.config, r"Use reads trainer\.logger\.experiment\.config.*sinks"),
     ],
 )
 def test_what_is_not_mapped_is_an_error_with_advice(use: Any, message: str) -> None:
