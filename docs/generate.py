@@ -54,10 +54,9 @@ def moments() -> str:
 def contents() -> str:
     """Return the first sentence of each callback and sink, as a table of links."""
     rows = ["| | what it does |", "|---|---|"]
-    for module in (cadenza.callbacks, cadenza.sinks):
-        for name in module.__all__:
-            said = " ".join((getattr(module, name).__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
-            rows.append(f"| [{name}](#{name.lower()}) | {said} |")
+    for one in (*shipped_callbacks(), *(getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__)):
+        said = " ".join((one.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
+        rows.append(f"| [{one.__name__}](#{one.__name__.lower()}) | {said} |")
     return "\n".join(rows) + "\n"
 
 
@@ -74,12 +73,18 @@ def training_arguments() -> str:
     return "\n".join([*rows, *(f"| `{name}` | {field.how} | {field.says} |" for name, field in FIELDS.items())]) + "\n"
 
 
+def shipped_callbacks() -> list[type[Callback]]:
+    """Return the classes of callbacks in ``cadenza.callbacks``, without the functions and values beside them."""
+    named = (getattr(cadenza.callbacks, name) for name in cadenza.callbacks.__all__)
+    return [one for one in named if isinstance(one, type) and issubclass(one, Callback)]
+
+
 PARTS = {
     "contents": contents,
     "decisions": decisions,
     "diagram": diagram,
     "moments": moments,
-    "callbacks": lambda: reference(getattr(cadenza.callbacks, name) for name in cadenza.callbacks.__all__),
+    "callbacks": lambda: reference(shipped_callbacks()),
     "sinks": lambda: reference(getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__),
     "counterparts": lambda: counterparts(COUNTERPARTS),
     "absent_accelerated": lambda: absent("accelerated"),

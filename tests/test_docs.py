@@ -21,6 +21,7 @@ import tomllib
 from collections import OrderedDict
 from collections.abc import Callable as Function
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from tests.compat.nemo.graphs import OFFLINE
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 from counterparts import COUNTERPARTS  # noqa: E402  # the page and its test read the same table
+
+from tests.callbacks.parts import SHIPPED  # noqa: E402
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROSE = " ".join(README.split())
@@ -71,8 +74,16 @@ def test_the_pages_say_what_every_rank_must_call_and_what_each_callback_does_on_
 
     page = (ROOT / "docs" / "callbacks.md").read_text(encoding="utf-8")
     sections = {section.partition("\n")[0]: section for section in page.split("\n### ")[1:]}
-    assert sections.keys() == {*callbacks.__all__, *sinks.__all__}
+    assert sections.keys() == {*SHIPPED, *sinks.__all__}
     assert [name for name, section in sections.items() if "\nOn several ranks: " not in section] == []
+
+
+def test_a_star_import_has_all_that_the_pages_import() -> None:
+    blocks = [block for page in PAGES for block in re.findall(r"(?ms)^```python\n(.*?)^```", page.read_text(encoding="utf-8"))]
+    imports = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
+    named = {(node.module or "", one.name) for node in imports for one in node.names if one.name != "*"}
+    public = {module: getattr(import_module(module), "__all__", None) for module, _ in named if module.startswith("cadenza")}
+    assert {pair for pair in named if pair[1] not in (public.get(pair[0]) or [pair[1]])} == set()
 
 
 def headings(page: Path) -> set[str]:

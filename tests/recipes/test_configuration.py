@@ -9,8 +9,9 @@ from hydra.utils import instantiate
 from jsonargparse import ArgumentParser
 from omegaconf import OmegaConf
 
-from cadenza import Callback, Trainer, callbacks, sinks
+from cadenza import Callback, Trainer, sinks
 from cadenza.hooks.moments import BaseCallback
+from tests.callbacks.parts import SHIPPED
 
 PLAIN = """
 BestWeights: {monitor: [eval/loss, min]}
@@ -71,7 +72,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = OmegaConf.to_container(OmegaConf.create(P
 
 
 def path_of(name: str) -> str:
-    return f"cadenza.{'callbacks' if name in callbacks.__all__ else 'sinks'}.{name}"
+    return f"cadenza.{'callbacks' if name in SHIPPED else 'sinks'}.{name}"
 
 
 def arguments(name: str, objects: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def arguments(name: str, objects: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_callback_and_sink_is_in_this_file() -> None:
-    assert {*callbacks.__all__, *sinks.__all__} - OBJECTS.keys() == ARGUMENTS.keys()
+    assert {*SHIPPED, *sinks.__all__} - OBJECTS.keys() == ARGUMENTS.keys()
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, ClassVar
 
 import matplotlib.figure
 import pytest
@@ -24,7 +24,7 @@ from cadenza.sinks.sink import Sink
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Counters
 from cadenza.status.run_info import RunInfo
-from cadenza.testing import check_callback, tiny_run
+from cadenza.testing import check_callback, check_sink, tiny_run
 from tests.sinks.samples import failing
 
 log_step = on(Callback.on_step_end)(lambda run: run.log("number", run.progress.step))
@@ -309,6 +309,45 @@ def test_a_figure_comes_as_it_was_when_it_was_logged(blocked: Blocked) -> None:
     tiny_run(callbacks=[draw, Seeing(), blocked.letting_go()], steps=2)
     assert [tuple(one.pixels.shape) for one in came] == [(3, 10, 20)] * 2
     assert [one.pixels[:, 0, 0].tolist() for one in came] == [[255, 0, 0], [0, 0, 255]]
+
+
+class Batched(Kept):
+    """Holds records over calls of `write`, and loses them when the target fails."""
+
+    targets: ClassVar[dict[str, list[Record]]] = {}
+
+    def open(self, facts: RunInfo) -> None:
+        self.target = self.targets.setdefault(facts.id, [])
+        self.target[:] = [one for one in self.target if one.step <= facts.step]
+        self.held: list[Record] = []
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.held += records
+
+    def close(self, outcome: Outcome | None) -> None:
+        self.target += self.held
+        self.held = []
+
+    @classmethod
+    def values(cls, info: RunInfo) -> dict[str, list[tuple[int, float]]]:
+        found: dict[str, list[tuple[int, float]]] = {}
+        for one in cls.targets[info.id]:
+            for name, value in one.values.items():
+                found.setdefault(name, []).append((one.step, value))
+        return found
+
+
+class Sending(Batched):
+    """Sends the records of each call."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.target += records
+
+
+def test_an_outage_finds_a_sink_that_loses_what_earlier_calls_of_write_held() -> None:
+    check_sink(Sending, Sending.values)
+    with pytest.raises(AssertionError, match=r"after an outage \(a return of write means that"):
+        check_sink(Batched, Batched.values)
 
 
 def test_it_keeps_the_contract_of_callbacks() -> None:

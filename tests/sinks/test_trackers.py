@@ -205,6 +205,21 @@ def test_wandb_does_not_touch_a_run_of_your_own(tmp_path: Path) -> None:
     assert [set(row) & {"mine", "theirs"} for row in WANDB.file(tmp_path).rows] == [{"mine"}]
 
 
+def test_wandb_log_of_a_callback_adds_to_the_run_of_the_sink_and_no_record_is_lost(tmp_path: Path) -> None:
+    @on(Callback.on_step_end)
+    def log_twice(run: Run) -> None:  # steps of wandb are ahead of those of the run
+        import wandb
+
+        wandb.log({"mine": run.progress.step})
+        wandb.log({"more": run.progress.step})
+
+    run = tiny_run(callbacks=[logging({"theirs": 1}), WANDB.make(), log_twice], steps=5, directory=tmp_path)
+    rows = WANDB.file(tmp_path).rows
+    assert run.faults == []
+    assert [row["mine"] for row in rows if "mine" in row] == [1, 2, 3, 4, 5]
+    assert sorted(row.get("step", row["_step"]) for row in rows if "theirs" in row) == [1, 2, 3, 4, 5]
+
+
 def test_two_of_wandb_in_one_list_are_two_runs_that_go_on_under_their_ids(tmp_path: Path) -> None:
     two = [Wandb(project, mode="offline", settings=QUIET, directory=project) for project in ("one", "two")]
     first, second = continued(tmp_path, *two)

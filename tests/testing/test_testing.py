@@ -102,6 +102,20 @@ class Decays(Callback):
         run.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + self.seen[0])
 
 
+class Accumulates(Callback):
+    """Counts the steps of several batches, and logs their number."""
+
+    several = 0
+
+    def on_setup(self, run: Run) -> None:
+        self.several = 0
+
+    def on_step_end(self, run: Run) -> None:
+        self.several += run.progress.batch > run.progress.step
+        if run.progress.batch > run.progress.step:
+            run.log("several", self.several)
+
+
 class Reads(Callback):
     """Waits for the device in each step."""
 
@@ -159,7 +173,8 @@ EARLIER_RUN = "gives another result than a new one: runs.*"
             AssertionError,
             r"an instance of Keeps that has served other runs.*Attributes with another value: runs \(.*Reset in on_setup",
         ),
-        (Counts, AssertionError, r"Counts has state that no checkpoint has: .*: steps \(10 in a whole run, 7 here\)"),
+        (Counts, AssertionError, r"Counts has state that no checkpoint has: .*: steps \(12 in a whole run, 9 here\)"),
+        (Accumulates, AssertionError, r"Accumulates has state that no checkpoint has: .* differs in the run"),
         (
             Decays,
             AssertionError,

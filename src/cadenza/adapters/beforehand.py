@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza.adapters.foreign import ForeignCallback
+from cadenza.adapters.foreign import ForeignCallback, never_called
 from cadenza.adapters.transformers.given import Given
-from cadenza.errors import nearest
 from cadenza.hooks.dispatch import Hooks
 
 if TYPE_CHECKING:
@@ -48,12 +47,9 @@ def _given(surface: Surface, hooks: Hooks) -> Surface:
 
 
 def _never_called(name: str, adapter: ForeignCallback) -> list[str]:
-    """Return a warning for each method that is named almost like an event, and is none."""
+    """Return a warning for each method that is named almost like an event, or was one, and is none."""
     kind = type(adapter.callback)
     own = kind.__mro__[: kind.__mro__.index(adapter.base)]
     methods = {method for one in own for method, value in vars(one).items() if method.startswith("on_") and callable(value)}
     unknown = sorted(methods - {*adapter.events, *dir(adapter.base)})
-    close = {method: nearest(method, adapter.events, cutoff=0.75) for method in unknown}
-    return [
-        f"{name}.{method} is never called: it is no event of {adapter.system}.{text}" for method, text in close.items() if text
-    ]
+    return [told for method in unknown if (told := never_called(name, method, adapter.system, adapter.events, adapter.removed))]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cadenza.adapters.attributes import changed_since, left_out, plain_attributes, put_back
+from cadenza.errors import nearest
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
@@ -45,6 +46,9 @@ class ForeignCallback(BaseCallback):
 
     events: ClassVar[Mapping[str, Event]]
     """The events of the other system by name, in the order of a run."""
+
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Events that the other system does not have any more, by the event that replaces them."""
 
     def __init__(self, callback: Any, base: type[Any]) -> None:
         self.callback: Any = callback
@@ -151,3 +155,9 @@ def foreign_callbacks(run: Run, system: str) -> list[ForeignCallback]:
 def _function(callback: object, name: str) -> object:
     method = getattr(callback, name, None)
     return getattr(method, "__func__", method)
+
+
+def never_called(name: str, method: str, system: str, events: Iterable[str], removed: Mapping[str, str]) -> str:
+    """Return a warning for a method that is named almost like an event, or was one; empty for another method."""
+    text = f" Did you mean {removed[method]!r}?" if method in removed else nearest(method, events, cutoff=0.75)
+    return text and f"{name}.{method} is never called: it is no event of {system}.{text}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,7 +103,7 @@ class ClipGradients(Callback, Compared):
     def on_before_optimizer_step(self, run: Run) -> None:
         chosen = self._chosen
         held, gradients = [], []
-        for one in parameters_of(session_of(run).step.updating):
+        for one in self._clipped(run):
             if (gradient := one.grad) is not None and (chosen is None or id(one) in chosen):
                 held.append(one)
                 gradients.append(gradient)
@@ -118,6 +119,10 @@ class ClipGradients(Callback, Compared):
             if self.log is not None:
                 self._note(run, get_total_norm(gradients, self.norm_type))
             clip_grad_value_(held, self.max_value)
+
+    def _clipped(self, run: Run) -> Iterable[Tensor]:
+        """Return the parameters of which `parameters` chooses."""
+        return parameters_of(session_of(run).step.updating)
 
     def _clip_shards(self, run: Run, gradients: list[Tensor]) -> None:
         """Clip the shards of this rank by the norm of the whole gradients."""

@@ -37,8 +37,12 @@ _FINISH_S = 100  # less than `Sink.patience_s`, so that wandb can still report w
 class Wandb(Sink):
     """Send numbers, media and the run's arguments to Weights & Biases, or to a file with ``mode="offline"``.
 
-    Each record has its step and time. The arguments of the trainer are the configuration. An active wandb run of the script is
-    not affected. A run that continues keeps its id; the server keeps the first values that it received for a step.
+    Each record has its step and time. The arguments of the trainer are the configuration. A run that continues keeps its id;
+    the server keeps the first values that it received for a step.
+
+    The wandb run is the current one, so that ``wandb.log(...)`` in a callback adds to it, unless a wandb run of the script is
+    active, which is not affected. ``wandb.log`` counts steps of its own. Where it is ahead, a record goes to the next step of
+    wandb, with its own step as the value ``step``: wandb ignores earlier steps.
 
     The sink never asks for a login. Without an account or a server there is one warning, the training continues, and
     the sink is tried again; see `Sink`.
@@ -98,7 +102,9 @@ class Wandb(Sink):
         self._media, self._id = MediaBox(self.remarks.append), _free(info.id)
         defaults = {"console": "off", "disable_code": True, "disable_git": True, "disable_job_creation": True}
         waiting = {"init_timeout": _START_S, "finish_timeout": _FINISH_S, "finish_timeout_raises": True}
+        self._ahead = False
         with _no_questions():
+            active = wandb.run or getattr(wandb.setup(), "most_recent_active_run", None)
             self._run = wandb.init(
                 project=self.project,
                 name=self.run_name or info.name or None,
@@ -111,7 +117,7 @@ class Wandb(Sink):
                 dir=_made(self.directory, info),
                 id=self._id or None,
                 resume="allow" if self._id else None,
-                reinit="create_new",
+                reinit="return_previous" if active is None else "create_new",
                 settings={**defaults, **waiting, **self.settings},
             )
         _ids.add(self._id)
@@ -123,9 +129,23 @@ class Wandb(Sink):
             if record.media:
                 with tempfile.TemporaryDirectory() as folder:  # wandb copies a file when it is logged
                     media = self._media.of(record, partial(_as_wandb_has_it, folder=folder))
-                    self._run.log({**row, **media}, step=record.step)
+                    self._log({**row, **media}, record.step)
             else:
-                self._run.log(row, step=record.step)
+                self._log(row, record.step)
+
+    def _log(self, row: dict[str, Any], step: int) -> None:
+        """Write a row at its step or, once ``wandb.log`` of other code is ahead of it, at the next step of wandb."""
+        assert self._run is not None, "open comes first"
+        if not self._ahead and self._run.step > step:
+            self._ahead = True
+            self.remarks.append(
+                f"wandb.log of other code is at step {self._run.step} of wandb, and a record at step {step} of the run: from "
+                "here on, records have their step as the value 'step'. Log with run.log(...), or to a wandb run of your own"
+            )
+        if self._ahead:
+            self._run.log({**row, "step": step})
+        else:
+            self._run.log(row, step=step)
 
     def close(self, outcome: Outcome | None) -> None:
         run, self._run = self._run, None

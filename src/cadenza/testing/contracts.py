@@ -34,7 +34,7 @@ def check_callback(factory: Callable[[], AnyCallback], *, ignore: Sequence[str] 
     - It works at the start and at the end of the list.
     - Its state can be saved, and a new instance restores it without a change.
     - A run that is cut and continued with a new instance has the results of a whole run, and the instance has the same
-      numbers and texts in its attributes.
+      numbers and texts in its attributes. Steps of this run have two batches, then one.
     - It does not read the device in every step.
     - Callbacks that do not concern it may stand before or after it in the list.
     - It adds no error of its own to the error of a run.

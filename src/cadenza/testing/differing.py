@@ -24,7 +24,8 @@ from cadenza.testing.results import results_of, without_clocks
 from cadenza.testing.tiny import tiny_loader, tiny_trainer
 
 Factory = Callable[[], BaseCallback]
-_STEPS = 10
+_RUN: dict[str, Any] = {"batches": 8, "epochs": 2, "accumulate": {0: 2, "1 epoch": 1}}
+"""The steps of the first epoch have two batches, those of the second one."""
 _CUT = 3  # inside an epoch, and before the evaluation at its end
 
 
@@ -144,7 +145,7 @@ def _plain(value: Any) -> Any:
 def _trainer(callback: BaseCallback, folder: Path, *more: BaseCallback) -> Any:
     saving = Checkpoint(lambda run: False, background=False, on_signal=False)
     callbacks = [_evaluate(), callback, *more] if isinstance(callback, Checkpoint) else [_evaluate(), callback, *more, saving]
-    return tiny_trainer(callbacks=callbacks, directory=folder, seed=0, epochs=_STEPS // 5)
+    return tiny_trainer(callbacks=callbacks, directory=folder, seed=0, **_RUN)
 
 
 def _whole(callback: BaseCallback, folder: Path, ignore: Sequence[str]) -> _Ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Event
 
 import torch
 
@@ -12,9 +13,10 @@ from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.subscription import Subscription, on
 from cadenza.records.reading import read_records
-from cadenza.records.record import Audio, Histogram, Image, Text
+from cadenza.records.record import Audio, Histogram, Image, Record, Text
 from cadenza.run import Run
 from cadenza.sinks.sink import Sink
+from cadenza.status.decisions import Outcome
 from cadenza.status.run_info import RunInfo
 from cadenza.testing.contracts import check_callback
 from cadenza.testing.tiny import tiny_trainer
@@ -29,6 +31,8 @@ def check_sink(factory: Callable[[], Sink], read: Callable[[RunInfo], Values]) -
     - Images, sounds, histograms and texts are written or left out; they are no fault.
     - If the run fails, the numbers logged before the error arrive.
     - A run that failed and continues at a checkpoint has each number once.
+    - After an outage, in which `write` fails once, each number is there once: also those of earlier calls of `write`, if the
+      `close` of the default `abandon` fails as well.
     - All that `check_callback` checks.
 
     Args:
@@ -52,6 +56,7 @@ def check_sink(factory: Callable[[], Sink], read: Callable[[RunInfo], Values]) -
     with tempfile.TemporaryDirectory() as folder:
         _check_whole(factory(), read, Path(folder, "whole"))
         _check_continued(factory, read, Path(folder, "continued"))
+        _check_outage(factory(), read, Path(folder, "outage"))
     check_callback(factory)
 
 
@@ -79,6 +84,39 @@ def _check_continued(factory: Callable[[], Sink], read: Callable[[RunInfo], Valu
     run = trainer()
     _check_faults(run, "a run that continues")
     _compare(run.info, read, "in a run that continues at step 4 and had logged step 5 before")
+
+
+def _check_outage(sink: Sink, read: Callable[[RunInfo], Values], directory: Path) -> None:
+    if sink.on_fault != "retry":
+        return
+    write, close, arrived, failed = sink.write, sink.close, Event(), Event()
+    failures = ["write", *(["close"] if type(sink).abandon is Sink.abandon and not sink._package else [])]
+
+    def fail_once(what: str) -> None:
+        if arrived.is_set() and what in failures:
+            failures.remove(what)
+            failed.set()
+            raise ConnectionError("an outage on purpose")
+
+    def write_or_fail(records: Sequence[Record]) -> None:
+        fail_once("write")
+        write(records)
+        arrived.set()
+
+    def close_or_fail(outcome: Outcome | None) -> None:
+        if outcome is None:
+            fail_once("close")
+        close(outcome)
+
+    @on(Callback.on_step_end)
+    def wait(run: Run) -> None:
+        if run.progress.step in (3, 5):
+            (arrived if run.progress.step == 3 else failed).wait(sink.patience_s)
+
+    own = vars(sink)
+    own.update(write=write_or_fail, close=close_or_fail)
+    run = tiny_trainer(callbacks=[_log, wait, sink], directory=directory, steps=6).fit()
+    _compare(run.info, read, "after an outage (a return of write means that the target has the records)")
 
 
 class _FailureOnPurposeError(Exception):

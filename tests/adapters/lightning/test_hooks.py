@@ -193,6 +193,7 @@ class Entries(pl.Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         assert checkpoint["global_step"] == trainer.global_step
         assert checkpoint["state_dict"].keys() == pl_module.state_dict().keys()
+        assert checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["completed"] == trainer.global_step
         checkpoint["mine"] = {"at": trainer.global_step, "pickled": pickled(3)}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -421,7 +422,7 @@ def test_the_module_is_the_model_of_the_user() -> None:
         assert (module.device, module.dtype) == (torch.device("cpu"), torch.float32)
         assert (module.current_epoch, module.global_step) == (1, 3)
         assert module.trainer is trainer
-        assert module.logger is trainer.logger
+        assert module.logger is trainer.logger is None  # without a directory
         assert module.optimizers() is trainer.optimizers[0]
         module.eval()
         assert not model.training
@@ -459,7 +460,7 @@ def test_a_lightning_module_is_its_own_pl_module() -> None:
         (lambda trainer, module: setattr(trainer, "num_val_batches", []), r"sets trainer\.num_val_batches.*only lets be read"),
         (lambda trainer, module: module.training_step(1, 2), r"Use reads pl_module\.training_step.*compute_loss"),
         (lambda trainer, module: trainer.strategy.optimizer_step(), r"Use reads trainer\.strategy\.optimizer_step.*step_fn"),
-        (lambda trainer, module: trainer.logger.experiment.config, r"Use reads trainer\.logger\.experiment\.config.*sinks"),
+        (lambda trainer, module: trainer.loggers[0].experiment.config, r"Use reads trainer\.logger\.experiment\.config.*sinks"),
     ],
 )
 def test_what_is_not_mapped_is_an_error_with_advice(use: Any, message: str) -> None:
@@ -477,9 +478,9 @@ def test_what_is_no_number_is_not_dropped(value: Any) -> None:
     metrics = {"a": value, "b": numpy.float32(2.0)}
     if value is None or isinstance(value, torch.Tensor):
         with pytest.raises(AdapterError, match=r"log_metrics takes numbers, texts and mappings of them; 'a' is "):
-            inside_a_batch(lambda trainer, module: trainer.logger.log_metrics(metrics))
+            inside_a_batch(lambda trainer, module: trainer.loggers[0].log_metrics(metrics))
     else:
-        run = inside_a_batch(lambda trainer, module: trainer.logger.log_metrics(metrics))
+        run = inside_a_batch(lambda trainer, module: trainer.loggers[0].log_metrics(metrics))
         assert run.history.latest["b"] == 2.0
         assert isinstance(value, str) or run.history.latest["a/a"] == 1.0
 

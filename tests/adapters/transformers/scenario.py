@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from cadenza import Run, Trainer
+from cadenza.adapters.transformers.flags import FLAGS
 from cadenza.callbacks import ClipGradients, Evaluate, LearningRate
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -63,7 +64,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         given = keywords.get("logs") or keywords.get("metrics") or {}
         clock = ("runtime", "per_second")
         numbers = {key: round(value, 5) for key, value in given.items() if not any(one in key for one in clock)}
-        flags = [flag for flag in ("should_training_stop", "should_epoch_stop", "should_log") if getattr(control, flag)]
+        flags = [flag for flag in FLAGS if getattr(control, flag)]
         best = None if state.best_metric is None else (round(state.best_metric, 5), state.best_global_step)
         limits = (state.max_steps, state.num_train_epochs, state.logging_steps, len(state.log_history))
         present = sorted(key for key, value in keywords.items() if value is not None)

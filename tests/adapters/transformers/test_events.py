@@ -94,6 +94,29 @@ def test_flags_in_an_epoch(tmp_path: Path, event: str, flag: str) -> None:
     assert native.rows == home.rows
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop", "should_evaluate", "should_save"])
+def test_a_flag_that_on_save_sets(tmp_path: Path, strategy: str, flag: str) -> None:
+    def set_flag(args: Any, state: Any, control: Any) -> None:
+        if state.global_step in (4, 6):
+            setattr(control, flag, True)
+
+    home, native = Recorder(on_save=set_flag), Recorder(on_save=set_flag)
+    every, steps = {"steps": ("4 steps", 8), "epoch": ("1 epoch", 12)}[strategy]
+    pair.at_home(tmp_path, home, evaluation=True, max_steps=steps, save_strategy=strategy, save_steps=4)
+    pair.here([evaluate("99 epochs"), Checkpoint(every), native], max_steps=steps, directory=tmp_path / "run")
+    assert [row[:2] for row in native.rows] == [row[:2] for row in home.rows]
+
+
+def test_a_schedule_that_a_callback_cannot_hold_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def reset(args: Any, state: Any, control: Any) -> None:
+        control.should_save = False
+
+    run = pair.here([Checkpoint("3 steps"), Recorder(on_step_end=reset)], max_steps=9, directory=tmp_path)
+    assert [one.data["step"] for one in run.decisions if one.what == "saved"] == [3, 6, 9]
+    assert caplog.text.count("schedules hold") == 1
+
+
 def test_early_stopping_stops_at_the_same_step(tmp_path: Path) -> None:
     def stopping() -> Any:
         return transformers.EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.9)
@@ -146,10 +169,13 @@ Seen = list[tuple[str, int]]
 
 
 class OnSecondRank(TrainerCallback):  # type: ignore[misc]
-    """Sets a flag on the second rank, once, at step 3."""
+    """Sets a flag on the second rank, once, at step 3. A stop in ``on_save`` is that of both ranks."""
 
     def __init__(self, flag: str) -> None:
         self.flag = flag
+
+    def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        control.should_training_stop = self.flag == "should_save"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         if args.process_index == 1 and state.global_step == 3:
@@ -203,7 +229,7 @@ def test_two_processes_act_alike(tmp_path: Path) -> None:
     end = [("on_epoch_end", 5), ("on_save", 5), ("on_log", 5)]
     a_step_later = [("on_epoch_end", 4), ("on_save", 4), ("on_log", 4)]
     assert seen["should_training_stop"] == seen["should_epoch_stop"] == a_step_later
-    assert seen["should_save"] == [("on_save", 3), *end]
+    assert seen["should_save"] == [("on_save", 3), ("on_epoch_end", 3), ("on_log", 3)]
     assert seen["should_log"] == [("on_log", 3), *end]
     assert seen["should_evaluate"] == [("on_log", 3), ("on_evaluate", 3), *end]
     assert "OnSecondRank on rank 1" in flags["should_evaluate"][1]

@@ -117,6 +117,13 @@ def test_one_error_lists_all_callbacks_and_arguments_also_of_a_subclass() -> Non
             make()
 
 
+def test_hooks_of_an_alpha_version_are_named_so_and_a_private_name_has_advice() -> None:
+    with pytest.raises(TypeError, match=r"(?s)code for an alpha version of fastNLP 1\.0; .*on_evaluate_end\(self, trainer"):
+        toy_trainer(callbacks=of_0_5("on_validate_end(self, trainer, results)"))
+    with pytest.raises(ImportError, match=r"importlib\.util\.find_spec"):
+        from cadenza.compat.fastnlp.envs import _module_available  # type: ignore[attr-defined]  # noqa: F401
+
+
 def test_code_for_1_0_is_not_taken_for_code_for_0_5(caplog: pytest.LogCaptureFixture) -> None:
     class New(Callback):
         def on_train_begin(self, trainer: Any) -> None: ...

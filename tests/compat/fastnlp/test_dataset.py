@@ -69,7 +69,6 @@ def test_a_number_gives_a_row_a_name_a_field_and_a_slice_or_a_list_a_data_set() 
         ),
         (lambda rows: rows.apply_more(3), TypeError, "expected a function of a row; got 3"),
         (lambda rows: rows.apply_more(lambda row: {}, num_proc=2), TypeError, "lambda"),
-        (lambda rows: rows.apply_more(doubled, progress_bar="raw"), ValueError, "progress_bar"),
         (lambda rows: rows.apply_more(doubled, num_proc=-1), ValueError, "num_proc"),
         *((lambda rows, ratio=ratio: rows.split(ratio), AssertionError, "between 0 and 1") for ratio in (0, 1, 0.0, 1.0, 1.5)),
     ],
@@ -102,6 +101,7 @@ def test_apply_more_adds_fields_and_returns_them_and_shows_a_bar(bar: Any, capsy
 def test_functions_of_rows_or_of_values_return_their_results_or_make_fields() -> None:
     rows = numbers()
     assert rows.apply(lambda row: len(row["x"]), progress_bar=None) == [2, 1]
+    assert rows.apply_field(len, "x", progress_bar="Densify") == [2, 1]  # an unknown name shows no bar
     assert rows.apply(lambda row: -row["y"], "y", progress_bar="tqdm") == rows["y"].content == [0, -1]
     assert rows.apply_field(sum, "x", new_field_name="sum", progress_bar=None) == rows["sum"].content == [3, 3]
     more = rows.apply_field_more(lambda value: {"first": value[0]}, "x", modify_fields=False, progress_bar=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ def test_a_checkpoint_has_the_model_and_the_tokenizer_is_deleted_with_them_and_n
     (folder / saved.name / "pretrained" / "config.json").write_text("{}")
     with pytest.raises(CheckpointDamagedError, match=r"pretrained/config\.json has 2 bytes"):
         store.verify(saved)
+
+
+def test_a_processor_gets_a_text_path_and_the_module_of_the_trainer_is_callable(tmp_path: Path) -> None:
+    class Words:
+        def save_pretrained(self, folder: str) -> None:
+            Path(folder + "/words.txt").write_text("a b")
+
+    trained(tmp_path, SavePretrained(Words()))
+    assert (tmp_path / "checkpoints" / "last" / "pretrained" / "words.txt").read_text() == "a b"
+    module: Any = import_module("cadenza.compat.transformers.trainer")  # the name in the package after such an import
+    with pytest.raises(TypeError, match="args must be TrainingArguments"):
+        module(gpt2())
 
 
 class Reads(transformers.TrainerCallback):  # type: ignore[misc]  # the package has no types here

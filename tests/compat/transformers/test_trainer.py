@@ -176,6 +176,24 @@ def test_losses_rates_and_norms_are_those_of_their_trainer(given: dict[str, Any]
         assert torch.allclose(weights(own.model), weights(other.model), atol=5e-6)
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_gradients_without_an_optimizer_are_dropped_and_part_of_the_norm(accumulate: int, tmp_path: Path) -> None:
+    class Unfreeze(transformers.TrainerCallback):  # type: ignore[misc]  # the package has no types here
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
+            model.transformer.h[0].requires_grad_(state.global_step > 0)
+
+    def frozen() -> Any:
+        model = gpt2()
+        model.transformer.h[0].requires_grad_(False)
+        return model
+
+    steps = {"gradient_accumulation_steps": accumulate, "num_train_epochs": 2}
+    args = arguments(tmp_path, optim="sgd", learning_rate=0.3, max_grad_norm=0.05, **steps)
+    own, run, other = both(frozen, args, Texts(), callbacks=[Unfreeze()])
+    assert close(run, other, "train/grad_norm", tolerance=1e-3)
+    assert torch.allclose(weights(own.model), weights(other.model), atol=5e-6)
+
+
 @pytest.mark.parametrize("package", [False, True], ids=["a data set", "of the package datasets"])
 def test_a_classifier_pads_its_batches_and_reports_the_results_of_compute_metrics(package: bool, tmp_path: Path) -> None:
     data: Any = Reviews()

@@ -13,11 +13,12 @@ from cadenza.adapters.gradients import Gradients, reads_gradients
 from cadenza.adapters.lightning.before_fit import is_scheduler
 from cadenza.adapters.lightning.changing import around_hooks, saved_changes
 from cadenza.adapters.lightning.conductor import Conductor
-from cadenza.adapters.lightning.events import EVENTS
+from cadenza.adapters.lightning.events import EVENTS, REMOVED
 from cadenza.adapters.lightning.kept_state import added, kept_of, put_kept, put_together
 from cadenza.adapters.lightning.library import is_lightning
 from cadenza.adapters.lightning.moments import LightningMoments
 from cadenza.adapters.lightning.refused import check_runs, check_sharding
+from cadenza.adapters.lightning.saving import content_of
 from cadenza.adapters.lightning.trainer_view import TrainerView
 from cadenza.adapters.packing import packed, unpacked
 from cadenza.checkpoint.snapshot import placed
@@ -44,6 +45,7 @@ class LightningCallback(ForeignCallback, Conductor):
 
     system: ClassVar[str] = "lightning"
     events: ClassVar[Mapping[str, Event]] = EVENTS
+    removed: ClassVar[Mapping[str, str]] = REMOVED
 
     trainer: TrainerView
     """The ``trainer`` of the current run."""
@@ -128,7 +130,7 @@ class LightningCallback(ForeignCallback, Conductor):
 
     def collect(self, hook: Callable[..., Any], snapshot: Any) -> None:
         """Call ``on_save_checkpoint``, and save the entries that ``on_load_checkpoint`` will read."""
-        checkpoint = self.trainer._checkpoint()
+        checkpoint = content_of(self.trainer._run, self.trainer)
         before = dict(checkpoint)
         hook(self.trainer, self.module, checkpoint)
         if "on_load_checkpoint" in self.overridden():
@@ -137,7 +139,7 @@ class LightningCallback(ForeignCallback, Conductor):
     def hand_back(self, hook: Callable[..., Any], loaded: Any) -> None:
         """Call ``on_load_checkpoint`` with the entries, then ``load_state_dict``, in the order of Lightning."""
         entries = placed(session_of(self.trainer._run), loaded.state.get("extra", {}).get(self._key, {}))
-        hook(self.trainer, self.module, put_together(self.trainer._checkpoint(), unpacked(entries)))
+        hook(self.trainer, self.module, put_together(content_of(self.trainer._run, self.trainer), unpacked(entries)))
         if self._waiting is not None:
             self._load(self._waiting)
             self._waiting = None

@@ -222,3 +222,18 @@ EVENTS: Mapping[str, Event] = {
     "teardown": Event(LightningMoments.on_stage_teardown, with_stage),
 }
 """The events by name, in the order of a run."""
+
+REMOVED: Mapping[str, str] = {
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_configure_sharded_model": "setup",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_keyboard_interrupt": "on_exception",
+}
+"""Hooks that Lightning 2 does not have, by the hook that replaces them."""

@@ -171,7 +171,7 @@ class ModuleFace:
             self.trainer._metrics.shown[name] = number
         self.trainer._metrics.put(name, number)
         if logger is not False:
-            self.trainer.logger.log_metrics({name: number})
+            self.trainer._logger.log_metrics({name: number})
 
     def log_dict(self, dictionary: Any, *values: Any, **keywords: Any) -> None:
         """Log several values; see `log`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,27 +56,41 @@ def save_checkpoint(run: Run, trainer: Any, path: str | PathLike[str], *, weight
 
 def lightning_checkpoint(run: Run, trainer: Any, *, weights_only: bool = False) -> dict[str, Any]:
     """Return what Lightning saves at this point of a run. Every rank must call this."""
-    module, session = trainer.lightning_module, session_of(run)
+    module, checkpoint = trainer.lightning_module, content_of(run, trainer, weights_only=weights_only, gather=_on_one_rank)
+    if not weights_only:
+        for one in foreign_callbacks(run, "lightning"):
+            one.callback.on_save_checkpoint(trainer, module, checkpoint)
+    module.on_save_checkpoint(checkpoint)
+    return checkpoint
+
+
+def content_of(
+    run: Run, trainer: Any, *, weights_only: bool = False, gather: Callable[[Any], Any] = lambda state: state
+) -> dict[str, Any]:
+    """Return the entries that a checkpoint of Lightning has when ``on_save_checkpoint`` is called.
+
+    Args:
+        run: The run.
+        trainer: The view that callbacks receive.
+        weights_only: Leave out callbacks, optimizers and schedulers.
+        gather: Applied to the weights and to the state of each optimizer.
+    """
     checkpoint = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": lightning_version(),
-        "state_dict": _on_one_rank(run.model.state_dict()),
+        "state_dict": gather(run.model.state_dict()),
         "loops": loops_of(run, trainer),
     }
-    callbacks = [one.callback for one in foreign_callbacks(run, "lightning")]
     if not weights_only:
+        callbacks = [one.callback for one in foreign_callbacks(run, "lightning")]
         states = {one.state_key: one.state_dict() for one in callbacks}
         checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
-        checkpoint["optimizer_states"] = [_on_one_rank(one.state_dict()) for one in run.optimizers]
+        checkpoint["optimizer_states"] = [gather(one.state_dict()) for one in run.optimizers]
         checkpoint["lr_schedulers"] = [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs]
-        if scaler := session.precision.state_dict():
+        if scaler := session_of(run).precision.state_dict():
             checkpoint["MixedPrecision"] = scaler
-    _add_hyper_parameters(checkpoint, module)
-    if not weights_only:
-        for one in callbacks:
-            one.on_save_checkpoint(trainer, module, checkpoint)
-    module.on_save_checkpoint(checkpoint)
+    _add_hyper_parameters(checkpoint, trainer.lightning_module)
     return checkpoint
 
 
@@ -87,7 +101,7 @@ def loops_of(run: Run, trainer: Any) -> dict[str, Any]:
     ended = progress.epoch > epoch  # the epoch of a native run is counted before its last hooks
     processed = moment in _END_OF_EPOCH or (ended and trainer.training)
     in_epoch = (progress.batches_per_whole_epoch or 0) if ended else progress.batch_in_epoch
-    inside = int(moment in _INSIDE_BATCH)
+    inside = int(moment in _INSIDE_BATCH and not session_of(run).cursor.at_boundary)
     accumulate = session_of(run).step.window.size
     steps = -(-in_epoch // accumulate) if ended else in_epoch // accumulate
     last = ended or in_epoch == progress.batches_per_whole_epoch

@@ -18,7 +18,7 @@ from cadenza.adapters.lightning.library import imported, library, library_of, se
 from cadenza.adapters.lightning.logger_view import LoggerView
 from cadenza.adapters.lightning.loops_view import EvaluationLoopView, FitLoopView, PredictLoopView
 from cadenza.adapters.lightning.metrics import Metrics
-from cadenza.adapters.lightning.saving import lightning_version, save_checkpoint
+from cadenza.adapters.lightning.saving import save_checkpoint
 from cadenza.adapters.lightning.setup_view import SetupView
 from cadenza.adapters.lightning.state_view import StateView
 from cadenza.adapters.lightning.strategy_view import StrategyView
@@ -153,13 +153,13 @@ class TrainerView(SetupView):
         return self._strategy
 
     @property
-    def logger(self) -> LoggerView:
-        """The records of the run."""
-        return self._logger
+    def logger(self) -> LoggerView | None:
+        """The records of the run; None without a directory, as with ``logger=False``."""
+        return None if self._run.info.directory is None else self._logger
 
     @property
     def loggers(self) -> list[LoggerView]:
-        """The logger in a list."""
+        """The records in a list, also without a directory: ``LearningRateMonitor`` and others need one."""
         return [self._logger]
 
     @property
@@ -272,23 +272,6 @@ class TrainerView(SetupView):
         if STEP_OUTPUT in names:
             return outputs[STEP_OUTPUT]
         return outputs["predictions"] if self._stage == "predict" and "predictions" in names else outputs
-
-    def _checkpoint(self, *, weights_only: bool = False) -> dict[str, Any]:
-        """Return the entries of Lightning's checkpoints."""
-        run = self._run
-        checkpoint: dict[str, Any] = {
-            "epoch": self.current_epoch,
-            "global_step": self.global_step,
-            "pytorch-lightning_version": lightning_version(),
-            "state_dict": self._strategy.lightning_module_state_dict(),
-            "loops": {},
-        }
-        if not weights_only:
-            states = {one.state_key: one.state_dict() for one in foreign(run)}
-            checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
-            checkpoint["optimizer_states"] = [one.state_dict() for one in run.optimizers]
-            checkpoint["lr_schedulers"] = [one.scheduler.state_dict() for one in self.lr_scheduler_configs]
-        return checkpoint
 
     @property
     def max_time(self) -> timedelta | None:

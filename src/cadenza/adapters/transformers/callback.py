@@ -54,6 +54,7 @@ class TransformersCallback(ForeignCallback):
         flow.members = members
         flags = {id(one): flags_of(one) for one in members}
         flow.asks = any(flags.values())
+        flow.reads = any(not named.isdisjoint(("should_evaluate", "should_save")) for named in flags.values())
         alike = [one for one in members if type(one.callback).__name__ == "DefaultFlowCallback"]  # the same on all ranks
         flow.may_differ = any(flags[id(one)].intersection(COLLECTIVE) for one in members if one not in alike)
         if present is not None:  # of another trainer's list, to which callbacks were added

@@ -47,6 +47,8 @@ class State(BaseCallback):
     def _end_epoch(self, run: Run) -> None:
         if self.flow.logs_epochs and self.flow.goes_on():
             self.flow.control.should_log = True
+        if self.flow.reads and self.flow.goes_on():
+            self.flow.show_scheduled(Callback.on_epoch_end)
 
     def _begin_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         flow = self.flow

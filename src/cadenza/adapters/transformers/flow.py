@@ -18,12 +18,14 @@ from cadenza.adapters.transformers.flags import COLLECTIVE, FLAGS, of_other_rank
 from cadenza.adapters.transformers.keywords import gradient_norm, keywords_of
 from cadenza.adapters.transformers.logs import MOST_PENDING, NO_INPUT, SPEEDS, TrainingLogs, as_logs, prefix_of
 from cadenza.adapters.transformers.saves import Saves
+from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.callbacks.evaluate import Evaluate
 from cadenza.engine.prediction import Prediction
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.step_state import StepState
 from cadenza.errors import AdapterError, nearest
 from cadenza.hooks.listener import Listener, nothing
-from cadenza.hooks.moments import Callback
+from cadenza.hooks.moments import Callback, Moment
 
 if TYPE_CHECKING:
     from cadenza.hooks.fan_out import Scene
@@ -58,6 +60,8 @@ class Flow:
         """Whether one of them may set, on some ranks alone, a flag with an effect in which all ranks take part."""
         self.logs_epochs: bool = False
         """Whether the training is logged at the end of each epoch."""
+        self.reads: bool = True
+        """Whether one of them may read the flags of evaluations and saves."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Flow, ()  # copies and pickles are new: a trainer fills them
@@ -78,9 +82,10 @@ class Flow:
         self.ended: bool = False
         self.several: bool = self.may_differ and run.driver.world_size > 1
         self.authors: dict[str, Listener] = {}
+        self.scheduled: set[str] = set()
         self.reported: set[str] = set()
         self.evaluating_since: float = 0.0
-        self._stops = self._ends_epoch = False
+        self._stops = self._ends_epoch = self._told = False
         if fresh:
             self.control = TrainerControl()
             world, here = run.driver.rank == 0, local_rank(run) == 0
@@ -165,6 +170,8 @@ class Flow:
             self.control.should_log = True
         if step >= state.max_steps:
             self.control.should_training_stop = True
+        if self.reads:
+            self.show_scheduled(Callback.on_step_end)
 
     def goes_on(self) -> bool:
         """Return whether no error and no signal ends the run."""
@@ -173,12 +180,32 @@ class Flow:
 
     # -- flags -----------------------------------------------------------------------------------------------------
 
+    def show_scheduled(self, moment: Moment) -> None:
+        """Set the flags of what native schedules do after the callbacks of this moment, as ``DefaultFlowCallback`` does."""
+        hooks, progress = self.session.hooks, self._of_run.progress
+        at_end = progress.step >= self.state.max_steps  # a run ends with a checkpoint
+        flags = {Evaluate: "should_evaluate", Checkpoint: "should_save"}
+        for listener in hooks.by_moment.get(moment, ()):
+            flag = next((flag for kind, flag in flags.items() if isinstance(hooks.callbacks[listener.owner], kind)), None)
+            if flag is None or listener.timer is None or listener.disabled or getattr(self.control, flag):
+                continue
+            if listener.timer.would_be_due(progress) or (at_end and flag == "should_save"):
+                self.scheduled.add(flag)
+                setattr(self.control, flag, True)
+        self.seen = dict(self.control.__dict__)
+
     def note_flags(self, adapter: ForeignCallback) -> None:
         """Note which callback has set a flag. Warn of an attribute that is none, and is named almost like one."""
         now, author = dict(self.control.__dict__), self._listeners[id(adapter)]
         for flag in FLAGS:
             if now[flag] and not self.seen.get(flag):
                 self.authors[flag] = author
+        if any(not now[flag] for flag in self.scheduled) and not self._told:
+            self._told = True
+            self._of_run.warn(
+                f"{author.owner} resets a flag of control at step {self.state.global_step}, where a schedule is due. "
+                "This has no effect: schedules hold. Give Evaluate or Checkpoint another every="
+            )
         for name in now.keys() - self.seen.keys():
             if meant := nearest(name, FLAGS):
                 self._of_run.warn(f"{author.owner} sets control.{name}, which has no effect.{meant}")
@@ -198,10 +225,11 @@ class Flow:
     def agree(self) -> None:
         """Set the flags that need all ranks as soon as one rank has set them. Every rank must call this."""
         if self.trained and self.session.sync.together:
-            own = [flag for flag in COLLECTIVE if getattr(self.control, flag)]
+            own = [flag for flag in COLLECTIVE if getattr(self.control, flag) and flag not in self.scheduled]
             authors = {flag: one.owner for flag, one in self.authors.items()}
             for flag, author in of_other_ranks(self.session.driver, own, authors).items():
                 setattr(self.control, flag, True)
+                self.scheduled.discard(flag)
                 self.authors[flag] = _listener_of(author)
 
     def carry_out(self) -> None:
@@ -209,18 +237,23 @@ class Flow:
         run, control = self._of_run, self.control
         if control.should_log:
             self.log_training()
-        if control.should_evaluate:
+        if control.should_evaluate and "should_evaluate" not in self.scheduled:
             self._as_author("should_evaluate", lambda: self._evaluate(run))
             control.should_evaluate = False
-        if control.should_save:
+        if control.should_save and "should_save" not in self.scheduled:
             self._as_author("should_save", lambda: run.save("control.should_save is set"))
+        self._end_early()
+        self.session.after_step(self._reset_flags)
+
+    def _end_early(self) -> None:
+        """Make a request of a flag that ends the epoch or the run."""
+        run, control = self._of_run, self.control
         if control.should_epoch_stop and not self._ends_epoch:
             self._ends_epoch = True
             self._as_author("should_epoch_stop", lambda: run.end_epoch("control.should_epoch_stop is set"))
         if control.should_training_stop and not self._stops and self.state.global_step < self._last_step:
             self._stops = True
             self._as_author("should_training_stop", lambda: run.stop("control.should_training_stop is set"))
-        self.session.after_step(self._reset_flags)
 
     def _evaluate(self, run: Run) -> None:
         if not evaluate_now(run):
@@ -232,7 +265,14 @@ class Flow:
     def _reset_flags(self) -> None:
         control = self.control
         control.should_log = control.should_evaluate = control.should_save = False
+        self.scheduled.clear()
         self.seen = dict(control.__dict__)
+
+    def _done(self, flag: str) -> None:
+        """Reset the flag of what was done, before the event that reports it."""
+        setattr(self.control, flag, False)
+        self.scheduled.discard(flag)
+        self.seen[flag] = False
 
     def _as_author(self, flag: str, act: Any) -> None:
         """Let the callback that set a flag be the author of the decisions in `act`."""
@@ -259,7 +299,7 @@ class Flow:
         if str(getattr(self.args, "include_num_input_tokens_seen", "no")) != "no":
             logs["num_input_tokens_seen"] = state.num_input_tokens_seen = self._of_run.progress.tokens
         state.log_history.append({**logs, "step": state.global_step})
-        self.control.should_log = False
+        self._done("should_log")
         self._of_run._session.hooks.fire(Events.on_logs, self._of_run, logs)
 
     def log_training(self) -> None:
@@ -306,7 +346,7 @@ class Flow:
             return
         self.reported |= evaluation.results.keys()
         self.log(metrics)
-        self.control.should_evaluate = False
+        self._done("should_evaluate")
         hooks.fire(Events.on_evaluated, run, metrics)
         if self.trained:
             note_best(self.state, self.args, metrics, prefix, run.evaluations.keys())
@@ -323,13 +363,27 @@ class Flow:
             self.state.total_flos = self.logs.flos(self.state.total_flos)
         if self.goes_on():
             self.saves.pending = self.state.global_step
-            self.session.after_step(self.saved)
+            self.session.after_step(self._after_save)
+
+    def _after_save(self) -> None:
+        """Call ``on_save``. As there, a stop that it requests holds from this step on, and its other flags have no effect.
+
+        Every rank must call this.
+        """
+        self.saved()
+        if not self.session.cursor.in_epoch:
+            self.control.should_epoch_stop = False  # this epoch is over
+        self._end_early()
+        self._reset_flags()
+        sync = self.session.sync
+        if sync.together and self.session.driver.any_rank(sync.requests.leave):
+            sync.take_requests()
 
     def saved(self) -> None:
         """Call ``on_save``, if the checkpoint is written."""
         wanted = any("on_save" in one.overridden() for one in self.members)
         if self.saves.written(getattr(self.args, "output_dir", None) if wanted else None, self.state):
-            self.control.should_save = False
+            self._done("should_save")
             self.session.hooks.fire(Events.on_saved, self._of_run)
 
     def end(self) -> None:

@@ -22,6 +22,7 @@ _MIX = "Use `torch.utils.data.ConcatDataset` with a `torch.utils.data.WeightedRa
 _ENV = "Read `torch.distributed.get_rank` and `os.environ`, which torchrun sets."
 _BACKEND = "Remove it: torch is the only backend, so every metric computes with `torch.Tensor`."
 _BAR = f"Pass `progress_bar=` to `{_HERE}.Trainer`, or use `cadenza.callbacks.Limit` and `cadenza.sinks.ProgressBar`."
+_PACKAGES = "Use `importlib.util.find_spec`, or `importlib.metadata.version`."
 _FILES = f"Read the files with `json.load` or `csv.reader`, and pass the columns to `{_HERE}.DataSet`."
 _MODEL = f"Write the model with `torch.nn`; `{_HERE}.models.torch.CNNText` is an example."
 
@@ -151,7 +152,7 @@ ABSENT: Mapping[str, Mapping[str, str]] = {
     "envs": {
         "backend need_import dump_fastnlp_backend": _TORCH,
     },
-    "envs.imports": {"backend need_import": _TORCH},
+    "envs.imports": {"backend need_import": _TORCH, "_module_available _compare_version": _PACKAGES},
     "envs.set_backend": {"*": _TORCH},
     "envs.set_env_on_import": {"*": _ENV},
     **ABSENT_OF_0_5,

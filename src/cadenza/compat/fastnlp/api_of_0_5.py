@@ -36,7 +36,9 @@ HOOKS: Mapping[str, str] = {
     "on_validate_begin(self, trainer)": "`on_evaluate_begin(self, trainer)`",
     "on_validate_end(self, trainer, results)": "`on_evaluate_end(self, trainer, results)`",
 }
-"""What became of the hooks of 0.5; the last two are those of the first versions of 1.0."""
+"""What became of the hooks of 0.5; the last two are those of alpha versions of 1.0."""
+
+_ALPHA = "on_validate_"
 
 NAMES = tuple(hook.partition("(")[0] for hook in HOOKS)
 
@@ -92,13 +94,16 @@ def refuse(callbacks: object, arguments: Iterable[str] = ()) -> None:
     """Raise one `TypeError` with what became of each hook of 0.5 in callbacks, and of each argument of its trainer."""
     listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     kinds = dict.fromkeys(type(callback) for callback in listed if isinstance(callback, ManagedCallback))
-    rows = [(f"{kind.__name__}.{hook}", HOOKS[hook]) for kind in kinds for hook in _hooks_of(kind)]
+    hooks = [(kind.__name__, hook) for kind in kinds for hook in _hooks_of(kind)]
+    rows = [(f"{kind}.{hook}", HOOKS[hook]) for kind, hook in hooks]
     rows += [(f"Trainer({name}=)", ARGUMENTS[name]) for name in arguments if name in ARGUMENTS]
     if not rows:
         return
+    alpha = len(rows) == len(hooks) and all(hook.startswith(_ALPHA) for _, hook in hooks)
+    version = "an alpha version of fastNLP 1.0; expected 1.0.1" if alpha else "fastNLP 0.5; expected that of 1.0"
     table = "\n".join(f"  {old}  ->  {new.replace('`', '')}" for old, new in rows)
     raise TypeError(
-        f"this is code for fastNLP 0.5; expected that of 1.0, which has other hooks and arguments. Write instead:\n{table}\n"
+        f"this is code for {version}, which has other hooks and arguments. Write instead:\n{table}\n"
         "See docs/guides/from-fastnlp.md."
     )
 
@@ -134,7 +139,7 @@ def is_hook(name: str, found: object) -> bool:
         return False
     function = getattr(found, "__func__", found)  # of a static method
     takes_trainer = inspect.isfunction(function) and "trainer" in signature_of(function).parameters
-    return name.startswith("on_validate_") or not takes_trainer
+    return name.startswith(_ALPHA) or not takes_trainer
 
 
 def _hooks_of(kind: type) -> Iterator[str]:

@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from cadenza.adapters.requests import evaluate_now
 from cadenza.adapters.transformers.originals import original
-from cadenza.callbacks import Evaluate
+from cadenza.callbacks import ClipGradients, Evaluate
 from cadenza.drivers import Driver, driver_of
 from cadenza.drivers.ddp import DdpDriver
 from cadenza.drivers.joining import launched
+from cadenza.engine.session import session_of
 from cadenza.errors import AdapterError
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Every
+from cadenza.optim.parameters import parameters_of
 from cadenza.run import Run
 
 
@@ -135,6 +138,37 @@ class Modes(Callback):
     def _end(self, run: Run) -> None:
         if self._evaluated == run.progress.step:
             run.model.eval()
+
+
+class ClipModelGradients(ClipGradients):
+    """Clip by the norm of all gradients of the model, as their trainer does.
+
+    A callback may unfreeze parameters that the optimizer does not have. Their gradients are part of the norm, and each update
+    drops them.
+    """
+
+    name: str | None = "ClipGradients"
+
+    def listeners(self) -> list[Listener]:
+        return [*super().listeners(), *inner([Listener(Callback.on_before_zero_grad, self._drop, asks=False)])]
+
+    def on_fit_start(self, run: Run) -> None:
+        super().on_fit_start(run)
+        held = set(map(id, parameters_of(run.optimizers)))
+        self._others = [one for one in run.model.parameters() if id(one) not in held]
+
+    def on_before_optimizer_step(self, run: Run) -> None:
+        window = session_of(run).step.window
+        if not window.complete and (gradients := [one.grad for one in self._others if one.grad is not None]):
+            torch._foreach_mul_(gradients, window.correction(run.driver.data_world_size))  # as those of the optimizer
+        super().on_before_optimizer_step(run)
+
+    def _clipped(self, run: Run) -> Iterable[Tensor]:
+        return [*super()._clipped(run), *self._others]
+
+    def _drop(self, run: Run) -> None:
+        for one in self._others:
+            one.grad = None
 
 
 class Neftune(Callback):

@@ -82,9 +82,9 @@ class SavePretrained(Callback):
         folder = _new_folder(run)
         try:
             model: Any = run.model
-            model.save_pretrained(folder, **gathered, **self.options)
+            model.save_pretrained(str(folder), **gathered, **self.options)  # a text, as their trainer gives
             if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)
+                self.processing_class.save_pretrained(str(folder))
         except OSError as error:  # as a write of the checkpoint that fails: the training goes on
             step = run.progress.step
             decide(run, "not saved", f"{self.folder} of step {step}: {error!r}", data={"step": step, "error": repr(error)})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -16,13 +18,14 @@ from cadenza.adapters.recognition import AnyCallback, adapted, listed
 from cadenza.adapters.transformers.given import Given
 from cadenza.adapters.transformers.loss import ModelLoss, base_model, count_tokens
 from cadenza.adapters.transformers.originals import original
-from cadenza.callbacks import BestWeights, Checkpoint, ClipGradients, Evaluate, LogTraining, OmitFrozen
+from cadenza.callbacks import BestWeights, Checkpoint, Evaluate, LogTraining, OmitFrozen
 from cadenza.checkpoint.keeping import Best, KeepRule
 from cadenza.compat.transformers.data import Data
 from cadenza.compat.transformers.evaluation import ComputeMetrics, Predict, check_metrics
 from cadenza.compat.transformers.fields import check_fields
 from cadenza.compat.transformers.optimization import optimizer_for, schedule_for
 from cadenza.compat.transformers.preparing import (
+    ClipModelGradients,
     EvaluateOnRequest,
     EvaluateOnStart,
     Modes,
@@ -178,7 +181,7 @@ def _updates(args: Any, limits: Limits, scheduler: LRScheduler | None, eval_data
     parts: list[Any] = []
     if args.max_grad_norm > 0 or log is not None:  # the norm is logged also if nothing is clipped, as there
         named: dict[str, Any] = {} if log is None else {"log": "train/grad_norm", "log_every": log}
-        parts.append(ClipGradients(args.max_grad_norm if args.max_grad_norm > 0 else math.inf, **named))
+        parts.append(ClipModelGradients(args.max_grad_norm if args.max_grad_norm > 0 else math.inf, **named))
     if args.neftune_noise_alpha is not None:
         parts.append(Neftune(args.neftune_noise_alpha))
     pair = _monitor(args, eval_dataset)
@@ -259,3 +262,12 @@ def _instances(callbacks: Iterable[AnyCallback | type[Any]] | None) -> list[Any]
 def _trackers(args: Any) -> list[Any]:
     """Return the callbacks of transformers for the trackers in ``report_to``."""
     return [make() for make in original("integrations.get_reporting_integration_callbacks")(args.report_to)]
+
+
+class _Module(ModuleType):
+    """This module. An import of it by its path sets ``cadenza.compat.transformers.trainer`` to it, so it is callable, too."""
+
+    __call__ = staticmethod(trainer)
+
+
+sys.modules[__name__].__class__ = _Module

@@ -195,9 +195,9 @@ class Kept(Sink):
         """Nothing is to be closed."""
 
 
-def test_the_experiment_of_the_logger_takes_the_methods_of_a_summary_writer() -> None:
+def test_the_experiment_of_the_logger_takes_the_methods_of_a_summary_writer(tmp_path: Path) -> None:
     kept = Kept()
-    _, run = pair.native_run(Drawing, batches(8), max_epochs=1, callbacks=[kept])
+    _, run = pair.native_run(Drawing, batches(8), max_epochs=1, callbacks=[kept], directory=tmp_path)
     assert run.history.names == ["train/mean", "parts/a", "parts/b", "size"]
     assert run.history["parts/b"] == [(1, 0), (2, 1)]
     kinds = [(name, type(one).__name__) for name, one in kept.media.items()]
@@ -395,6 +395,8 @@ class Resumed(Regression):
         self.log("seen", 1.0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        assert batches["total"]["completed"] == checkpoint["global_step"]
         checkpoint["seen"] = self.seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from cadenza.adapters.foreign import never_called
+from cadenza.adapters.lightning import events
 from cadenza.adapters.lightning.module import transfer
 from cadenza.adapters.lightning.module.advice import check_arguments
 from cadenza.adapters.lightning.module.attached import Attached
@@ -54,7 +56,7 @@ def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str
     prepare(attached)
     attached.configure_model()
     transfer.install(attached)
-    attached.unvalidated = "" if every is None else _half_of_an_evaluation(attached)
+    attached.doubts = [*_removed_hooks(attached), *([] if every is None else _half_of_an_evaluation(attached))]
     trainer = make(**given | _arguments(attached, callbacks, evaluating(attached, every, sanity_batches)))
     trainer._facts |= _hyperparameters(attached)
     return trainer
@@ -132,14 +134,21 @@ def _check(attached: Attached) -> None:
         )
 
 
-def _half_of_an_evaluation(attached: Attached) -> str:
+def _removed_hooks(attached: Attached) -> list[str]:
+    """Return a warning for each method that was a hook in Lightning 1."""
+    kind = type(attached.module)
+    named = [name for name in events.REMOVED if callable(getattr(kind, name, None))]
+    return [never_called(kind.__name__, name, "lightning", (), events.REMOVED) for name in named]
+
+
+def _half_of_an_evaluation(attached: Attached) -> list[str]:
     """Return a warning if a fit has no validation because its step or its loader is missing."""
     name, has_step = type(attached.module).__name__, attached.overrides("validation_step")
     if has_step and attached.loaders.val is None:
-        return f"{name} has a validation_step, but there is no validation loader: nothing is validated"
+        return [f"{name} has a validation_step, but there is no validation loader: nothing is validated"]
     if attached.loaders.val is not None and not has_step:
-        return f"there is a validation loader, but {name} has no validation_step: nothing is validated"
-    return ""
+        return [f"there is a validation loader, but {name} has no validation_step: nothing is validated"]
+    return []
 
 
 def _hyperparameters(attached: Attached) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class Attached:
         """The listeners for plateau schedules. Plans show them if there is such a schedule."""
         self.rate_setters: Sequence[SetsRates] = ()
         """The callbacks of the list that set learning rates."""
-        self.unvalidated: str = ""
-        """Why a fit does not validate, if that may be a mistake."""
+        self.doubts: list[str] = []
+        """Warnings of what may be a mistake, such as methods that nothing calls."""
         self.clip: tuple[float | None, str | None] = (None, None)
         """What ``configure_gradient_clipping`` gets: the bound of `ClipGradients`, and ``"norm"`` or ``"value"``."""
         self.left: int | None = None

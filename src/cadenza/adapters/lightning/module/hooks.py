@@ -13,6 +13,7 @@ from cadenza.adapters.lightning.conductor import Conductor
 from cadenza.adapters.lightning.module import updates
 from cadenza.adapters.lightning.module.run_trainer import attach
 from cadenza.adapters.lightning.moments import LightningMoments
+from cadenza.adapters.lightning.saving import content_of
 from cadenza.adapters.lightning.trainer_view import trainer_view
 from cadenza.engine.session import session_of
 from cadenza.engine.updating import drop_gradients
@@ -47,8 +48,8 @@ class ModuleStart(BaseCallback):
         attach(self.attached, run)
         session_of(run).module_flags.keeps_modes = True
         updates.install(self.attached, run)
-        if self.attached.unvalidated and run.is_main:
-            run.warn(self.attached.unvalidated)
+        for text in self.attached.doubts if run.is_main else ():
+            run.warn(text)
 
     def _skip_if_none(self, run: Run, outputs: Mapping[str, Any]) -> None:
         if self.attached.output is None:
@@ -129,7 +130,7 @@ class ModuleHooks(Conductor):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def _load(self, run: Run, checkpoint: object) -> None:
-        self.attached.call("on_load_checkpoint", {**trainer_view(run)._checkpoint(), **self._entries})
+        self.attached.call("on_load_checkpoint", {**content_of(run, trainer_view(run)), **self._entries})
 
     def state_dict(self) -> dict[str, Any]:
         return {"checkpoint": self._added(), "optimizer_steps": self.attached.optimizer_steps}
@@ -138,7 +139,7 @@ class ModuleHooks(Conductor):
         """Return the entries that ``on_save_checkpoint`` adds to a checkpoint."""
         if self.attached.run is None or not self.attached.overrides("on_save_checkpoint"):
             return {}
-        entries = trainer_view(self.attached.run)._checkpoint()
+        entries = content_of(self.attached.run, trainer_view(self.attached.run))
         before = dict(entries)
         self.attached.call("on_save_checkpoint", entries)
         return {name: one for name, one in entries.items() if name not in before or one is not before[name]}

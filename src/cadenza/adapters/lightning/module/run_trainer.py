@@ -84,7 +84,7 @@ class ModuleConnector(LoggerConnectorView):
     """``trainer._logger_connector``: what ``LightningModule.log`` asks and sets."""
 
     def __init__(self, trainer: TrainerView, attached: Attached) -> None:
-        super().__init__(trainer, trainer.logger)
+        super().__init__(trainer, trainer._logger)
         self._log = attached.log
 
     def should_reset_tensors(self, fx: str) -> bool:

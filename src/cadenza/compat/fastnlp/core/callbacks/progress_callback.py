@@ -322,19 +322,15 @@ def choose_progress_callback(
 ) -> ProgressCallback | None:
     """Return the callback for ``Trainer(progress_bar=...)``; ``"auto"`` is rich in a terminal or notebook, else raw.
 
-    Raises:
-        ValueError: `progress_bar` is an unknown name.
+    An unknown name shows no progress, as in fastNLP.
     """
     if progress_bar is None or isinstance(progress_bar, ProgressCallback):
         return progress_bar
     if progress_bar == "auto":
         interactive = in_notebook() or (sys.stdout is not None and sys.stdout.isatty() and find_spec("rich") is not None)
         progress_bar = "rich" if interactive else "raw"
-    if progress_bar not in KINDS:
-        raise ValueError(
-            f"progress_bar must be 'auto', 'rich', 'tqdm', 'raw', None or a ProgressCallback; got {progress_bar!r}"
-        )
-    return KINDS[progress_bar](extra_show_keys=extra_show_keys)
+    kind = KINDS.get(progress_bar)
+    return None if kind is None else kind(extra_show_keys=extra_show_keys)
 
 
 def with_progress_bar(callbacks: list[BaseCallback], kwargs: Mapping[str, Any]) -> list[BaseCallback]:

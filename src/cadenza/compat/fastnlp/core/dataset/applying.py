@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from cadenza.errors import MissingExtraError
 
@@ -17,19 +17,15 @@ class _Rows(Sized, Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-def results_of(
-    function: Callable[[Any], Any], rows: _Rows, processes: int, text: str, bar: Literal["rich", "tqdm"] | None
-) -> Iterator[Any]:
+def results_of(function: Callable[[Any], Any], rows: _Rows, processes: int, text: str, bar: str | None) -> Iterator[Any]:
     """Yield what `function` returns for each row, in their order.
 
     Raises:
-        ValueError: `bar` or `processes` is invalid.
+        ValueError: `processes` is invalid.
         TypeError: `function` is a lambda, which cannot be pickled for other processes.
     """
     if not callable(function):
         raise TypeError(f"expected a function of a row; got {function!r}")
-    if bar not in ("rich", "tqdm", None):
-        raise ValueError(f"progress_bar must be 'rich', 'tqdm' or None; got {bar!r}")
     if not isinstance(processes, int) or processes < 0:
         raise ValueError(f"num_proc must be a whole number of at least 0; got {processes!r}")
     if processes <= 1:
@@ -42,9 +38,9 @@ def results_of(
 
 
 def _shown(results: Iterable[Any], total: int, text: str, bar: str | None) -> Iterable[Any]:
-    if bar is None:
-        return results
-    return _shown_by_rich(results, total, text) if bar == "rich" else _shown_by_tqdm(results, total, text)
+    """Return the results with a progress bar. An unknown name of a bar shows none, as in fastNLP."""
+    shown = {"rich": _shown_by_rich, "tqdm": _shown_by_tqdm}.get(bar or "")
+    return results if shown is None else shown(results, total, text)
 
 
 def _shown_by_rich(results: Iterable[Any], total: int, text: str) -> Iterable[Any]:

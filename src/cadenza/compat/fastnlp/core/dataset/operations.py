@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from cadenza.compat.fastnlp.core.collators import Collator
 from cadenza.compat.fastnlp.core.dataset.applying import ApplyResultException, results_of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas
 
 Row = Mapping[str, Any]
-Bar = Literal["rich", "tqdm"] | None
+Bar = str | None
 
 
 class Operations:
