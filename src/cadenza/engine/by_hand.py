@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import proxy
 
 from torch.optim import Optimizer
 
@@ -26,7 +27,7 @@ class ByHand:
     """Does each step instead of ``train_step`` of the loop, with batches that do not come from the loader."""
 
     def __init__(self, session: Session) -> None:
-        self.session: Session = session
+        self.session: Session = proxy(session)  # which holds this
 
     def backward(self, loss: Any) -> None:
         """See `Run.backward`."""

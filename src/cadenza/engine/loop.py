@@ -35,10 +35,9 @@ def run_through(course: Iterator[Any]) -> None:
         for _ in course:
             pass
     except RuntimeError as error:
-        own = out_of_generator(error)
-        if own is error:
+        if out_of_generator(error) is error:
             raise
-        raise own from None
+        raise out_of_generator(error) from None
 
 
 def course(session: Session) -> Iterator[Any]:
@@ -72,6 +71,7 @@ def course(session: Session) -> Iterator[Any]:
             finally:
                 FITS.leave(session)
                 session.cursor.close()
+                del error  # its traceback holds this frame, and the frame the run
 
 
 def begin(session: Session) -> None:

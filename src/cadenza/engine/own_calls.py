@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
+from weakref import proxy
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -25,7 +26,7 @@ class OwnCalls:
     """
 
     def __init__(self, session: Session, name: str) -> None:
-        self._session = session
+        self._session: Session = proxy(session)
         self._update = "loop.update()" if name == "loop" else "step.update(), or the end of the step,"
         self.looks: bool = True
         """Whether it still looks: not after some updates, as a line that was left in the loop is called in each step."""

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, notes_of
 from cadenza.hooks.fan_out import Calls, Failed, Left, Scene, fan_out, profiled_fan_out
@@ -234,6 +236,8 @@ class Hooks(Callback):
     def end_profile(self) -> None:
         """Stop measuring."""
         self.profiler = None
+        for listener in chain.from_iterable(self.by_moment.values()):
+            listener.span = None  # it holds the listener
         self._make_functions(fan_out)
 
     def timed(self, name: str, owner: str = "") -> AbstractContextManager[None]:
@@ -287,17 +291,17 @@ class Hooks(Callback):
 
     def failed_in(self, moment: Moment) -> Failed:
         """Return the handler of errors at `moment`. A moment that ends a section calls all listeners, also after an error."""
-        reaches_all = moment.__name__.endswith("_end") or moment is Callback.on_exception
+        reaches_all, hooks = moment.__name__.endswith("_end") or moment is Callback.on_exception, proxy(self)
 
         def failed(
             listener: Listener, error: BaseException, run: Run, first: BaseException | None
         ) -> tuple[BaseException | None, bool]:
             owner = "the run" if listener.shared else listener.owner
             if not isinstance(error, Left):
-                first = self.failed(owner, moment.__name__, error, run, first, listener.event)
-            elif not isinstance(self.unwinding, Left):  # else it is a further evaluation, which also waits for the resume
+                first = hooks.failed(owner, moment.__name__, error, run, first, listener.event)
+            elif not isinstance(hooks.unwinding, Left):  # else it is a further evaluation, which also waits for the resume
                 error.listener = listener
-                first = self.failed(owner, moment.__name__, error, run, first, listener.event)
+                first = hooks.failed(owner, moment.__name__, error, run, first, listener.event)
             if first is not None and listener.on_error is not None:
                 listener.on_error(error)
             return first, first is not None and (not reaches_all or type(first) is Left)
@@ -328,8 +332,11 @@ class Hooks(Callback):
                 first = self.failed(owner, where, error, run, first)
             finally:
                 scene.listener = outer
-        if first is not None:
-            raise first
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # its traceback holds this frame
 
     def _disable(self, owner: str) -> None:
         for listeners in self.by_moment.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 from cadenza.hooks.counting import Counting, counting_of
 from cadenza.hooks.schedule import Schedule
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Listener:
     """A function that one moment calls, on a schedule or each time.
 
@@ -73,7 +74,10 @@ class Listener:
     """The number of times that the schedule was due in this run."""
 
     twin: Listener | None = None
-    """The other one of two listeners that share a schedule: this one at the end of steps, the twin at the end of epochs."""
+    """The other one of two listeners that share a schedule: this one at the end of steps, the twin at the end of epochs.
+
+    The twin refers to this one weakly.
+    """
 
     # -- in a run, for the dispatch ----------------------------------------------------------------
 
@@ -112,15 +116,16 @@ class Listener:
         if self.schedule is None:
             return
         timer, function, twin = self.schedule.timer(self.counting), self.function, self.twin
+        own = proxy(self)  # which holds the wrapper
 
         def call_if_due(run: Run, *values: Any) -> None:
-            if timer.due(run) and not self.disabled:
-                self.calls += 1
+            if timer.due(run) and not own.disabled:
+                own.calls += 1
                 function(run, *values)
 
         def call_once_a_step(run: Run, *values: Any) -> None:
-            if timer.due(run) and not self.disabled and twin is not None and twin.last_step != run.progress.step:
-                self.calls, self.last_step = self.calls + 1, run.progress.step
+            if timer.due(run) and not own.disabled and twin is not None and twin.last_step != run.progress.step:
+                own.calls, own.last_step = own.calls + 1, run.progress.step
                 function(run, *values)
 
         self.timer, self.call = timer, call_if_due if twin is None else call_once_a_step

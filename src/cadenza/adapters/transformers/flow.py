@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.requests import evaluate_now
@@ -69,8 +70,8 @@ class Flow:
         from transformers.trainer_callback import TrainerControl, TrainerState  # of the package of the callbacks
 
         fresh = self.run is None or not alone
-        self.run = run
-        self.session: Session = session_of(run)
+        self.run = weak = proxy(run)  # whose callbacks keep this
+        self.session: Session = proxy(session_of(run))
         self.session.adapters[KEY] = self
         self.step: StepState = self.session.step
         self.scene = self.session.hooks.scene
@@ -91,7 +92,7 @@ class Flow:
             self.logs: TrainingLogs = TrainingLogs(self.session)
             self.saves: Saves = Saves(self.session)
             self.rate: Any = None
-        self.args = arguments_of(run)
+        self.args = arguments_of(weak)
         self.keywords = keywords_of(run, alone=True)
         self.rates = run.optimizers[0].param_groups[0] if run.optimizers else {"lr": 0.0}
         self.seen: dict[str, Any] = dict(self.control.__dict__)
