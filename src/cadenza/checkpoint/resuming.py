@@ -157,6 +157,7 @@ def begin(session: Session, directory: RunDirectory | None, start: Start, facts:
     if directory is not None:
         if start.is_anew and start.left is not None:
             kept = branch_files.keep(directory.path, start.left)
+            branch_files.drop_old(directory.path)  # no checkpoint needs them, else there is no new start
         # A rollback is written only after the checkpoint has been restored.
         previous = {name: one for name in ("branch", "parent") if (one := (directory.previous or {}).get(name)) is not None}
         known = {"data": data} if not start.is_anew and (data := (directory.previous or {}).get("data")) else {}
