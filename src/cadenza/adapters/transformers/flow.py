@@ -70,7 +70,7 @@ class Flow:
         from transformers.trainer_callback import TrainerControl, TrainerState  # of the package of the callbacks
 
         fresh = self.run is None or not alone
-        self.run = weak = proxy(run)  # whose callbacks keep this
+        self.run = weak = proxy(run)  # its callbacks hold this
         self.session: Session = proxy(session_of(run))
         self.session.adapters[KEY] = self
         self.step: StepState = self.session.step
