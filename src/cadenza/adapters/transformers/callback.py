@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import proxy
 
 from torch import nn
 
@@ -51,7 +50,7 @@ class TransformersCallback(ForeignCallback):
         present = next((one for one in callbacks if isinstance(one, State)), None)
         flow = Flow() if present is None else present.flow
         for one in members:
-            one.flow = proxy(flow)  # which holds the callbacks
+            one.flow = flow
         flow.members = members
         flags = {id(one): flags_of(one) for one in members}
         flow.asks = any(flags.values())

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import proxy
 
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.requests import evaluate_now
@@ -70,8 +69,8 @@ class Flow:
         from transformers.trainer_callback import TrainerControl, TrainerState  # of the package of the callbacks
 
         fresh = self.run is None or not alone
-        self.run = weak = proxy(run)  # its callbacks hold this
-        self.session: Session = proxy(session_of(run))
+        self.run = run
+        self.session: Session = session_of(run)
         self.session.adapters[KEY] = self
         self.step: StepState = self.session.step
         self.scene = self.session.hooks.scene
@@ -92,7 +91,7 @@ class Flow:
             self.logs: TrainingLogs = TrainingLogs(self.session)
             self.saves: Saves = Saves(self.session)
             self.rate: Any = None
-        self.args = arguments_of(weak)
+        self.args = arguments_of(run)
         self.keywords = keywords_of(run, alone=True)
         self.rates = run.optimizers[0].param_groups[0] if run.optimizers else {"lr": 0.0}
         self.seen: dict[str, Any] = dict(self.control.__dict__)
