@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from cadenza.errors import DistributedError
+from cadenza.status.counting import counted
 
 CommHook = Callable[[Any, Any], Any]
 """A communication hook of DDP: called with its state and a ``GradBucket``; returns a ``torch.futures.Future[Tensor]``."""
@@ -67,7 +68,7 @@ def _check_same(parameters: list[nn.Parameter], call: int) -> None:
     differing = int((lowest != highest).sum())
     if differing:
         raise DistributedError(
-            f"the weights of the ranks differ in {differing} of {len(parameters)} parameters at call {call} of "
+            f"the weights of the ranks differ in {differing} of {counted(len(parameters), 'parameter')} at call {call} of "
             f"comm_hook, and a checkpoint holds those of rank 0 alone. {_REDUCES}"
         )
 

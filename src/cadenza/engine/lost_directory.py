@@ -6,6 +6,7 @@ import json
 
 from cadenza.engine.session import Session
 from cadenza.records.lost_rows import write_again
+from cadenza.status.counting import counted
 from cadenza.status.masking import masked
 
 NOTE = "MOVED.txt"
@@ -31,8 +32,9 @@ def make_again(session: Session) -> None:
             files.add_decision(decision.to_dict())
     text = (
         f"the directory {str(files.path)!r} was moved or deleted while its run was at {session.progress.now()}. It was made "
-        f"again, and the run goes on in it. {rows} rows of metrics.jsonl and the decisions of this process were written from "
-        "memory. Earlier checkpoints, console.log, and files that sinks hold open are in the moved directory, if there is one"
+        f"again, and the run goes on in it. {counted(rows, 'row')} of metrics.jsonl and the decisions of this process were "
+        "written from memory. Earlier checkpoints, console.log, and files that sinks hold open are in the moved directory, if "
+        "there is one"
     )
     (files.path / NOTE).write_text(f"{text[0].upper()}{text[1:]}.\n", encoding="utf-8")
     session.warn(text)

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
-from weakref import WeakMethod, proxy, ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -172,8 +172,8 @@ class Session:
         self.sync = self._new_sync()
         own = self.files.add_text if self.files is not None else self.rank_log.add if self.rank_log is not None else None
         self._keep = own or (lambda text: None)
-        own_run = proxy(self)
-        self.step.run = lambda: cast("Run", own_run.run)
+        held = ref(self)
+        self.step.run = lambda: None if (session := held()) is None else session.run
 
     def _new_sync(self) -> RankSync:
         decide = _weakly(self.decide)

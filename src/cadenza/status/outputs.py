@@ -25,8 +25,8 @@ class Outputs(dict[str, Any]):
     (tensor(0.5000), ['loss', 'predictions'])
     """
 
-    run: Callable[[], Run] | None = None
-    """Returns the run of the batch, where it has derived values."""
+    run: Callable[[], Run | None] | None = None
+    """Returns the run of the batch, where it has derived values; None once it is deleted."""
     derived: Mapping[str, Callable[[Run], Any]] = {}
     """Functions of the run by the name of the output that they compute."""
 
