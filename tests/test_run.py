@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Run, on
-from cadenza.callbacks import Evaluate
+from cadenza import Callback, Run, Trainer, attach, on
+from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, LogTraining, Profile
 from cadenza.engine.session import session_of
 from cadenza.hooks.moments import moments_of
-from cadenza.testing import Recorder, tiny_loader, tiny_run
+from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 
 
 def test_hooks_see_the_batch_and_the_parts_and_the_loss_waits_for_nobody() -> None:
@@ -281,3 +285,97 @@ def test_a_run_started_while_another_error_is_being_handled_raises_its_own_error
         with pytest.raises(KeyError, match="its own"):
             tiny_run(callbacks=[failing])
     assert not hasattr(older, "__notes__")
+
+
+class FullDisk(Callback):
+    """Fails in its first hook."""
+
+    def __init__(self, on_fault: Any = "raise") -> None:
+        self.on_fault = on_fault
+
+    def on_step_end(self, run: Run) -> None:
+        raise OSError("the disk is full")
+
+
+def fit(folder: Path, *callbacks: Any, **arguments: Any) -> Trainer:
+    trainer = tiny_trainer(callbacks=callbacks, epochs=2, **arguments)
+    with suppress(OSError):
+        trainer.fit()
+    return trainer
+
+
+def fit_with_everything(folder: Path) -> Trainer:
+    parts = Evaluate(tiny_loader()), Ema(0.9, every="1 epoch"), EarlyStopping("eval/loss", "min", patience=2), LogTraining(2)
+    return fit(folder, *parts, Checkpoint(every="4 steps"), Profile(), directory=folder)
+
+
+def step_by_step(run: Run, batch: Any) -> Tensor:
+    loss: Tensor = run.model(batch[0]).square().mean()
+    run.backward(loss)
+    run.update()
+    return loss
+
+
+def evaluate_and_predict(folder: Path) -> Trainer:
+    trainer = tiny_trainer(callbacks=[Ema()])
+    trainer.evaluate(tiny_loader())
+    trainer.predict(tiny_loader(), compute=lambda model, batch: model(batch[0]))
+    return trainer
+
+
+def loop_over_steps(folder: Path) -> Trainer:
+    trainer = tiny_trainer()
+    with suppress(OSError):
+        for step in trainer.steps():
+            for inputs, _ in step:
+                step.backward(trainer.model(inputs).sum())
+            if step.run.progress.step == 2:
+                raise OSError
+    return trainer
+
+
+def loop_of_ones_own(folder: Path) -> Trainer:
+    model = nn.Linear(1, 1)
+    with attach(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=3, progress=False) as loop:
+        while not loop.over():
+            with loop.step():
+                loop.backward(model(torch.ones(1, 1)).sum())
+                loop.update()
+    return loop.trainer
+
+
+WAYS: dict[str, Callable[[Path], Trainer]] = {
+    "a fit": fit,
+    "a fit with an error": lambda folder: fit(folder, FullDisk()),
+    "a fit with a callback that is disabled": lambda folder: fit(folder, FullDisk("disable")),
+    "a fit with many callbacks": fit_with_everything,
+    "a step_fn": lambda folder: fit(folder, step_fn=step_by_step),
+    "evaluate and predict": evaluate_and_predict,
+    "steps, left with an error": loop_over_steps,
+    "attach": loop_of_ones_own,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_model_is_free_once_its_trainer_is_deleted_without_a_garbage_collection(
+    way: Callable[[Path], Trainer], tmp_path: Path
+) -> None:
+    way(tmp_path / "first")  # modules that torch imports late hold the frames of their import
+    gc.collect()
+    gc.disable()
+    try:
+        models = [weakref.ref(way(tmp_path / str(number)).model) for number in range(3)]
+        alive = [model for model in models if model() is not None]
+    finally:
+        gc.enable()
+    assert not alive
+
+
+def test_a_run_holds_what_it_shows_after_its_trainer_is_deleted() -> None:
+    gc.collect()
+    run = tiny_run(callbacks=[Evaluate(tiny_loader()), EarlyStopping("eval/loss", "min", patience=2)], epochs=2)
+    gc.collect()
+    assert [step for step, _ in run.history["eval/loss"]] == [5, 10]
+    assert "0 of 2 evaluations without gain" in run.why_not("stopped").reasons[2]
+    assert run.model(torch.ones(1, 1)).shape == (1, 1)
+    assert session_of(run).run is run

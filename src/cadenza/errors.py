@@ -153,6 +153,14 @@ def out_of_generator(error: BaseException) -> BaseException:
     return cause if type(error) is RuntimeError and isinstance(cause, StopIteration) else error
 
 
+def drop_tracebacks(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of those before it: their frames keep all variables of the run in memory."""
+    error.__traceback__ = None
+    for before in (error.__cause__, error.__context__):
+        if before is not None and before.__traceback__ is not None:
+            drop_tracebacks(before)
+
+
 def add_note(error: BaseException, text: str) -> None:
     """Add a note to an error. Do nothing if its class refuses notes: a note must not replace the error."""
     with suppress(Exception):

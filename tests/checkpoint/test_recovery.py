@@ -182,6 +182,14 @@ def test_rows_without_a_run_json_are_kept_in_a_copy(tmp_path: Path) -> None:
     assert (rows(tmp_path), rows(tmp_path, "metrics.branch-0.jsonl")) == ([1, 2], [1])
 
 
+def test_starts_that_end_before_they_can_save_leave_the_copies_of_the_last_three(tmp_path: Path) -> None:
+    for _ in range(6):
+        killed(tmp_path, 1, resume="auto")
+    kept = {f"{name}.branch-{number}.jsonl" for number in (2, 3, 4) for name in ("metrics", "decisions")}
+    assert {one.name for one in tmp_path.glob("*.branch-*")} <= kept
+    assert rows(tmp_path, "metrics.branch-4.jsonl") == rows(tmp_path) == [1]
+
+
 # -- rolling back -------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # annotations are strings, which torch accepts in no hook of its own
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -38,6 +41,7 @@ from cadenza.callbacks import (
 )
 from cadenza.drivers import DdpDriver, Driver, FsdpDriver, TensorParallel
 from cadenza.engine.session import session_of
+from cadenza.errors import DistributedError
 from cadenza.hooks.dispatch import hooks_of
 from tests.distributed.drivers import ddp, fsdp, single
 from tests.distributed.parts import Batch, InOrder, adamw, judged, loader, squared_error, trainer, weighted, weights_of, whole
@@ -351,6 +355,39 @@ def test_three_ranks_resume_to_the_same_bits_with_layers_of_different_sizes(tmp_
         assert torch.equal(uncut, resumed)
 
 
+def of_this_rank(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    reduced: torch.futures.Future[Tensor] = torch.futures.Future()
+    reduced.set_result(bucket.buffer())
+    return reduced
+
+
+def test_a_hook_after_which_the_ranks_have_different_weights_is_an_error() -> None:
+    def message() -> str:
+        with pytest.raises(DistributedError, match=r"weights of the ranks differ in 4 of 4 parameters at call 2 of comm_hook"):
+            weights_with(comm_hook=of_this_rank)
+        return "raised"
+
+    assert on_ranks(message) == ["raised", "raised"]
+
+
+def test_an_optimizer_that_averages_the_weights_of_the_ranks_trains() -> None:
+    def averaged() -> tuple[Tensor, Tensor]:
+        def local(parameters: Any) -> Any:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the module of torch uses torch.jit.script, which is deprecated
+                from torch.distributed.optim import PostLocalSGDOptimizer
+            return PostLocalSGDOptimizer(torch.optim.SGD(parameters, 0.1), PeriodicModelAverager(period=2))
+
+        one = trainer(driver=ddp(), optimizer=local)
+        one.fit()
+        plain = trainer(driver=ddp(), optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
+        plain.fit()
+        return weights_of(one), weights_of(plain)
+
+    for weights, plain in on_ranks(averaged):
+        assert torch.allclose(weights, plain)
+
+
 def test_a_hook_stays_when_parameters_are_frozen_in_the_run() -> None:
     def calls_of() -> tuple[int, int]:
         calls = Calls()
@@ -378,6 +415,8 @@ def test_buffers_of_each_rank_are_its_own_in_training_if_they_are_not_broadcast(
 
 WRONG_OPTIONS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "comm_hook must be a function hook(state, bucket), or a pair (state, hook); got 'bf16'": (DdpDriver, {"comm_hook": "bf16"}),
+    "comm_hook=post_localSGD_hook does not reduce": (DdpDriver, {"comm_hook": (None, post_localSGD_hook)}),
+    "comm_hook=noop_hook does not reduce": (DdpDriver, {"comm_hook": debugging_hooks.noop_hook}),
     "process_group must be a group of torch.distributed, or None; got 'nccl'": (DdpDriver, {"process_group": "nccl"}),
     "bucket_cap_mb must be greater than 0 MiB; got -1": (DdpDriver, {"bucket_cap_mb": -1}),
     "bucket_cap_mb must be a number of MiB greater than 0; got '25'": (DdpDriver, {"bucket_cap_mb": "25"}),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 
 import cadenza
 from cadenza import Callback, Run, on
-from cadenza.callbacks import Evaluate, LogTraining
+from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.errors import DirectoryError
 from cadenza.records import read_decisions, read_records, reading
 from cadenza.records.directory import RunDirectory
@@ -158,6 +160,44 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_anything_happens(
         tiny_run(directory=tmp_path / inner, callbacks=[note])
     assert happened == []
     assert isinstance(refused.value, OSError)
+
+
+def _moved(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+
+
+def _replaced(path: Path) -> None:
+    _moved(path)
+    shutil.copytree(path.with_name("moved"), path, symlinks=True)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("leave", [_moved, _replaced, shutil.rmtree])
+def test_a_directory_that_is_moved_or_deleted_during_the_run_is_made_again_with_all_rows(
+    leave: Callable[[Path], Any], saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "runs" / "run"
+    monkeypatch.setattr("cadenza.records.directory._LOOKS_S", 1e9 if saves else 0.0)  # the next save, or the next record
+    there: list[bool] = []
+    parts = [
+        on(Callback.on_step_end, at=4)(lambda run: leave(path)),
+        on(Callback.on_epoch_start, at=2)(lambda run: there.append((path / "MOVED.txt").exists())),
+        LogTraining("1 step"),
+        *([Checkpoint(every="5 steps", background=False)] if saves else []),
+    ]
+    run = tiny_run(epochs=3, directory=path, callbacks=parts)
+    assert there == [True]
+    assert [record.step for record in read_records(path / "metrics.jsonl")] == [*range(1, 16)]
+    assert [one.what for one in read_decisions(path / "decisions.jsonl")] == [one.what for one in run.decisions]
+    assert json.loads((path / "run.json").read_text())["outcome"]["kind"] == "finished"
+    assert "was moved or deleted while its run was at" in (path / "MOVED.txt").read_text()
+    assert sum("was moved or deleted" in one for one in caplog.messages) == 1
+    if saves:
+        again = tiny_trainer(epochs=4, directory=path, callbacks=parts[2:]).fit("auto")
+        assert len(again.history["train/loss"]) == 20
+    shutil.rmtree(path)
+    run.print("after the end")
+    assert not path.exists()
 
 
 def test_a_run_that_is_over_stays_over_until_a_checkpoint_is_restored(tmp_path: Path) -> None:

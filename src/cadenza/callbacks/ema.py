@@ -55,7 +55,7 @@ class Ema(Averaging, Compared):
         check_real("decay", decay)
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
-        super().__init__(name, self._weight_of_new_at, use_at_end=use_at_end)
+        super().__init__(name, use_at_end=use_at_end)
         self.decay: float = decay
         self.every: Schedule = Schedule.parse(every)
         self.rampup: int = (
@@ -65,5 +65,5 @@ class Ema(Averaging, Compared):
     def listeners(self) -> list[Listener]:
         return [*super().listeners(), periodic(self.every, self.update)]
 
-    def _weight_of_new_at(self, updates: int) -> float:
+    def weight_of_new(self, updates: int) -> float:
         return 1 - (min(self.decay, (1 + updates) / (self.rampup + updates)) if self.rampup else self.decay)

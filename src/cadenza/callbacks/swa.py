@@ -72,7 +72,7 @@ class Swa(Averaging, Compared):
         name: str = "swa",
         use_at_end: bool = True,
     ) -> None:
-        super().__init__(name, lambda updates: 1 / (updates + 1), use_at_end=use_at_end)
+        super().__init__(name, use_at_end=use_at_end)
         self.start: float | At = _checked_start(start)
         self.every: Schedule = Schedule.parse(every)
         if lr is not None and not lr > 0:
@@ -151,6 +151,9 @@ class Swa(Averaging, Compared):
     def _begun(self, run: Run) -> bool:
         assert self._first is not None, "on_fit_start comes first"
         return self._first.reached(run.progress)
+
+    def weight_of_new(self, updates: int) -> float:
+        return 1 / (updates + 1)
 
     def _average(self, run: Run) -> None:
         if self._begun(run):

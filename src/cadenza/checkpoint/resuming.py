@@ -6,8 +6,10 @@ import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any
+from weakref import proxy
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.finding import find, is_name
@@ -16,7 +18,7 @@ from cadenza.checkpoint.starting import Start, at_newest, at_path, ended_in
 from cadenza.checkpoint.store import Branch, Loaded
 from cadenza.checkpoint.store.link_names import LAST
 from cadenza.drivers import Driver
-from cadenza.engine import rank_checks
+from cadenza.engine import lost_directory, rank_checks
 from cadenza.engine.plan_changes import plan_changes
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError
@@ -191,9 +193,11 @@ def begin(session: Session, directory: RunDirectory | None, start: Start, facts:
     if directory is not None:
         if start.is_anew and start.left is not None:
             kept = branch_files.keep(directory.path, start.left)
+            branch_files.drop_old(directory.path)  # no checkpoint needs them, else there is no new start
         # A rollback is written only after the checkpoint has been restored.
         previous = {name: one for name in ("branch", "parent") if (one := (directory.previous or {}).get(name)) is not None}
         known = {"data": data} if not start.is_anew and (data := (directory.previous or {}).get("data")) else {}
+        directory.when_gone = partial(lost_directory.make_again, proxy(session))
         directory.begin({**facts, **known, **start.facts(), **(previous if start.rolls_back else {})})
         if start.is_anew:
             directory.cut({}, step=-1)

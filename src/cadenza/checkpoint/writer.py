@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import proxy
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.attempts import Attempts, Save
@@ -33,7 +34,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, session: Session, store: Store, *, weights_only: bool = False) -> None:
-        self.session: Session = session
+        self.session: Session = proxy(session)  # which holds this
         self.store: Store = store
         self.weights_only: bool = weights_only
         self.retention: Retention = Retention(store)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from inspect import signature
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,12 +13,10 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.drivers.checking import check_above_zero, check_switches
+from cadenza.drivers.comm_hooks import CommHook, state_and_hook
 from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.materializing import materialize
 from cadenza.drivers.nothing import backward_of_nothing, leaves_of, sparse_in
-
-CommHook = Callable[[Any, Any], Any]
-"""A communication hook of DDP: called with its state and a ``GradBucket``; returns a ``torch.futures.Future[Tensor]``."""
 
 
 class DdpDriver(GroupDriver):
@@ -39,7 +36,8 @@ class DdpDriver(GroupDriver):
             the training. False: they are copied before an evaluation, and by a resume.
         comm_hook: How gradients are reduced: a function ``hook(state, bucket)``, for which `state` is None, or a pair ``(state,
             hook)``; see ``torch.distributed.algorithms.ddp_comm_hooks``. It does not reduce the gradients of a ``step_fn``.
-            No checkpoint holds its state, so a run with PowerSGD does not resume bit-identically.
+            No checkpoint holds its state, so a run with PowerSGD does not resume bit-identically. It must reduce each gradient
+            over all ranks: hooks of local SGD are refused, and weights that differ between ranks are an error.
         process_group: The group of all ranks in which gradients are reduced. None: the default group.
         share_data: Split each loader over the ranks, unless it has a distributed sampler. False: the loaders return
             different shards on each rank, as streams must.
@@ -48,8 +46,8 @@ class DdpDriver(GroupDriver):
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
         TypeError: An argument has a wrong type, such as a `comm_hook` that is no function and no pair.
-        ValueError: `process_group` has not all ranks, or a number is not above 0. When a run starts: a model on the CPU has
-            SyncBatchNorm layers.
+        ValueError: `process_group` has not all ranks, `comm_hook` is one of local SGD, or a number is not above 0. When a run
+            starts: a model on the CPU has SyncBatchNorm layers.
 
     >>> import torch.distributed as dist
     >>> from cadenza.testing import tiny_run
@@ -85,7 +83,7 @@ class DdpDriver(GroupDriver):
         super().__init__(device, share_data=share_data, timeout_s=timeout_s)
         self.find_unused_parameters = find_unused_parameters
         self.adds_nothing: bool = not static_graph  # which reduces at the end of the first backward pass of the loss
-        self._broadcast_buffers, self._comm_hook = broadcast_buffers, _state_and_hook(comm_hook)
+        self._broadcast_buffers, self._comm_hook = broadcast_buffers, state_and_hook(comm_hook)
         self._given = {
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -175,18 +173,3 @@ class _Steady(DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return parameters[::-1], sparse[::-1]
-
-
-def _state_and_hook(given: Any) -> tuple[object, CommHook] | None:
-    if given is None:
-        return None
-    state, hook = given if isinstance(given, tuple) and len(given) == 2 else (None, given)
-    if not callable(hook):
-        raise TypeError(f"comm_hook must be a function hook(state, bucket), or a pair (state, hook); got {given!r}")
-
-    @wraps(hook, assigned=["__name__"], updated=())  # torch rejects annotations that are strings, as in many files
-    def called(state, bucket):  # type: ignore[no-untyped-def]
-        return hook(state, bucket)
-
-    del called.__wrapped__
-    return state, called

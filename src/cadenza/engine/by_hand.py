@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class ByHand:
     """The variable with the verbs."""
 
     def __init__(self, session: Session) -> None:
-        self.session: Session = session
+        self.session: Session = proxy(session)  # which holds this
         self.own_calls: OwnCalls = OwnCalls(session, self.name)
 
     def begin(self, ending: ExitStack) -> None:

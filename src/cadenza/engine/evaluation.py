@@ -91,9 +91,12 @@ def alone(act: Callable[[Session, Evaluation], T], session: Session, evaluation:
             raise  # inside a fit, which takes it
         except BaseException as raised:
             error = session.driver.first_error(raised)
-            if error is raised:
-                raise
-            raise error from raised
+            try:
+                if error is raised:
+                    raise
+                raise error from raised
+            finally:
+                del error  # its traceback holds this frame, and the frame the session
 
 
 @contextmanager

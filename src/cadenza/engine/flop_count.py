@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class FlopCount:
     """
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self._session: Session = proxy(session)  # which holds the callback that counts
         self.total: int = 0
         """The operations counted so far."""
         self._own: tuple[Any, Any] | None = None

@@ -35,10 +35,9 @@ def run_through(course: Iterator[Any]) -> None:
         for _ in course:
             pass
     except RuntimeError as error:
-        own = out_of_generator(error)
-        if own is error:
+        if out_of_generator(error) is error:
             raise
-        raise own from None
+        raise out_of_generator(error) from None
 
 
 def course(session: Session) -> Iterator[Any]:
@@ -72,6 +71,7 @@ def course(session: Session) -> Iterator[Any]:
             finally:
                 FITS.leave(session)
                 session.cursor.close()
+                del error  # its traceback holds this frame, and the frame the run
 
 
 def begin(session: Session) -> None:
@@ -79,6 +79,7 @@ def begin(session: Session) -> None:
     session.by_hand = session.by_hand or ByHand(session)
     accumulating.begin(session)
     data_points.begin(session)
+    session.hooks.measure(session.progress)
     session.module_flags.begin(session.driver, session.model, session.decide)
     session.hooks.on_fit_start(session.run)
     session.extra_parameters.check_devices(session.run)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import NamedTuple
+from weakref import proxy
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -48,7 +49,8 @@ class OwnCalls:
     """
 
     def __init__(self, session: Session, name: str) -> None:
-        self._session, self._name = session, name
+        self._session: Session = proxy(session)
+        self._name = name
         self._update = "step.update(), or the end of the step," if name == "step" else f"{name}.update()"
         self.outside: bool = False
         """Whether an optimizer has stepped between two steps of the run, since this was set to False."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from cadenza.engine.step_state import Cursor, Restored, StepState
 from cadenza.engine.token_count import TokenCount
 from cadenza.engine.why_not import why_not
 from cadenza.engine.window import AccumulationWindow
+from cadenza.errors import drop_tracebacks
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault
 from cadenza.loading import Consumed, ResumableLoader, resumable
@@ -53,6 +55,8 @@ from cadenza.status.run_info import RunInfo, working_directory
 from cadenza.status.state import State
 from cadenza.status.waiting import WhyNot
 
+P = ParamSpec("P")
+T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("cadenza")
 
 
@@ -64,12 +68,15 @@ def session_of(run: Run) -> Session:
     return cast("Session", run._session)
 
 
-@dataclass(kw_only=True, eq=False, slots=True)
+@dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
 class Session:
     """The parts of a run, what it knows of itself, and the small objects in which the engine keeps where it is.
 
     Of those each has one writer: `cursor` and `step` the loop, `metrics` logging, `sync` the exchange between ranks, `restored`
     the resume. All others call their methods.
+
+    A `Run` holds its session. The session and its parts refer to the run and to each other's methods weakly, so the model and
+    its tensors are free as soon as the last reference to the run goes, without a garbage collection.
     """
 
     model: nn.Module
@@ -105,8 +112,6 @@ class Session:
     show: Callable[[Run], str] = repr
     """Returns what notebooks show of the run."""
 
-    run: Run = field(init=False)
-    """What hooks receive."""
     device: torch.device = field(init=False)
     is_main: bool = field(init=False)
     cursor: Cursor = field(init=False)
@@ -145,6 +150,7 @@ class Session:
     """Whether the notes of the start suggest arguments of the native trainer. The trainer of an adapter has other arguments."""
     _keep: Callable[[str], object] = field(init=False)
     change: Callable[[Any], Any] | None = field(default=None, init=False)  # of each training batch, set in on_setup
+    _run: Callable[[], Run | None] = field(default=lambda: None, init=False)
     _after_step: list[Closer] = field(default_factory=list, init=False)
     _after_next_step: list[Closer] = field(default_factory=list, init=False)
     _closers: list[Closer] = field(default_factory=list, init=False)
@@ -160,25 +166,40 @@ class Session:
         window = partial(AccumulationWindow, self.accumulate, reduce, by_hand=self.own_loop and driver.reduces)
         self.cursor, self.step, self.restored = Cursor(), StepState(window, self.optimizers), Restored()
         may_overflow = self.precision.name == "fp16"
-        losses = LossCheck(self.step, progress, driver, self.decide, self.warn, may_overflow=may_overflow)
-        self.metrics = MetricLog(self.hooks, losses, self.files if self.is_main else None, self.decide)
+        decide = _weakly(self.decide)
+        losses = LossCheck(self.step, progress, driver, decide, _weakly(self.warn), may_overflow=may_overflow)
+        self.metrics = MetricLog(self.hooks, losses, self.files if self.is_main else None, decide)
         self.sync = self._new_sync()
         own = self.files.add_text if self.files is not None else self.rank_log.add if self.rank_log is not None else None
         self._keep = own or (lambda text: None)
-        self.run = self.step.run = Run(self)
+        held = ref(self)
+        self.step.run = lambda: None if (session := held()) is None else session.run
 
     def _new_sync(self) -> RankSync:
+        decide = _weakly(self.decide)
         tokens = TokenCount(self.tokens, self.progress.max_tokens)
         if not self.driver.reduces:
-            return RankSync(self.progress, self.cursor, self.step, self.decide, tokens)
+            return RankSync(self.progress, self.cursor, self.step, decide, tokens)
         return SharedSync(
-            *(self.driver, self.model, self.hooks, self.progress, self.cursor, self.step, self.metrics.buffer, self.decide),
+            *(self.driver, self.model, self.hooks, self.progress, self.cursor, self.step, self.metrics.buffer, decide),
             stepped=() if self.step_fn is None or self.own_loop else self.optimizers,
             own_loop=self.own_loop,
             tokens=tokens,
         )
 
     # -- what it knows of itself -------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """What hooks receive."""
+        run = self._run()
+        if run is None:
+            self.run = run = Run(self)
+        return run
+
+    @run.setter
+    def run(self, run: Run) -> None:
+        self._run = ref(run)
 
     @property
     def module(self) -> nn.Module:
@@ -339,6 +360,7 @@ class Session:
         what = "failed" if fault.retried else "disabled"
         self.decide(what, f"{fault.moment} raised {data['error']}", who=fault.callback, data=data)
         self.warn(f"{fault}\n{''.join(traceback.format_exception(fault.error))}".rstrip())
+        drop_tracebacks(fault.error)
 
     # -- for the loop ------------------------------------------------------------------------------
 
@@ -397,3 +419,13 @@ class Session:
         self.hooks.carry_out(chain((settle, settle), closers, (settle, self.metrics.close)), self.run)
         for block in self.blocks.open:
             self.warn(f"the run ended while saves were blocked by {block}. Leave the context of run.block_saves() before")
+
+
+def _weakly(method: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that calls a method and does not keep its object alive."""
+    held = WeakMethod(method)
+
+    def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+        return cast("Callable[P, T]", held())(*arguments, **keywords)
+
+    return call

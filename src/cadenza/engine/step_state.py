@@ -89,7 +89,7 @@ class StepState:
         """Whether the progress of the run counts the current batch."""
         self.outputs: Outputs = Outputs()
         """The outputs of the current batch: the same object until the next batch starts."""
-        self.run: Run | None = None
+        self.run: Callable[[], Run | None] | None = None
         self.derived: dict[str, Callable[[Run], Any]] = {}
         """Functions of the run by the name of the output that they compute; see `Derive`."""
         self.skipping: bool = False

@@ -105,7 +105,7 @@ def _described(session: Session, left: Listener, due: list[list[Any]]) -> dict[s
     """Return the state of the moment for the checkpoint: the hook that evaluates, the hooks due after it, and their input."""
     hooks, group = session.hooks, session.step.last_window
     later = _from(hooks, left)[1:]
-    is_due = [one for one in later if one.trigger is not None and one.trigger.is_due and not one.trigger.functions]
+    is_due = [one for one in later if hooks.is_due(one)]
     keys = {tuple(key) for key in due} | {_key(hooks, one) for one in is_due}
     described = {
         "moment": left.moment.__name__,

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, notes_of
 from cadenza.hooks.fan_out import Calls, Failed, Left, Scene, fan_out, profiled_fan_out
@@ -160,18 +162,23 @@ class Hooks(Callback):
         key = (listener.moments, id(listener) if alone else schedule)
         return self.triggers.setdefault(key, Trigger(schedule, listener.moments, listener.counting))
 
+    def is_due(self, listener: Listener) -> bool:
+        """Return whether the firing under way calls a listener with a schedule; not for functions, which each call asks."""
+        calls = self._calls[listener.moment]
+        return listener.trigger is not None and not listener.trigger.functions and listener in calls.listeners
+
     def select_anew(self) -> None:
         """Ask all schedules at the next firing of their moments: the counters may have another value than was sure."""
         for calls in self._calls.values():
             calls.select_anew()
 
     def measure(self, at: Progress) -> None:
-        """Ask schedules anew at the end of an epoch, which may come early; also if the run has another length now."""
+        """Ask schedules anew: at the end of an epoch, which may come early, and with which the length of the run may change."""
         self.select_anew()
-        if at.lengths != self._lengths:
+        if at.lengths != (before := self._lengths):
             self._lengths = at.lengths
-            for trigger in self.triggers.values():
-                trigger.ask_anew()
+            for trigger in self.triggers.values() if before else ():
+                trigger.change_length(at)
 
     def next_call(self, at: Progress, *, asking: bool) -> float:
         """Return the number of complete steps at the next call of a listener that concerns all ranks; infinite if none.
@@ -236,6 +243,8 @@ class Hooks(Callback):
     def end_profile(self) -> None:
         """Stop measuring."""
         self.profiler = None
+        for listener in chain.from_iterable(self.by_moment.values()):
+            listener.span = None  # it holds the listener
         self._make_functions(fan_out)
 
     def timed(self, name: str, owner: str = "") -> AbstractContextManager[None]:
@@ -289,17 +298,17 @@ class Hooks(Callback):
 
     def failed_in(self, moment: Moment) -> Failed:
         """Return the handler of errors at `moment`. A moment that ends a section calls all listeners, also after an error."""
-        reaches_all = moment.__name__.endswith("_end") or moment is Callback.on_exception
+        reaches_all, hooks = moment.__name__.endswith("_end") or moment is Callback.on_exception, proxy(self)
 
         def failed(
             listener: Listener, error: BaseException, run: Run, first: BaseException | None
         ) -> tuple[BaseException | None, bool]:
             owner = "the run" if listener.shared else listener.owner
             if not isinstance(error, Left):
-                first = self.failed(owner, moment.__name__, error, run, first, listener.event)
-            elif not isinstance(self.unwinding, Left):  # else it is a further evaluation, which also waits for the resume
+                first = hooks.failed(owner, moment.__name__, error, run, first, listener.event)
+            elif not isinstance(hooks.unwinding, Left):  # else it is a further evaluation, which also waits for the resume
                 error.listener = listener
-                first = self.failed(owner, moment.__name__, error, run, first, listener.event)
+                first = hooks.failed(owner, moment.__name__, error, run, first, listener.event)
             if first is not None and listener.on_error is not None:
                 listener.on_error(error)
             return first, first is not None and (not reaches_all or type(first) is Left)
@@ -330,8 +339,11 @@ class Hooks(Callback):
                 first = self.failed(owner, where, error, run, first)
             finally:
                 scene.listener = outer
-        if first is not None:
-            raise first
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # its traceback holds this frame
 
     def _disable(self, owner: str) -> None:
         for listeners in self.by_moment.values():

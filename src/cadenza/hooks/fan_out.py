@@ -136,10 +136,11 @@ def _no_value(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]
                     first, over = failed(listener, error, run, first)
                     if over:
                         break
+            if first is not None:
+                raise first
         finally:
             scene.listener = outer
-        if first is not None:
-            raise first
+            del first  # its traceback holds this frame, and the frame the run
 
     return fire
 
@@ -156,10 +157,11 @@ def _one_value(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None
                     first, over = failed(listener, error, run, first)
                     if over:
                         break
+            if first is not None:
+                raise first
         finally:
             scene.listener = outer
-        if first is not None:
-            raise first
+            del first  # its traceback holds this frame, and the frame the run
 
     return fire
 
@@ -176,10 +178,11 @@ def _two_values(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., Non
                     first, over = failed(listener, error, run, first)
                     if over:
                         break
+            if first is not None:
+                raise first
         finally:
             scene.listener = outer
-        if first is not None:
-            raise first
+            del first  # its traceback holds this frame, and the frame the run
 
     return fire
 
@@ -196,10 +199,11 @@ def _values(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]:
                     first, over = failed(listener, error, run, first)
                     if over:
                         break
+            if first is not None:
+                raise first
         finally:
             scene.listener = outer
-        if first is not None:
-            raise first
+            del first  # its traceback holds this frame, and the frame the run
 
     return fire
 
@@ -243,8 +247,11 @@ def profiled_fan_out(
             scene.listener, profiler.current = outer, interrupted
         if profiler.tracing and calls.listeners:
             profiler.add_event("moment", name, began, now)
-        if first is not None:
-            raise first
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first
 
     if calls.until != math.inf:
         fire = scheduled(fire, calls)

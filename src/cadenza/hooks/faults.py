@@ -35,7 +35,7 @@ class Fault:
     moment: str
     """The name of the moment, such as ``on_step_end``."""
     error: Exception
-    """The error, with its traceback."""
+    """The error. Its traceback is in the warning and in ``console.log``: frames would keep the model in memory."""
     at: Counters
     """The counters at the time of the error."""
     retried: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 from cadenza.hooks.counting import Counting, counting_of
 from cadenza.hooks.schedule import Schedule
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Listener:
     """A function that one moment calls, on a schedule or each time.
 
@@ -73,7 +74,10 @@ class Listener:
     """The number of its calls, if each of them asks a function of the user first; else None."""
 
     twin: Listener | None = None
-    """The other one of two listeners that share a schedule: this one at the end of steps, the twin at the end of epochs."""
+    """The other one of two listeners that share a schedule: this one at the end of steps, the twin at the end of epochs.
+
+    The twin refers to this one weakly.
+    """
 
     # -- in a run, for the dispatch ----------------------------------------------------------------
 
@@ -112,10 +116,11 @@ class Listener:
     def follow(self, trigger: Trigger) -> None:
         """Call the function when a trigger is due. If that has a function of the user, it is asked by the call."""
         function, self.trigger = self.function, trigger
+        own = proxy(self)  # which holds the wrapper
 
         def call_if_due(run: Run, *values: Any) -> None:
-            if trigger.due(run) and not self.disabled:
-                self.calls = (self.calls or 0) + 1
+            if trigger.due(run) and not own.disabled:
+                own.calls += 1
                 function(run, *values)
 
         if trigger.functions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from weakref import proxy
 
 from cadenza.errors import MomentError, ScheduleError
 from cadenza.hooks.counting import counting_of
@@ -75,7 +76,7 @@ def periodic(every: Interval, function: Callable[[Run], object], note: str = "",
         return Listener(Callback.on_epoch_end, function, schedule, note, asks)
     listener = Listener(Callback.on_step_end, function, schedule, note, asks)
     if any(one.only_epochs for one in schedule.leaves()):
-        listener.twin = Listener(Callback.on_epoch_end, function, schedule, note, asks, twin=listener)
+        listener.twin = Listener(Callback.on_epoch_end, function, schedule, note, asks, twin=proxy(listener))
     return listener
 
 

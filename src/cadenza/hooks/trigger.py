@@ -48,8 +48,6 @@ class Trigger:
         """The functions of the user in the schedule, as they are asked."""
         self.times_due: int = 0
         """How often it was due in this run."""
-        self.is_due: bool = False
-        """The answer at the last firing."""
         self.restart()
 
     def restart(self, before: Reading | None = None, last_step: int = -1, *, owed: bool = False) -> None:
@@ -57,10 +55,15 @@ class Trigger:
         self.before: Reading | None = before
         self.last_step: int = last_step  # in which it was due, if it has two moments
         self.owed: bool = owed  # it is due at the next firing, by what came before a checkpoint
-        self.ask_anew()
+        self._ask_anew()
 
-    def ask_anew(self) -> None:
-        """Ask at the next firing: the run has another length now."""
+    def change_length(self, at: Progress) -> None:
+        """Ask at the next firing: the run has another length now. Parts of an epoch that ended early are not due any more."""
+        if self.before is not None and self.before.counts["epoch"] < at.epoch:
+            self.before = self.before._replace(in_epoch=1, batches=1)
+        self._ask_anew()
+
+    def _ask_anew(self) -> None:
         self._of: tuple[str, int] | None = None if "%" in self._units else STEPS
         self._take(False, Bound("step", -1))
 
@@ -73,9 +76,8 @@ class Trigger:
     def due(self, run: Run) -> bool:
         """Return whether its listeners are called now. The first of them asks this at each firing of the moment."""
         if self._counter(run.progress) < self._until:
-            self.is_due = due = self._answer
-            self.times_due += due
-            return due
+            self.times_due += self._answer
+            return self._answer
         return self._ask(run)
 
     def _ask(self, run: Run) -> bool:
@@ -90,14 +92,13 @@ class Trigger:
         ask = partial(self._ask_function, run) if self.functions else no_answer
         now = Reading(counts, self.on, progress, progress.batch_in_epoch, progress.batches_per_epoch or 0, self._of, True, ask)
         due = self.schedule.due(now, before) or self.owed
-        self.before, self.owed = now, False
+        self.before, self.owed = now._replace(ask=no_answer) if self.functions else now, False
         answer, bound = self.schedule.steady(now)
         if len(self.moments) > 1:
             due = due and self.last_step != progress.step
             self.last_step = progress.step if due else self.last_step
             bound = NOW if answer else bound
         self._take(answer, bound)
-        self.is_due = due
         self.times_due += due
         return due
 

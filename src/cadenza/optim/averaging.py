@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -25,8 +25,6 @@ from cadenza.status.decisions import decide
 if TYPE_CHECKING:
     from cadenza.run import Run
 
-WeightOfNew = Callable[[int], float]
-"""Of the number of earlier updates, from 1: the weight of the new values in the next average."""
 _INSIDE = "module."  # torch's prefix for the names of the model's tensors
 
 
@@ -39,16 +37,14 @@ class Average(AveragedModel):
 
     Args:
         model: The model to copy, on its device.
-        weight_of_new: See `WeightOfNew`. The first update copies the parameters.
     """
 
     n_averaged: torch.Tensor
 
-    def __init__(self, model: nn.Module, weight_of_new: WeightOfNew) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(nn.Module())
         sharded = any(map(is_sharded, model.parameters()))  # torch cannot copy such a module; its named tensors suffice
         self.module: nn.Module = _mirror(model, {}) if sharded else deepcopy(model, _computed_in(model))
-        self.weight_of_new = weight_of_new
         self.requires_grad_(False)
         for parameter in self.module.parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
@@ -64,8 +60,8 @@ class Average(AveragedModel):
         return self._updates
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        """Add the weights of `model` to the average."""
+    def update_parameters(self, model: nn.Module, weight_of_new: float = 1.0) -> None:
+        """Add the weights of `model` to the average. The first update copies them; later ones have this weight."""
         if self._pairs is None or self._pairs[0] is not model:
             self._pairs = (model, _Pairs(self.module, model))
         pairs = self._pairs[1]
@@ -73,7 +69,7 @@ class Average(AveragedModel):
         if updates and pairs.averaged:
             pairing = zip(pairs.averaged, pairs.current, strict=True)
             current = [new if new.dtype is old.dtype else new.to(old.dtype) for old, new in pairing]  # `to` costs 1 us
-            torch._foreach_lerp_(pairs.averaged, current, self.weight_of_new(updates))
+            torch._foreach_lerp_(pairs.averaged, current, weight_of_new)
         else:
             _copy(pairs.averaged, pairs.current)
         pairs.fit_buffers()
@@ -111,25 +107,27 @@ class Averaging(Callback):
 
     Args:
         weights: The name of the averaged weights, as in ``Evaluate(weights=...)``.
-        weight_of_new: See `WeightOfNew`.
         use_at_end: End with the averaged weights in the model, unless an error or a signal ended the run.
     """
 
     asks = False
 
-    def __init__(self, weights: str, weight_of_new: WeightOfNew, *, use_at_end: bool) -> None:
+    def __init__(self, weights: str, *, use_at_end: bool) -> None:
         kind = type(self).__name__
         if not isinstance(weights, str) or not weights:
             raise ValueError(f"{kind}: name must be a text such as {kind.lower()!r}; got {weights!r}")
         self.name: str = kind if weights == kind.lower() else f"{kind}({weights})"
         self.weights: str = weights
         self.use_at_end: bool = use_at_end
-        self._weight_of_new = weight_of_new
         self.average: Average | None = None
         """The averaged model of the current run, or of the last one."""
 
+    def weight_of_new(self, updates: int) -> float:
+        """Return the weight of the new values in the next average, after so many updates."""
+        raise NotImplementedError
+
     def on_setup(self, run: Run) -> None:
-        self.average = Average(run.model, self._weight_of_new)
+        self.average = Average(run.model)
         holders_in(hooks_of(run))  # raises now if two have one name
 
     def on_fit_start(self, run: Run) -> None:
@@ -139,7 +137,8 @@ class Averaging(Callback):
 
     def update(self, run: Run) -> None:
         """Add the present weights of the model to the average. Every rank must call this."""
-        self._of_run().update_parameters(run.model)
+        average = self._of_run()
+        average.update_parameters(run.model, self.weight_of_new(average.updates))
 
     @contextmanager
     def in_place(self, run: Run) -> Iterator[None]:
@@ -159,7 +158,7 @@ class Averaging(Callback):
         self._of_run().put_into(run.model)
 
     def put_in_place_again(self, run: Run, state: Mapping[str, Any]) -> None:
-        self.average = Average(run.model, self._weight_of_new)
+        self.average = Average(run.model)
         self.load_state_dict(state)
         if self.use_at_end and self.average.updates:
             self.average.put_into(run.model)

@@ -108,7 +108,8 @@ def step(run, batch):
 
 def described(optimizer: Optimizer) -> dict[str, Any]:
     """Return the name of an optimizer and its plain settings."""
-    plain = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool | int | float | str | tuple)}
+    defaults = getattr(optimizer, "defaults", {})  # a wrapper may have none, such as torch's PostLocalSGDOptimizer
+    plain = {name: value for name, value in defaults.items() if isinstance(value, bool | int | float | str | tuple)}
     return {"name": type(optimizer).__name__, **plain}
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from cadenza.files.disk import replacing
 from cadenza.records import media_folder
 
+KEPT = 3
+"""How many copies are kept of starts that saved nothing to continue from."""
 ROWS = ("metrics.jsonl", "decisions.jsonl", "fingerprints.jsonl")
 
 
@@ -32,6 +34,19 @@ def keep(directory: Path, branch: int) -> list[str]:
         media_folder.copy(directory / media_folder.FOLDER, copy)
         kept.append(copy.name)
     return kept
+
+
+def drop_old(directory: Path) -> None:
+    """Delete the copies of all branches but the newest `KEPT`."""
+    copies: dict[int, list[Path]] = {}
+    for name in (*map(Path, ROWS), Path(media_folder.FOLDER)):
+        for path in directory.glob(f"{name.stem}.branch-*{name.suffix}"):
+            number = path.name.removeprefix(f"{name.stem}.branch-").removesuffix(name.suffix)
+            if number.isdecimal():
+                copies.setdefault(int(number), []).append(path)
+    for branch in sorted(copies)[:-KEPT]:
+        for path in copies[branch]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def has_rows(directory: Path) -> bool:

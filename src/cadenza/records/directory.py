@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 
 from cadenza.errors import DirectoryError
 from cadenza.files.disk import flush, read_object, replacing
-from cadenza.files.locking import HOLDER, LOCK, FolderLock, HeldError
+from cadenza.files.locking import HOLDER, LOCK, FolderLock, HeldError, is_held
 from cadenza.records import media_folder
 from cadenza.records.branch_files import ROWS, cut
 from cadenza.records.fingerprints import FILE as FINGERPRINTS
@@ -37,6 +37,7 @@ from cadenza.version import __version__
 logger: logging.Logger = logging.getLogger("cadenza")
 OVER = ("finished", "stopped")
 """The outcomes after which a run has nothing left to do."""
+_LOOKS_S = 30.0  # between two looks at whether the directory is at its path
 _KINDS = {"id": str, "branch": dict, "outcome": dict, "progress": dict, "continued": list, "started": str, "ended": str}
 _COMMIT = "# branch.oid "  # of git status; "(initial)" follows in a repository without commits
 
@@ -87,6 +88,9 @@ class RunDirectory(RecordedRun):
         except BaseException:
             self._lock.release()
             raise
+        self.when_gone: Callable[[], object] = _do_nothing
+        """Called during the run if the directory is not at its path: it was moved or deleted."""
+        self._inode, self._looked_at = _inode(path), time.monotonic()
         self._info: dict[str, Any] = {}
         self._records = GatheredLog(path / "metrics.jsonl")
         self._logs = {name: Log(path / name) for name in (*ROWS, "console.log")} | {"metrics.jsonl": self._records}
@@ -132,6 +136,7 @@ class RunDirectory(RecordedRun):
 
     def note(self, info: Mapping[str, Any]) -> None:
         """Add entries to ``run.json``, or replace them."""
+        self.look()
         self._info |= info
         self._write_info()
 
@@ -148,6 +153,7 @@ class RunDirectory(RecordedRun):
 
     def release(self) -> None:
         """Release the directory for other processes."""
+        self.when_gone = _do_nothing
         try:
             self.flush_records()
         finally:
@@ -155,6 +161,7 @@ class RunDirectory(RecordedRun):
 
     def offsets(self) -> dict[str, int]:
         """Write the records that wait. Return the length in bytes of the files that records and decisions are appended to."""
+        self.look()
         self.flush_records()
         sizes = {name: (self.path / name).stat().st_size for name in ROWS if (self.path / name).exists()}
         return {name: size + len(self._logs[name].waiting) for name, size in sizes.items()}
@@ -182,6 +189,7 @@ class RunDirectory(RecordedRun):
     def add_record(self, record: Record) -> None:
         """Append a line to ``metrics.jsonl``: within a second, see `GatheredLog`."""
         self._records.gather(record.to_json)
+        self._look_sometimes()
 
     def flush_records(self) -> None:
         """Write the records that wait. May be called from any thread."""
@@ -195,6 +203,7 @@ class RunDirectory(RecordedRun):
     def add_decision(self, decision: Mapping[str, Any]) -> None:
         """Append a line to ``decisions.jsonl``."""
         self._logs["decisions.jsonl"].add(json.dumps(masked(decision)))
+        self._look_sometimes()
 
     def add_fingerprint(self, row: Mapping[str, Any]) -> None:
         """Append a line to ``fingerprints.jsonl``."""
@@ -204,9 +213,44 @@ class RunDirectory(RecordedRun):
         """Append a text that the user has seen to ``console.log``."""
         self._logs["console.log"].add(masked_text(text))
 
+    def look(self) -> None:
+        """Call `when_gone` if the directory was moved or deleted."""
+        self._looked_at = time.monotonic()
+        if self._is_gone():
+            self.when_gone()
+
+    def _is_gone(self) -> bool:
+        try:
+            return _inode(self.path) != self._inode and not is_held(self.path)  # some file systems change inodes
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # the disk does not answer now
+            return False
+
+    def _look_sometimes(self) -> None:
+        if time.monotonic() - self._looked_at > _LOOKS_S:
+            self.look()
+
+    def make_again(self) -> None:
+        """Make the directory at its path again, and write ``run.json`` and later lines there.
+
+        Raises:
+            OSError: The directory cannot be made, or another run holds it.
+        """
+        self.flush_records()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock.release()
+        self._lock, self._inode = _locked(self.path), _inode(self.path)
+        for log in self._logs.values():
+            log.reopen()
+        self._write_info()
+
     def _write_info(self) -> None:
         with replacing(self.path / "run.json") as beside:  # a reader sees a whole file at any time
             beside.write_text(json.dumps(masked(self._info), indent=2) + "\n", encoding="utf-8")
+
+
+def _do_nothing() -> None: ...
 
 
 def check_new(path: Path) -> None:
@@ -217,6 +261,11 @@ def check_new(path: Path) -> None:
     """
     _check_free(path, resume=False)
     _check_writable(path)
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    facts = path.stat()
+    return facts.st_dev, facts.st_ino
 
 
 def _check_free(path: Path, resume: bool) -> dict[str, Any] | None:

@@ -54,12 +54,16 @@ class Log:
         if self._ended:  # run.print after the fit
             self.end()
 
-    def end(self) -> None:
-        """Close the file, now and after each later line."""
-        self._ended = True
+    def reopen(self) -> None:
+        """Close the file. The next line opens the file that is at the path then."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def end(self) -> None:
+        """Close the file, now and after each later line."""
+        self._ended = True
+        self.reopen()
 
 
 class GatheredLog(Log):
@@ -99,6 +103,10 @@ class GatheredLog(Log):
             lines = [f"{self._lines.popleft()()}\n" for _ in range(len(self._lines))]
             if lines or self.waiting:
                 self._write("".join(lines))
+
+    def reopen(self) -> None:
+        with self._writing:
+            super().reopen()
 
     def end(self) -> None:
         thread = self._thread

@@ -25,8 +25,8 @@ class Outputs(dict[str, Any]):
     (tensor(0.5000), ['loss', 'predictions'])
     """
 
-    run: Run | None = None
-    """The run of the batch, where it has derived values."""
+    run: Callable[[], Run | None] | None = None
+    """Returns the run of the batch, where it has derived values; None once it is deleted."""
     derived: Mapping[str, Callable[[Run], Any]] = {}
     """Functions of the run by the name of the output that they compute."""
 
@@ -54,10 +54,11 @@ class Outputs(dict[str, Any]):
         if name not in self.derived:
             known = [*self, *self.derived]
             raise OutputError(f"the batch has no output {name!r}; it has {known}.{nearest(name, known)}")
-        if self.run is None or self.run.outputs is not self:
+        run = None if self.run is None else self.run()
+        if run is None or run.outputs is not self:
             raise OutputError(f"{name!r} was not read while its batch was there, and the batch is gone. Read it in a hook.")
         with torch.no_grad():
-            self[name] = value = self.derived[name](self.run)
+            self[name] = value = self.derived[name](run)
         return value
 
     def __contains__(self, name: object) -> bool:

@@ -194,8 +194,8 @@ class Progress:
 
     @property
     def lengths(self) -> tuple[int | None, ...]:
-        """All on which parts of an epoch and of the run depend."""
-        return self._max_epochs, self._max_steps, self._max_tokens, self._batches_per_epoch, self._batches_per_whole_epoch
+        """The limits, and the batches of a whole epoch."""
+        return self._max_epochs, self._max_steps, self._max_tokens, self._batches_per_whole_epoch
 
     @property
     def most_batches(self) -> int:

@@ -163,7 +163,7 @@ class _Playing(Trainer):
 
     def _new_session(self, **arguments: Any) -> Session:
         session = super()._new_session(**arguments)
-        session.run = session.step.run = _RecordedRun(session)
+        self._run = session.run = _RecordedRun(session)
         session.advises = False
         session.arguments = dict(self.recorded_arguments)
         return session

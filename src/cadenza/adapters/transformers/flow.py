@@ -187,9 +187,9 @@ class Flow:
         flags = {Evaluate: "should_evaluate", Checkpoint: "should_save"}
         for listener in hooks.by_moment.get(moment, ()):
             flag = next((flag for kind, flag in flags.items() if isinstance(hooks.callbacks[listener.owner], kind)), None)
-            if flag is None or listener.timer is None or listener.disabled or getattr(self.control, flag):
+            if flag is None or listener.trigger is None or listener.disabled or getattr(self.control, flag):
                 continue
-            if listener.timer.would_be_due(progress) or (at_end and flag == "should_save"):
+            if hooks.is_due(listener) or (at_end and flag == "should_save"):
                 self.scheduled.add(flag)
                 setattr(self.control, flag, True)
         self.seen = dict(self.control.__dict__)

@@ -184,13 +184,10 @@ class ModelEma(Average):
     def __init__(self, model: nn.Module, decay: float = 0.9999, **_: Any) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1; got {decay!r}")
-        super().__init__(model, self._weight_of_new)
+        super().__init__(model)
         self.decay = decay
         """The weight of the old average in the next update. A subclass may change it."""
         self.update_parameters(model)
-
-    def _weight_of_new(self, updates: int) -> float:
-        return 1.0 - self.decay
 
     def update_fn(self, ema_model_weights: Tensor, updated_model_weights: Tensor) -> Tensor:
         """Return the next average of a tensor. An override gets each tensor of the state dict."""
@@ -199,7 +196,7 @@ class ModelEma(Average):
     def update(self, model: nn.Module) -> None:
         """Add the current weights of `model` to the average."""
         if type(self).update_fn is ModelEma.update_fn:
-            self.update_parameters(model)
+            self.update_parameters(model, 1.0 - self.decay)
         else:
             self._update(model, self.update_fn)
 
