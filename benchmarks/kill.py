@@ -151,7 +151,7 @@ def killed(job: Job, directory: Path, number: signal.Signals, run_s: float, dice
         if place == "save":
             wait_for_save(directory, dice.randint(1, 4), child)
         else:
-            time.sleep(dice.uniform(0, 0.7 * run_s))
+            time.sleep(dice.uniform(0, 0.4 * run_s))
         kill(directory, child, number, dice)
     return exit_status(child), place
 
@@ -169,7 +169,7 @@ def one_run(job: Job, folder: Path, signals: list[str], dice: random.Random, tal
     tally.runs += 1
     tally.kinds[job.kind] += 1
     sent = set[str]()
-    for _ in range(min(left, dice.randint(2, 6))):
+    for _ in range(min(left, dice.randint(4, 12))):
         number = signal.Signals[dice.choice(signals)]
         status, place = killed(job, directory, number, run_s, dice)
         if status == 0:  # it was done before the signal came
@@ -198,7 +198,8 @@ def one_run(job: Job, folder: Path, signals: list[str], dice: random.Random, tal
 def difference(whole: Path, killed: Path, *, names: bool = False) -> str | None:
     """Return the first difference of two runs that ended, with `names` also in the steps kept; None if there is none."""
     kept = (("steps kept", _steps_kept),) if names else ()
-    for name, read in (("checkpoint", _last_checkpoint), ("metrics.jsonl", _records), *kept):
+    parts = (("checkpoint", _last_checkpoint), ("metrics.jsonl", _records), ("outcome", _outcome), *kept)
+    for name, read in parts:
         if found := first_difference(read(whole), read(killed), name):
             return found
     if (killed / "final").exists():
@@ -209,7 +210,8 @@ def difference(whole: Path, killed: Path, *, names: bool = False) -> str | None:
 def _last_checkpoint(directory: Path) -> dict[str, Any]:
     store = Store(directory / "checkpoints")
     newest, _ = store.latest()
-    assert newest is not None, f"{directory} ended with a checkpoint"
+    if newest is None:  # stopped before the first one
+        return {}
     loaded = store.read(newest)
     state = {name: part for name, part in loaded.state.items() if name not in NOT_COMPARED}
     saves = [state["callbacks"].pop(name) for name in sorted(state["callbacks"]) if name.startswith("Checkpoint")]
@@ -223,12 +225,18 @@ def _last_checkpoint(directory: Path) -> dict[str, Any]:
     return {"model": loaded.model, "state": state, "best": values}
 
 
+def _outcome(directory: Path) -> str:
+    kind: str = json.loads((directory / "run.json").read_text())["outcome"]["kind"]
+    return kind
+
+
 def _steps_kept(directory: Path) -> list[int]:
     return sorted(one.step for one in Store(directory / "checkpoints").saved())
 
 
 def _records(directory: Path) -> list[dict[str, Any]]:
-    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    path = directory / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []  # a run may stop before its first record
     return [_without_clocks(json.loads(line)) for line in lines]
 
 
@@ -271,6 +279,7 @@ def main() -> int:
             if arguments.keep is not None and len(tally.faults) > before:
                 shutil.copytree(folder, arguments.keep / f"job-{number}-{tally.runs}")
             shutil.rmtree(folder, ignore_errors=True)
+            print(f"{tally.kills.total()} kills in {tally.runs} jobs, {tally.exact} equal", file=sys.stderr, flush=True)
     print(f"kills: {tally.kills.total()} ({_listed(tally.kills)}); at: {_listed(tally.places)}")
     print(f"jobs: {tally.runs} ({_listed(tally.kinds)})")
     print(f"equal: {tally.exact}, unequal or not ended: {tally.runs - tally.exact}")

@@ -85,7 +85,7 @@ def built(dice: random.Random, common: dict[str, Any], loader: Iterable[Any], *c
 QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
 
 
-def points(dice: random.Random, count: int = 48) -> DataLoader[Any]:
+def points(dice: random.Random, count: int = 28) -> DataLoader[Any]:
     """Return shuffled batches of noisy points, with 0 or 2 workers."""
     return DataLoader(Points(count), SIZE, shuffle=True, num_workers=dice.choice((0, 0, 0, 2)))
 
@@ -107,8 +107,8 @@ class Spoiled(Points):
 
 def spoiled(dice: random.Random) -> DataLoader[Any]:
     """Return batches of points of which one or two break the loss."""
-    factors = {dice.randrange(60): math.nan, dice.randrange(60): dice.choice((math.nan, math.inf))}
-    return DataLoader(Spoiled(60, factors), SIZE, shuffle=True, num_workers=dice.choice((0, 0, 2)))
+    factors = {dice.randrange(40): math.nan, dice.randrange(40): dice.choice((math.nan, math.inf))}
+    return DataLoader(Spoiled(40, factors), SIZE, shuffle=True, num_workers=dice.choice((0, 0, 2)))
 
 
 def recover(dice: random.Random, common: dict[str, Any]) -> Run:
@@ -141,7 +141,7 @@ def mixture(dice: random.Random, common: dict[str, Any]) -> Run:
     listed = list(zip(*(part.split(SIZE) for part in Points(20).clean()), strict=True))
     inner = one(dice.choice(("cycle", "weighted", "sequential")), {"tensors": tensors, "list": listed})
     loader = one(dice.choice(("zip", "cycle", "weighted", "sequential")), {"points": points(dice), "inner": inner})
-    arguments = {"max_steps": dice.randint(25, 40), "accumulate": dice.choice((1, 2))}
+    arguments = {"max_steps": dice.randint(16, 26), "accumulate": dice.choice((1, 2))}
     return built(dice, common, loader, compute_loss=mean_loss, **arguments).fit(resume="auto")
 
 
@@ -166,14 +166,14 @@ def word_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def tokens(dice: random.Random, common: dict[str, Any]) -> Run:
     """Count tokens, in batches that become longer and steps that become larger."""
-    loader = DataLoader(Texts(48), SIZE, shuffle=True, num_workers=dice.choice((0, 2)))
+    loader = DataLoader(Texts(28), SIZE, shuffle=True, num_workers=dice.choice((0, 2)))
     model = nn.Sequential(nn.Embedding(WORDS, 8), nn.Dropout(0.2), nn.Linear(8, WORDS))
     arguments: dict[str, Any] = {
         "tokens": lambda batch: batch["input_ids"].numel(),
-        "max_tokens": dice.randint(900, 1400),
-        "accumulate": {0: 1, f"{dice.randint(50, 200)} tokens": 2, "40%": 3},
+        "max_tokens": dice.randint(500, 800),
+        "accumulate": {0: 1, f"{dice.randint(50, 150)} tokens": 2, "40%": 3},
     }
-    lengths = SequenceLength({0: 4, f"{dice.randint(100, 300)} tokens": 8, "70%": 12}, ("input_ids", "labels"))
+    lengths = SequenceLength({0: 4, f"{dice.randint(80, 200)} tokens": 8, "70%": 12}, ("input_ids", "labels"))
     return built(dice, common, loader, lengths, model=model, compute_loss=word_loss, **arguments).fit(resume="auto")
 
 
@@ -189,7 +189,7 @@ class Shards(IterableDataset[Any]):
         return torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
     def read_shard(self, shard: int, start: int) -> Iterator[Any]:
-        for number in range(start, 6):
+        for number in range(start, 4):
             yield torch.full((WIDTH,), shard / 8) + 0.1 * torch.rand(WIDTH), torch.tensor(number % CLASSES)
 
     def __iter__(self) -> Iterator[Any]:
@@ -205,7 +205,7 @@ def shards(dice: random.Random, common: dict[str, Any]) -> Run:
 
 def hugging_face_stream(dice: random.Random, common: dict[str, Any]) -> Run:
     """Read a stream of `datasets`, with a buffer or without."""
-    inputs, labels = Points(48).clean()
+    inputs, labels = Points(28).clean()
     stream = datasets.Dataset.from_dict({"x": inputs.tolist(), "y": labels.tolist()}).to_iterable_dataset(num_shards=4)
     buffered = dice.random() < 0.5
     stream = stream.shuffle(seed=common["seed"], buffer_size=10) if buffered else stream
@@ -219,7 +219,7 @@ def hugging_face_stream(dice: random.Random, common: dict[str, Any]) -> Run:
 
 def stateful_loader(dice: random.Random, common: dict[str, Any]) -> Run:
     """Read torchdata's loader."""
-    samples = list(zip(*Points(48).clean(), strict=True))
+    samples = list(zip(*Points(28).clean(), strict=True))
     loader = StatefulDataLoader(samples, SIZE, shuffle=True, num_workers=dice.choice((0, 2)))  # type: ignore[var-annotated]
     return built(dice, common, loader, max_epochs=3).fit(resume="auto")
 
@@ -329,7 +329,7 @@ def training_arguments(dice: random.Random, common: dict[str, Any]) -> Run:
         seed=common["seed"],
     )
     model = GPT2LMHeadModel(config)
-    return trainer_of_arguments(model, arguments, Texts(48), Texts(8), callbacks=among([], dice)).fit(resume="auto")
+    return trainer_of_arguments(model, arguments, Texts(28), Texts(8), callbacks=among([], dice)).fit(resume="auto")
 
 
 # -- loops of one's own --------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def attached(dice: random.Random, common: dict[str, Any]) -> Run:
     optimizer, buffer, explore = torch.optim.Adam(values.parameters(), 0.01), Buffer(), random.Random(common["seed"])
     saves = Checkpoint(dice.choice(("3 steps", "7 steps")))
     callbacks = among([LogTraining("4 steps", throughput=False), saves], dice)
-    with attach(values, optimizer, resume="auto", max_steps=40, callbacks=callbacks, **common, **QUIET) as loop:
+    with attach(values, optimizer, resume="auto", max_steps=28, callbacks=callbacks, **common, **QUIET) as loop:
         for name, held in (("target", target), ("buffer", buffer), ("explore", explore)):
             loop.keep(name, held)
         while not loop.over():

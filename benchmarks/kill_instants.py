@@ -51,7 +51,7 @@ class Instant:
         counts = json.loads(_counts_of(directory).read_text())
         moments = sorted(counts.keys() & {one.__name__ for one in MOMENTS})
         place = dice.choice(["start", "training", "prune", "end", dice.choice(moments)])
-        reached = counts.get(place, 1) * dice.random()  # the later process may have less to do
+        reached = counts.get(place, 1) * dice.random() ** 2  # the later process may have less to do
         return Instant(place, dice.randint(1, 1 + int(reached)), signal)
 
 

@@ -185,6 +185,9 @@ CHECKED_BY = {
         "it never returns to the abandoned branch": "a_rollback_holds_before_the_new_branch_has_saved_anything",
         "It drops no row of `metrics.jsonl` without a copy": "rows_without_a_run_json_are_kept_in_a_copy",
         "never executes content of a checkpoint": NO_PICKLE,
+        "Results do not depend on the number of loader workers": (
+            "weights_do_not_depend_on_workers_logging_or_how_often_one_evaluates"
+        ),
     },
     "docs/repeat-a-step.md": {
         "are those of the run, to the bit": REPEATED,
