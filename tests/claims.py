@@ -10,6 +10,7 @@ NO_PICKLE = "a_pickle_in_any_file_is_refused_and_never_runs"
 CAPSULE = "the_step_is_repeated_to_the_bit_and_the_run_goes_on_as_without_a_capsule"
 NO_LOGIN = "without_an_account_or_a_server_a_tracker_asks_nothing_in_a_terminal_and_the_run_goes_on"
 NO_WAIT = "the_steps_do_not_wait_for_a_slow_one"
+NO_CALL = "a_callback_that_overrides_nothing_has_no_listener_and_adds_no_call"
 NO_GUESS = "a_mode_is_never_guessed"
 RANKS = "on_as_many_ranks_it_continues_to_the_same_bits_inside_an_epoch"
 LAYOUTS = "checkpoints_go_between_all_layouts_bit_exactly"
@@ -94,11 +95,14 @@ CHECKED_BY = {
         "NaN is never better": "case_22_equal_is_not_better_and_nan_and_none_never_are",
     },
     "docs/guides/from-huggingface.md": {
+        "a callback without events costs nothing": NO_CALL,
         "It appears with its checkpoint, whole or not at all": (
             "a_killed_process_leaves_whole_checkpoints_and_the_next_one_cleans_up"
         ),
     },
+    "docs/guides/from-keras.md": {"An event that a callback does not override costs nothing": NO_CALL},
     "docs/guides/from-lightning.md": {
+        "A callback that overrides no hook costs nothing": NO_CALL,
         "those of `lightning.Trainer`, bit for bit on one CPU": "the_optimizers_of_every_form_train_as_in_lightning",
         "Neither executes pickled code": "hostile_code_is_not_executed",
         "restores the loader, the random generators and all callbacks to the same bits": (

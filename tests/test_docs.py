@@ -141,7 +141,7 @@ def test_each_claim_about_behaviour_stands_in_the_page_and_has_a_test(page: str,
 PROMISING = [page for page in PAGES if page.parent.name != "decisions" and page.name != "performance.md"]
 ABSOLUTE = re.compile(
     r"\b(never|always|any instant|no row|exactly|bit-(identical|equal|exact)\w*|bit for bit|same bits|to the bit"
-    r"|(whole|complete) or not|executes (nothing|only|content|pickled))\b",
+    r"|(whole|complete) or not|executes (nothing|only|content|pickled)|(costs?|pays?) nothing)\b",
     re.IGNORECASE,
 )
 
