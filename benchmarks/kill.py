@@ -215,6 +215,7 @@ def _last_checkpoint(directory: Path) -> dict[str, Any]:
     loaded = store.read(newest)
     state = {name: part for name, part in loaded.state.items() if name not in NOT_COMPARED}
     saves = [state["callbacks"].pop(name) for name in sorted(state["callbacks"]) if name.startswith("Checkpoint")]
+    state["callbacks"].get("Recover", {}).pop("plan", None)  # it may have gone back to a checkpoint that a signal wrote
     state["rows"].pop("times")
     state["history"] = _without_clocks(state["history"])
     if not state["progress"]["batch_in_epoch"]:
