@@ -1,17 +1,20 @@
 """Kill trainings at random instants, start them again, and compare each with the same training left alone.
 
-    python benchmarks/kill.py [--kills 500] [--seed 0]
+    python benchmarks/kill.py [--jobs mixed] [--kills 500] [--seed 0]
 
-The trainings are drawn at random; `kill_jobs.py` says from what. The signals are SIGKILL, SIGTERM and SIGINT, mixed. Half of
-the kills come at a random moment, half while a checkpoint is being written. Only kills that land after training began count.
-Compared are the last checkpoint (weights, optimizers, schedules, averages, RNG states, history), ``metrics.jsonl``, and the
-weights with which the process ended. Needs a system that can fork.
+The trainings are drawn at random; `kill_jobs.py` (mixed) and `kill_features.py` (features) say from what. The signals are
+SIGKILL, SIGTERM and SIGINT, mixed. A quarter of the kills come at a random time of the training, a quarter while a checkpoint
+is being written, and half at an instant of `kill_instants.py`: an operation on the files of the run at its start, in its
+steps, in a prune or at its end, or inside a hook. Compared are the last checkpoint (weights, optimizers, schedules, averages,
+RNG states, history), ``metrics.jsonl``, and the weights with which the process ended; after SIGKILL alone also the steps of
+the checkpoints that were kept. Needs a system that can fork.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib
 import json
 import os
 import random
@@ -24,17 +27,30 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from kill_jobs import Job, began_of
+from kill_instants import Instant, began_of, watch
 
+from cadenza import Run
 from cadenza.checkpoint.store import Store
 from cadenza.status.plain import first_difference
 
+JOBS = {"mixed": ("kill_jobs", "Job"), "features": ("kill_features", "FeatureJob")}
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
 STARTUP_S, RUN_S = 60.0, 120.0
 NOT_COMPARED = ("offsets", "environment")  # decisions say when the run was continued; threads are those of the process
+
+
+class Job(Protocol):
+    """A training."""
+
+    @property
+    def kind(self) -> str:
+        """Its kind, which is counted."""
+
+    def fit(self, directory: Path) -> Run:
+        """Train, or continue the training, in this process."""
 
 
 @dataclass
@@ -42,17 +58,17 @@ class Tally:
     """What was seen."""
 
     kills: Counter[str] = field(default_factory=Counter)
-    in_a_save: int = 0
+    places: Counter[str] = field(default_factory=Counter)
     runs: int = 0
     exact: int = 0
     unreadable: int = 0
     failed: int = 0
-    loaders: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
 
-def start(job: Job, directory: Path) -> int:
-    """Start the training in a child; return its process id."""
+def start(job: Job, directory: Path, instant: Instant | None = None) -> int:
+    """Start the training in a child, which is killed at the instant; return its process id."""
     began_of(directory).unlink(missing_ok=True)
     if child := os.fork():
         return child
@@ -62,9 +78,11 @@ def start(job: Job, directory: Path) -> int:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
-        trainer, run = job.fit(directory)
+        watching = watch(directory, instant)
+        run = job.fit(directory)
+        watching.write(watching.counts)
         if run.progress.step > run.progress.origin.step:  # else the run was over, and there is nothing to do
-            torch.save(dict(trainer.model.state_dict()), directory / "final.new")
+            torch.save(dict(run.model.state_dict()), directory / "final.new")
             (directory / "final.new").replace(directory / "final")
         code = 0
     except SystemExit as leaving:
@@ -113,26 +131,29 @@ def exit_status(child: int, limit_s: float = RUN_S) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def kill(directory: Path, child: int, number: signal.Signals, dice: random.Random, tally: Tally) -> bool:
-    """Send a signal to a child that trains; return False if it ended otherwise than the signal asks."""
+def kill(directory: Path, child: int, number: signal.Signals, dice: random.Random) -> None:
+    """Send a signal to a child that trains, and in a third of the cases SIGKILL after it."""
     os.kill(child, number)
-    tally.in_a_save += any((directory / "checkpoints").glob(".tmp-*"))
     if number != signal.SIGKILL and dice.random() < 0.3:  # the scheduler has no patience
         time.sleep(dice.uniform(0, 0.05))
         if not ended(child):
             os.kill(child, signal.SIGKILL)
-    status = exit_status(child)
-    if status == 0:  # it was done before the signal came
-        return True
-    tally.kills[number.name] += 1
-    if status not in (128 + number, -number, -signal.SIGKILL):
-        tally.faults.append(f"{number.name}: status {status}\n  {_last_lines(directory)}")
-        tally.failed += 1
-        return False
-    _, skipped = Store(directory / "checkpoints").latest()
-    tally.unreadable += sum("middle of a step" not in reason for reason in skipped)
-    tally.faults += skipped
-    return True
+
+
+def killed(job: Job, directory: Path, number: signal.Signals, run_s: float, dice: random.Random) -> tuple[int, str]:
+    """Start the training, and kill it; return its exit status, and where it was killed."""
+    place = dice.choice(("time", "save", "instant", "instant"))
+    if place == "instant":
+        instant = Instant.draw(directory, number, dice)
+        return exit_status(start(job, directory, instant)), instant.place
+    child = start(job, directory)
+    if wait_until_training(job, directory, child):
+        if place == "save":
+            wait_for_save(directory, dice.randint(1, 4), child)
+        else:
+            time.sleep(dice.uniform(0, 0.4 * run_s))
+        kill(directory, child, number, dice)
+    return exit_status(child), place
 
 
 def one_run(job: Job, folder: Path, signals: list[str], dice: random.Random, tally: Tally, left: int) -> None:
@@ -144,34 +165,41 @@ def one_run(job: Job, folder: Path, signals: list[str], dice: random.Random, tal
     if exit_status(child) != 0:
         raise RuntimeError(f"{job} cannot be trained:\n  {_last_lines(whole)}")
     run_s = time.monotonic() - begin
+    shutil.copy(whole.with_suffix(".counts"), directory.with_suffix(".counts"))
     tally.runs += 1
-    tally.loaders[job.data] += 1
-    child = start(job, directory)
-    for _ in range(min(left, dice.randint(2, 6))):
-        if not wait_until_training(job, directory, child):
+    tally.kinds[job.kind] += 1
+    sent = set[str]()
+    for _ in range(min(left, dice.randint(4, 12))):
+        number = signal.Signals[dice.choice(signals)]
+        status, place = killed(job, directory, number, run_s, dice)
+        if status == 0:  # it was done before the signal came
             break
-        if dice.random() < 0.5:
-            wait_for_save(directory, dice.randint(1, 4), child)
-        else:
-            time.sleep(dice.uniform(0, 0.7 * run_s))
-        if ended(child):
-            break
-        if not kill(directory, child, signal.Signals[dice.choice(signals)], dice, tally):
+        tally.kills[number.name] += 1
+        tally.places[place] += 1
+        sent.add(number.name)
+        if status not in (128 + number, -number, -signal.SIGKILL):
+            tally.failed += 1
+            tally.faults.append(f"{job}: {number.name} at {place}: status {status}\n  {_last_lines(directory)}")
             return
-        child = start(job, directory)
-    status = exit_status(child)
+        _, skipped = Store(directory / "checkpoints").latest()
+        skipped = [reason for reason in skipped if "middle of a step" not in reason]
+        tally.unreadable += len(skipped)
+        tally.faults += skipped
+    status = exit_status(start(job, directory))
     if status != 0:
         tally.failed += 1
         tally.faults.append(f"{job}: status {status}\n  {_last_lines(directory)}")
         return
-    found = difference(whole, directory)
+    found = difference(whole, directory, names=sent == {"SIGKILL"})
     tally.exact += found is None
     tally.faults += [] if found is None else [f"{job}: {found}"]
 
 
-def difference(whole: Path, killed: Path) -> str | None:
-    """Return the first difference of two runs that ended; None if there is none."""
-    for name, read in (("checkpoint", _last_checkpoint), ("metrics.jsonl", _records)):
+def difference(whole: Path, killed: Path, *, names: bool = False) -> str | None:
+    """Return the first difference of two runs that ended, with `names` also in the steps kept; None if there is none."""
+    kept = (("steps kept", _steps_kept),) if names else ()
+    parts = (("checkpoint", _last_checkpoint), ("metrics.jsonl", _records), ("outcome", _outcome), *kept)
+    for name, read in parts:
         if found := first_difference(read(whole), read(killed), name):
             return found
     if (killed / "final").exists():
@@ -182,21 +210,34 @@ def difference(whole: Path, killed: Path) -> str | None:
 def _last_checkpoint(directory: Path) -> dict[str, Any]:
     store = Store(directory / "checkpoints")
     newest, _ = store.latest()
-    assert newest is not None, f"{directory} ended with a checkpoint"
+    if newest is None:  # stopped before the first one
+        return {}
     loaded = store.read(newest)
     state = {name: part for name, part in loaded.state.items() if name not in NOT_COMPARED}
-    best = state["callbacks"].pop("Checkpoint", {})  # where it lies may have another number
+    saves = [state["callbacks"].pop(name) for name in sorted(state["callbacks"]) if name.startswith("Checkpoint")]
+    state["callbacks"].get("Recover", {}).pop("plan", None)  # it may have gone back to a checkpoint that a signal wrote
     state["rows"].pop("times")
     state["history"] = _without_clocks(state["history"])
     if not state["progress"]["batch_in_epoch"]:
         for one in (state, *state.get("ranks", ())):
             one.pop("loader")  # the next epoch does not start from it; a run that had only its end left did not open the loader
-    values = {name: entry["best"] for name, entry in best.get("best", {}).items()}
+    # Where the best checkpoint lies may have another number.
+    values = [{name: entry["best"] for name, entry in one.get("best", {}).items()} for one in saves]
     return {"model": loaded.model, "state": state, "best": values}
 
 
+def _outcome(directory: Path) -> str:
+    kind: str = json.loads((directory / "run.json").read_text())["outcome"]["kind"]
+    return kind
+
+
+def _steps_kept(directory: Path) -> list[int]:
+    return sorted(one.step for one in Store(directory / "checkpoints").saved())
+
+
 def _records(directory: Path) -> list[dict[str, Any]]:
-    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    path = directory / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []  # a run may stop before its first record
     return [_without_clocks(json.loads(line)) for line in lines]
 
 
@@ -209,9 +250,14 @@ def _last_lines(directory: Path) -> str:
     return "\n  ".join(directory.with_suffix(".log").read_text().splitlines()[-30:])
 
 
+def _listed(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counter.items()))
+
+
 def main() -> int:
     """Kill, compare, and print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", choices=JOBS, default="mixed")
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=list(SIGNALS))
@@ -219,6 +265,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="a folder to which the directories of faults are copied")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    module, name = JOBS[arguments.jobs]
+    draw = getattr(importlib.import_module(module), name).draw
     dice, tally = random.Random(arguments.seed), Tally()
     with tempfile.TemporaryDirectory() as place:
         while (left := arguments.kills - tally.kills.total()) > 0:
@@ -226,15 +274,15 @@ def main() -> int:
             folder = Path(place, str(tally.runs))
             folder.mkdir()
             before = len(tally.faults)
-            one_run(Job.draw(number), folder, arguments.signals, dice, tally, left)
+            one_run(draw(number), folder, arguments.signals, dice, tally, left)
             for fault in tally.faults[before:]:
                 print("FAULT:", fault, flush=True)
             if arguments.keep is not None and len(tally.faults) > before:
                 shutil.copytree(folder, arguments.keep / f"job-{number}-{tally.runs}")
             shutil.rmtree(folder, ignore_errors=True)
-    signals = ", ".join(f"{count} {name}" for name, count in sorted(tally.kills.items()))
-    print(f"kills after training began: {tally.kills.total()} ({signals}), {tally.in_a_save} of them inside a save")
-    print(f"jobs: {tally.runs} ({', '.join(f'{count} {name}' for name, count in sorted(tally.loaders.items()))})")
+            print(f"{tally.kills.total()} kills in {tally.runs} jobs, {tally.exact} equal", file=sys.stderr, flush=True)
+    print(f"kills: {tally.kills.total()} ({_listed(tally.kills)}); at: {_listed(tally.places)}")
+    print(f"jobs: {tally.runs} ({_listed(tally.kinds)})")
     print(f"equal: {tally.exact}, unequal or not ended: {tally.runs - tally.exact}")
     print(f"newest checkpoint unreadable: {tally.unreadable}, failed to continue: {tally.failed}")
     return 0 if tally.exact == tally.runs and not tally.unreadable and not tally.failed else 1

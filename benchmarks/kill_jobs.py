@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy
 import torch
+from kill_instants import among
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
@@ -107,11 +107,15 @@ class Job:
         batches = -(-self.samples // self.batch_size)
         return self.epochs * -(-batches // self.accumulate)
 
-    def fit(self, directory: Path) -> tuple[Trainer, Run]:
+    @property
+    def kind(self) -> str:
+        """The kind of its loader."""
+        return self.data
+
+    def fit(self, directory: Path) -> Run:
         """Train, or continue the training, in this process."""
-        trainer = self.trainer(directory)
         # Only what has no position and no state is read again up to where it was.
-        return trainer, trainer.fit(resume="auto", replay=self.data in ("iterable", "any iterable"))
+        return self.trainer(directory).fit(resume="auto", replay=self.data in ("iterable", "any iterable"))
 
     def trainer(self, directory: Path) -> Trainer:
         """Return its trainer: the same for every directory."""
@@ -132,7 +136,7 @@ class Job:
             directory=directory,
             device="cpu",
             progress=False,
-            callbacks=self._callbacks(model),
+            callbacks=among(self._callbacks(model), random.Random(self.seed)),
         )
 
     def _optimizer(self, model: nn.Module) -> Any:
@@ -188,7 +192,6 @@ class Job:
         weights = {"ema": "ema", "swa": "swa"}.get(self.averages)
         compute = gan_judged if self.model == "gan" else None
         return [
-            Began(),
             *([Freeze(["0"], until="1 epoch")] if self.freeze else []),
             *([] if self.model == "gan" else [ClipGradients(max_norm=1.0)]),
             *self._schedules(),
@@ -218,23 +221,6 @@ class Job:
                 return [ScheduleValue(lambda run: run.optimizers[0].param_groups[0], "weight_decay", {0: 0.0, 10: 0.1})]
             case _:
                 return []
-
-
-class Began(Callback):
-    """Writes this process's id beside the directory when its first batch is there."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-    def on_batch_start(self, run: Run, batch: Any) -> None:
-        if not self.done and run.info.directory is not None:
-            self.done = True
-            began_of(run.info.directory).write_text(str(os.getpid()))
-
-
-def began_of(directory: Path) -> Path:
-    """Return the file that holds the id of the last process that began to train in `directory`."""
-    return directory.with_suffix(".began")
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):

@@ -43,7 +43,7 @@ class Checkpoint(Callback):
     goes on. The write is repeated after 1 s, 2 s, 4 s, ... until the next save. If the last write fails, so does the run.
 
     Args:
-        every: The interval between checkpoints. The end of the run always writes one.
+        every: The interval between checkpoints. The end of the run writes one.
         keep: Keep rules, in a list or joined by ``|``: ``[Last(2), Best("eval/acc", 3, mode="max"), Every("6 h")]``. A
             checkpoint that one rule keeps stays. ``Last(2)`` keeps the newest two, ``Last("6 h")`` those of the last 6 hours
             before the newest; ``First`` likewise; ``Every("6 h")`` the first that reaches each multiple; ``At("3 epochs")`` the

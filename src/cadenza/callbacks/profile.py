@@ -48,9 +48,8 @@ class Profile(Callback):
     in the directory of the run hold the numbers. In 3 steps after the first 5, it records the hooks that read a tensor on the
     host, as ``run.loss.item()`` does. A hook that does so in more than one of these steps is named in a warning, a decision and
     ``run.profile.host_reads``. On CUDA and MPS the times are those of the host: the launch of the work, and the wait in the
-    call that needs a result. Measuring costs 0.16 us at the end of each phase and 0.2 to 0.3 us at each call of
-    a callback: about 14 us a step (a ratio of 1.09 for a step of 162 us). A run without it pays nothing; see
-    ``benchmarks/overhead.py``.
+    call that needs a result. Measuring costs 0.16 us at the end of each phase and 0.2 to 0.3 us at each call of a callback:
+    about 14 us a step (a ratio of 1.09 for a step of 162 us). See ``benchmarks/overhead.py``.
 
     Args:
         trace: The path of a timeline of the steps of `window`, for https://ui.perfetto.dev or chrome://tracing. A relative path

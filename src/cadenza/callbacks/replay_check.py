@@ -46,7 +46,7 @@ class ReplayCheck(Callback, Compared):
     with the same bits as without the check.
 
     A checked step computes each batch twice, and takes memory for a copy of weights, buffers and batches, on several ranks also
-    of the gradients. Other steps cost nothing. Every rank repeats the step.
+    of the gradients. Every rank repeats the step.
 
     The code of the model, of ``compute_loss`` and of hooks on modules and tensors runs again; hooks of callbacks do not. A
     callback that changes gradients in ``on_after_backward`` or ``on_batch_end``, or weights between two batches of a step,

@@ -42,8 +42,8 @@ class Summary(Callback):
 
     The shapes come from the forward pass of the first batch. The memory of the optimizers is what they hold after the step. No
     extra batch is read, and no random number or mode changes. If the first step fails, the table shows what is known by then.
-    The hooks on the layers are removed after the first step, so that later steps cost nothing. The table of a compiled model
-    has no shapes, because hooks would become part of its graph.
+    The hooks on the layers are removed after the first step. The table of a compiled model has no shapes, because hooks would
+    become part of its graph.
 
     Args:
         depth: The number of levels of inner layers in the table; None shows all. Rows include the parameters of deeper layers.

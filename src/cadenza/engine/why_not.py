@@ -121,7 +121,7 @@ def _next(session: Asked, listener: Listener) -> str:
     step, limit = trigger.next_step(session.progress), session.progress.total("step")
     if step == math.inf:
         return ", and not again in this run"
-    if step <= session.progress.step:
+    if step <= session.progress.step or trigger.schedule.only_epochs:
         return f", now at {session.progress.now()}"
     beyond = f", after the end of the run at step {limit}" if limit is not None and step > limit else ""
     return f", next at step {step:g} at the earliest, now at step {session.progress.step}{beyond}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class JsonLines(Callback):
     """Append each record as a line of JSON: counters, time, numbers. Each line is flushed, so that it can be read at once.
 
-    A run with a directory always writes such a file, ``metrics.jsonl``, many lines at once: each within a second. This sink
+    A run with a directory writes such a file, ``metrics.jsonl``, many lines at once: each within a second. This sink
     writes another one, at a path of your choice, each line before the next step. A run that continues removes the lines after
     its checkpoint.
 

@@ -64,7 +64,7 @@ FIELDS: Mapping[str, Field] = {
     "optim_target_modules": _OPTIMIZER,
     "gradient_accumulation_steps": _used("`Trainer(accumulate=...)`"),
     "average_tokens_across_devices": _used(
-        "always: the loss is the mean over the labels of all ranks. `False` on several ranks is an error"
+        "the loss is the mean over the labels of all ranks. `False` on several ranks is an error"
     ),
     "max_grad_norm": _used("`ClipGradients(max_norm=..., log='train/grad_norm')`; with 0 the norm is logged alone"),
     "label_smoothing_factor": _used("as there, by their `LabelSmoother`"),
@@ -132,9 +132,9 @@ FIELDS: Mapping[str, Field] = {
     "save_on_each_node": _warns("The main process saves"),
     "save_total_limit": _used(
         "`Checkpoint(keep=Last(...))`; with `metric_for_best_model` the best one and the newest others, so that the newest is "
-        "always kept; with `save_strategy='best'` the number of best checkpoints, at least 1"
+        "kept; with `save_strategy='best'` the number of best checkpoints, at least 1"
     ),
-    "enable_jit_checkpoint": _used("always: `Checkpoint` saves after SIGTERM"),
+    "enable_jit_checkpoint": _used("`Checkpoint` saves after SIGTERM"),
     "push_to_hub": _refused("Nothing is uploaded. Call `model.push_to_hub(...)` after the run"),
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
@@ -148,7 +148,7 @@ FIELDS: Mapping[str, Field] = {
     "ignore_data_skip": _warns(
         "A run that continues goes on at the next batch of its epoch, and skipped batches are not loaded"
     ),
-    "restore_callback_states_from_checkpoint": _used("always: checkpoints hold the states of callbacks"),
+    "restore_callback_states_from_checkpoint": _used("checkpoints hold the states of callbacks"),
     "full_determinism": _used("as there: their `enable_full_determinism`"),
     "seed": _used("`Trainer(seed=...)`"),
     "data_seed": _used("the seed of the order of the data; `None`: `seed`. The order is not that of their trainer"),
