@@ -270,10 +270,10 @@ def test_wrong_arguments_raise_the_errors_of_lightning(hook: str, calls: list[di
             train()
 
 
-def test_a_method_that_the_experiment_of_the_logger_lacks_is_named() -> None:
+def test_a_method_that_the_experiment_of_the_logger_lacks_is_named(tmp_path: Path) -> None:
     graph = type("Graph", (Logs,), {"training_step": lambda self, batch, batch_idx: self.logger.experiment.add_graph(self)})
     with pytest.raises(AdapterError, match=r"trainer\.logger\.experiment\.add_graph.*SummaryWriter of torch"):
-        native(graph(), loader())
+        native(graph(), loader(), directory=tmp_path)
 
 
 def test_epoch_means_are_the_same_after_a_resume_inside_an_epoch(tmp_path: Path) -> None:
