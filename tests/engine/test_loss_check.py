@@ -109,7 +109,7 @@ def test_to_keep_a_loss_launches_no_kernel_and_all_are_read_at_once() -> None:
     launched, reads, got = list[str](), list[str](), list[StepLoss]()
     losses = LossBuffer()
     losses.readers.append(got.append)
-    with Operators():
+    with Operators():  # type: ignore[no-untyped-call]
         for step in range(1, 100):
             window = AccumulationWindow(1)
             window.losses = [torch.full((), float(step))]

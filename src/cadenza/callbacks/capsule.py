@@ -24,7 +24,7 @@ from cadenza.engine.statistics import Statistics
 from cadenza.engine.trial import undone
 from cadenza.errors import DistributedError, NonFiniteError, notes_of
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import steps_in
+from cadenza.hooks.subscription import steps_in
 from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import Parts, QuickState, quick_capture
 from cadenza.optim.extra_parameters import modules_of

@@ -14,7 +14,8 @@ from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import At, point
+from cadenza.hooks.schedule import At
+from cadenza.hooks.subscription import point
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.counting import counted
 from cadenza.status.decisions import decide

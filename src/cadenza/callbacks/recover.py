@@ -17,7 +17,7 @@ from cadenza.engine.statistics import Statistics
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
-from cadenza.hooks.schedule import steps_in
+from cadenza.hooks.subscription import steps_in
 from cadenza.optim.finite import all_finite
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import Compared

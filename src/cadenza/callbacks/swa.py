@@ -18,8 +18,8 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
-from cadenza.hooks.schedule import At, Interval, Schedule, point
-from cadenza.hooks.subscription import periodic
+from cadenza.hooks.schedule import At, Interval, Schedule
+from cadenza.hooks.subscription import periodic, point
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging
 from cadenza.optim.settings import Compared, set_option

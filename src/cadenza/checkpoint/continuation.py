@@ -10,7 +10,6 @@ from cadenza.checkpoint.other_ranks import Written
 from cadenza.checkpoint.resuming import chosen, is_over
 from cadenza.checkpoint.snapshot import check_whole
 from cadenza.engine.course import Beginning
-from cadenza.hooks import trigger
 from cadenza.hooks.dispatch import Hooks
 from cadenza.loading import resumable
 from cadenza.loading.shards import Shard
@@ -54,7 +53,7 @@ def beginning(
     written.check_length(loader, reads, progress.batches_said)
     written.check_position(reads)
     past = written.restore_counters(progress, loader, shard)
-    trigger.restore(hooks, state.get("schedules", {}), progress)
+    hooks.restore_schedules(state.get("schedules", {}), progress)
     suspended = start.loaded.by_rank[0].get("suspended")
     requests = state["requests"]
     ends = "end_epoch" in requests or state["exhausted"] or (written.over and shard.world_size != written.ranks)

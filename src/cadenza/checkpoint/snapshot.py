@@ -22,7 +22,6 @@ from cadenza.drivers.sharding import is_sharded, local, optimizer_laid_out
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
 from cadenza.errors import CadenzaError, CheckpointMismatchError, StateError
-from cadenza.hooks import trigger
 from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
 from cadenza.optim.finite import all_finite
@@ -130,7 +129,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "in_epoch": session.cursor.in_epoch,
         "exhausted": session.cursor.exhausted,
         "requests": session.sync.requests.state_dict(),
-        "schedules": trigger.state_of(session.hooks, session.progress),
+        "schedules": session.hooks.schedules_at(session.progress),
         "config": config,
         **changed_of(session, config),
         **(fixed or fixed_facts(session)),
@@ -411,7 +410,7 @@ def _restore_callbacks(session: Session, name: str, state: Mapping[str, Any], st
             raise CheckpointMismatchError(f"{text}. Give the same callbacks under the same names, or strict=False.")
         session.warn(text)
     _load_states(session, name, states)
-    trigger.restore(session.hooks, state.get("schedules", {}), session.progress)
+    session.hooks.restore_schedules(state.get("schedules", {}), session.progress)
 
 
 def _load_states(session: Session, checkpoint: str, states: Mapping[str, Any]) -> None:

@@ -131,8 +131,8 @@ def no_answer(_: object) -> bool:
 class Reading(NamedTuple):
     """The counters of a run at one firing of a moment. A schedule is due or not by this and the reading before.
 
-    The two ways to read a position differ in the unit that is under way. A point is reached by what is complete, and by the
-    unit that the moment itself counts: the 3rd step start is that of step 3. A window holds all that is under way: a moment
+    The two ways to read a position differ in the unit that is under way. A point is reached by the complete units, and by that
+    which the moment itself counts: the 3rd step start is that of step 3. A window holds all that is under way: a moment
     inside of step 11 is not in the first ten.
     """
 
@@ -198,7 +198,7 @@ class Reading(NamedTuple):
 
 
 def steps_until(bound: Bound, at: Progress) -> float:
-    """Return how many steps are complete, at the earliest, when a counter is at a value; those complete now if nobody knows."""
+    """Return how many steps are complete, at the earliest, when a counter is at a value; those of now if it is not known."""
     counter, value = bound
     if counter == "step" or value == math.inf:
         return value

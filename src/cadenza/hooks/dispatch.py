@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of, reasons
 from cadenza.hooks.schedule import Schedule, has_function, lengths_in
-from cadenza.hooks.trigger import Trigger
+from cadenza.hooks.trigger import Trigger, restore, state_of
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
 from cadenza.status.progress import Progress
 from cadenza.status.shown import brief
@@ -161,6 +161,15 @@ class Hooks(Callback):
         alone = has_function(schedule) or not isinstance(schedule, Hashable)
         key = (listener.moments, id(listener) if alone else schedule)
         return self.triggers.setdefault(key, Trigger(schedule, listener.moments, listener.counting))
+
+    def schedules_at(self, at: Progress) -> dict[str, Any]:
+        """Return what a checkpoint holds of the schedules. Every rank must call this."""
+        return state_of(self.triggers.values(), at)
+
+    def restore_schedules(self, state: Mapping[str, Any], at: Progress) -> None:
+        """Have the schedules go on from what `schedules_at` returned."""
+        self.select_anew()
+        restore(self.triggers.values(), state, at)
 
     def is_due(self, listener: Listener) -> bool:
         """Return whether the firing under way calls a listener with a schedule; not for functions, which each call asks."""

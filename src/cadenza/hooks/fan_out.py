@@ -55,23 +55,25 @@ class Calls:
         every: All listeners of the moment, in order.
     """
 
-    __slots__ = ("_always", "_asked", "_places", "every", "listeners", "until")
+    __slots__ = ("_always", "_asked", "_listening", "every", "listeners", "until")
 
     def __init__(self, every: Sequence[Listener]) -> None:
         self.every: list[Listener] = list(every)
         self.listeners: list[Listener] = self.every
-        """Those that it calls now. The list is replaced, never changed, so a moment under way keeps its list."""
-        self._always: list[int] = []  # the places of those that it always calls: a `When` asks its function in the call
-        self._places: dict[Trigger, list[int]] = {}  # the places of those that it calls when a trigger is due
-        for place, listener in enumerate(self.every):
+        """Those that it calls now. The list is reindexd, never changed, so a moment under way keeps its list."""
+        self._always: list[int] = []  # the indices of those that it always calls: a `When` asks its function in the call
+        self._listening: dict[Trigger, list[int]] = {}  # the indices of those that it calls when a trigger is due
+        for index, listener in enumerate(self.every):
             trigger = listener.trigger
-            own = self._always if trigger is None or trigger.functions else self._places.setdefault(trigger, [])
-            own.append(place)
+            own = self._always if trigger is None or trigger.functions else self._listening.setdefault(trigger, [])
+            own.append(index)
         self.select_anew()
 
     def select_anew(self) -> None:
         """Ask all schedules at the next firing."""
-        self._asked: list[tuple[float, int, Trigger]] = [(0, place, trigger) for trigger, (place, *_) in self._places.items()]
+        self._asked: list[tuple[float, int, Trigger]] = [
+            (0, index, trigger) for trigger, (index, *_) in self._listening.items()
+        ]
         """A heap of the triggers, by the number of complete steps from which on they must be asked."""
         self.until: float = 0 if self._asked else math.inf
         """The number of complete steps from which on `select` must be called."""
@@ -83,11 +85,11 @@ class Calls:
         due: list[int] = []
         while self._asked and self._asked[0][0] <= at.step:
             asked.append(heappop(self._asked))
-        for _, place, trigger in asked:
+        for _, index, trigger in asked:
             if trigger.due(run):
-                due += self._places[trigger]
-            heappush(self._asked, (trigger.sure_until(at), place, trigger))
-        self.listeners = [self.every[place] for place in (sorted(self._always + due) if due else self._always)]
+                due += self._listening[trigger]
+            heappush(self._asked, (trigger.sure_until(at), index, trigger))
+        self.listeners = [self.every[index] for index in (sorted(self._always + due) if due else self._always)]
         self.until = 0 if due else self._asked[0][0]
 
 

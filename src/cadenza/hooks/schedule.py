@@ -467,8 +467,8 @@ class Until(Schedule):
         return now.counts["step"] < self.end()
 
     def steady(self, now: Reading) -> Steady:
-        due, end = self.due(now, now), self.end()
-        return Steady(due, Bound("step", end) if due else NEVER)
+        due = self.due(now, now)
+        return Steady(due, NOW if due else NEVER)  # the function may return another end at each firing
 
     def __repr__(self) -> str:
         return f"Until({brief(self.end)})"
@@ -591,51 +591,6 @@ def has_function(schedule: Schedule) -> bool:
 def lengths_in(schedule: Schedule) -> list[Length] | None:
     """Return all lengths in a schedule; None if it has other parts."""
     return schedule.lengths if all(leaf.lengths for leaf in schedule.leaves()) else None
-
-
-# -- arguments of callbacks -------------------------------------------------------------------------
-
-
-def point(given: str | At) -> At:
-    """Return a point of the run that is the same after a resume.
-
-    Raises:
-        ScheduleError: `given` is no point, or counts what a resumed run counts anew.
-
-    >>> point("3 epochs")
-    At('3 epochs')
-    >>> point("10 min")
-    Traceback (most recent call last):
-        ...
-    cadenza.errors.ScheduleError: '10 min' is no point of a run that is the same after a resume: expected epochs, steps, \
-batches, samples, tokens or "10%", such as "3 epochs"
-    """
-    at = given if isinstance(given, At) else At(given)
-    if at.unit in ("s", "time", ""):
-        raise ScheduleError(
-            f"{at.length.text!r} is no point of a run that is the same after a resume: expected epochs, steps, batches, "
-            'samples, tokens or "10%", such as "3 epochs"'
-        )
-    return at
-
-
-def steps_in(given: int | str, expected: str) -> int:
-    """Return the number of steps of an argument such as ``"100 steps"`` or 100.
-
-    Args:
-        given: The argument.
-        expected: What it must be, for the message, with its name.
-
-    Raises:
-        ValueError: It counts something else than whole steps.
-
-    >>> steps_in("100 steps", "back must be a number of steps")
-    100
-    """
-    length = Every(given).length.of("step")
-    if length.unit != "step" or not length.whole:
-        raise ValueError(f"{expected}; got {given!r}")
-    return int(length.count)
 
 
 def brief_setting(value: object) -> str:

@@ -10,7 +10,7 @@ from cadenza.errors import MomentError, ScheduleError
 from cadenza.hooks.counting import counting_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment, check_declared, check_fits
-from cadenza.hooks.schedule import At, Interval, OfLength, Schedule, When
+from cadenza.hooks.schedule import At, Every, Interval, OfLength, Schedule, When
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -103,6 +103,48 @@ def in_steps(every: Interval, owner: str, why: str, remedy: str = "") -> Schedul
         needs = f'{why}, so {owner} needs an interval in steps, such as "500 steps"'
         raise ScheduleError(f"{needs}; got {str(schedule)!r}.{remedy and f' {remedy}'}")
     return schedule
+
+
+def point(given: str | At) -> At:
+    """Return a point of the run that is the same after a resume.
+
+    Raises:
+        ScheduleError: `given` is no point, or counts what a resumed run counts anew.
+
+    >>> point("3 epochs")
+    At('3 epochs')
+    >>> point("10 min")
+    Traceback (most recent call last):
+        ...
+    cadenza.errors.ScheduleError: '10 min' is no point of a run that is the same after a resume: expected epochs, steps, \
+batches, samples, tokens or "10%", such as "3 epochs"
+    """
+    at = given if isinstance(given, At) else At(given)
+    if at.unit in ("s", "time", ""):
+        raise ScheduleError(
+            f"{at.length.text!r} is no point of a run that is the same after a resume: expected epochs, steps, batches, "
+            'samples, tokens or "10%", such as "3 epochs"'
+        )
+    return at
+
+
+def steps_in(given: int | str, expected: str) -> int:
+    """Return the number of steps of an argument such as ``"100 steps"`` or 100.
+
+    Args:
+        given: The argument.
+        expected: What it must be, for the message, with its name.
+
+    Raises:
+        ValueError: It counts something else than whole steps.
+
+    >>> steps_in("100 steps", "back must be a number of steps")
+    100
+    """
+    length = Every(given).length.of("step")
+    if length.unit != "step" or not length.whole:
+        raise ValueError(f"{expected}; got {given!r}")
+    return int(length.count)
 
 
 class Subscription(Callback):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from cadenza.hooks.counting import (
 from cadenza.hooks.schedule import Schedule, When
 
 if TYPE_CHECKING:
-    from cadenza.hooks.dispatch import Hooks
     from cadenza.run import Run
     from cadenza.status.progress import Counters, Progress
 
@@ -44,7 +43,9 @@ class Trigger:
         self.on: Counting = on
         self._units = schedule.units
         self._readers = [(name, COUNTERS[name].read) for name in counters_for(self._units)]
-        self.functions = {leaf: self._asks(leaf) for leaf in schedule.leaves() if isinstance(leaf, When)}
+        self.functions: dict[When, Callable[[Run], bool]] = {
+            leaf: self._asks(leaf) for leaf in schedule.leaves() if isinstance(leaf, When)
+        }
         """The functions of the user in the schedule, as they are asked."""
         self.times_due: int = 0
         """How often it was due in this run."""
@@ -216,13 +217,13 @@ def _may_be_last(at: Progress) -> bool:
 # -- in a checkpoint --------------------------------------------------------------------------------
 
 
-def state_of(hooks: Hooks, at: Progress) -> dict[str, Any]:
+def state_of(triggers: Iterable[Trigger], at: Progress) -> dict[str, Any]:
     """Return what a checkpoint holds of the schedules: for each moment one reading. Every rank must call this.
 
     It is that of the trigger which asked last. For the others, nothing was due since they asked.
     """
     state: dict[str, Any] = {}
-    for trigger in hooks.triggers.values():
+    for trigger in triggers:
         reading = trigger.before or trigger.between(at.origin, at)
         counts = {name: count for name, count in reading.counts.items() if name == "time" or COUNTERS[name].kept}
         own = {"counts": counts, "in_epoch": reading.in_epoch, "batches": reading.batches, "begun": reading.begun}
@@ -237,10 +238,9 @@ def _position(reading: Mapping[str, Any]) -> list[float]:
     return [reading["counts"].get(name, 0) for name in ("epoch", "step", "batch", "time")] + [reading["begun"]]
 
 
-def restore(hooks: Hooks, state: Mapping[str, Any], at: Progress) -> None:
+def restore(triggers: Iterable[Trigger], state: Mapping[str, Any], at: Progress) -> None:
     """Have the triggers go on from what `state_of` returned. Moments that were not there begin where the fit does."""
-    hooks.select_anew()
-    for trigger in hooks.triggers.values():
+    for trigger in triggers:
         trigger.restart()
         saved = state.get(" and ".join(trigger.moments))
         if saved is not None:

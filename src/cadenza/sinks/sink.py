@@ -99,7 +99,7 @@ class Sink(Callback):
         """Write the records since the last call. Called in the writer thread.
 
         A return means that the target has these records: none of them is given again, whatever fails later. A sink that sends
-        several calls together must not return before they are sent, or must keep what is not sent where `open` finds it.
+        several calls together must not return before they are sent, or must keep the others where `open` finds it.
 
         A `Figure` arrives as an `Image`, drawn when it was logged.
         """

@@ -269,7 +269,7 @@ class Flow:
         self.seen = dict(control.__dict__)
 
     def _done(self, flag: str) -> None:
-        """Reset the flag of what was done, before the event that reports it."""
+        """Reset the flag of a request that is carried out, before the event that reports it."""
         setattr(self.control, flag, False)
         self.scheduled.discard(flag)
         self.seen[flag] = False

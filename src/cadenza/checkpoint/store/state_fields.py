@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cadenza.checkpoint.store.shards import Stored
+from cadenza.status.counting import counted
 
 Kind = Any
 """A class or a union; a function that raises; ``[kind]`` for a list of any length, ``(kind, kind)`` for one of this length.
@@ -26,7 +27,7 @@ def checked_state(state: Any) -> Any:
     if not state.get("ranks"):
         checked_rank(state)
     kept, said = _numbers_of_groups(state["optimizers"]), state["config"]["parameter groups"]
-    _require(len(kept) == len(said), "optimizers", f"{len(said)} states", kept)
+    _require(len(kept) == len(said), "optimizers", counted(len(said), "state"), kept)
     for index, (numbers, counts) in enumerate(zip(kept, said, strict=True)):
         fits = numbers is None or list(map(len, numbers)) == counts
         _require(fits, f"optimizers[{index}].param_groups", f"groups of {counts} parameters", numbers)
