@@ -30,7 +30,7 @@ def checked_state(state: Any) -> Any:
     _require(len(kept) == len(said), "optimizers", counted(len(said), "state"), kept)
     for index, (numbers, counts) in enumerate(zip(kept, said, strict=True)):
         fits = numbers is None or list(map(len, numbers)) == counts
-        _require(fits, f"optimizers[{index}].param_groups", f"groups of {counts} parameters", numbers)
+        _require(fits, f"optimizers[{index}].param_groups", f"groups with {counts} as their numbers of parameters", numbers)
     return state
 
 
