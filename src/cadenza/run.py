@@ -203,7 +203,7 @@ class Run:
                 that logs one. NaN among the values gives NaN. None: the last value of the step on each rank, and the mean of
                 these over the ranks. A name has one of them in a run.
             weight: How much the value counts in a mean, such as its number of tokens: at least 0, a number or a tensor of
-                shape (). A value of weight 0 is ignored; if all weights are 0, the mean is 0.
+                shape (). A value of weight 0 is ignored; if all weights are 0, the mean is NaN.
 
         Raises:
             TypeError: The value is none of these.

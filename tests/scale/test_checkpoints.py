@@ -30,12 +30,14 @@ from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.sharding import chunk_of
 from cadenza.errors import CheckpointError, DistributedError, StateError
 from cadenza.files.disk import Unflushed
-from cadenza.status.plain import host_copy
+from cadenza.loading.rng import RNGState
+from cadenza.status.plain import encode, host_copy
 from cadenza.testing import launch
 from tests.distributed.drivers import ddp, fsdp, single
 from tests.distributed.parts import adamw, flip_last_byte
 
 TENSORS, FACTS = 300, {"step": 1, "exact": True, "reason": "a test", "weights_only": False, "finite": True}
+STREAMS = RNGState.capture().to_plain()
 ABSENT = {"size": 10**9, "crc32": "0123abcd"}
 """The facts of a file that was not written here."""
 
@@ -45,7 +47,7 @@ def part_of(rank: int, ranks: int) -> Content:
     rows = chunk_of(3 * ranks, rank, ranks)
     shard = Shard(torch.full((3, 2), float(rank)), (3 * ranks, 2), (rows.start, 0))
     shards = {f"layers.{number}.weight": shard for number in range(TENSORS)}
-    own = None if rank == 0 else ({"rank": rank}, {"rng": torch.zeros(5056, dtype=torch.uint8)})
+    own = None if rank == 0 else encode({"rank": rank, "streams": STREAMS, "loader": {}})
     return Content({}, {"rank": 0}, {}, dict(FACTS), shards, dict(shards), own)
 
 

@@ -43,7 +43,7 @@ class ByHand:
 
     def begin(self, ending: ExitStack) -> None:
         """Look at what a ``step_fn`` or a loop of the user's own calls, until `ending`."""
-        if self.session.own_loop or self.session.step_fn is not None:
+        if self.session.advises and (self.session.own_loop or self.session.step_fn is not None):
             self.own_calls.begin(ending)
 
     def backward(self, loss: Any, into: Into = None) -> None:

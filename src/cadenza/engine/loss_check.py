@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -244,7 +244,7 @@ class _Sent:
     def losses(self) -> Iterator[StepLoss]:
         numbers, others = iter(self._losses), iter(self._weights)
         for step, tensors, given, of_ranks in self._kept:
-            losses = [next(numbers) for _ in tensors]
+            losses = list(islice(numbers, len(tensors)))
             if not given:
                 count = len(losses)
                 yield StepLoss(step, sum(losses) / count, count, count)

@@ -55,7 +55,8 @@ def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:
     Raises:
         LossError: It is none; the message says what to do.
     """
-    loss = scalar(loss)
+    if isinstance(loss, Tensor) and loss.ndim:
+        loss = scalar(loss)
     if not isinstance(loss, Tensor):
         came, remedy = repr(type(loss).__name__), "return the tensor itself, not loss.item()"
     elif loss.ndim:

@@ -234,7 +234,7 @@ class Hooks(Callback):
         """Set the hook of a moment to its function, or remove it if there is nothing to call."""
         name = moment.__name__
         if moments_of(Callback).get(name) is moment:
-            if self._calls[moment].listeners or (self.profiler is not None and name in TIMED_MOMENTS):
+            if self._calls[moment].every or (self.profiler is not None and name in TIMED_MOMENTS):
                 setattr(self, name, self._functions[moment])
             else:
                 vars(self).pop(name, None)

@@ -55,7 +55,7 @@ class Calls:
         every: All listeners of the moment, in order.
     """
 
-    __slots__ = ("_always", "_asked", "_listening", "every", "listeners", "until")
+    __slots__ = ("_always", "_asked", "_listening", "every", "has_schedules", "listeners", "until")
 
     def __init__(self, every: Sequence[Listener]) -> None:
         self.every: list[Listener] = list(every)
@@ -67,6 +67,7 @@ class Calls:
             trigger = listener.trigger
             own = self._always if trigger is None or trigger.functions else self._listening.setdefault(trigger, [])
             own.append(index)
+        self.has_schedules: bool = bool(self._listening)
         self.select_anew()
 
     def select_anew(self) -> None:
@@ -105,7 +106,7 @@ def fan_out(moment: Callable[..., None], calls: Calls, scene: Scene, failed: Fai
     10 ns for each further one.
     """
     fire = (_no_value, _one_value, _two_values, _values)[min(values_of(moment), 3)](calls, scene, failed)
-    return fire if calls.until == math.inf else scheduled(fire, calls)
+    return scheduled(fire, calls) if calls.has_schedules else fire
 
 
 def scheduled(fire: Callable[..., None], calls: Calls) -> Callable[..., None]:
@@ -255,7 +256,7 @@ def profiled_fan_out(
         finally:
             del first
 
-    if calls.until != math.inf:
+    if calls.has_schedules:
         fire = scheduled(fire, calls)
     if name in BOUNDARIES:
         return _between_phases(fire, name, calls, profiler)
@@ -280,7 +281,7 @@ def _between_phases(fire: Callable[..., None], name: str, calls: Calls, profiler
         if profiler.tracing and phase is not loop:
             profiler.add_event("phase", phase.name, profiler.gap_began, now)
         profiler.row, profiler.gap_began = row, now
-        if calls.listeners:
+        if calls.listeners or calls.has_schedules:
             try:
                 fire(run, *values)
             finally:

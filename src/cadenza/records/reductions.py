@@ -47,14 +47,14 @@ class Reduced:
 
     @property
     def value(self) -> Any:
-        """The number: a float, or a tensor of shape () on the device. A mean of which all weights are 0 is 0."""
+        """The number: a float, or a tensor of shape () on the device. A mean of which all weights are 0 is NaN."""
         if self.how != "mean":
             return self.total
         if not self.on_device:
-            return self.total / self.weight if self.weight else 0.0
+            return self.total / self.weight if self.weight else float("nan")
         like = next(part for part in (self.total, self.weight) if isinstance(part, Tensor))
         total, weight = (as_number(part, like.device, like.dtype) for part in (self.total, self.weight))
-        return total / (weight + (weight == 0))
+        return total / weight
 
     def chosen(self, one: Any, other: Any) -> Any:
         """Return the larger or the smaller of two values; NaN if one of them is, as in numpy and torch."""

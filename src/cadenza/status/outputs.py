@@ -40,7 +40,7 @@ class Outputs(dict[str, Any]):
             LossError: `result` is none of these, or has no loss.
         """
         if isinstance(result, Tensor):
-            self["loss"] = scalar(result)
+            self["loss"] = scalar(result) if result.ndim else result
             return
         self.update(parts_of(result))
         if not super().__contains__("loss"):
