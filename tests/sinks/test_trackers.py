@@ -450,7 +450,7 @@ def test_an_active_run_of_mlflow_of_your_own_stays_active(experiment: str, tmp_p
 
     with mlflow.start_run() as own:
         run = tiny_run(callbacks=[logging({"a": 1}), Mlflow(), log_to_mlflow], steps=2, directory=tmp_path)
-        assert mlflow.active_run() is own
+        assert mlflow.active_run() == own
     assert mlflow.get_run(own.info.run_id).data.metrics == {"mine": 2}
     assert MLFLOW.run(run.info, experiment).data.metrics == {"a": 1}
 
