@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
     from cadenza.records.record import Record
+    from cadenza.run import Run
     from cadenza.status.decisions import Outcome
     from cadenza.status.run_info import RunInfo
 
@@ -41,15 +43,19 @@ class Mlflow(Sink):
     Each value has its step and time. The arguments of the trainer become the params, with names such as ``optimizer.0.lr``. A
     run that continues also continues its MLflow run, and does not write existing values again.
 
-    The writer thread opens the server or database, so that the training starts at once. If it cannot be reached, there is
-    one warning, the training continues, and the sink is tried again; see `Sink`. The telemetry of MLflow is off, unless
-    ``MLFLOW_DISABLE_TELEMETRY`` is set to another value.
+    If the URI is that of ``mlflow.set_tracking_uri(...)`` or ``MLFLOW_TRACKING_URI``, the MLflow run is the active run of the
+    thread of the training, so that ``mlflow.log_metric(...)`` in a callback adds to it, unless an MLflow run of the script is
+    active, which is not affected. Then the server is opened before the first step. Otherwise, the writer thread opens the
+    server or database, so that the training starts at once.
+
+    If it cannot be reached, there is one warning, the training continues, and the sink is tried again; see `Sink`. The
+    telemetry of MLflow is off, unless ``MLFLOW_DISABLE_TELEMETRY`` is set to another value.
 
     Args:
-        tracking_uri: The URI of the server or database. None: ``MLFLOW_TRACKING_URI``, else the database file ``mlflow.db``
-            in the directory of the run, with the media in the same directory.
-        experiment: The name of the experiment, which is created if it does not exist. None takes ``MLFLOW_EXPERIMENT_NAME``,
-            else ``"cadenza"``.
+        tracking_uri: The URI of the server or database. None: ``MLFLOW_TRACKING_URI``, which ``mlflow.set_tracking_uri(...)``
+            sets, else the database file ``mlflow.db`` in the directory of the run, with the media in the same directory.
+        experiment: The name of the experiment, which is created if it does not exist. None takes that of
+            ``mlflow.set_experiment(...)`` if the URI is MLflow's own, else ``MLFLOW_EXPERIMENT_NAME``, else ``"cadenza"``.
         run_name: The name of the run in MLflow. None takes the name of the directory of the run.
         tags: The tags of the run.
         config: More params. They replace arguments of the trainer with the same names.
@@ -85,6 +91,13 @@ class Mlflow(Sink):
         if (file := _file(self._uri)) is not None:  # otherwise MLflow would retry for minutes
             own_folder(file.parent, sink="Mlflow")
         _import(self._uri)
+        if _is_current(self._uri):
+            self._opened()
+
+    def on_fit_start(self, run: Run) -> None:
+        super().on_fit_start(run)
+        if self._link is not None and _is_current(self._uri):
+            self._activate(run, self._link.run)
 
     def write(self, records: Sequence[Record]) -> None:
         link = self._opened()
@@ -120,10 +133,25 @@ class Mlflow(Sink):
             )
         return f"sqlite:///{info.directory.resolve() / 'mlflow.db'}"
 
+    def _activate(self, run: Run, run_id: str) -> None:
+        """Make an MLflow run the active one of this thread until the run ends, unless the script has one."""
+        import mlflow
+
+        if mlflow.active_run() is not None or "MLFLOW_RUN_ID" in os.environ:
+            return
+        try:
+            mlflow.start_run(run_id, log_system_metrics=False)
+        except Exception as error:
+            self.remarks.append(f"mlflow.log_metric(...) of other code does not add to the MLflow run of this sink: {error}")
+        else:
+            run.at_end(partial(_deactivate, run_id))
+
     def _opened(self) -> _Link:
         if self._link is None:
             self._tried = True
-            link = _Link(self._uri, self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "cadenza")
+            selected = _selected() if self.experiment is None and _is_current(self._uri) else None
+            named = self.experiment or selected or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+            link = _Link(self._uri, named or "cadenza")
             tags = {**self.tags, _TAG: self._info.id} if self._info.id else self.tags
             link.begin(self.run_name or self._info.name, tags)
             given = {**self._info.arguments, **self.config}
@@ -220,6 +248,29 @@ def _import(uri: str) -> None:
         import_module("mlflow.entities")
         if uri.startswith(("sqlite", "postgresql", "mysql", "mssql")):
             import_module("mlflow.store.tracking.sqlalchemy_store")
+
+
+def _is_current(uri: str) -> bool:
+    """Return whether the functions of MLflow, such as ``mlflow.log_metric``, write to a URI."""
+    import mlflow
+
+    return bool(mlflow.get_tracking_uri() == uri)
+
+
+def _selected() -> str | None:
+    """Return the name of the experiment of ``mlflow.set_experiment``, which sets ``MLFLOW_EXPERIMENT_ID``."""
+    import mlflow
+
+    experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+    return mlflow.get_experiment(experiment_id).name if experiment_id else None
+
+
+def _deactivate(run_id: str) -> None:
+    """Remove an MLflow run from the active ones. ``mlflow.end_run`` would wait minutes for a server that does not answer."""
+    from mlflow.tracking.fluent import _active_run_stack
+
+    active = _active_run_stack.get()  # type: ignore[no-untyped-call]
+    active[:] = [run for run in active if run.info.run_id != run_id]
 
 
 def _knock(uri: str) -> None:
