@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
@@ -383,10 +384,16 @@ def with_kinds(saved: Any, current: Any) -> Any:
     """Return saved state with a Counter where the scheduler has one: a checkpoint holds plain dicts only.
 
     ``MultiStepLR`` keeps its milestones in a Counter, and calls methods that a dict does not have.
+
+    Raises:
+        ValueError: The scheduler has a number, a list or a Counter where the saved state has another kind.
     """
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         inner = {key: with_kinds(value, current.get(key)) for key, value in saved.items()}
         return Counter(inner) if isinstance(current, Counter) else inner
     if isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
         return [with_kinds(one, other) for one, other in zip(saved, current, strict=True)]
+    for kind in (int | float | Tensor, list | tuple, Counter):
+        if isinstance(current, kind) and not isinstance(saved, kind):
+            raise ValueError(f"its scheduler has {current!r} where the saved state has {saved!r}")
     return saved

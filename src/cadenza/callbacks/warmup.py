@@ -140,7 +140,7 @@ class Warmup(Callback, Compared):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if isinstance(self.length, float):
-            self.steps = state.get("steps")
+            self.steps = float(state["steps"]) if "steps" in state else None
 
 
 def _steps_of(epochs: Fraction | int, batches: int, accumulate: int) -> float:

@@ -18,6 +18,7 @@ from cadenza.checkpoint.other_batch_size import rebatched
 from cadenza.checkpoint.other_ranks import Written, data_of
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.checkpoint.store.content import JoinedFiles
+from cadenza.checkpoint.store.state_fields import check_moments
 from cadenza.drivers.sharding import is_sharded, local, optimizer_laid_out
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
@@ -203,7 +204,8 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     if CHANGED in state:
         add_groups(session, state)
     _load_optimizers(session, loaded.name, state)
-    session.precision.load_state_dict(state["precision"])
+    with _naming(loaded.name, "precision"):
+        session.precision.load_state_dict(state["precision"])
     session.data_seed, session.module_flags.saved = state["data_seed"], state.get("switched", {})
     session.step.weight_unit = state.get("weight_unit")
     session.state.update(placed(session, state["state"]))
@@ -213,7 +215,8 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     written.go_on(session)
     session.sync.requests.load_state_dict(state["requests"])
     own = written.taken_over(session, loaded.by_rank)
-    session.cursor.source.load_state_dict(own["loader"])
+    with _naming(loaded.name, "loader"):
+        session.cursor.source.load_state_dict(own["loader"])
     session.sync.requests.suspended = placed(session, own.get("suspended"))
     if "losses" in own:
         session.metrics.losses.load_state_dict(own["losses"])
@@ -283,10 +286,13 @@ def _load_optimizers(session: Session, name: str, state: Mapping[str, Any]) -> N
             session.warn(change)
         fits = is_of_torch(saved)
         with _naming(name, f"optimizers[{index}]"):
-            laid_out = optimizer_laid_out(saved, list(parameters_of([optimizer]))) if fits else placed(session, saved)
-            load_state(optimizer, laid_out)
+            parameters = list(parameters_of([optimizer]))
+            if fits:
+                check_moments(optimizer, saved, [one.shape for one in parameters])
+            load_state(optimizer, optimizer_laid_out(saved, parameters) if fits else placed(session, saved))
     settings.take_over(session, state.get("given", {}))
-    session.extra_parameters.load_state_dict(state.get("outside", {}))
+    with _naming(name, "outside"):
+        session.extra_parameters.load_state_dict(state.get("outside", {}))
 
 
 def placed(session: Session, tree: Any) -> Any:

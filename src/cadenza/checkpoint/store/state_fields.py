@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cadenza.checkpoint.store.shards import Stored
 from cadenza.status.counting import counted
+from cadenza.status.tensor_parts import Unbuilt
 
 Kind = Any
 """A class or a union; a function that raises; ``[kind]`` for a list of any length, ``(kind, kind)`` for one of this length.
@@ -26,12 +27,43 @@ def checked_state(state: Any) -> Any:
         return state
     if not state.get("ranks"):
         checked_rank(state)
+    made_with = state.get("given", {}).get("optimizers", state["optimizers"])
+    _require(len(made_with) == len(state["optimizers"]), "given.optimizers", "the options of each optimizer", made_with)
     kept, said = _numbers_of_groups(state["optimizers"]), state["config"]["parameter groups"]
-    _require(len(kept) == len(said), "optimizers", counted(len(said), "state"), kept)
+    _require(len(kept) == len(said) == len(state["config"]["optimizers"]), "optimizers", counted(len(said), "state"), kept)
     for index, (numbers, counts) in enumerate(zip(kept, said, strict=True)):
         fits = numbers is None or list(map(len, numbers)) == counts
         _require(fits, f"optimizers[{index}].param_groups", f"groups with {counts} as their numbers of parameters", numbers)
+        if numbers is not None and state["config"]["optimizers"][index] in _MOMENTS:
+            _check_update(state, index)
+    for name, one in state["callbacks"].items():
+        if name.partition("#")[0] == "LearningRate" and "scheduler" in one:
+            _check(one, {"scheduler": _schedule, "total?": _above_0, "planned?": _above_0}, f"callbacks.{name}")
     return state
+
+
+def check_moments(optimizer: object, saved: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError if an optimizer of torch lacks a moment, or has one of another shape than its parameter.
+
+    The fused updates of torch do not check the shapes.
+
+    Args:
+        optimizer: The optimizer. One of another package, even of the same name, has moments of its own.
+        saved: Its saved state, in the form of torch's.
+        shapes: The shapes of its parameters.
+    """
+    needed = _MOMENTS.get(type(optimizer).__name__)
+    if needed is None or not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    shape_of = dict(zip(numbers, shapes, strict=True))
+    for number, one in saved["state"].items():
+        _require(number in shape_of, "state", "a state of parameters of its groups", number)
+        for name in needed if one else ():
+            _require(name in one, f"state.{number}.{name}", "this field", "nothing")
+        for name, value in one.items():
+            shape = shape_of[number] if isinstance(value, Tensor | Stored) and name not in _NUMBERS else None
+            _require(shape is None or tuple(value.shape) == tuple(shape), f"state.{number}.{name}", f"of {shape}", value)
 
 
 def checked_rank(state: Any) -> Any:
@@ -97,8 +129,48 @@ def _optimizer(value: Any, path: str) -> None:
     """Check the state of an optimizer, if it has the form of torch's."""
     _check(value, Mapping, path)
     if {"state", "param_groups"} <= value.keys():
-        _check(value["param_groups"], [{"params": [object]}], f"{path}.param_groups")
+        _check(value["param_groups"], [{"params": [int | str]}], f"{path}.param_groups")
         _check(value["state"], Mapping, f"{path}.state")
+
+
+def _check_update(state: Mapping[str, Any], index: int) -> None:
+    """Check what an update reads: the options that the optimizer was made with, and the state by parameter."""
+    optimizer, given = state["optimizers"][index], state.get("given", {}).get("optimizers")
+    options = given[index] if given else []
+    for number, group in enumerate(optimizer["param_groups"]):
+        made_with = options[number] if number < len(options) else {}
+        kinds = {name: _like(value) for name, value in made_with.items()}
+        _check(group, {**kinds, **_OPTIONS}, f"optimizers[{index}].param_groups[{number}]")
+    for number, one in optimizer["state"].items():
+        _check(one, _OF_PARAMETER, f"optimizers[{index}].state.{number}")
+
+
+def _like(value: Any) -> Kind:
+    """Return the kind of an option."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_like, value))
+    return type(value) if isinstance(value, bool | str) else _number
+
+
+def _number(value: Any, path: str) -> None:
+    fits = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+    _require(fits, path, "a number", value)
+
+
+def _above_0(value: Any, path: str) -> None:
+    _count(value, path)
+    _require(value > 0, path, "above 0", value)
+
+
+def _rates(value: Any, path: str) -> None:
+    _check(value, [_number], path)
+    _require(len(value) > 0, path, "the rate of each parameter group", value)
+
+
+def _schedule(value: Any, path: str) -> None:
+    """Check the state of a scheduler of torch, of which others may hold several."""
+    rates = {"base_lrs?": _rates, "_last_lr?": _rates}
+    _check(value, {"last_epoch?": int, "_step_count?": int, **rates, "_schedulers?": [_schedule]}, path)
 
 
 def _numbers_of_groups(optimizers: Sequence[Mapping[str, Any]]) -> list[list[list[Any]] | None]:
@@ -183,6 +255,25 @@ _RANK = {
     "callbacks of the rank?": {str: Mapping},
     "suspended?": _or_none(_SUSPENDED),
 }
+_MOMENT = Tensor | Stored | Unbuilt
+_NUMBERS = ("step", "mu_product")
+_MOMENTS = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("step", "exp_avg", "exp_avg_sq")),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adagrad": ("step", "sum"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "RMSprop": ("step", "square_avg"),
+    "SGD": (),
+}
+"""By class of torch, the state of a parameter after its first update."""
+_OF_PARAMETER = {
+    **{f"{name}?": _MOMENT for names in _MOMENTS.values() for name in names},
+    **{f"{name}?": _number for name in _NUMBERS},
+    "max_exp_avg_sq?": _MOMENT,
+    "grad_avg?": _MOMENT,
+    "momentum_buffer?": _MOMENT | None,
+}
+_OPTIONS = {"fused?": bool | None, "foreach?": bool | None, "initial_lr?": _number}
 _SAMPLES = _or_none([object])
 _OF_BATCH = {"epoch": _count, "batch_in_epoch": _count, "samples": _SAMPLES}
 _CAPSULE = {
