@@ -83,7 +83,7 @@ def _one_module(model: Any) -> nn.Module:
     raise TypeError(f"attach(...): model must be an nn.Module, or a sequence or mapping of them; got {brief(model)}")
 
 
-@advised(habits.LOOP, refused=())
+@advised(habits.LOOP)
 class Loop:
     """A run around a loop of your own, for ``with``. Its moments come in the order of `Callback`.
 
@@ -273,7 +273,8 @@ class Loop:
 
     @property
     def _between_steps(self) -> bool:
-        return any(self._at is one for one in (BETWEEN, AFTER, OVER))  # not by ==: inside of a batch it is the batch
+        # not by ==: inside of a batch it is the batch
+        return self._at is BETWEEN or self._at is AFTER or self._at is OVER
 
     def _check_not_begun(self) -> None:
         if self._course is not None:

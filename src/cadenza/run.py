@@ -33,7 +33,7 @@ from cadenza.status.waiting import WhyNot
 P = ParamSpec("P")
 
 
-@advised(RUN, refused=RUN)
+@advised(RUN)
 class Run:
     """One execution, as hooks see it. Hooks read it, and change its course by verbs: `stop`, `end_epoch`, `skip_batch`, `log`.
 

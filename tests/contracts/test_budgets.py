@@ -32,14 +32,14 @@ status          1181     21       1
 files            344      4       0
 profiling        336      4       1
 loading         2843     28       2
-records         2086     19       6
-hooks           2055     16       6
+records         2088     19       6
+hooks           2044     16       6
 drivers         2161     23       5
 optim           1292     14       5
-sinks           2055     22       7
-engine          5948     53      11
-checkpoint      4238     36      10
-callbacks       4874     43      14
+sinks           2086     22       7
+engine          5949     53      11
+checkpoint      4308     36      10
+callbacks       4878     43      14
 loops            978      9      11
 testing          979     11      14
 commands        1912     19      14
@@ -56,8 +56,8 @@ WINGS = ("adapters", "compat", "report", "timetravel")
 SUMS = """
 sum                                  core   wings
 files                                 331     406
-lines                               34042   27908
-words                              233616  183595
+lines                               34139   27908
+words                              234300  183595
 words a line                         6.87    6.58
 data files and long literals          124     538
 modules under 30 lines                 32      95
@@ -68,9 +68,9 @@ modules under 30 lines                 32      95
 PATHS = """
 path         functions   body
 forward              9    149
-checkpoint          77    665
+checkpoint          78    669
 record              21    204
-resume             130   1096
+resume             133   1131
 stop                18    140
 """
 """The functions of more than two body lines, and their body lines: `benchmarks/house.py` says from where to where."""

@@ -324,10 +324,18 @@ def test_the_public_names_of_a_run_are_these_and_at_most_36() -> None:
     assert len(NAMES) <= 36
 
 
-def test_help_says_of_a_name_of_another_trainer_that_it_does_not_exist() -> None:
-    assert inspect.getdoc(inspect.getattr_static(Run, "lr")) == f"Does not exist: {RUN['lr']}."
-    for kind, name in [(Run, "should_stop"), (Trainer, "should_stop"), (Trainer, "train")]:
-        assert f"{name}\n |      Does not exist: call " in pydoc.plain(pydoc.render_doc(kind))
+def test_each_name_that_dir_help_and_completion_list_can_be_read(objects: dict[str, Any]) -> None:
+    waits, need_a_run = {("Handle", "run")}, {("Trainer", "run"), ("Loop", "run")}
+    listed = {(kind, name) for kind, one in objects.items() for name in {*dir(one), *dir(type(one))}} - waits
+    assert {(kind, name) for kind, name in listed if not hasattr(objects[kind], name)} == need_a_run
+    for kind in (Run, Trainer):
+        assert "should_stop" not in pydoc.plain(pydoc.render_doc(kind))
+
+
+def test_signatures_of_checked_functions_are_the_real_ones() -> None:
+    for call in (Trainer, Trainer.fit, Trainer.evaluate, Checkpoint, EarlyStopping, Evaluate, Warmup, on):
+        kinds = {one.kind for one in inspect.signature(call).parameters.values()}
+        assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}, call
 
 
 @pytest.mark.parametrize("name", [*NAMES, *RUN, "prgress", "mine"])

@@ -245,9 +245,11 @@ def instead_of_setting(name: str, known: Collection[str]) -> str:
     return f"a Run has no {name!r} and takes no new attributes.{nearest(name, known)} {keep}"
 
 
-TRAINER_ATTRIBUTES = _table(
+FLAGS = _table({"call run.stop(reason) in a hook": "should_stop stop_training terminate"})
+"""Attributes that stop other trainers. Setting one is an error."""
+
+TRAINER_ATTRIBUTES = FLAGS | _table(
     {
-        "call run.stop(reason) in a hook": "should_stop stop_training terminate",
         "call trainer.fit()": "train fit_one_cycle",
         "call trainer.evaluate(loader); a LightningModule has validate and test of cadenza.compat.lightning": "validate test",
         "give Trainer(callbacks=[...])": "add_callback register_callback add_event_handler",
@@ -343,58 +345,28 @@ def moment_meant(name: str, known: Collection[str]) -> str:
     return f" Did you mean {habit!r}?" if habit in known else nearest(name, known)
 
 
-FLAGS = (
-    *("should_stop", "stop_training", "terminate", "should_training_stop", "should_terminate"),
-    *("should_epoch_stop", "should_save", "should_evaluate", "max_steps", "max_epochs"),
-)
-"""Attributes that control other trainers. Setting one that a class here does not have is an error."""
-
-
-def advised(habits: Mapping[str, str], *, refused: Collection[str]) -> Callable[[type[T]], type[T]]:
-    """Answer a missing attribute of a class from a table of habits.
-
-    Each name in the table gets a descriptor. A ``__getattr__`` would make every access to an attribute that exists slower, as
-    CPython then no longer specializes it: 5 % of a small step.
+def advised(habits: Mapping[str, str], *, refused: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
+    """Answer a missing attribute of a class from a table of habits. Neither ``dir()`` nor a type checker sees the names.
 
     Args:
         habits: The answer by name.
         refused: Missing attributes that cannot be set either.
     """
 
+    def missing(owner: object, name: str) -> Any:
+        if name in habits and not hasattr(type(owner), name):
+            raise AttributeError(f"a {type(owner).__name__} has no {name!r}: {habits[name]}", name=name, obj=owner)
+        return object.__getattribute__(owner, name)  # raises the error of Python, or of a property, again
+
+    def put(owner: object, name: str, value: object) -> None:
+        if name in refused and not hasattr(owner, name):
+            missing(owner, name)
+        object.__setattr__(owner, name, value)
+
     def decorate(kind: type[T]) -> type[T]:
-        for name in habits:
-            setattr(kind, name, _absent(name, habits[name]) if name in refused else _Missing(name, habits[name]))
-
-        def names(owner: object) -> list[str]:
-            return [name for name in object.__dir__(owner) if name not in habits or name in getattr(owner, "__dict__", ())]
-
-        setattr(kind, "__dir__", names)  # noqa: B010  # type checkers refuse to assign a method
+        setattr(kind, "__getattr__", missing)  # noqa: B010  # in the class, it would hide wrong names from type checkers
+        if refused:
+            setattr(kind, "__setattr__", put)  # noqa: B010
         return kind
 
     return decorate
-
-
-class _Missing:
-    """An attribute that can be set. Before it is set, reading it raises the advice."""
-
-    def __init__(self, name: str, advice: str) -> None:
-        self.name, self.advice = name, advice
-        self.__doc__ = _in_help(advice)
-
-    def __get__(self, owner: object, kind: type | None = None) -> Any:
-        raise _no_attribute(owner if owner is not None else kind, self.name, self.advice)
-
-
-def _absent(name: str, advice: str) -> property:
-    def refuse(owner: object, value: object = None) -> Any:
-        raise _no_attribute(owner, name, advice)
-
-    return property(refuse, refuse, doc=_in_help(advice))
-
-
-def _in_help(advice: str) -> str:
-    return f"Does not exist: {advice}."
-
-
-def _no_attribute(owner: object, name: str, advice: str) -> AttributeError:
-    return AttributeError(f"a {type(owner).__name__} has no {name!r}: {advice}", name=name, obj=owner)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _OVER = "this step is over. Use the step that trainer.steps() returned last."
 
 
-@advised(habits.STEP, refused=())
+@advised(habits.STEP)
 class Step:
     """One update of the weights: an iterator over its batches, on the device.
 
@@ -120,7 +120,7 @@ class Step:
                 pass
 
 
-@advised(habits.STEPS, refused=())
+@advised(habits.STEPS)
 class Steps:
     """The steps of a run, to iterate over in a loop of your own.
 
