@@ -463,7 +463,7 @@ def test_a_service_of_wandb_that_is_killed_disables_it_and_the_run_goes_on(tmp_p
     variables = {"WANDB_ERROR_REPORTING": "false"}
     ended = in_own_process(sink, tmp_path, variables, offline=False, act=kill, steps=300, end=end)
     [fault] = ended.faults
-    assert "Connection" in fault or "Broken" in fault
+    assert any(name in fault for name in ("Connection", "Broken", "MailboxClosed")), "as wandb calls a service that is gone"
     assert ended.outcome == "finished"
     assert ended.written.count("Wandb failed in") == 1
     assert len(metrics_of(tmp_path / "run")) == 300
