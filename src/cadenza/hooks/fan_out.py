@@ -60,7 +60,7 @@ class Calls:
     def __init__(self, every: Sequence[Listener]) -> None:
         self.every: list[Listener] = list(every)
         self.listeners: list[Listener] = self.every
-        """Those that it calls now. The list is reindexd, never changed, so a moment under way keeps its list."""
+        """Those that it calls now. The list is replaced, never changed, so a moment under way keeps its list."""
         self._always: list[int] = []  # the indices of those that it always calls: a `When` asks its function in the call
         self._listening: dict[Trigger, list[int]] = {}  # the indices of those that it calls when a trigger is due
         for index, listener in enumerate(self.every):
