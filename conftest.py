@@ -17,8 +17,9 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 from sybil.sybil import SybilCollection
 
 # Where trackers write that are not told: neither among the user's own runs nor into the checkout. Trackio chooses its folder
-# when it is first imported. Comet, once imported, records each run of MLflow that follows in the process.
-for name in ("TRACKIO_DIR", "COMET_OFFLINE_DIRECTORY"):
+# when it is first imported, and wandb when it is first used. Comet, once imported, records each run of MLflow that follows in
+# the process.
+for name in ("TRACKIO_DIR", "COMET_OFFLINE_DIRECTORY", "WANDB_DIR"):
     os.environ[name] = tempfile.mkdtemp(prefix="tracker-")
     atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
 

@@ -3,7 +3,8 @@
     python tests/suite.py [--long] [arguments of pytest]
 
 A test that fails is run again when nothing else runs. If it fails again, the suite fails. If it passes, it is named at the end
-under "passed alone", and so is the first line of its error; of more than three such tests the suite fails.
+under "passed alone", and so is the first line of its error; of more than three such tests the suite fails. It fails, too, if a
+test leaves a file in the checkout.
 """
 
 from __future__ import annotations
@@ -70,8 +71,23 @@ def again(failed: Failures, folder: Path) -> int:
     return FAILED if failed_twice or len(passed) > MOST else PASSED
 
 
+def new_files() -> set[str]:
+    """Return the files of the checkout that git neither has nor ignores."""
+    listing = ["git", "ls-files", "--others", "--exclude-standard", "--directory"]
+    return set(subprocess.run(listing, cwd=ROOT, capture_output=True, text=True).stdout.split("\n"))
+
+
 def main() -> int:
     """Run all tests."""
+    before = new_files()
+    code = run_all()
+    if left := sorted(new_files() - before):
+        print(f"Tests left files in the checkout: {', '.join(left)}. They belong in tmp_path.")
+    return code or (FAILED if left else PASSED)
+
+
+def run_all() -> int:
+    """Run all tests, and what failed again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", action="store_true", help="also tests that take minutes, and all seeds of property tests")
     options, more = parser.parse_known_args()

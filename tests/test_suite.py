@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,6 +85,16 @@ def test_more_than_three_that_pass_only_alone_fail_the_suite(checkout: Path, cap
         (checkout / f"tests/test_{number}.py").write_text(AGAIN)
     assert suite.main() == 1
     assert capfd.readouterr().out.endswith("More than 3 tests passed only alone. Find what each of them waits for.\n")
+
+
+def test_a_file_that_a_test_leaves_in_the_checkout_fails_the_suite(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    subprocess.run(["git", "init", "--quiet", "--template="], cwd=checkout, check=True)
+    shutil.copy(Path(__file__).parents[1] / ".gitignore", checkout)
+    writing = "from pathlib import Path\n\ndef test_that_writes():\n    Path(__file__).parents[1].joinpath('left').touch()"
+    (checkout / "tests/test_first.py").write_text(writing)
+    assert suite.main() == 1
+    assert capfd.readouterr().out.endswith("Tests left files in the checkout: left. They belong in tmp_path.\n")
+    assert suite.main() == 0, "it was there before"
 
 
 def test_a_suite_that_cannot_be_collected_ends_with_the_code_of_pytest(checkout: Path) -> None:
