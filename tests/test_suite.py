@@ -45,6 +45,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(suite, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["suite.py"])
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.delenv("GIT_DIR", raising=False)
     return tmp_path
 
 
@@ -88,7 +89,7 @@ def test_more_than_three_that_pass_only_alone_fail_the_suite(checkout: Path, cap
 
 
 def test_a_file_that_a_test_leaves_in_the_checkout_fails_the_suite(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    subprocess.run(["git", "init", "--quiet", "--template="], cwd=checkout, check=True)
+    subprocess.run(["git", "init", "--quiet"], cwd=checkout, check=True)
     shutil.copy(Path(__file__).parents[1] / ".gitignore", checkout)
     writing = "from pathlib import Path\n\ndef test_that_writes():\n    Path(__file__).parents[1].joinpath('left').touch()"
     (checkout / "tests/test_first.py").write_text(writing)
