@@ -38,7 +38,7 @@ for name in names.split(","):
 def run_listings(listings: Path, names: list[str], folder: Path, *arguments: str | Path) -> dict[str, str]:
     """Run scripts in a new interpreter, each in the folder of its name; return what each of them printed."""
     # A W&B service that another test has started in this process would keep the script's run open.
-    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("WANDB_SERVICE", "WANDB_DIR")}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", IN_ONE_PROCESS, listings, folder, ",".join(names), *arguments],
         capture_output=True,
