@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
-from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from types import TracebackType
+from typing import Any, NoReturn, Self, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.engine.loop import BATCHES_DONE, STEP
-from cadenza.engine.session import session_of
+from cadenza.engine.loop import STEP, Training
+from cadenza.engine.session import Loops, session_of
+from cadenza.engine.verbs import LoopVerbs
+from cadenza.errors import DataError
 from cadenza.hooks.habits import advised
 from cadenza.loading.rng import RNGState
 from cadenza.loops import habits
-from cadenza.loops.attached import AFTER, BETWEEN, OVER, Attached
 from cadenza.loops.keeping import Kept
-from cadenza.loops.leaving import end_with
-from cadenza.loops.unkept import Unkept, loop_frame
+from cadenza.loops.part import Part
 from cadenza.optim.optimizers import Optimizers
 from cadenza.run import Run
 from cadenza.status.shown import brief
@@ -70,7 +69,7 @@ def attach(
     if isinstance(callbacks, Iterable):  # else the trainer says what is wrong
         callbacks = [*callbacks, kept]
     trainer = Trainer(_one_module(model), optimizers, OwnData(), step_fn=_no_step_fn, callbacks=callbacks, **arguments)
-    return Loop(trainer, kept, {"resume": resume, "strict": strict, "replay": False, "override": override})
+    return Loop(trainer, kept, {"resume": resume, "strict": strict, "override": override})
 
 
 def _one_module(model: Any) -> nn.Module:
@@ -98,38 +97,36 @@ class Loop:
         self.trainer: Trainer = trainer
         """The arguments of the run, and its plan: ``loop.trainer.plan()``."""
         self._kept, self._arguments = kept, arguments
-        self._course: Generator[Any, Any, None] | None = None
-        self._at: Any = OVER
+        self._part: Part | None = None
+        self._training: Training | None = None
         self._rng: RNGState | None = None
-        self._frame: FrameType | None = None  # of the loop, until its first `over`
-        self._unkept: Unkept | None = None
 
     def __repr__(self) -> str:
-        return f"<Loop: {'not begun' if self._course is None else repr(self.run)}>"
+        return f"<Loop: {'not begun' if self._training is None else repr(self.run)}>"
 
     def __enter__(self) -> Self:
         """Begin the run, or restore it. Every rank must call this."""
         self._check_not_begun()
-        self._course = self.trainer._course(**self._arguments, hand=Attached)
-        self._advance()
-        self._hand: Any = session_of(self.run).by_hand
+        given = self.trainer._given(self._arguments["resume"], self._arguments["override"])
+        options = {name: self._arguments[name] for name in ("resume", "strict")}
+        part = self.trainer._part(**options, given=given, replay=False, loop=Loops.ATTACHED)
+        self._training, self._part = part.__enter__(), part
+        with self._ending_with_error():
+            self._training.next_epoch()
+            self._go_on()
         if self.run.progress.step:
             self._rng = RNGState.capture()  # the loop may draw random numbers until its first step
-        if session_of(self.run).savers:
-            self._frame = loop_frame(sys._getframe(1))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._frame = self._unkept = None
-        if isinstance(error, GeneratorExit):  # a generator around the loop was closed: the loop is left, as by break
-            error = None
-        if error is not None and self._at is not OVER:
-            self._fail(error)
-        elif self._at is not OVER:
-            if not self.run.progress.finished:
-                self.run.stop("the loop was left")
-            self._take_up()
-            self._advance(OVER)
+        if error is not None and not isinstance(error, GeneratorExit):  # that of a generator around the loop is a break
+            self._end(error)
+        elif self._part is not None:
+            with self._ending_with_error():
+                if not self.run.progress.finished:
+                    self.run.stop("the loop was left")
+                self._take_up()
+            self._end(None)
 
     def resuming(self, resume: bool | str | PathLike[str]) -> Self:
         """Set `resume`, before the run begins; return the loop."""
@@ -155,7 +152,7 @@ class Loop:
             StateError: A checkpoint of this run cannot hold the state.
             ValueError: The name is in use.
         """
-        self._kept.keep(name, held, check=self._at is not OVER and bool(session_of(self.run).savers))
+        self._kept.keep(name, held, check=self._part is not None and bool(session_of(self.run).savers))
 
     def over(self) -> bool:
         """Return whether the run is over: at a limit, or because a stop was requested. Every rank must call this.
@@ -177,16 +174,28 @@ class Loop:
                 f"the run is over ({outcome and f'{outcome.kind}: {outcome.reason}'}), so no step follows. Ask "
                 "`while not loop.over():` before each step."
             )
-        self._advance()
-        try:
-            yield
-        except GeneratorExit:
-            self._advance(BATCHES_DONE)
-            raise
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self._advance(BATCHES_DONE)
+        training = self._begun
+        with self._ending_with_error():
+            step = training.session.step
+            step.begin_batch(None)
+            step.may_skip = False
+            training.begin_step()
+            try:
+                yield
+            except GeneratorExit:
+                self._end_step()
+                raise
+            self._end_step()
+
+    def _end_step(self) -> None:
+        training = self._begun
+        progress = training.session.progress
+        if progress.max_tokens is not None and not (training.session.step.window.seen or progress.tokens):
+            raise DataError(
+                f"max_tokens={progress.max_tokens} counts the tokens of batches, and this step has none. Surround each batch "
+                "with `with loop.batch(batch):`, or give max_steps=."
+            )
+        training.end_step()
 
     @contextmanager
     def batch(self, batch: Any = None) -> Iterator[Any]:
@@ -195,22 +204,20 @@ class Loop:
         The batches of a step need it only for callbacks at these moments, and for the counters of batches, samples and tokens.
         The number of batches in a step must be the same on all ranks.
         """
-        if self._at is not STEP:
+        if self._training is None or self._training.open != STEP:
             raise RuntimeError("loop.batch(...) must be used inside of `with loop.step():`, and not inside of another batch.")
-        session = session_of(self.run)
+        training, session = self._training, self._training.session
         if session.tokens is not None:
             session.sync.tokens.read(batch)
         moved = session.driver.to_device(batch)
-        self._advance(moved)
-        try:
-            yield moved
-        except GeneratorExit:
-            self._advance()
-            raise
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self._advance()
+        with self._ending_with_error():
+            training.take(moved)
+            try:
+                yield moved
+            except GeneratorExit:
+                training.end_batch()
+                raise
+            training.end_batch()
 
     def backward(self, loss: Tensor | Mapping[str, Any], *, into: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Add the gradients of `loss`, shape (), with the moments around it; see `Run.backward`. Every rank must call this.
@@ -229,33 +236,45 @@ class Loop:
         """Return the context of the forward pass, in the precision of the run; in fp32 it does nothing."""
         return session_of(self.run).precision.autocast()
 
-    def _advance(self, value: Any = None) -> None:
-        assert self._course is not None
+    @property
+    def _begun(self) -> Training:
+        assert self._training is not None
+        return self._training
+
+    def _go_on(self) -> None:
+        """Do what waits for the boundary of the last step; end the run if no step follows."""
+        if not self._begun.may_step():
+            self._end(None)
+
+    @contextmanager
+    def _ending_with_error(self) -> Iterator[None]:
+        """End the run with an error that is raised inside."""
         try:
-            self._at = self._course.send(value)
-        except StopIteration:
-            self._at = OVER
-        except BaseException:
-            self._at = OVER
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._end(error)
             raise
 
-    def _fail(self, error: BaseException) -> None:
-        if self._at is not OVER:
-            assert self._course is not None
-            self._at = OVER
-            end_with(self._course, error)
+    def _end(self, error: BaseException | None) -> None:
+        """End the run, if it is not over."""
+        part, self._part = self._part, None
+        if part is not None:
+            part.end(error)
 
     def _is_over(self, verb: str) -> bool:
         self._check_outside(verb)
-        if self._at is AFTER:
-            self._advance()
-        elif verb == "over":
-            self._hand.check_between()
-        self._hand.own_calls.outside = False
+        session, verbs = self._begun.session, cast("LoopVerbs", self._begun.verbs)
+        if self._part is not None:
+            with self._ending_with_error():
+                if not session.cursor.at_boundary:
+                    self._go_on()
+                elif verb == "over":
+                    verbs.check_between()
+        verbs.own_calls.outside = False
         self._take_up()
-        if self._frame is not None or self._unkept is not None:
-            self._look_for_unkept()
-        return self._at is OVER
+        return self._part is None
 
     def _take_up(self) -> None:
         """Before the first step of a run that continues, restore the random numbers, and compare the kept states."""
@@ -264,32 +283,20 @@ class Loop:
             self._rng = None
             self._kept.compare(self.run, strict=self._arguments["strict"])
 
-    def _look_for_unkept(self) -> None:
-        """Warn of what moves in the first steps and is not kept."""
-        if self._frame is not None:
-            self._unkept, self._frame = Unkept(self._frame, session_of(self.run), self._kept.held), None
-        elif self._unkept is not None:
-            self._unkept = self._unkept.after_step()
-
-    @property
-    def _between_steps(self) -> bool:
-        # not by ==: inside of a batch it is the batch
-        return self._at is BETWEEN or self._at is AFTER or self._at is OVER
-
     def _check_not_begun(self) -> None:
-        if self._course is not None:
+        if self._training is not None:
             raise RuntimeError(
                 "a loop of attach(...) runs once, and this one has begun. Call attach(...) again for another run."
             )
 
     def _check_outside(self, verb: str) -> None:
-        if self._course is None:
+        if self._training is None:
             raise RuntimeError(f"loop.{verb}() needs a run that has begun. Write `with cadenza.attach(...) as loop:`.")
-        if not self._between_steps:
+        if self._training.open >= STEP:
             raise RuntimeError(f"loop.{verb}() must be called between two steps, and not inside of `with loop.step():`.")
 
     def _check_inside(self, verb: str) -> None:
-        if self._between_steps:
+        if self._training is None or self._training.open < STEP:
             raise RuntimeError(f"loop.{verb}(...) must be called inside of `with loop.step():`.")
 
 

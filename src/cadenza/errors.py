@@ -63,10 +63,6 @@ class ScheduleError(CadenzaError, ValueError):
     """A schedule such as ``"500 stps"`` cannot be read, or this run cannot meet it."""
 
 
-class LoopError(CadenzaError):
-    """Stands for an error that a loop of the user's own raised, where Python does not show the error itself."""
-
-
 class LossError(CadenzaError, TypeError):
     """The loss that ``compute_loss`` returned cannot be used for a backward pass."""
 
@@ -145,12 +141,6 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """
     match = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {match[0]!r}?" if match else ""
-
-
-def out_of_generator(error: BaseException) -> BaseException:
-    """Return the `StopIteration` that Python made a `RuntimeError` where it left a generator; other errors unchanged."""
-    cause = error.__cause__
-    return cause if type(error) is RuntimeError and isinstance(cause, StopIteration) else error
 
 
 def drop_tracebacks(error: BaseException) -> None:

@@ -319,7 +319,7 @@ class Run:
         Raises:
             LossError: `loss` is not a tensor of shape () that has a gradient.
         """
-        self._by_hand.backward(loss, into)
+        self._verbs.backward(loss, into)
 
     def update(self, *optimizers: Optimizer | Callable[[], Any]) -> Any:
         """Update the weights with `optimizers` (none: all), drop the gradients. For a ``step_fn``, on every rank.
@@ -331,16 +331,16 @@ class Run:
         Raises:
             LossError: There are gradients of ``loss.backward()``, which the run has not seen.
         """
-        return self._by_hand.update(optimizers)
+        return self._verbs.update(optimizers)
 
     @property
-    def _by_hand(self) -> ByHand:
-        if self._session.by_hand is None:
+    def _verbs(self) -> Verbs:
+        if self._session.verbs is None:
             raise RuntimeError("run.backward(...) and run.update(...) must be called in a step_fn, or in a loop of your own.")
-        return self._session.by_hand
+        return self._session.verbs
 
 
-class ByHand(Protocol):
+class Verbs(Protocol):
     """What `Run.backward` and `Run.update` do: in a ``step_fn``, or in a loop of the user's own."""
 
     def backward(self, loss: Tensor, into: Optimizer | Sequence[Optimizer] | None = None) -> None: ...
@@ -358,7 +358,7 @@ class Behind(Protocol):
     files: RunDirectory | None
 
     @property
-    def by_hand(self) -> ByHand | None: ...
+    def verbs(self) -> Verbs | None: ...
     @property
     def module(self) -> nn.Module: ...
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any, Self, TypeVar
 
@@ -16,7 +17,6 @@ from cadenza.checkpoint.chosen_weights import Choice
 from cadenza.checkpoint.finding import Which
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
-from cadenza.engine import loop
 from cadenza.engine.accumulating import Accumulate, checked_accumulate
 from cadenza.engine.arguments import (
     absolute_folder,
@@ -26,13 +26,12 @@ from cadenza.engine.arguments import (
     checked_tokens,
     listed,
 )
-from cadenza.engine.by_hand import InWindow
 from cadenza.engine.compiling import Compile, options_of
 from cadenza.engine.monitor_checks import check_monitors
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
 from cadenza.engine.prediction import Prediction, predict
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
 from cadenza.hooks.moments import BaseCallback
@@ -225,8 +224,7 @@ class Trainer(Fitting):
             SystemExit: A signal ended the run, and everything is saved. The exit code is 128 + the signal's number. After
                 Ctrl-C in IPython or a notebook, the run is returned instead.
         """
-        loop.run_through(self._course(resume, strict=strict, replay=replay, override=override))
-        return self.run
+        return self._train(resume, self._given(resume, override), strict=strict, replay=replay)
 
     def steps(
         self,
@@ -255,8 +253,8 @@ class Trainer(Fitting):
         """
         if self.step_fn is not None:
             raise TypeError("trainer.steps() takes no step_fn=: the loop does what a step_fn does. Remove it, or call fit().")
-        course = self._course(resume, strict=strict, replay=replay, override=override, hand=InWindow)
-        return Steps(course, lambda: self.run, self.callbacks, strict=strict)
+        given = self._given(resume, override)
+        return Steps(self._part(resume, given, strict=strict, replay=replay, loop=Loops.STEPS), self.callbacks, strict=strict)
 
     def start(
         self,
@@ -279,8 +277,9 @@ class Trainer(Fitting):
         >>> handle.join().progress.step
         20
         """
-        handle = Handle()
-        handle.train(self._course(resume, strict=strict, replay=replay, override=override, handle=handle))
+        given = self._given(resume, override)
+        self._handle = handle = Handle()
+        handle.train(partial(self._train, resume, given, strict=strict, replay=replay, begun=handle.begin))
         return handle
 
     @answered(EVALUATE)

@@ -370,10 +370,11 @@ def test_a_schedule_in_epochs_is_named_as_never_due(
 
 def running(place: str) -> Generator[Run, None, None]:
     if place == "steps":
-        for step in tiny_trainer(epochs=1).steps():
-            for inputs, _ in step:
-                step.backward(step.run.model(inputs).sum())
-            yield step.run
+        with tiny_trainer(epochs=1).steps() as steps:
+            for step in steps:
+                for inputs, _ in step:
+                    step.backward(step.run.model(inputs).sum())
+                yield step.run
     with attached() as loop:
         if place == "between":
             one_step(loop)

@@ -19,7 +19,7 @@ from cadenza.drivers.alone import alone
 from cadenza.drivers.sharding import is_sharded
 from cadenza.engine.error_context import raised_by_loader
 from cadenza.engine.locating import Located, locate, located_in
-from cadenza.engine.session import Session, session_of
+from cadenza.engine.session import Loops, Session, session_of
 from cadenza.engine.statistics import Statistics
 from cadenza.engine.trial import undone
 from cadenza.errors import DistributedError, NonFiniteError, notes_of
@@ -297,7 +297,7 @@ class Capsule(Callback):
 
         If this process does not know the weights, or how the losses are computed, look at the batches alone.
         """
-        if not known or session.step_fn is not None or session.own_loop:
+        if not known or session.step_fn is not None or session.loop is not Loops.FIT:
             return located_in(step.batches)
         with undone(session), alone("the second pass of a capsule"):
             if weights is not None:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, is_pair, watched_and_mode
 from cadenza.engine.run_length import planned_total, takes_total
-from cadenza.engine.session import session_of
+from cadenza.engine.session import Loops, session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -296,7 +296,7 @@ class LearningRate(Callback, SetsRates):
 
     def _step(self, run: Run) -> None:
         assert self.scheduler is not None, "on_setup comes first"
-        if getattr(self.scheduler, "_step_count", None) != self._count and session_of(run).own_loop:
+        if getattr(self.scheduler, "_step_count", None) != self._count and session_of(run).loop is not Loops.FIT:
             raise RuntimeError(
                 "the scheduler of LearningRate was stepped by the loop too. Remove scheduler.step() from the loop: "
                 f"LearningRate steps it after each {'update' if self.per == 'step' else 'epoch'}."

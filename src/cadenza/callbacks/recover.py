@@ -12,7 +12,7 @@ from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, checked_sign, r
 from cadenza.callbacks.recovery_plan import Plan
 from cadenza.checkpoint.starting import newest_good
 from cadenza.checkpoint.writer import CheckpointWriter
-from cadenza.engine.session import Session, session_of
+from cadenza.engine.session import Loops, Session, session_of
 from cadenza.engine.statistics import Statistics
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -154,7 +154,7 @@ class Recover(Callback, Compared):
         session = session_of(run)
         if run.info.directory is None:
             raise ValueError("Recover goes back to a checkpoint of the run: give Trainer(directory=...)")
-        if session.own_loop or session.own_step is not None:
+        if session.loop is not Loops.FIT:
             raise ValueError("Recover works in fit(): a loop of your own cannot be taken back. Use StopOnNonFinite.")
         if session.step_fn is not None and self.skip == GUILTY:
             raise ValueError(f"with a step_fn, Recover cannot check each batch: give skip={SINCE!r}")

@@ -14,7 +14,7 @@ from cadenza.drivers.base import Driver
 from cadenza.drivers.checksums import checksum
 from cadenza.drivers.sharding import local
 from cadenza.engine.repeating import Pass, StepRepeat, named
-from cadenza.engine.session import Session, session_of
+from cadenza.engine.session import Loops, Session, session_of
 from cadenza.errors import ReplayError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
@@ -97,7 +97,7 @@ class ReplayCheck(Callback, Compared):
 
     def on_setup(self, run: Run) -> None:
         session = session_of(run)
-        own = "a loop of your own" if session.own_loop else "a step_fn" if session.step_fn is not None else ""
+        own = "a loop of your own" if session.loop is not Loops.FIT else "a step_fn" if session.step_fn is not None else ""
         if own or getattr(inspect.unwrap(session.compute), "has_effects", False):
             why = (
                 f"in {own} only your code computes them" if own else "a training_step logs and counts, which would happen twice"

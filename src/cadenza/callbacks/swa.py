@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.engine.run_length import why_unknown
-from cadenza.engine.session import session_of
+from cadenza.engine.session import Loops, session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -109,7 +109,7 @@ class Swa(Averaging, Compared):
             run.warn(f"{hooks_of(run).name_of(self)} never averages in this run: start is {self._first}, and {reason}")
         refreshes = self.use_at_end and self.update_batch_norm != 0 and session_of(run).step_fn is not None
         if refreshes and any(isinstance(module, _BatchNorm) for module in run.model.modules()):
-            instead = "is a loop of cadenza.attach" if session_of(run).own_loop else "has a step_fn instead"
+            instead = "is a loop of cadenza.attach" if session_of(run).loop is not Loops.FIT else "has a step_fn instead"
             raise ValueError(
                 f"Swa computes BatchNorm statistics with compute_loss, but this run {instead}. Give "
                 "Swa(update_batch_norm=0), and call torch.optim.swa_utils.update_bn after the run."

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cadenza.checkpoint.store import Loaded
 from cadenza.drivers.sharding import laid_out
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.optim.parameters import parameters_of
 
 
@@ -30,7 +30,7 @@ def of_the_rank(session: Session) -> dict[str, Any]:
 
     The update of the loop averages them. Those of a ``step_fn`` are averaged with each batch.
     """
-    apart = session.own_step is not None and session.driver.reduces and not session.driver.shards
+    apart = session.loop is Loops.ATTACHED and session.driver.reduces and not session.driver.shards
     return {"gradients": left(session)} if apart else {}
 
 
@@ -41,7 +41,7 @@ def saved(session: Session, loaded: Loaded, own: Mapping[str, Any]) -> list[tupl
     """
     gradients = own.get("gradients", loaded.state["gradients"])
     ranks, by_rank = len(loaded.by_rank), loaded.by_rank
-    if session.own_step is not None and ranks not in (1, session.driver.world_size) and "gradients" in by_rank[1]:
+    if session.loop is Loops.ATTACHED and ranks not in (1, session.driver.world_size) and "gradients" in by_rank[1]:
         gradients = _mean([one["gradients"] for one in by_rank])
     parameters = list(parameters_of(session.optimizers))
     return [(parameters[i], laid_out(one, parameters[i]).to(parameters[i].device)) for i, one in gradients.items()]

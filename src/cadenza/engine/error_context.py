@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cadenza.engine.known_errors import Scene, cure_of
 from cadenza.engine.objective import ModelsOwnLoss
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.errors import add_note, notes_of
 from cadenza.loading.batches import tensors_in
 from cadenza.status.counting import counted
@@ -34,7 +34,7 @@ _IN_EVALUATION = (
 )
 _IN_LOOP = {
     "fetch": "the training loader",
-    "train_batch": "compute_loss",
+    "compute": "compute_loss",
     "backward": "the backward pass",
     "update": "the update of the weights",
 }
@@ -82,8 +82,10 @@ class _Trace:
         """The batch of the running evaluation, from 1."""
         self.calls_model = isinstance(inspect.unwrap(session.compute), ModelsOwnLoss)
         """Whether the trainer has no ``compute_loss``."""
-        self.models_own_loss = self.calls_model and not session.own_loop
+        self.models_own_loss = self.calls_model and session.loop is Loops.FIT
         self.scene = Scene(session.device)
+        if session.loop is not Loops.FIT and not session.step.counted:
+            self.what, self.function, self.scene.batch = "the loop", "compute", session.step.batch
         self.modules: list[nn.Module] = []
         """The modules that were running, the innermost last."""
         for frame, _ in walk_tb(error.__traceback__):
@@ -91,16 +93,13 @@ class _Trace:
 
     def _look_at(self, frame: FrameType) -> None:
         room, function = frame.f_globals.get("__name__"), frame.f_code.co_name
-        handles = (room, function) == ("cadenza.engine.loop", "course")  # in Python 3.11 f_locals stays, with the error in it
-        held = {} if handles else frame.f_locals
+        held = frame.f_locals
         if room == "cadenza.hooks.fan_out":  # an error of a callback, which has a note of its own
             self.what = self.function = ""
             self.scene, self.modules = Scene(self.session.device), []
         elif room in ("cadenza.engine.loop", "cadenza.engine.updating") and function in _IN_LOOP:
             self.function, self.what = function, _IN_LOOP[function]
-            if function == "train_batch" and self.session.own_loop:
-                self.what = "the loop"
-            elif function == "train_batch" and self.session.step_fn is not None:
+            if function == "compute" and self.session.step_fn is not None:
                 self.what = "step_fn"
             self.scene = Scene(self.session.device, batch=held.get("batch") if function == "fetch" else self.session.step.batch)
         elif room in _IN_EVALUATION:
@@ -113,7 +112,7 @@ class _Trace:
         elif room == "cadenza.engine.outputs" and function == "checked_loss":
             own = "the model" if self.models_own_loss else "compute_loss"
             self.what = f"the loss that {own if self.session.step_fn is None else 'step_fn'} returned"
-            if self.session.own_loop:
+            if self.session.loop is not Loops.FIT:
                 self.what = "the loss given to backward(...)"
         if isinstance(module := held.get("self"), nn.Module):
             self.modules.append(module)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.status.outputs import Outputs
 
 
@@ -34,7 +34,7 @@ class FlopCount:
     def begin(self) -> None:
         """Count from now on what the loop computes."""
         session = self._session
-        if session.own_loop:
+        if session.loop is not Loops.FIT:
             self._whole.callback(self._add, self._whole.enter_context(_counting()))
         elif self._own is None:
             self._own = session.compute, session.step_fn

@@ -1,218 +1,301 @@
-"""The training loop: the steps of a run in their order. The moments are those of `Callback`."""
+"""The training loop: `fit`. It asks a `Training` for its epochs, steps and batches, and so do loops of the user's own.
+
+The moments are those of `Callback`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 
-from cadenza.engine import accumulating, data_points, loader_length, suspension
-from cadenza.engine.by_hand import ByHand
+from cadenza.engine import accumulating, data_points, loader_length
 from cadenza.engine.error_context import explain
 from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.session import Session
 from cadenza.engine.updating import backward, drop_gradients, finish_window
-from cadenza.errors import DataError, out_of_generator
-from cadenza.hooks.fan_out import Left
+from cadenza.engine.verbs import OF_LOOP, Verbs
+from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
+from cadenza.run import Run
 from cadenza.status.decisions import Outcome
+from cadenza.status.requests import RESUMABLE
 
 END: Any = object()  # what `fetch` returns when the loader has no more batches
-STEP: Any = object()  # what `course` yields at the beginning of a step
-BATCHES_DONE: Any = object()  # and after its last batch
+OVER, RUN, EPOCH, BETWEEN, STEP, BATCH = range(6)
+"""What a training has open, from nothing to a batch. An epoch is open between two of its steps, or before and after all."""
 
 
-def fit(session: Session) -> None:
-    """Train until a limit is reached or a stop is requested. An error is passed to the callbacks, then raised."""
-    run_through(course(session))
+def fit(training: Training) -> None:
+    """Train until a limit is reached or a stop is requested."""
+    while training.next_epoch():
+        train_epoch(training)
 
 
-def run_through(course: Iterator[Any]) -> None:
-    """Run a course of which nothing is yielded."""
-    try:
-        for _ in course:
-            pass
-    except RuntimeError as error:
-        if out_of_generator(error) is error:
-            raise
-        raise out_of_generator(error) from None
+def train_epoch(training: Training) -> None:
+    """Do the steps of an epoch."""
+    while training.next_step():
+        while training.next_batch():
+            training.compute()
 
 
-def course(session: Session) -> Iterator[Any]:
-    """Train as `fit`. If a loop of the user's own computes the losses, yield where its code runs.
+def train(session: Session) -> None:
+    """Train as `Trainer.fit`, without what surrounds a run: its files, its checkpoint, its signals."""
+    with Training(session) as training:
+        training.begin()
+        fit(training)
+        training.finish()
 
-    That is at the beginning of each step (`STEP`), with each batch, and after the last batch of the step (`BATCHES_DONE`).
+
+class Training:
+    """The part of a run that trains, for ``with``: what comes next, and what is open.
+
+    An epoch, a step or a batch that has begun is open until it ends, with its moment. What begins one ends the one before. An
+    error that leaves the block ends all that is open; then ``on_exception`` is called, and ``on_fit_end`` in any case. Every
+    rank must call each method.
     """
-    run, hooks = session.run, session.hooks
-    error: BaseException | None = None
-    FITS.under_way.append(session)
-    try:
-        begin(session)
-        if session.cursor.in_epoch:  # restored: on_epoch_end is still to come, even if the epoch has no more steps
-            yield from train_epoch(session)
-        while not session.sync.over():
-            yield from train_epoch(session)
-        take_stop(session)
-        session.end(session.metrics.losses.ended(session.outcome or Outcome("finished", "the limit is reached")))
-    except Left as left:
-        leave(session, left)
-    except BaseException as raised:
-        error = fail(session, out_of_generator(raised))
-        if error is raised or isinstance(error, StopIteration):
-            raise
-        raise error from raised
-    finally:
-        with hooks.unwinding_of(error):
-            try:
-                with closing(session):
-                    hooks.on_fit_end(run)
-            finally:
-                FITS.leave(session)
-                session.cursor.close()
-                del error  # its traceback holds this frame, and the frame the run
 
+    __slots__ = ("_first", "open", "run", "session", "verbs")
 
-def begin(session: Session) -> None:
-    """Fire ``on_fit_start``, and restore what the hooks must not change before the first step."""
-    session.by_hand = session.by_hand or ByHand(session)
-    accumulating.begin(session)
-    data_points.begin(session)
-    session.hooks.measure(session.progress)
-    session.module_flags.begin(session.driver, session.model, session.decide)
-    session.hooks.on_fit_start(session.run)
-    session.extra_parameters.check_devices(session.run)
-    drop_gradients(session.optimizers)
-    session.restored.take_gradients()
-    if not session.progress.batch_in_epoch:  # inside an epoch the RNG state is restored when its loader is open
-        session.restored.take_rng_state()
-    if suspension.take_up(session, Callback.on_epoch_end):
-        session.sync.requests.drop_epoch()
-        session.settle()
+    def __init__(self, session: Session) -> None:
+        self.session: Session = session
+        self.run: Run = session.run
+        self.verbs: Verbs = OF_LOOP[session.loop](session)
+        session.verbs = self.verbs
+        self.open: int = OVER
+        """What is open: one of the constants above."""
+        self._first: Any = END  # the batch that was fetched to begin a step
 
+    def __enter__(self) -> Self:
+        FITS.under_way.append(self.session)
+        self.open = RUN
+        return self
 
-def fail(session: Session, raised: BaseException) -> BaseException:
-    """Pass an error to the callbacks; return it, or the error of another rank that caused it."""
-    explain(session, raised)
-    error = session.driver.first_error(raised)
-    session.end(Outcome("failed", repr(error)))
-    session.hooks.end(error, Callback.on_exception, session.run, error)
-    return error
+    def begin(self) -> None:
+        """Fire ``on_fit_start``, and restore what the hooks must not change before the first step."""
+        session = self.session
+        accumulating.begin(session)
+        data_points.begin(session)
+        session.hooks.measure(session.progress)
+        session.module_flags.begin(session.driver, session.model, session.decide)
+        session.hooks.on_fit_start(self.run)
+        session.extra_parameters.check_devices(self.run)
+        drop_gradients(session.optimizers)
+        session.restored.take_gradients()
+        if not session.progress.batch_in_epoch:  # inside an epoch the RNG state is restored when its loader is open
+            session.restored.take_rng_state()
 
+    # -- what comes next ---------------------------------------------------------------------------
 
-def train_epoch(session: Session) -> Iterator[Any]:
-    """Train for one pass over the loader."""
-    run, hooks, cursor = session.run, session.hooks, session.cursor
-    cursor.in_epoch = True
-    with hooks.ending(Callback.on_epoch_end, run):
-        try:
-            hooks.on_epoch_start(run)
-            if session.own_epoch is not None:
-                session.own_epoch(session)
-            else:
-                yield from train_steps(session)
-        except Left as left:
-            leave(session, left)
-        finally:
-            cursor.leave_epoch()
-    session.leave_epoch()
+    def next_epoch(self) -> bool:
+        """End the open epoch, and begin the next one. Return False if the run is over."""
+        self.end_epoch()
+        session = self.session
+        # A restored epoch is open even if it has no more steps: its on_epoch_end is still to come.
+        if self.open == OVER or (not session.cursor.in_epoch and session.sync.over()):
+            return False
+        self.open, session.cursor.in_epoch = EPOCH, True
+        session.hooks.on_epoch_start(self.run)
+        return True
 
-
-def train_steps(session: Session) -> Iterator[Any]:
-    """Do the steps of an epoch, and count the epoch if it is whole."""
-    progress, cursor = session.progress, session.cursor
-    if not progress.finished and not cursor.exhausted:
-        cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
-    session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
-    if suspension.take_up(session, Callback.on_step_end):
-        session.settle()
-    step = session.own_step or train_step
-    while not session.sync.leaving_epoch() and (yield from step(session)):
-        session.settle(after_step=True)
-    take_stop(session)
-    loader_length.check(session)
-    session.finish_epoch()
-    data_points.look(session)
-
-
-def train_step(session: Session) -> Generator[Any, None, bool]:
-    """Do one update, from the batches of one accumulation window. Return False if the loader has no more batches."""
-    run, hooks, step, window = session.run, session.hooks, session.step, session.step.window
-    batch = fetch(session)  # the only other name of a batch: one more would keep the first of a window in memory
-    if batch is END:
+    def next_step(self) -> bool:
+        """End the open step, and begin the next one of the epoch. Return False if none follows."""
+        if self.may_step():
+            self._first = self.fetch()
+            if self._first is not END:
+                self.begin_step()
+                return True
+        self._end_steps()
         return False
-    window.clear()
-    step.left = False
-    session.cursor.at_boundary = False
-    try:
-        hooks.on_step_start(run)
-        if session.own_loop:
-            yield STEP
-        yield from train_batch(session, batch)
-        while window.seen < window.size and (batch := fetch(session)) is not END:
-            yield from train_batch(session, batch)
-        if session.own_loop:
-            yield BATCHES_DONE
+
+    def next_batch(self) -> bool:
+        """End the open batch, and begin the next one of the step. Return False if none follows."""
+        if self.open == BATCH:
+            self.end_batch()
+        session = self.session
+        step = session.step
+        if self._first is END:
+            if step.window.seen >= step.window.size or session.cursor.exhausted:
+                return False
+            self._first = self.fetch()
+            if self._first is END:
+                return False
+        batch, self._first = self._first, END
+        step.begin_batch(batch)
+        self.open = BATCH
+        session.hooks.on_batch_start(self.run, batch)
+        step.window.seen += 1
+        session.sync.begin_batch(batch)
+        return True
+
+    def compute(self) -> None:
+        """Add the gradients of the open batch, unless it is skipped; a ``step_fn`` does this, and the update, itself."""
+        session = self.session
+        step = session.step
+        if step.skipping:
+            return
+        if session.step_fn is not None:
+            step.outputs.take(session.step_fn(self.run, step.batch))
+            step.window.losses.append(torch.as_tensor(step.outputs["loss"]).detach())
+        else:
+            step.outputs.take(session.compute(session.model, step.batch))
+            backward(session, step.outputs, step.window)
+
+    # -- its parts ---------------------------------------------------------------------------------
+
+    def may_step(self) -> bool:
+        """End the open step, and do what waits for its boundary. Return whether a step of the epoch may follow."""
+        session = self.session
+        if self.open >= STEP:
+            self.end_step()
+        if self.open == EPOCH:
+            self._open_loader()
+        elif not session.cursor.at_boundary:
+            session.settle(after_step=True)
+        return self.open == BETWEEN and not session.sync.leaving_epoch()
+
+    def _open_loader(self) -> None:
+        progress, cursor = self.session.progress, self.session.cursor
+        if not progress.finished and not cursor.exhausted:
+            cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
+        self.session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
+        self.open = BETWEEN
+
+    def begin_step(self) -> None:
+        """Fire ``on_step_start``."""
+        session = self.session
+        session.step.window.clear()
+        session.cursor.at_boundary = False
+        self.open = STEP
+        session.hooks.on_step_start(self.run)
+
+    def fetch(self) -> Any:
+        """Return the next batch, on the device, or `END`."""
+        run, session = self.run, self.session
+        hooks, cursor = session.hooks, session.cursor
+        try:
+            hooks.on_fetch_start(run)
+            batch = next(cursor.batches, END)
+        except BaseException as error:
+            hooks.end(error, Callback.on_fetch_end, run)
+            raise
+        hooks.on_fetch_end(run)
+        if batch is END:
+            cursor.exhausted = True
+            if not session.progress.batch_in_epoch:
+                del batch  # the note on the error describes a batch
+                raise DataError(_no_batches(session))
+            return END
+        if session.tokens is not None:
+            session.sync.tokens.read(batch)
+        return session.driver.to_device(batch)
+
+    def take(self, batch: Any) -> None:
+        """Begin a batch of a loop that brings its own data. It is on the device."""
+        self._first = batch
+        self.next_batch()
+
+    def end_batch(self) -> None:
+        """Count the batch, and fire ``on_batch_end``."""
+        session = self.session
+        step = session.step
+        step.may_skip = False  # also if there was no backward pass
+        session.progress.finish_batch(*session.sync.end_batch())
+        step.counted = True
+        self.open = STEP
+        session.hooks.on_batch_end(self.run, step.batch, step.outputs)
+
+    def skip_rest(self) -> None:
+        """Skip the batches that the step has not taken."""
+        while self.next_batch():
+            pass
+
+    def end_step(self) -> None:
+        """Update the weights, count the step, and fire ``on_step_end``."""
+        session = self.session
         if session.step_fn is None:
             finish_window(session)
-        step.finish()
+        session.step.finish()
         session.finish_step()
-    except BaseException as error:
-        hooks.end(error, Callback.on_step_end, run)
-        raise
-    hooks.on_step_end(run)
-    return True
+        self.open = BETWEEN
+        session.hooks.on_step_end(self.run)
 
+    def _end_steps(self) -> None:
+        """Count the epoch if it is whole."""
+        session = self.session
+        take_stop(session)
+        loader_length.check(session)
+        session.finish_epoch()
+        data_points.look(session)
+        self.open = EPOCH
 
-def fetch(session: Session) -> Any:
-    """Return the next batch, on the device, or `END`."""
-    run, hooks, cursor = session.run, session.hooks, session.cursor
-    try:
-        hooks.on_fetch_start(run)
-        batch = next(cursor.batches, END)
-    except BaseException as error:
-        hooks.end(error, Callback.on_fetch_end, run)
-        raise
-    hooks.on_fetch_end(run)
-    if batch is END:
-        cursor.exhausted = True
-        if not session.progress.batch_in_epoch:
-            del batch  # the note on the error describes a batch
-            raise DataError(_no_batches(session))
-        return END
-    if session.tokens is not None:
-        session.sync.tokens.read(batch)
-    return session.driver.to_device(batch)
+    def end_epoch(self) -> None:
+        """End what is open in the run, if anything is, with ``on_epoch_end``."""
+        session = self.session
+        if self.open > EPOCH:
+            self.may_step()
+            self._end_steps()
+        if self.open == EPOCH:
+            session.cursor.leave_epoch()
+            self.open = RUN
+            session.hooks.on_epoch_end(self.run)
+            session.leave_epoch()
 
+    # -- its end -----------------------------------------------------------------------------------
 
-def train_batch(session: Session, batch: Any) -> Iterator[Any]:
-    """Add the gradients of one batch, unless a callback skips it; a ``step_fn`` does this, and the update, itself."""
-    run, hooks, step, sync = session.run, session.hooks, session.step, session.sync
-    step.begin_batch(batch)
-    outputs = step.outputs
-    try:
-        hooks.on_batch_start(run, batch)
-        step.window.seen += 1
-        sync.begin_batch(batch)
-        if step.skipping and session.own_step is None:
-            pass
-        elif session.own_loop:
-            if not step.left:
-                yield batch
-        elif session.step_fn is not None:
-            outputs.take(session.step_fn(run, batch))
-            step.window.losses.append(torch.as_tensor(outputs["loss"]).detach())
-        else:
-            outputs.take(session.compute(session.model, batch))
-            backward(session, outputs, step.window)
-        step.may_skip = False  # also if there was no backward pass
-        session.progress.finish_batch(*sync.end_batch())
-        step.counted = True
-    except BaseException as error:
-        hooks.end(error, Callback.on_batch_end, run, batch, outputs)
-        raise
-    hooks.on_batch_end(run, batch, outputs)
+    def leave(self, what: Literal["left", "stopped"], why: str) -> None:
+        """End the run of a loop that was left. Ranks that have not left their loop complete its last step.
+
+        A run that was ``left`` for a reason that is not known can be continued, as one that a signal ended.
+        """
+        session = self.session
+        if self.open >= STEP:
+            self.skip_rest()
+        session.sync.requests.ask_stop(session.decide(what, why, data={RESUMABLE: True} if what == "left" else None))
+        while self.next_step():
+            self.skip_rest()
+
+    def finish(self) -> None:
+        """End what is open, and set how the run ended."""
+        session = self.session
+        self.end_epoch()
+        take_stop(session)
+        session.end(session.metrics.losses.ended(session.outcome or Outcome("finished", "the limit is reached")))
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        session = self.session
+        first = error and self._fail(error)
+        self.open = OVER
+        try:
+            with session.hooks.unwinding_of(first):
+                try:
+                    with closing(session):
+                        session.hooks.on_fit_end(self.run)
+                finally:
+                    FITS.leave(session)
+                    session.cursor.close()
+            if first is not error and first is not None:
+                raise first from error
+        finally:
+            del first, error  # a traceback holds this frame, and the frame the run
+
+    def _fail(self, raised: BaseException) -> BaseException:
+        """End what is open with an error, and pass it to the callbacks. Return it, or that of another rank that caused it."""
+        session, step = self.session, self.session.step
+        run, hooks = session.run, session.hooks
+        if self.open == BATCH:
+            hooks.end(raised, Callback.on_batch_end, run, step.batch, step.outputs)
+        if self.open >= STEP:
+            hooks.end(raised, Callback.on_step_end, run)
+        if self.open >= EPOCH:
+            session.cursor.leave_epoch()
+            hooks.end(raised, Callback.on_epoch_end, run)
+        explain(session, raised)
+        error = session.driver.first_error(raised)
+        session.end(Outcome("failed", repr(error)))
+        hooks.end(error, Callback.on_exception, run, error)
+        return error
 
 
 def take_stop(session: Session) -> None:
@@ -224,14 +307,6 @@ def take_stop(session: Session) -> None:
         session.end(Outcome(session.sync.requests.kind, stop.why))
         if session.sync.requests.back is None:
             session.hooks.on_stop(session.run, stop.why)
-
-
-def leave(session: Session, left: Left) -> None:
-    """Handle the signal that interrupted an evaluation: save the run in the middle of the moment."""
-    with session.hooks.unwinding_of(left):
-        if suspension.suspend(session, left):
-            take_stop(session)
-            suspension.finish(session, left)
 
 
 def _no_batches(session: Session) -> str:

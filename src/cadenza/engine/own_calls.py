@@ -179,10 +179,11 @@ class OwnCalls:
         if session.step.in_update or session.cursor.at_boundary:  # at a boundary a driver may step, to make the state
             return
         update = f"{self._name}.update(optimizer, closure)" if needs_closure(optimizer) else self._update
-        raise LossError(
+        session.step.raised = LossError(
             f"optimizer.step() was called in step {self._step}, beside the update of the run. Remove it from "
             f"{'step_fn' if self._name == 'run' else 'the loop'}: {update} updates the weights."
         )
+        raise session.step.raised
 
     def _look_for_updates(self) -> None:
         """Warn, once, if the first steps, the first whole epoch or the whole run had no update. Called between steps."""

@@ -23,7 +23,7 @@ from cadenza.engine.module_flags import in_evaluation_mode
 from cadenza.engine.plan import Plan
 from cadenza.engine.plan_changes import plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import (
     check_computes,
     check_evaluation_loaders,
@@ -179,7 +179,7 @@ class Recipe:
         files: RunDirectory | None = None,
         replay: bool = False,
         given: settings.Given | None = None,
-        own_loop: bool = False,
+        loop: Loops = Loops.FIT,
     ) -> Session:
         given = given or settings.Given()
         accumulate, loader = self._in_effect(given)
@@ -196,7 +196,7 @@ class Recipe:
         give_values(given, optimizers)
         if training and several:
             rank_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
-        draws = training and not (own_loop and self.step_fn)  # what cadenza.attach trains draws as it would by hand
+        draws = training and loop is not Loops.ATTACHED  # what cadenza.attach trains draws as it would by hand
         return Session(
             model=model,
             optimizers=optimizers,
@@ -206,7 +206,7 @@ class Recipe:
             precision=precision_of(self.precision, self.driver.device.type),
             accumulate=accumulate,
             step_fn=self.step_fn,
-            own_loop=own_loop,
+            loop=loop,
             tokens=self.tokens,
             seed=self.seed,
             data_seed=self.driver.broadcast(draw_seed(keep=not draws) if self.seed is None else self.seed),

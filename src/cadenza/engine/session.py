@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -45,7 +46,7 @@ from cadenza.optim.settings import Given
 from cadenza.profiling.timings import Timings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
-from cadenza.run import ByHand, Run
+from cadenza.run import Run, Verbs
 from cadenza.status.branches import Branch
 from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision, Outcome
@@ -58,6 +59,14 @@ from cadenza.status.waiting import WhyNot
 P = ParamSpec("P")
 T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("cadenza")
+
+
+class Loops(Enum):
+    """The loops that can do the steps of a run."""
+
+    FIT = "the loop of the trainer, with ``compute_loss`` or a ``step_fn``"
+    STEPS = "a loop over ``trainer.steps()``, which computes the losses"
+    ATTACHED = "a loop of ``attach``, which brings its own data, too"
 
 
 def session_of(run: Run) -> Session:
@@ -91,8 +100,8 @@ class Session:
     progress: Progress
     accumulate: int = 1
     step_fn: Callable[[Run, Any], Any] | None = None
-    own_loop: bool = False
-    """Whether a loop of the user's own computes the losses: the engine hands out each batch."""
+    loop: Loops = Loops.FIT
+    """Which loop does the steps."""
     tokens: Callable[[Any], int] | None = None
     """Counts the tokens of a batch that is not on the device yet; None: the outputs of a batch may say them."""
     seed: int | None = None
@@ -140,12 +149,8 @@ class Session:
     """The writers of checkpoints."""
     adapters: dict[str, Any] = field(default_factory=dict, init=False)
     """What an adapter of another system keeps of this run, by the system's name."""
-    by_hand: ByHand | None = field(default=None, init=False)
-    """What `Run.backward` and `Run.update` call."""
-    own_step: Callable[[Session], Generator[Any, Any, bool]] | None = field(default=None, init=False)
-    """See `ByHand.own_step`."""
-    own_epoch: Callable[[Session], None] | None = field(default=None, init=False)
-    """A function of an adapter around the steps of each epoch. It calls ``train_steps`` of the loop."""
+    verbs: Verbs | None = field(default=None, init=False)
+    """What `Run.backward` and `Run.update` call, in a run that trains."""
     advises: bool = field(default=True, init=False)
     """Whether the notes of the start suggest arguments of the native trainer. The trainer of an adapter has other arguments."""
     _keep: Callable[[str], object] = field(init=False)
@@ -162,8 +167,9 @@ class Session:
         self.module_flags = ModuleFlags(self.module, self.optimizers)
         self.compute = self.precision.wrap(self.compute)
         self.step_fn = None if self.step_fn is None else self.precision.wrap(self.step_fn)
-        reduce = driver.reduce if driver.reduces and not self.own_loop else None
-        window = partial(AccumulationWindow, self.accumulate, reduce, by_hand=self.own_loop and driver.reduces)
+        is_fit = self.loop is Loops.FIT
+        reduce = driver.reduce if driver.reduces and is_fit else None
+        window = partial(AccumulationWindow, self.accumulate, reduce, by_hand=driver.reduces and not is_fit)
         self.cursor, self.step, self.restored = Cursor(), StepState(window, self.optimizers), Restored()
         may_overflow = self.precision.name == "fp16"
         decide = _weakly(self.decide)
@@ -182,8 +188,8 @@ class Session:
             return RankSync(self.progress, self.cursor, self.step, decide, tokens)
         return SharedSync(
             *(self.driver, self.model, self.hooks, self.progress, self.cursor, self.step, self.metrics.buffer, decide),
-            stepped=() if self.step_fn is None or self.own_loop else self.optimizers,
-            own_loop=self.own_loop,
+            stepped=() if self.step_fn is None or self.loop is not Loops.FIT else self.optimizers,
+            own_loop=self.loop is not Loops.FIT,
             tokens=tokens,
         )
 

@@ -10,7 +10,7 @@ from cadenza.engine.arguments import check_schedule, check_some_batch
 from cadenza.engine.compiling import breaks_since
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import doubts, never, never_fired
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.loading.arguments import is_read_once
 from cadenza.loading.hints import loader_hints
 from cadenza.optim.optimizers import fused_by_choice, notes
@@ -35,7 +35,7 @@ def check_schedules(session: Session) -> None:
 def check_computes(session: Session) -> None:
     """Raise `ValueError` if an evaluation in an attached loop has no function that computes a batch."""
     without = [name for name, one in session.evaluations.items() if one.compute is None]
-    if session.own_loop and without and inspect.unwrap(session.compute) is no_loss:
+    if session.loop is not Loops.FIT and without and inspect.unwrap(session.compute) is no_loss:
         raise ValueError(
             f"the evaluation {without[0]!r} does not say how to compute a batch, and a loop of cadenza.attach has no "
             "compute_loss. Give Evaluate(..., compute=function), with a function (model, batch) that returns the loss, or a "

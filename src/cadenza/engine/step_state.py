@@ -68,8 +68,8 @@ class StepState:
     """The current batch and the batches of the current step. Written by the loop."""
 
     __slots__ = (
-        *("batch", "counted", "derived", "discarded", "dropped", "drops", "guard", "in_update", "last_window", "left"),
-        *("left_out", "may_skip", "most", "next_change", "outputs", "owner", "run", "skipping", "undone", "updated", "updates"),
+        *("batch", "counted", "derived", "discarded", "dropped", "drops", "guard", "in_update", "last_window", "left_out"),
+        *("may_skip", "most", "next_change", "outputs", "owner", "raised", "run", "skipping", "undone", "updated", "updates"),
         *("updating", "weight_unit", "window"),
     )
 
@@ -106,8 +106,8 @@ class StepState:
         """How many ranks have dropped their current batch alone; 0 until the batch is over."""
         self.may_skip: bool = False
         """Whether the current batch can still be dropped."""
-        self.left: bool = False
-        """Whether a loop of the user's own takes no more batches of the current step."""
+        self.raised: BaseException | None = None
+        """What a verb of the run raised in a loop of the user's own, until its next batch."""
         self.owner: object = None
         """What stands for the current step in a loop of the user's own."""
         self.updating: Sequence[Optimizer] = optimizers
@@ -123,7 +123,7 @@ class StepState:
 
     def begin_batch(self, batch: Any) -> None:
         """Replace the current batch."""
-        self.batch, self.counted = batch, False
+        self.batch, self.counted, self.raised = batch, False, None
         self.outputs = outputs = Outputs()
         if self.derived:
             outputs.run, outputs.derived = self.run, self.derived

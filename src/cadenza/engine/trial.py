@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cadenza.engine import loop
+from cadenza.engine.loop import train
 from cadenza.engine.restore_point import RestorePoint, restore_in_place
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback
@@ -40,7 +40,7 @@ def try_steps(session: Session, steps: int, callbacks: Sequence[Callback], *, lo
         DataError: The loader of the run can be read only once.
         ValueError: The run is a loop of ``cadenza.attach``, which brings its own data.
     """
-    if session.own_step is not None:
+    if session.loop is Loops.ATTACHED:
         raise ValueError(
             "a loop of cadenza.attach(...) cannot be tried before the training: it brings its own data. Use a Trainer with a "
             "loader and compute_loss, and give what it finds to the loop."
@@ -50,7 +50,7 @@ def try_steps(session: Session, steps: int, callbacks: Sequence[Callback], *, lo
     try:
         trial = _twin(session, steps, callbacks, read)
         with undone(session):
-            loop.fit(trial)
+            train(trial)
     finally:
         held.restore()
     return trial

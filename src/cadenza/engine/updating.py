@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.sharding import locals_of
 from cadenza.engine.outputs import checked_loss
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.engine.window import AccumulationWindow, number_on_host
 from cadenza.hooks.moments import Callback
 from cadenza.optim.parameters import distinct_gradients
@@ -32,7 +32,7 @@ def backward(session: Session, outputs: Outputs, window: AccumulationWindow | No
         return
     weight = dict.get(outputs, "weight")
     unit = session.sync.before_backward(weight)
-    if step.dropped and session.own_loop:
+    if step.dropped and session.loop is not Loops.FIT:
         return
     loss = checked_loss(outputs["loss"], session.model)
     if step.dropped and window is not None:
@@ -55,9 +55,9 @@ def finish_window(session: Session) -> None:
     if window.applied:
         return
     window.applied = True
-    if session.by_hand is not None:
-        session.by_hand.check_window()
-    if session.own_loop and session.sync.several:
+    if session.verbs is not None:
+        session.verbs.check_window()
+    if session.loop is not Loops.FIT and session.sync.several:
         counted = complete_by_hand(session)
     else:
         counted = window.counts(session.driver.data_world_size)

@@ -25,7 +25,7 @@ _LIBRARIES = tuple(
 )
 _PHASES = {
     ("cadenza.engine.loop", "fetch"): "the training loader",
-    ("cadenza.engine.loop", "train_batch"): "compute_loss",
+    ("cadenza.engine.loop", "compute"): "compute_loss",
     ("cadenza.engine.updating", "backward"): "the backward pass",
     ("cadenza.engine.updating", "update"): "the update of the weights",
     ("cadenza.engine.session", "settle"): "the step boundary",

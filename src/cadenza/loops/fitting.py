@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
@@ -15,25 +15,26 @@ from cadenza.checkpoint import resuming
 from cadenza.checkpoint.continuation import beginning
 from cadenza.checkpoint.snapshot import config_of
 from cadenza.checkpoint.starting import Start
-from cadenza.engine import loop, rank_checks
+from cadenza.engine import rank_checks
 from cadenza.engine.arguments import check_not_empty, check_resume, given_by
-from cadenza.engine.by_hand import ByHand
 from cadenza.engine.course import Beginning
 from cadenza.engine.evaluation_batches import FITS
+from cadenza.engine.loop import Training, fit
 from cadenza.engine.monitor_checks import monitors_in
 from cadenza.engine.recipe import Recipe
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import note_never_fired, warn_of_loader, warn_of_no_checkpoint, warn_of_trained_weights
 from cadenza.engine.whereabouts import caller, whereabouts
-from cadenza.errors import add_note, out_of_generator
+from cadenza.errors import add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback
 from cadenza.loops.handle import Handle
+from cadenza.loops.part import Part
+from cadenza.loops.steps import end_abandoned
 from cadenza.optim.settings import Given, shown, tell_given
 from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
 from cadenza.status.decisions import Outcome
-from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Progress
 from cadenza.status.requests import RESUMABLE, GoBack
 
@@ -55,23 +56,11 @@ class Fitting(Recipe):
             )
         return self._run
 
-    def _course(
-        self,
-        resume: bool | str | PathLike[str],
-        *,
-        strict: bool,
-        replay: bool,
-        override: Sequence[str] | Mapping[str, Any],
-        hand: type[ByHand] | None = None,
-        handle: Handle | None = None,
-    ) -> Generator[Any, Any, None]:
-        """Return the course of a run, which begins with the first value.
-
-        Args:
-            hand: What the verbs of the run do in a loop of the user's own, which computes the losses; see ``loop.course``.
-            handle: The handle of the run, if it is trained in the background.
+    def _given(self, resume: object, override: object) -> Given:
+        """Return the settings that a run is given, if it may begin.
 
         Raises:
+            TypeError, ValueError: An argument is wrong.
             RuntimeError: The trainer trains in the background.
         """
         check_resume(resume)
@@ -79,58 +68,67 @@ class Fitting(Recipe):
             raise RuntimeError(
                 "this trainer trains in the background already. Call stop(...) and join() of the handle that start() returned."
             )
-        self._handle = handle
-        return self._carry_out(resume, given_by(override, resume), strict=strict, replay=replay, hand=hand)
+        return given_by(override, resume)
 
-    def _carry_out(
+    def _train(
         self,
         resume: bool | str | PathLike[str],
         given: Given,
         *,
-        strict: bool,
-        replay: bool,
-        hand: type[ByHand] | None,
-    ) -> Generator[Any, Any, None]:
-        if any(one.run is self._run for one in FITS.under_way):
-            raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
-        back: bool | str | PathLike[str] | GoBack | None = resume
-        while back is not None:  # more than once if the run goes back to a checkpoint
-            back = yield from self._carry_out_part(back, given, strict=strict, replay=replay, hand=hand)
+        strict: bool = False,
+        replay: bool = False,
+        begun: Callable[[Session], object] = lambda session: None,
+    ) -> Run:
+        """Carry out a run. `begun` is called with its session.
 
-    def _carry_out_part(
+        A run that goes back to a checkpoint has another part, with a session of its own.
+        """
+        part: bool | str | PathLike[str] | GoBack | None = resume
+        while part is not None:
+            with self._part(part, given, strict=strict, replay=replay) as training:
+                begun(training.session)
+                self._do_steps(training)
+            part = training.session.sync.requests.back
+        return self.run
+
+    def _do_steps(self, training: Training) -> None:
+        """Do the steps of a run."""
+        fit(training)
+
+    def _part(
         self,
         resume: bool | str | PathLike[str] | GoBack,
         given: Given,
         *,
         strict: bool,
         replay: bool,
-        hand: type[ByHand] | None,
-    ) -> Generator[Any, Any, GoBack | None]:
-        """Carry out a run to its end, or until it goes back to a checkpoint. Return the request to go back."""
-        with ExitStack() as ending:
+        loop: Loops = Loops.FIT,
+    ) -> Part:
+        """Return a run, or a part of one, to begin."""
+
+        def begin(ending: ExitStack) -> Training:
+            end_abandoned("another run began")
+            if any(one.run is self._run for one in FITS.under_way):
+                raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
             with self.driver.entering("at the start of a run"):
                 files = self._opened_files(ending, resume=bool(resume))
-                session, start, over = self._new_fit(files, resume, replay, given, own_loop=hand is not None)
+                session, start, over = self._new_fit(files, resume, replay, given, loop=loop)
             self._run = session.run
             session.advises &= not isinstance(resume, GoBack)  # the part before has said it
             if session.rank_log is not None:
                 ending.callback(session.rank_log.settle, ends=True)
-            kind = hand or ByHand
-            session.by_hand, session.own_step = own, _ = kind(session), kind.own_step
+            training = Training(session)
             if over:
                 resuming.as_it_ended(session, files, start)
-                self._has_begun(session)
-                return None
+                return training
             self._watch(session, ending)
             ending.push(partial(self._end, session))
             self._begin(session, start, resume, strict=strict)
-            own.begin(ending)
-            self._has_begun(session)
-            yield from loop.course(session)
-            if session.sync.requests.back is None:
-                note_never_fired(session)
-        exit_after_signal(session.sync.requests.signal)
-        return session.sync.requests.back
+            training.verbs.begin(ending)
+            ending.enter_context(training).begin()
+            return training
+
+        return Part(begin)
 
     def _watch(self, session: Session, ending: ExitStack) -> None:
         """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
@@ -140,10 +138,6 @@ class Fitting(Recipe):
         ending.enter_context(self.driver.watched(partial(whereabouts, session), *settle, most_s=most_s))
         if limit_s is not None:
             ending.enter_context(self.driver.compared(limit_s, partial(caller, session), session.warn))
-
-    def _has_begun(self, session: Session) -> None:
-        if self._handle is not None:
-            self._handle.begin(session)
 
     def _beginning(self, resume: bool | str | PathLike[str], hooks: Hooks, progress: Progress) -> Beginning:
         given = resume, self.directory, self._elsewhere
@@ -170,12 +164,12 @@ class Fitting(Recipe):
         replay: bool,
         given: Given,
         *,
-        own_loop: bool,
+        loop: Loops,
     ) -> tuple[Session, Start, bool]:
         """Return the session of a new fit, its start, and whether the run is over already."""
         start = resuming.chosen_on_all_ranks(self.driver, resume, files, self._elsewhere)
         freeze_early(self.callbacks, self.model)
-        session = self._new_session(training=True, files=files, replay=replay, given=given, own_loop=own_loop)
+        session = self._new_session(training=True, files=files, replay=replay, given=given, loop=loop)
         session.branch, session.restored.recovery = start.branch, start.recovery
         if self.driver.broadcast(rank_checks.main_only(self.driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, start, True
@@ -220,9 +214,10 @@ class Fitting(Recipe):
         if raised is not None or session.sync.requests.back is not None:
             session.module_flags.rewind()
         if raised is None:
+            if session.sync.requests.back is None:
+                note_never_fired(session)
             _write_outcome(session)
             return
-        raised = out_of_generator(raised)
         error = self.driver.first_error(raised)
         session.end(Outcome("failed", repr(error)))
         try:

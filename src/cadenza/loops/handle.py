@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread, current_thread, main_thread
-from typing import Any
 
 import torch
 
 from cadenza.adapters.recognition import base_of
 from cadenza.engine import coming_and_going
-from cadenza.engine.loop import run_through
 from cadenza.engine.session import Session
 from cadenza.errors import CallbackError
 from cadenza.hooks.moments import BaseCallback
@@ -216,10 +214,10 @@ class Handle:
 
     # -- in the thread of the run ------------------------------------------------------------------
 
-    def train(self, course: Iterator[Any]) -> None:
-        """Carry out the course of a run in a new thread."""
+    def train(self, run: Callable[[], object]) -> None:
+        """Carry out a run in a new thread."""
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
-        self._thread = Thread(target=self._train, args=(course, device), name="cadenza-run")
+        self._thread = Thread(target=self._train, args=(run, device), name="cadenza-run")
         self._thread.start()
 
     def begin(self, session: Session) -> None:
@@ -227,11 +225,11 @@ class Handle:
         self._session = session
         self._began.set()
 
-    def _train(self, course: Iterator[Any], device: int | None) -> None:
+    def _train(self, run: Callable[[], object], device: int | None) -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
-            run_through(course)
+            run()
         except BaseException as error:  # `join` raises it
             self._error = error
             if not self._joining:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Iterator
+import atexit
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+from weakref import WeakSet
 
 from torch import nn
 
-from cadenza.engine.loop import BATCHES_DONE
-from cadenza.engine.session import Session, session_of
+from cadenza.engine.loop import EPOCH, STEP, Training
+from cadenza.engine.verbs import StepVerbs
 from cadenza.hooks.habits import advised
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loops import habits
 from cadenza.loops.keeping import Kept
-from cadenza.loops.leaving import close_at_exit, end_with, error_leaving
-from cadenza.loops.unkept import Unkept, loop_frame
+from cadenza.loops.part import Part
 from cadenza.run import Run
 
 T = TypeVar("T")
 
 _OVER = "this step is over. Use the step that trainer.steps() returned last."
+_WITH = "`with trainer.steps() as steps:`"
 
 
 @advised(habits.STEP)
@@ -33,39 +35,39 @@ class Step:
     take, because it leaves the step early, is skipped too.
     """
 
-    __slots__ = ("_course", "_open", "_session")
+    __slots__ = ("_steps", "_training")
 
-    def __init__(self, session: Session, course: Iterator[Any]) -> None:
-        self._session, self._course = session, course
-        self._open = True
+    def __init__(self, steps: Steps, training: Training) -> None:
+        self._steps, self._training = steps, training
 
     def __repr__(self) -> str:
-        return f"<Step: {'over' if self._session.step.owner is not self else self._session.progress.now()}>"
+        return f"<Step: {'over' if self._is_over else self._training.session.progress.now()}>"
 
     def __iter__(self) -> Iterator[Any]:
         """Return the next batches of the step; each is complete when the next one is taken."""
-        course = self._course  # a generator: it ends for less than a StopIteration costs
-        while self._open:
-            batch = next(course)
-            if batch is BATCHES_DONE:
-                self._open = False
-                return
-            yield batch
+        training, state = self._training, self._training.session.step
+        try:
+            while state.owner is self and training.next_batch():
+                if not state.skipping:
+                    yield state.batch
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._steps._end(error)
+            raise
 
     def __next__(self) -> Any:
         """Return the next batch of the step; the one before is complete then."""
-        if not self._open:
-            raise StopIteration
-        batch = next(self._course)
-        if batch is BATCHES_DONE:
-            self._open = False
-            raise StopIteration
-        return batch
+        return next(iter(self))
 
     @property
     def run(self) -> Run:
         """The run that hooks receive."""
-        return self._session.run
+        return self._training.session.run
+
+    @property
+    def _is_over(self) -> bool:
+        return self._training.session.step.owner is not self
 
     def backward(self, loss: Any) -> None:
         """Add the gradients of a batch, with the moments around it. No other rank has to call this.
@@ -80,10 +82,13 @@ class Step:
             LossError: It is not a tensor of shape () that has a gradient; or the batch has had its backward pass, or is over.
             RuntimeError: The step is over.
         """
-        session = self._session
-        if session.step.owner is not self:
+        if self._training.session.step.owner is not self:
             raise RuntimeError(_OVER)
-        session.by_hand.backward(loss)  # type: ignore[union-attr]  # a run that has begun has it
+        try:
+            self._training.verbs.backward(loss)
+        except BaseException as error:
+            self._training.session.step.raised = error
+            raise
 
     def update(self) -> None:
         """Update the weights now; else this is done at the end of the step. Every rank must call this.
@@ -93,105 +98,108 @@ class Step:
         Raises:
             RuntimeError: The step is over.
         """
-        session = self._session
-        if session.step.owner is not self:
+        if self._is_over:
             raise RuntimeError(_OVER)
-        seen = session.step.window.seen
-        self.leave()
-        hand: Any = session.by_hand
-        if (skipped := session.step.window.seen - seen) > 0:
-            hand.warn_of_skipped(skipped)
-        hand.update(())
+        verbs, window = self._training.verbs, self._training.session.step.window
+        seen = window.seen
+        try:
+            self._training.skip_rest()
+            if isinstance(verbs, StepVerbs) and window.seen > seen:
+                verbs.warn_of_skipped(window.seen - seen)
+            verbs.update(())
+        except BaseException as error:
+            self._training.session.step.raised = error
+            raise
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context of the forward pass, in the precision of the run; in fp32 it does nothing."""
-        return self._session.precision.autocast()
+        return self._training.session.precision.autocast()
 
     def forward(self, function: Callable[[nn.Module, Any], T], batch: Any) -> T:
         """Return ``function(model, batch)``, computed in the precision of the run."""
         with self.precision():
-            return function(self._session.module, batch)
-
-    def leave(self) -> None:
-        """Skip the batches that the loop has not taken."""
-        if self._open:
-            self._open, self._session.step.left = False, True
-            while next(self._course) is not BATCHES_DONE:
-                pass
+            return function(self._training.session.module, batch)
 
 
 @advised(habits.STEPS)
 class Steps:
     """The steps of a run, to iterate over in a loop of your own.
 
-    The run begins with the first step and ends when the loop does: at a limit, or because it is left. ``break`` and ``return``
-    complete the current step and stop the run, as `Run.stop` does; an error ends it as an error in `Trainer.fit` does. This is
-    the same if a variable holds the steps: no second loop continues the run.
+    The run begins with the first step and ends when the loop does: at a limit, or because it is left. In ``with
+    trainer.steps() as steps:`` the end of the block ends it: ``break`` and ``return`` complete the current step and stop the
+    run, as `Run.stop` does; an error ends it as an error in `Trainer.fit` does.
 
-    After ``break``, Python ends the run when it deletes the iterator of the loop: at once in CPython. An error of a hook at
-    this end, as in ``on_fit_end``, is printed as "Exception ignored" and not raised. ``with trainer.steps() as steps:`` ends
-    the run at the end of the block, and raises the error.
-
-    A ``for`` loop does not tell its iterator why it is left. The error is looked up in the frame of the loop; where Python does
-    not hold it as an object yet (Python 3.11, for an error that C code raised in the loop itself), callbacks receive a
-    `LoopError` that names the line. Inside ``with trainer.steps() as steps:`` they always receive the error itself.
+    A ``for`` loop without ``with`` does not say why it is left: its run ends with the outcome ``left``, with everything saved
+    as after ``break``. It ends when Python deletes the iterator of the loop, at once in CPython; when another run of this
+    thread begins; or at the end of the process. An error of a hook at this end, as in ``on_fit_end``, is printed as "Exception
+    ignored" and not raised. Two loops that take turns need ``with``.
     """
 
-    def __init__(
-        self, course: Generator[Any, None, None], began: Callable[[], Run], callbacks: list[BaseCallback], *, strict: bool
-    ) -> None:
-        self._course, self._began, self._callbacks, self._strict = course, began, callbacks, strict
-        self._kept: Kept | None = None
-        self._unkept: Unkept | None = None
+    def __init__(self, part: Part, callbacks: list[BaseCallback], *, strict: bool) -> None:
+        self._callbacks, self._strict = callbacks, strict
+        self._part: Part | None = part
+        """The run, until it is over."""
+        self._training: Training | None = None
         self._step: Step | None = None
-        self._frames: tuple[int, ...] = ()
-        """The ids of the frame that asks for steps and of its caller: the loop, if a generator such as tqdm is between."""
-        self._over = self._inside_with = False
-        self._close_no_more: Callable[[], object] | None = None
+        self._kept: Kept | None = None
+        self._inside_with = False
+        self._ended_by = ""  # what has ended a loop that was going on
+        self._thread = 0
 
     def __repr__(self) -> str:
-        return f"<Steps: {'over' if self._over else self._step or 'not begun'}>"
+        return f"<Steps: {'over' if self._part is None else self._step or 'not begun'}>"
 
     def __iter__(self) -> Iterator[Step]:
-        return self if self._inside_with else _Loop(self)
+        try:
+            while (step := self._following()) is not None:
+                yield step
+        finally:
+            if not self._inside_with:
+                self._abandon("the loop was left")
 
     def __next__(self) -> Step:
         """Complete the step, and return the next one. Every rank must call this."""
-        return self._next(sys._getframe(1))
-
-    def _next(self, frame: FrameType) -> Step:
-        if self._over:
+        if (step := self._following()) is None:
             raise StopIteration
-        self._frames = id(frame), id(frame.f_back)  # ids: with the frames themselves, the loop would hold what it iterates over
-        if self._step is not None and self._step._open:
-            self._step.leave()
-        try:
-            next(self._course)
-        except BaseException:
-            self._end()
-            raise
-        session = self._begin(frame) if self._step is None else self._step._session
-        if self._unkept is not None:
-            self._unkept = self._unkept.after_step()
-        self._step = session.step.owner = step = Step(session, self._course)
         return step
 
-    def _begin(self, frame: FrameType) -> Session:
-        session = session_of(self._began())
-        if session.driver.world_size == 1:  # other ranks may be gone by then
-            self._close_no_more = close_at_exit(self)
-        if self._kept is not None and session.progress.step:
-            self._kept.compare(session.run, strict=self._strict)
-        if session.savers:
-            held = self._kept.held if self._kept is not None else []
-            self._unkept = Unkept(loop_frame(frame), session, held, loop=self)
-        return session
+    def _following(self) -> Step | None:
+        """Complete the step, and return the next one; None if the run is over."""
+        if self._ended_by:
+            raise RuntimeError(f"this loop over trainer.steps() was ended: {self._ended_by}. Write {_WITH} around it.")
+        if self._part is None:
+            return None
+        try:
+            training = self._training or self._begin(self._part)
+            if training.open >= STEP:
+                training.skip_rest()
+            while not (training.open >= EPOCH and training.next_step()):
+                if not training.next_epoch():
+                    self._end(None)
+                    return None
+        except BaseException as error:
+            self._end(error)
+            if isinstance(error, StopIteration):  # of a hook: it is not the end of the steps
+                raise RuntimeError("a hook raised StopIteration") from error
+            raise
+        self._step = training.session.step.owner = Step(self, training)
+        return self._step
+
+    def _begin(self, part: Part) -> Training:
+        self._training = training = part.__enter__()
+        self._thread = get_ident()
+        if training.session.driver.world_size == 1:  # other ranks may be gone, or not know of the end
+            atexit.register(_end_at_exit)
+            _open.add(self)
+        if self._kept is not None and training.session.progress.step:
+            self._kept.compare(training.session.run, strict=self._strict)
+        return training
 
     def keep(self, name: str, held: Any) -> None:
         """Save the state of an object of your own in every checkpoint; in a run that continues, it is restored at the start.
 
-        Call this before the loop, on every rank. If the run writes checkpoints, a warning in the first steps names what moved
-        in the loop and was not kept: generators, iterators, and models, optimizers and schedulers beside those of the trainer.
+        Call this before the loop, on every rank. Keep what moves in the loop and is not of the trainer: generators, iterators
+        with a position, and models, optimizers and schedulers beside its own.
 
         Args:
             name: Its name in the checkpoint.
@@ -212,7 +220,7 @@ class Steps:
         ...         for inputs, _ in step:
         ...             step.backward(step.run.model(inputs).square().mean() * dice.random())
         """
-        if self._step is not None or self._over:
+        if self._training is not None or self._part is None:
             raise RuntimeError("steps.keep(...) must be called before the loop: the checkpoint is restored at its first step.")
         if self._kept is None:  # that of an earlier loop holds other objects
             self._kept = Kept("steps")
@@ -224,61 +232,66 @@ class Steps:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._leave(None if isinstance(error, GeneratorExit) else error)  # that of a closed generator is a break
+        if error is None or isinstance(error, GeneratorExit):  # that of a closed generator is a break
+            self.close()
+        else:
+            self._end(error)
 
     def close(self) -> None:
-        """End the run as ``break`` does."""
-        self._leave(None)
+        """End the run as ``break`` does inside of ``with``."""
+        self._leave("stopped", "the loop was left")
 
     def __del__(self) -> None:
-        self._look_and_leave()
+        self._abandon("the loop was left")
 
-    def _look_and_leave(self) -> None:
-        """Leave the loop, with the error that is leaving it now if there is one."""
-        if not self._over and self._step is not None:
-            self._leave(error_leaving(self._frames))
+    def _abandon(self, why: str) -> None:
+        """End the run of a loop that does not say why it is left."""
+        if self._training is not None and (error := self._training.session.step.raised) is not None:
+            self._end(error)
+        else:
+            self._leave("left", f"{why}; {_WITH} records the reason")
 
-    def _leave(self, error: BaseException | None) -> None:
-        """Complete the step and stop the run; or end it with the error that leaves the loop."""
-        over, self._over, self._frames, self._unkept = self._over, True, (), None
-        if over or self._step is None:
+    def _leave(self, what: Literal["left", "stopped"], why: str) -> None:
+        """Complete the step, and stop the run."""
+        part, self._part = self._part, None
+        if part is None or self._training is None:
             return
+        error: BaseException | None = None
         try:
-            if error is None:
-                self._stop(self._step)
-            else:
-                end_with(self._course, error)
-        finally:
-            self._end()
+            self._training.leave(what, why)
+        except BaseException as raised:
+            error = raised
+        self._part = part
+        self._end(error)
+        if error is not None:
+            raise error
 
-    def _stop(self, step: Step) -> None:
-        step.leave()
-        step.run.stop("the loop was left")
-        for _ in self._course:  # ranks that have not left complete their step
-            session_of(step.run).step.left = True
-
-    def _end(self) -> None:
-        """Note that the run is over, and so its last step."""
-        if self._close_no_more is not None:
-            self._close_no_more()
-        self._over, self._frames, self._unkept = True, (), None
-        if self._step is not None:
-            self._step._session.step.owner = None
+    def _end(self, error: BaseException | None) -> None:
+        """End the run, if it has begun and is not over."""
+        part, self._part = self._part, None
+        if part is None or self._training is None:
+            return
+        _open.discard(self)
+        if not _open:
+            atexit.unregister(_end_at_exit)
+        self._training.session.step.owner = self._training.session.step.raised = None
+        part.end(error)
 
 
-class _Loop:
-    """What a ``for`` loop over `Steps` holds, and nothing else: it is deallocated when the loop is left."""
+_open: WeakSet[Steps] = WeakSet()
+"""The loops of this process that are not over."""
 
-    __slots__ = ("_steps",)
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+def end_abandoned(why: str) -> None:
+    """End the loops of this thread that are outside of ``with``, unless a hook of their run is running."""
+    for steps in [*_open]:
+        if steps._training is None or steps._inside_with or steps._thread != get_ident():
+            continue
+        if steps._training.session.hooks.here().listener is None:
+            steps._ended_by = why
+            steps._abandon(why)
 
-    def __iter__(self) -> Self:
-        return self
 
-    def __next__(self) -> Step:
-        return self._steps._next(sys._getframe(1))
-
-    def __del__(self) -> None:
-        self._steps._look_and_leave()
+def _end_at_exit() -> None:
+    for steps in [*_open]:
+        steps._abandon("the process ended")

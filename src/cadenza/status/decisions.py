@@ -69,9 +69,9 @@ class Outcome:
     'finished'
     """
 
-    kind: Literal["finished", "stopped", "rolled back", "interrupted", "preempted", "failed"]
-    """A limit is reached; ``run.stop`` was called; the run continues from an earlier checkpoint, see `Recover`; Ctrl-C; a
-    signal such as SIGTERM; an error."""
+    kind: Literal["finished", "stopped", "left", "rolled back", "interrupted", "preempted", "failed"]
+    """A limit is reached; ``run.stop`` was called; a loop of your own was left, and did not say why; the run continues from an
+    earlier checkpoint, see `Recover`; Ctrl-C; a signal such as SIGTERM; an error."""
     reason: str
     """The reason, in a sentence."""
 

@@ -87,10 +87,11 @@ class Requests:
         return self.stop is not None and bool(self.stop.data.get(RESUMABLE))
 
     @property
-    def kind(self) -> Literal["stopped", "rolled back", "interrupted", "preempted"]:
-        """The kind of the end: by a callback, to continue from an earlier checkpoint, by Ctrl-C, or by another signal."""
+    def kind(self) -> Literal["stopped", "left", "rolled back", "interrupted", "preempted"]:
+        """The kind of the end: as `Outcome.kind`."""
         if self.signal is None:
-            return "stopped" if self.back is None else "rolled back"
+            left = self.stop is not None and self.stop.what == "left"
+            return "rolled back" if self.back is not None else "left" if left else "stopped"
         return "interrupted" if self.signal == SIGINT else "preempted"
 
     def drop_epoch(self) -> None:

@@ -13,7 +13,7 @@ from cadenza.adapters.foreign import ForeignCallback
 from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.drivers.single import SingleDriver
 from cadenza.engine.evaluation import record_evaluated
-from cadenza.engine.loop import take_stop
+from cadenza.engine.loop import Training, take_stop
 from cadenza.engine.save_blocks import Saver
 from cadenza.engine.session import Session, session_of
 from cadenza.errors import CallbackError
@@ -74,7 +74,7 @@ def play(recording: Recording, callbacks: Sequence[BaseCallback]) -> Played:
         driver=SingleDriver("cpu"),  # also in one of several processes
         progress=False,
     )
-    trainer.recorded_arguments = recording.arguments
+    trainer.recorded_arguments, trainer.player = recording.arguments, player
     run = trainer.fit()
     session = session_of(run)
     decisions = [one for one in run.decisions if one is not player.end and one.who != "the trainer"]
@@ -160,6 +160,11 @@ class _Playing(Trainer):
     """A trainer of nothing."""
 
     recorded_arguments: Mapping[str, Any]
+    player: _Player
+
+    def _do_steps(self, training: Training) -> None:
+        while training.next_epoch():
+            self.player.play_epoch(training.session)
 
     def _new_session(self, **arguments: Any) -> Session:
         session = super()._new_session(**arguments)
@@ -194,7 +199,6 @@ class _Player(Callback):
 
     def on_setup(self, run: Run) -> None:
         run.evaluations.update(self._evaluations)
-        session_of(run).own_epoch = self._play_epoch
 
     def _at_step_end(self, run: Run) -> None:
         self._evaluate(run, at_epoch_end=False)
@@ -211,7 +215,8 @@ class _Player(Callback):
                 record_evaluated(session_of(run), evaluation, who=one.name)
                 hooks_of(run).on_eval_end(run, evaluation)
 
-    def _play_epoch(self, session: Session) -> None:
+    def play_epoch(self, session: Session) -> None:
+        """Pass through the steps of an epoch."""
         windows: Sequence[Window] = next(self._epochs)
         index = 0
         while index < len(windows) and not session.sync.leaving_epoch():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -12,18 +13,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cadenza.engine.loop import END, STEP, train_step
+from cadenza.engine.loop import END, Training
 from cadenza.engine.session import Session, session_of
-from cadenza.errors import DataError, DistributedError, add_note, out_of_generator
+from cadenza.engine.step_state import Cursor
+from cadenza.errors import DataError, DistributedError, add_note
 from cadenza.hooks.moments import Callback
-from cadenza.loops.leaving import close_at_exit, end_with
 from cadenza.records.record import Record
 from cadenza.run import Run
 from cadenza.status.counting import counted
 from cadenza.testing.results import depends_on_clock
 from cadenza.timetravel.outside import acts_outside, left_out
 from cadenza.timetravel.replay_start import ReplayStart
-from cadenza.timetravel.temporary import Folder, within
+from cadenza.timetravel.temporary import Folder, close_at_exit, within
 from cadenza.trainer import Trainer
 
 
@@ -52,7 +53,8 @@ class Replay:
 
     def __init__(self, trainer: Trainer, start: ReplayStart, step: int, witness: _Witness) -> None:
         self._trainer, self._start, self._target, self._witness = trainer, start, step, witness
-        self._course: Generator[Any, Any, None]
+        self._part: AbstractContextManager[Training] | None = None
+        self._pauses: Iterator[None] = iter(())
         self._over = False
         self._folder = Folder(start.folder, owned=trainer.driver.is_main)
         if trainer.driver.world_size == 1:  # other ranks may be gone by then
@@ -137,8 +139,10 @@ class Replay:
         return f"<Replay: {state}, from {self.checkpoint}{differs}>"
 
     def _begin(self, override: Sequence[str] | Mapping[str, Any], *, replay: bool) -> None:
-        course = self._trainer._course(self.checkpoint, strict=False, replay=replay, override=override)
-        self._course = within(self._folder, course)
+        given = self._trainer._given(self.checkpoint, override)
+        part = within(self._folder, self._trainer._part(self.checkpoint, given, strict=False, replay=replay))
+        training = part.__enter__()
+        self._part, self._pauses = part, self._witness.pauses(training)
         self._go_on()
         if self._over:
             raise ValueError(
@@ -165,22 +169,16 @@ class Replay:
 
     def _fail(self, error: BaseException) -> None:
         """End the run with an error, which other ranks may not have."""
-        try:
-            end_with(self._course, error)
-        finally:
-            self._end()
+        self._end(error)
 
     def _go_on(self) -> None:
         """Train to the next pause."""
         self.batch = None
         try:
-            self._over = next(self._course, END) is END
+            self._over = next(self._pauses, END) is END
         except BaseException as error:
-            self._end()
-            own = out_of_generator(error)
-            if own is error:
-                raise
-            raise own from None
+            self._end(error)
+            raise
         if self._over:
             self._end()
         else:
@@ -207,9 +205,13 @@ class Replay:
                 "the data, the arguments, the torch build, the device type and the number of threads and ranks of the run."
             )
 
-    def _end(self) -> None:
-        self._over = True
-        self._folder.delete()
+    def _end(self, error: BaseException | None = None) -> None:
+        part, self._part, self._over = self._part, None, True
+        try:
+            if part is not None:
+                part.__exit__(None if error is None else type(error), error, None)
+        finally:
+            self._folder.delete()
 
 
 def replay_step(
@@ -290,9 +292,6 @@ class _Witness(Callback):
         if self.recovery is not None:
             self.session.restored.recovery = self.recovery
 
-    def on_epoch_start(self, run: Run) -> None:
-        self.session.own_step = self._step  # the loop reads it once in each epoch
-
     def on_log(self, run: Run, record: Record) -> None:
         self._records.append(record)
 
@@ -301,24 +300,29 @@ class _Witness(Callback):
         records, self._records = self._records, []
         return records
 
-    def _step(self, session: Session) -> Generator[Any, Any, bool]:
-        session.own_step = None  # it is not a step of a loop of the user's own
-        if session.progress.step + 1 < self.target:
-            return (yield from train_step(session))
-        cursor = session.cursor
+    def pauses(self, training: Training) -> Iterator[None]:
+        """Train, and pause before each step from the target on. A run that is being left ends its epoch."""
+        session = training.session
+        while training.next_epoch():
+            while not self.leaving and training.may_step():
+                if session.progress.step + 1 >= self.target and self._read_batch(session.cursor):
+                    yield
+                    self.batch = None
+                if self.leaving or not training.next_step():
+                    break
+                while training.next_batch():
+                    training.compute()
+                training.end_step()
+                if session.progress.step >= self.target and (loss := session.sync.mean_loss()) is not None:
+                    self.loss = loss.item()
+
+    def _read_batch(self, cursor: Cursor) -> bool:
+        """Read the first batch of the next step, and put it back. Return whether there is one."""
         first = next(cursor.batches, END)
         cursor.batches = chain([] if first is END else [first], cursor.batches)
         if first is not END:
-            self.batch = session.driver.to_device(first)
-            del first
-            yield STEP
-            self.batch = None
-            if self.leaving:
-                return False
-        done = yield from train_step(session)
-        if done and (loss := session.sync.mean_loss()) is not None:
-            self.loss = loss.item()
-        return done
+            self.batch = self.session.driver.to_device(first)
+        return first is not END
 
 
 def _separate(trainer: Trainer, start: ReplayStart, leave_out: type | tuple[type, ...], witness: _Witness) -> Trainer:

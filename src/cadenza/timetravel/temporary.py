@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import weakref
-from collections.abc import Generator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+from cadenza.engine.loop import Training
 
 
 class Folder:
@@ -21,9 +25,22 @@ class Folder:
         self._finalizer()
 
 
-def within(folder: Folder, course: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
+@contextmanager
+def within(folder: Folder, part: AbstractContextManager[Training]) -> Iterator[Training]:
     """Delete the folder after the run: also if the replay is left open, and its run ends when nothing refers to it."""
     try:
-        yield from course
+        with part as training:
+            yield training
     finally:
         folder.delete()
+
+
+def close_at_exit(opened: Any) -> None:
+    """Call ``opened.close()`` at the end of the process, while all modules are there, if the object exists then."""
+    held = weakref.ref(opened)
+
+    def close() -> None:
+        if (left := held()) is not None:
+            left.close()
+
+    atexit.register(close)

@@ -20,6 +20,7 @@ from cadenza.compat.accelerated.events import (
 from cadenza.compat.accelerated.face import STATE, TrainerFace, restore_state, state_of
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.native import NativeRunView
+from cadenza.engine.loop import Training
 from cadenza.engine.session import Session, session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.moments import BaseCallback, Callback
@@ -56,6 +57,8 @@ class AdaptedRun:
         """Whether an epoch has started and its ``on_train_epoch_end`` was not called yet."""
         self.starting: bool = False
         """Whether the adapter's trainer calls ``on_train_epoch_start`` now."""
+        self.steps: Training | None = None
+        """What does the steps of the current epoch. Only the adapter's trainer sets it."""
         self.stepped = False
         """Whether the steps of the current epoch were done. Only the adapter's trainer sets it."""
         self.loader: Iterable[Any] | None = trainer._train_dataloader

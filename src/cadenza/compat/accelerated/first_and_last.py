@@ -15,7 +15,7 @@ from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EpochStart, EvaluationStopped
 from cadenza.compat.accelerated.overridable import Overridable, overrides
-from cadenza.compat.accelerated.train_epoch import is_live, own_epoch
+from cadenza.compat.accelerated.train_epoch import is_live
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
@@ -46,7 +46,6 @@ class FirstCallback(Callback):
         run.model.train()  # `train_epoch_start` does it again, and is called later
         session.advises = False
         trainer.model, trainer._accelerator.precision = session.model, session.precision
-        session.own_epoch = own_epoch(trainer, lambda train_dl: trainer._run_train_epoch(train_dl))
         adapted.own_passes = overrides(trainer, Overridable._perform_forward_and_backward_passes)
         session.reseed_data(self.data_seed)
         session.replace_precision(Hooked(adapted, session.precision))

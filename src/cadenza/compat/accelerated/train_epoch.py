@@ -8,7 +8,7 @@ from typing import Any
 from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.events import StopTrainingError
 from cadenza.compat.accelerated.face import TrainerFace
-from cadenza.engine.loop import train_steps
+from cadenza.engine.loop import Training, train_epoch
 from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import unwinding
 from cadenza.loading import num_batches
@@ -20,21 +20,19 @@ INSTEAD = (
 )
 
 
-def own_epoch(trainer: TrainerFace, run_epoch: Callable[[Any], object]) -> Callable[[Session], None]:
-    """Return the function for ``Session.own_epoch`` that calls ``_run_train_epoch`` of a trainer, which is `run_epoch`.
+def fit(trainer: TrainerFace, run_epoch: Callable[[Any], object], training: Training) -> None:
+    """Train, with ``_run_train_epoch`` of a trainer, which is `run_epoch`, around the steps of each epoch.
 
-    The function raises a `RuntimeError` if an override of the method has not called the method of the base class.
+    Raises:
+        RuntimeError: An override of the method has not called the method of the base class.
     """
-
-    def train(session: Session) -> None:
-        adapted = AdaptedRun.of(session.run)
-        adapted.stepped = False
-        _use_loader(trainer, session)
+    adapted = AdaptedRun.of(training.session.run)
+    while training.next_epoch():
+        adapted.steps, adapted.stepped = training, False
+        _use_loader(trainer, training.session)
         adapted.call_hook(run_epoch, trainer._train_dataloader)
         if not (adapted.stepped or adapted.stopped):
             raise RuntimeError(f"{type(trainer).__name__}._run_train_epoch did not do the steps of the epoch. {INSTEAD}")
-
-    return train
 
 
 def run_train_epoch(
@@ -55,11 +53,10 @@ def run_train_epoch(
     session = adapted.session
     adapted.call_hook(start)
     adapted.start_epoch()
-    if not adapted.stopped:
+    if not adapted.stopped and adapted.steps is not None:
         adapted.stepped = True
         _use_loader(trainer, session)  # a hook may have replaced it
-        for _ in train_steps(session):
-            pass
+        train_epoch(adapted.steps)
         session.cursor.leave_boundary()  # a state that is saved from here on contains the evaluation of the epoch
     if is_live(adapted):
         adapted.call_hook(end)

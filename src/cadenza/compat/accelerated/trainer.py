@@ -44,7 +44,9 @@ from cadenza.compat.accelerated.placeholders import TrainerPlaceholderValues, re
 from cadenza.compat.accelerated.preparing import Callbacks, Preparing
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker, RunHistory
+from cadenza.compat.accelerated.train_epoch import fit
 from cadenza.compat.accelerated.utils import LIMIT_BATCHES_ENV_VAR, remove_padding, worker_init_fn
+from cadenza.engine.loop import Training
 from cadenza.engine.session import Session
 from cadenza.hooks.numbers import at_least, at_least_or_none
 from cadenza.loading.loaders import length_of
@@ -306,7 +308,7 @@ class Trainer(Preparing):
         front.evaluate(run)
 
     def _native(self, front: FirstCallback, loader: Any, **lengths: Any) -> _NativeTrainer:
-        return _NativeTrainer(
+        native = _NativeTrainer(
             self.model,
             _none if self.optimizer is None else self.optimizer,  # an evaluation needs none
             loader,
@@ -317,6 +319,8 @@ class Trainer(Preparing):
             progress=False,
             **lengths,
         )
+        native.face = self
+        return native
 
 
 def _none(parameters: object) -> list[Optimizer]:
@@ -326,6 +330,8 @@ def _none(parameters: object) -> list[Optimizer]:
 class _NativeTrainer(NativeTrainer):
     """The native trainer of a run."""
 
+    face: Trainer
+    """The trainer of the adapter."""
     restore: Callable[[Session], None] | None = None
     """Restores a state that is not a native checkpoint."""
 
@@ -333,6 +339,9 @@ class _NativeTrainer(NativeTrainer):
         super()._begin(session, start, resume, strict=strict)
         if self.restore is not None:
             self.restore(session)
+
+    def _do_steps(self, training: Training) -> None:
+        fit(self.face, self.face._run_train_epoch, training)
 
     def new_run(self) -> Run:
         """Return a run without training, as the native `evaluate` creates it."""

@@ -1,8 +1,8 @@
-"""What `Run.backward` and `Run.update` do: in a ``step_fn``, and in a loop of the user's own."""
+"""What `Run.backward` and `Run.update` do: in a ``step_fn``, over ``trainer.steps()``, and in a loop of ``attach``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from cadenza.engine import updating
 from cadenza.engine.own_calls import OwnCalls
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import check_computes_batch
 from cadenza.errors import LossError
 from cadenza.optim.optimizers import needs_closure
@@ -29,11 +29,9 @@ Into = Optimizer | Sequence[Optimizer] | None
 _ONE_UPDATE = "an update is one of all optimizers. For updates of some of them, use cadenza.attach(...) or step_fn=."
 
 
-class ByHand:
+class Verbs:
     """Backward passes and updates of a ``step_fn``, which accumulates itself: each call takes effect at once."""
 
-    own_step: Callable[[Session], Generator[Any, Any, bool]] | None = None
-    """Does each step instead of ``train_step`` of the loop, with batches that do not come from the loader."""
     name: str = "run"
     """The variable with the verbs."""
 
@@ -43,7 +41,7 @@ class ByHand:
 
     def begin(self, ending: ExitStack) -> None:
         """Look at what a ``step_fn`` or a loop of the user's own calls, until `ending`."""
-        if self.session.advises and (self.session.own_loop or self.session.step_fn is not None):
+        if self.session.advises and (self.session.loop is not Loops.FIT or self.session.step_fn is not None):
             self.own_calls.begin(ending)
 
     def backward(self, loss: Any, into: Into = None) -> None:
@@ -121,7 +119,7 @@ class ByHand:
         """Report mistakes of a loop of the user's own after the batches of a step: no gradients, or those of a raw call."""
 
 
-class InWindow(ByHand):
+class StepVerbs(Verbs):
     """One backward pass for each batch of an accumulation window, and one update at its end."""
 
     name = "step"
@@ -177,6 +175,40 @@ class InWindow(ByHand):
                 f"step.update() skipped {counted(batches, 'batch')} of step {self.session.progress.step + 1}, which the loop "
                 "had not taken. Call it after `for batch in step:`, or not at all: the update is done at the end of the step"
             )
+
+
+class LoopVerbs(Verbs):
+    """The verbs of a loop of ``attach``: each call takes effect at once."""
+
+    name = "loop"
+
+    def backward(self, loss: Any, into: Into = None) -> None:
+        step = self.session.step
+        if step.skipping:
+            return
+        step.outputs.take(loss, "loop.backward(...) expects")
+        self._add_gradients(step.outputs, into)
+        step.window.losses.append(scalar(step.outputs["loss"].detach()))
+
+    def update(self, arguments: Sequence[Any]) -> Any:
+        step = self.session.step
+        if step.skipping:
+            return None
+        if step.window.losses:
+            self.own_calls.check_gradients("loop.update(...)")
+        return super().update(arguments)
+
+    def check_between(self) -> None:
+        """Raise an error if the loop has updated weights since the last ``over()``, and has done no step."""
+        if self.own_calls.outside:
+            raise LossError(
+                "optimizer.step() was called between two calls of loop.over(), outside of a step, so the run would never end. "
+                "Surround each update with `with loop.step():`, and call loop.backward(loss) and loop.update() in it."
+            )
+
+
+OF_LOOP: dict[Loops, type[Verbs]] = {Loops.FIT: Verbs, Loops.STEPS: StepVerbs, Loops.ATTACHED: LoopVerbs}
+"""The verbs of a run, by the loop that does its steps."""
 
 
 @contextmanager
