@@ -174,7 +174,7 @@ class Loop:
                 f"the run is over ({outcome and f'{outcome.kind}: {outcome.reason}'}), so no step follows. Ask "
                 "`while not loop.over():` before each step."
             )
-        training = self._begun
+        training = self._begun()
         with self._ending_with_error():
             step = training.session.step
             step.begin_batch(None)
@@ -188,7 +188,7 @@ class Loop:
             self._end_step()
 
     def _end_step(self) -> None:
-        training = self._begun
+        training = self._begun()
         progress = training.session.progress
         if progress.max_tokens is not None and not (training.session.step.window.seen or progress.tokens):
             raise DataError(
@@ -236,14 +236,13 @@ class Loop:
         """Return the context of the forward pass, in the precision of the run; in fp32 it does nothing."""
         return session_of(self.run).precision.autocast()
 
-    @property
     def _begun(self) -> Training:
         assert self._training is not None
         return self._training
 
     def _go_on(self) -> None:
         """Do what waits for the boundary of the last step; end the run if no step follows."""
-        if not self._begun.may_step():
+        if not self._begun().may_step():
             self._end(None)
 
     @contextmanager
@@ -265,7 +264,7 @@ class Loop:
 
     def _is_over(self, verb: str) -> bool:
         self._check_outside(verb)
-        session, verbs = self._begun.session, cast("LoopVerbs", self._begun.verbs)
+        session, verbs = self._begun().session, cast("LoopVerbs", self._begun().verbs)
         if self._part is not None:
             with self._ending_with_error():
                 if not session.cursor.at_boundary:

@@ -29,6 +29,7 @@ from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo
 from cadenza.status.state import State
 from cadenza.status.waiting import WhyNot
+from cadenza.status.window import Window
 
 P = ParamSpec("P")
 
@@ -106,6 +107,11 @@ class Run:
         does.
         """
         return self._session.step.last_window.mean_loss()
+
+    @property
+    def window(self) -> Window:
+        """The batches of the step under way, or of the last one, and what its update changes."""
+        return self._session.window
 
     @property
     def history(self) -> History:
@@ -359,6 +365,8 @@ class Behind(Protocol):
 
     @property
     def verbs(self) -> Verbs | None: ...
+    @property
+    def window(self) -> Window: ...
     @property
     def module(self) -> nn.Module: ...
     @property

@@ -201,7 +201,8 @@ def closed(one: Trainer) -> None:
 
 
 STOPPED = Outcome("stopped", "the loop was left")
-LEFT = Outcome("left", "the loop was left; `with trainer.steps() as steps:` records the reason")
+WITH = "write `with trainer.steps() as steps:` to record the reason"
+LEFT = Outcome("left", f"the loop was left; {WITH}")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,9 @@ def test_a_loop_whose_iterator_is_kept_ends_when_another_run_begins_and_says_so_
     for number, begin in enumerate(begins):
         one, steps = begun(f"run {number}")
         begin()
-        assert one.run.outcome == Outcome("left", "another run began; `with trainer.steps() as steps:` records the reason")
+        assert one.run.outcome == Outcome(
+            "left", "another run began; write `with trainer.steps() as steps:` to record the reason"
+        )
         assert (tmp_path / f"run {number}/checkpoints/step-00000001").is_dir()
         with pytest.raises(
             RuntimeError, match=r"was ended: another run began. Write `with trainer.steps\(\) as steps:` around it"

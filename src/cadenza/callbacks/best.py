@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cadenza.engine.monitor import Mode, Monitor, Watched
 from cadenza.optim.model_state import load_into, state_of
-from cadenza.status.decisions import decide
+from cadenza.status.decisions import COMPLETE, decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -45,7 +45,7 @@ class BestCopy:
 
     def put_back(self, run: Run) -> None:
         """Load the best weights into the model, unless an error or a signal ended the run. Call it in ``on_fit_end``."""
-        over = run.outcome is not None and run.outcome.kind in ("finished", "stopped")
+        over = run.outcome is not None and run.outcome.kind in COMPLETE
         if over and self.weights is not None:
             self._load(run)
             data = {"step": self.step, "best": [self.monitor.best_data(step=self.step)]}

@@ -24,7 +24,7 @@ from cadenza.hooks.order import Phase
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.held_weights import holders_in
-from cadenza.status.decisions import Outcome
+from cadenza.status.decisions import COMPLETE, Outcome
 from cadenza.status.preemption import handle_signals
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Checkpoint(Callback):
         self.writer.save_error(error)
 
     def on_fit_end(self, run: Run) -> None:
-        if run.outcome is not None and run.outcome.kind in ("finished", "stopped"):
+        if run.outcome is not None and run.outcome.kind in COMPLETE:
             self.writer.save("the end of the run", last=True)
         self.writer.finish()
         self.writer.report_best()

@@ -11,7 +11,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
-from cadenza.engine.session import session_of
 from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -19,7 +18,6 @@ from cadenza.hooks.numbers import check_real
 from cadenza.hooks.order import Phase
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
-from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import Compared
 
 if TYPE_CHECKING:
@@ -122,7 +120,7 @@ class ClipGradients(Callback, Compared):
 
     def _clipped(self, run: Run) -> Iterable[Tensor]:
         """Return the parameters of which `parameters` chooses."""
-        return parameters_of(session_of(run).step.updating)
+        return run.window.parameters
 
     def _clip_shards(self, run: Run, gradients: list[Tensor]) -> None:
         """Clip the shards of this rank by the norm of the whole gradients."""

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from cadenza.drivers.matching import Choice, check_choice, matches, named_matches
 from cadenza.drivers.sharding import whole
-from cadenza.engine.session import session_of
 from cadenza.hooks.counting import NOW, STEP_END, Counting, Reading
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule, Steady
 from cadenza.hooks.subscription import in_steps, periodic
-from cadenza.optim.parameters import parameters_of
 from cadenza.records.record import Histogram
 
 if TYPE_CHECKING:
@@ -94,7 +92,7 @@ class Histograms(Callback):
 
     def _log_gradients(self, run: Run) -> None:
         # Only of parameters that this step updates: the gradients of others may be old or incomplete.
-        updated = {id(parameter) for parameter in parameters_of(session_of(run).step.updating)}
+        updated = set(map(id, run.window.parameters))
         held = ((name, one.grad) for name, one in self._chosen(run) if one.grad is not None and id(one) in updated)
         for name, gradient in self._on_main(run, held):
             run.log(f"gradients/{name}", Histogram(gradient))

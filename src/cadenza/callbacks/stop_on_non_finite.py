@@ -18,7 +18,6 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
-from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import Compared
 from cadenza.status.decisions import decide
 
@@ -130,7 +129,7 @@ class StopOnNonFinite(Callback, Compared):
             self._act(run, what, f"batch {run.progress.batch}", causes, partial(decide, run, "batch skipped"))
 
     def _look_at_gradients(self, run: Run) -> None:
-        held = [parameter for parameter in parameters_of(session_of(run).step.updating) if parameter.grad is not None]
+        held = [parameter for parameter in run.window.parameters if parameter.grad is not None]
         finite = all_finite(parameter.grad for parameter in held if parameter.grad is not None)
         # Without shards the gradients were reduced, and are the same on all ranks.
         if not (run.driver.any_rank(not finite) if run.driver.shards else not finite):

@@ -10,7 +10,7 @@ from cadenza.commands.directories import RunFolder, read
 from cadenza.commands.output import add_json, clean, complain, print_json, say
 from cadenza.status.decisions import Decision, why
 
-_ENDINGS = ("ended", "stopped", "finished", "rolled back", "interrupted", "preempted", "failed", "killed", "running")
+_ENDINGS = ("ended", "stopped", "finished", "left", "rolled back", "interrupted", "preempted", "failed", "killed", "running")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

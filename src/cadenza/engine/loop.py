@@ -49,10 +49,10 @@ def train(session: Session) -> None:
 
 
 class Training:
-    """The part of a run that trains, for ``with``: what comes next, and what is open.
+    """The part of a run that trains, for ``with``.
 
     An epoch, a step or a batch that has begun is open until it ends, with its moment. What begins one ends the one before. An
-    error that leaves the block ends all that is open; then ``on_exception`` is called, and ``on_fit_end`` in any case. Every
+    error that leaves the block ends all open sections; then ``on_exception`` is called, and ``on_fit_end`` in any case. Every
     rank must call each method.
     """
 
@@ -64,7 +64,7 @@ class Training:
         self.verbs: Verbs = OF_LOOP[session.loop](session)
         session.verbs = self.verbs
         self.open: int = OVER
-        """What is open: one of the constants above."""
+        """The innermost open section: one of the constants above."""
         self._first: Any = END  # the batch that was fetched to begin a step
 
     def __enter__(self) -> Self:
@@ -165,7 +165,7 @@ class Training:
     def begin_step(self) -> None:
         """Fire ``on_step_start``."""
         session = self.session
-        session.step.window.clear()
+        session.step.begin()
         session.cursor.at_boundary = False
         self.open = STEP
         session.hooks.on_step_start(self.run)
@@ -231,7 +231,7 @@ class Training:
         self.open = EPOCH
 
     def end_epoch(self) -> None:
-        """End what is open in the run, if anything is, with ``on_epoch_end``."""
+        """End the open epoch, and all in it."""
         session = self.session
         if self.open > EPOCH:
             self.may_step()
@@ -247,7 +247,7 @@ class Training:
     def leave(self, what: Literal["left", "stopped"], why: str) -> None:
         """End the run of a loop that was left. Ranks that have not left their loop complete its last step.
 
-        A run that was ``left`` for a reason that is not known can be continued, as one that a signal ended.
+        A run that was ``left`` for an unknown reason can be continued, as one that a signal ended.
         """
         session = self.session
         if self.open >= STEP:
@@ -257,7 +257,7 @@ class Training:
             self.skip_rest()
 
     def finish(self) -> None:
-        """End what is open, and set how the run ended."""
+        """End the open epoch, and set how the run ended."""
         session = self.session
         self.end_epoch()
         take_stop(session)
@@ -281,7 +281,7 @@ class Training:
             del first, error  # a traceback holds this frame, and the frame the run
 
     def _fail(self, raised: BaseException) -> BaseException:
-        """End what is open with an error, and pass it to the callbacks. Return it, or that of another rank that caused it."""
+        """End all open sections with an error, and pass it to the callbacks. Return it, or the error of another rank."""
         session, step = self.session, self.session.step
         run, hooks = session.run, session.hooks
         if self.open == BATCH:

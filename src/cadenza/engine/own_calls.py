@@ -19,6 +19,7 @@ from cadenza.optim.optimizers import needs_closure
 from cadenza.optim.parameters import distinct_gradients, parameters_of
 from cadenza.optim.stepping import StepGuard
 from cadenza.status.counting import counted
+from cadenza.status.decisions import COMPLETE
 
 _STEPS = 100  # replay buffers fill, and critics train, before the first update
 
@@ -189,7 +190,7 @@ class OwnCalls:
         """Warn, once, if the first steps, the first whole epoch or the whole run had no update. Called between steps."""
         session, progress = self._session, self._session.progress
         steps, outcome = progress.step - self._first_step, session.outcome
-        if session.step.updates or (outcome is not None and outcome.kind not in ("finished", "stopped")):
+        if session.step.updates or (outcome is not None and outcome.kind not in COMPLETE):
             return
         if steps and (steps >= _STEPS or progress.epoch > self._first_epoch or outcome is not None):
             update = "" if self._name == "step" else f" and {self._update}"

@@ -55,6 +55,7 @@ from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo, working_directory
 from cadenza.status.state import State
 from cadenza.status.waiting import WhyNot
+from cadenza.status.window import Window
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -211,6 +212,12 @@ class Session:
     def module(self) -> nn.Module:
         """The user's own module."""
         return self.driver.unwrap(self.model)
+
+    @property
+    def window(self) -> Window:
+        """See `Run.window`."""
+        window, optimizers = self.step.shown, tuple(self.step.updating)
+        return Window(window.seen, window.size, tuple(window.weights), window.loss_scale, optimizers)
 
     @property
     def info(self) -> RunInfo:

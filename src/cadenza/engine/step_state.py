@@ -69,14 +69,16 @@ class StepState:
 
     __slots__ = (
         *("batch", "counted", "derived", "discarded", "dropped", "drops", "guard", "in_update", "last_window", "left_out"),
-        *("may_skip", "most", "next_change", "outputs", "owner", "raised", "run", "skipping", "undone", "updated", "updates"),
-        *("updating", "weight_unit", "window"),
+        *("may_skip", "most", "next_change", "outputs", "owner", "raised", "run", "shown", "skipping"),
+        *("undone", "updated", "updates", "updating", "weight_unit", "window"),
     )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
         self.window: AccumulationWindow = window()
         self.last_window: AccumulationWindow = window()
         """The accumulation windows of the current step and of the last one."""
+        self.shown: AccumulationWindow = self.window
+        """That of the current step or, between two steps, of the last one."""
         self.most: int = self.window.size
         """The most batches that a step of the run has."""
         self.weight_unit: float | None = None
@@ -120,6 +122,11 @@ class StepState:
         """Whether the last update took place, of one optimizer at least; fp16 skips it when gradients overflow."""
         self.left_out: Sequence[Optimizer] = ()
         """The optimizers that skipped their last update for this reason."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.window.clear()
+        self.shown = self.window
 
     def begin_batch(self, batch: Any) -> None:
         """Replace the current batch."""

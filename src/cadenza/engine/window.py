@@ -91,6 +91,11 @@ class AccumulationWindow:
         """Return the loss scale of a batch that was added."""
         return self._scale if self._first_weight is None else self.weights[index] / (self._first_weight * self.size)
 
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """The loss scale of the last batch."""
+        return self.scale_of(-1) if self.losses else self._scale
+
     def leave_out(self, loss: Tensor, weight: float | Tensor | None, unit: float | None = None) -> None:
         """Leave out a batch on this rank, which takes part in the exchanges of the others as if its weight were 0."""
         if weight is None:

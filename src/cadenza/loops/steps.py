@@ -249,7 +249,7 @@ class Steps:
         if self._training is not None and (error := self._training.session.step.raised) is not None:
             self._end(error)
         else:
-            self._leave("left", f"{why}; {_WITH} records the reason")
+            self._leave("left", f"{why}; write {_WITH} to record the reason")
 
     def _leave(self, what: Literal["left", "stopped"], why: str) -> None:
         """Complete the step, and stop the run."""

@@ -20,7 +20,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.optim.held_weights import holders_in
 from cadenza.optim.model_state import buffers_of, fitted, plain_name, set_buffer, state_of
 from cadenza.status.counting import counted
-from cadenza.status.decisions import decide
+from cadenza.status.decisions import COMPLETE, decide
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -164,7 +164,7 @@ class Averaging(Callback):
             self.average.put_into(run.model)
 
     def _end(self, run: Run) -> None:
-        if run.outcome is None or run.outcome.kind not in ("finished", "stopped"):
+        if run.outcome is None or run.outcome.kind not in COMPLETE:
             return
         who, updates = hooks_of(run).name_of(self), self._of_run().updates
         if updates:

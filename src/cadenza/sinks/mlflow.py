@@ -33,7 +33,7 @@ _PARAMS = 100
 _NAME = 250  # the most characters
 _VALUE = 6000
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
-_STATUS |= dict.fromkeys(("rolled back", "preempted", "interrupted"), "KILLED")  # a run that continues takes it up again
+_STATUS |= dict.fromkeys(("rolled back", "left", "preempted", "interrupted"), "KILLED")  # until it continues
 _TAG = "cadenza.run_id"
 
 

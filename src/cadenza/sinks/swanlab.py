@@ -116,7 +116,7 @@ class Swanlab(Sink):
         match None if outcome is None else outcome.kind:
             case "failed":
                 run.finish("crashed", outcome.reason if outcome else None)
-            case "preempted" | "interrupted":
+            case "left" | "preempted" | "interrupted":
                 run.finish("aborted")
             case _:
                 run.finish()

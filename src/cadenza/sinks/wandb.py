@@ -153,7 +153,7 @@ class Wandb(Sink):
             return
         _ids.discard(self._id)
         kind = "finished" if outcome is None else outcome.kind
-        if kind in ("preempted", "rolled back"):
+        if kind in ("left", "preempted", "rolled back"):
             run.mark_preempting()
         run.finish(exit_code=0 if kind in ("finished", "stopped") else 1)
 

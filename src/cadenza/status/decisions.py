@@ -76,6 +76,10 @@ class Outcome:
     """The reason, in a sentence."""
 
 
+COMPLETE = ("finished", "stopped", "left")
+"""The kinds of outcomes of runs that neither an error nor a signal ended."""
+
+
 def decide(run: Run, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision:
     """Record a decision of a callback in ``run.decisions``.
 

@@ -24,6 +24,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every
 from cadenza.loading.loaders import length_of
+from cadenza.status.decisions import COMPLETE
 from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class KerasRun:
     def closes(self) -> bool:
         """Return whether a section ends well: not by an error or a signal, after which the run continues later."""
         outcome = self.run.outcome
-        return self.scene.unwinding is None and (outcome is None or outcome.kind in ("finished", "stopped"))
+        return self.scene.unwinding is None and (outcome is None or outcome.kind in COMPLETE)
 
     # -- stop_training ------------------------------------------------------------------------------------
 

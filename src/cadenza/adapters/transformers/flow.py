@@ -26,6 +26,7 @@ from cadenza.engine.step_state import StepState
 from cadenza.errors import AdapterError, nearest
 from cadenza.hooks.listener import Listener, nothing
 from cadenza.hooks.moments import Callback, Moment
+from cadenza.status.decisions import COMPLETE
 
 if TYPE_CHECKING:
     from cadenza.hooks.fan_out import Scene
@@ -176,7 +177,7 @@ class Flow:
     def goes_on(self) -> bool:
         """Return whether no error and no signal ends the run."""
         outcome = self.session.outcome
-        return self.scene.unwinding is None and (outcome is None or outcome.kind in ("finished", "stopped"))
+        return self.scene.unwinding is None and (outcome is None or outcome.kind in COMPLETE)
 
     # -- flags -----------------------------------------------------------------------------------------------------
 
