@@ -90,8 +90,7 @@ class Requests:
     def kind(self) -> Literal["stopped", "left", "rolled back", "interrupted", "preempted"]:
         """The kind of the end: as `Outcome.kind`."""
         if self.signal is None:
-            left = self.stop is not None and self.stop.what == "left"
-            return "rolled back" if self.back is not None else "left" if left else "stopped"
+            return "rolled back" if self.back is not None else "left" if self.stop and self.stop.what == "left" else "stopped"
         return "interrupted" if self.signal == SIGINT else "preempted"
 
     def drop_epoch(self) -> None:
