@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cadenza import At, Between, Callback, Counters, Every, First, Last, Progress, Schedule, When, on
-from cadenza.callbacks import Evaluate, LogTraining
+from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.errors import ScheduleError
-from cadenza.hooks.counting import STEP_END, Reading
+from cadenza.hooks.counting import COUNTERS, STEP_END, Counter, Reading
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.schedule import FORMS
 from cadenza.hooks.subscription import periodic
 from cadenza.hooks.trigger import Trigger
 from cadenza.run import Run
-from cadenza.testing import tiny_loader, tiny_run
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.engine.parts import Unsized
 
 
@@ -125,6 +126,22 @@ def steps_of(every: Any, **arguments: Any) -> list[int]:
 )
 def test_a_schedule_fires_on_crossing_and_a_composed_one_where_its_parts_say(every: Any, expected: list[int]) -> None:
     assert steps_of(every) == expected
+
+
+def test_a_counter_of_ones_own_is_a_row_of_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flops = Counter(lambda at: 600 * at.tokens, {"flop": 1, "Kflop": 1000}, exchanged=True)
+    monkeypatch.setitem(COUNTERS, "flop", flops)
+    steps = list[int]()
+    note = on(Callback.on_step_end, every="10 Kflop")(lambda run: steps.append(run.progress.step))
+    arguments: dict[str, Any] = {"epochs": 2, "tokens": lambda batch: 4, "directory": tmp_path}
+    trainer = tiny_trainer(callbacks=[note, Checkpoint(At("3 steps"), keep_last=9)], **arguments)
+    assert trainer.calendar().unknown[0][2] == "it depends on the flops of each batch"
+    trainer.fit()
+    assert steps == [5, 9], "2,400 a step"
+    trainer.fit(resume=tmp_path / "checkpoints" / "step-00000003")
+    assert steps[2:] == [5, 9]
+    with pytest.raises(ScheduleError, match=r"'0\.5 flop' is no schedule: flop come in whole numbers"):
+        Schedule.parse("0.5 flop")
 
 
 @pytest.mark.parametrize(

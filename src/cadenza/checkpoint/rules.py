@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cadenza.checkpoint.store import Entry, Saved
 from cadenza.engine.monitor import Mode
+from cadenza.hooks.counting import COUNTERS
 from cadenza.status.branches import Rank
+from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -59,8 +61,8 @@ class Known:
             batches = self.counters.get("batches_per_epoch", 0)
             part = Fraction(self.counters.get("batch_in_epoch", 0), batches) if batches else Fraction(0)
             return self.counters.get("epoch", 0) + part
-        name = {"sample": "samples", "token": "tokens"}.get(unit, unit)
-        return self.saved.step if unit == "step" else self.counters.get(name, 0)
+        known = {name: self.counters.get(name, 0) for name in Counters.__dataclass_fields__} | {"step": self.saved.step}
+        return COUNTERS[unit].read(Counters(**known))
 
     @staticmethod
     def of(entry: Entry, rank: Rank, began: float = 0.0, owners: Iterable[str] = ()) -> Known:

@@ -12,6 +12,7 @@ from cadenza.engine import accumulating
 from cadenza.engine.calendar import Calendar, Call
 from cadenza.engine.suspension import resumed_listeners
 from cadenza.errors import ScheduleError
+from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.length import Length
 from cadenza.hooks.listener import Listener
@@ -19,7 +20,7 @@ from cadenza.hooks.moments import Callback, Moment
 from cadenza.hooks.schedule import Every, Schedule, lengths_in
 from cadenza.hooks.trigger import Trigger
 from cadenza.status.accumulation import Accumulation
-from cadenza.status.counting import counted
+from cadenza.status.counting import counted, plural
 from cadenza.status.progress import Progress
 
 
@@ -124,8 +125,9 @@ def _why_unknown(listener: Listener, schedule: Schedule, limits: Progress, accum
     if not limits.has_epochs and not (own == "step" and units <= {"step", "%", "token"}):
         return "the loop decides which batches a step has"
     changes = accumulating.units_of(accumulate, limits)
-    if "token" in units | changes or (limits.total("step", accumulate) is None and "%" in units):
-        return "it depends on the tokens of each batch"
+    by_tokens = {"token"} if limits.total("step", accumulate) is None and "%" in units else set[str]()
+    if unsaid := [unit for unit in exchanged(units | changes | by_tokens) if unit != "sample"]:
+        return f"it depends on the {plural(unsaid[0])} of each batch"
     if own == "time" or listener.counting.main_only:
         return "it depends on when the moment fires"
     if "sample" in units | changes and not sized:

@@ -22,6 +22,7 @@ from cadenza.engine.step_state import Cursor, StepState
 from cadenza.engine.token_count import TokenCount
 from cadenza.engine.window import number_on_host
 from cadenza.errors import LossError
+from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
@@ -96,7 +97,7 @@ class SharedSync(RankSync):
 
     def depends_on(self, units: Collection[str]) -> None:
         self._by_tokens |= "token" in units
-        self._exact |= not {"sample", "token"}.isdisjoint(units)
+        self._exact |= bool(exchanged(units))
 
     def over(self) -> bool:
         if self._progress.finished:

@@ -223,7 +223,7 @@ class Every(OfLength):
     def steady(self, now: Reading) -> Steady:
         passed, length = self._passed(now), self.length
         if self.once and passed:
-            return Steady(False, NEVER)
+            return Steady(False, _never_again(length.unit))
         return Steady(False, now.bound(length.measure, (passed + 1) * length.count))
 
     def _passed(self, at: Reading) -> int:
@@ -266,6 +266,11 @@ class At(Every):
         return f"at {unit} {count}" if self.length.whole and unit in ("epoch", "step", "batch") else f"at {self.length}"
 
 
+def _never_again(unit: str) -> Bound:
+    """Return the bound of a point that is passed. Points of time come again after a resume: other parts are still asked."""
+    return Bound("s", math.inf) if unit == "s" else NEVER
+
+
 # -- windows ----------------------------------------------------------------------------------------
 
 Edge = tuple[str, Any] | None
@@ -284,7 +289,7 @@ class _Window(Schedule):
     def steady(self, now: Reading) -> Steady:
         start, end = self._edges(now)
         if end is not None and _behind(now, end):
-            return Steady(False, NEVER)
+            return Steady(False, _never_again(end[0]))
         if start is not None and not _behind(now, start):
             return Steady(False, now.bound(*start, window=True))
         return Steady(True, NEVER if end is None else now.bound(*end, window=True))
@@ -508,7 +513,7 @@ class Composite(Schedule):
 
     def steady(self, now: Reading) -> Steady:
         decides = self.operator == "|"  # the answer of one part that decides
-        parts = [part.steady(now) for part in self.parts if not has_function(part)]
+        parts = [part.steady(now) for part in self.parts if not all(isinstance(leaf, When) for leaf in part.leaves())]
         answer = (any if decides else all)(part.answer for part in parts)
         if len(parts) < len(self.parts) and (answer is not decides or not parts):
             return Steady(False, NOW)

@@ -241,9 +241,10 @@ def _position(reading: Mapping[str, Any]) -> list[float]:
 def restore(triggers: Iterable[Trigger], state: Mapping[str, Any], at: Progress) -> None:
     """Have the triggers go on from what `state_of` returned. Moments that were not there begin where the fit does."""
     for trigger in triggers:
-        trigger.restart()
         saved = state.get(" and ".join(trigger.moments))
-        if saved is not None:
+        if saved is None:
+            trigger.restart()
+        else:
             begins = trigger.between(at.origin, at)
             counts = {name: saved["counts"].get(name, count) for name, count in begins.counts.items()}
             before = begins._replace(counts=counts, **{name: saved[name] for name in ("in_epoch", "batches", "begun")})

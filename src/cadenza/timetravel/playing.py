@@ -17,6 +17,7 @@ from cadenza.engine.loop import take_stop
 from cadenza.engine.save_blocks import Saver
 from cadenza.engine.session import Session, session_of
 from cadenza.errors import CallbackError
+from cadenza.hooks.counting import COUNTERS, exchanged, kept
 from cadenza.hooks.dispatch import Hooks, hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
@@ -26,6 +27,7 @@ from cadenza.hooks.subscription import Subscription
 from cadenza.loading.data_course import Window
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
+from cadenza.status.counting import plural
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Progress
 from cadenza.testing.tiny import tiny_model
@@ -109,14 +111,12 @@ def _check_listener(listener: Listener, moment: str) -> None:
             "only evaluations, values and decisions. Leave it out."
         )
     units = {length.unit for length in lengths_in(listener.schedule) or ()} if listener.schedule is not None else set()
-    if unknown := units & {"s", "sample", "token"}:
+    if unknown := [*exchanged(units), *(unit for unit in units & COUNTERS.keys() if not kept(unit))]:
+        counts = "time" if "s" in unknown else plural(min(unknown))
         raise CallbackError(
-            f"what_if cannot play {listener.owner}: its schedule {str(listener.schedule)!r} counts {_UNITS[min(unknown)]}, "
+            f"what_if cannot play {listener.owner}: its schedule {str(listener.schedule)!r} counts {counts}, "
             "and no record says it for each step. Use steps, batches or epochs."
         )
-
-
-_UNITS = {"s": "time", "sample": "samples", "token": "tokens"}
 
 
 class _RecordedRun(Run):
