@@ -121,16 +121,12 @@ def counting_of(moment: Callable[..., None]) -> Counting:
 # -- a reading --------------------------------------------------------------------------------------
 
 
-class Bound(NamedTuple):
-    """A value of a counter."""
-
-    counter: str
-    value: float
-
+Bound = tuple[str, float]
+"""The name of a counter, and a value of it. Asking makes several: a class would take ten times as long."""
 
 STEPS = ("step", 0)
-NEVER = Bound("step", math.inf)
-NOW = Bound("step", 0)
+NEVER: Bound = ("step", math.inf)
+NOW: Bound = ("step", 0)
 
 
 def no_answer(_: object) -> bool:
@@ -198,13 +194,13 @@ class Reading(NamedTuple):
         under_way = self.on.under_way
         if unit == "fraction":  # at most to the end of the epoch: the next one may have another number of batches
             left = math.ceil((point - self.epochs()) * (self.batches or 1)) - (window and "batch" in under_way)
-            return Bound("batch", self.counts["batch"] + min(left, max(1, self.batches - self.in_epoch)))
+            return "batch", self.counts["batch"] + min(left, max(1, self.batches - self.in_epoch))
         if unit == "%":
             unit, point = self.of[0], math.ceil(point * self.of[1] / 100)
-            return Bound(unit, point - (window and unit in under_way))
+            return unit, point - (window and unit in under_way)
         if unit == "time":
             return NOW
-        return Bound(unit, point - (unit in under_way and unit != "epoch" if window else unit == self.on.ahead))
+        return unit, point - (unit in under_way and unit != "epoch" if window else unit == self.on.ahead)
 
 
 def steps_until(bound: Bound, at: Progress) -> float:

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import NEVER, NOW, STEP_END, Bound, Counting, Reading, reading_at, steps_until
@@ -41,12 +41,8 @@ FORMS = f'{LENGTHS}, a schedule such as Every("500 steps") | At("3 epochs"), or 
 """What ``every=`` accepts, for messages."""
 
 
-class Steady(NamedTuple):
-    """The answer of a schedule at the next firings of a moment."""
-
-    answer: bool
-    until: Bound
-    """The answer is sure as long as this counter is below this value."""
+Steady = tuple[bool, Bound]
+"""The answer of a schedule at the next firings of a moment. It is sure while the counter is below the value."""
 
 
 class Schedule(ABC):
@@ -223,8 +219,8 @@ class Every(OfLength):
     def steady(self, now: Reading) -> Steady:
         passed, length = self._passed(now), self.length
         if self.once and passed:
-            return Steady(False, _never_again(length.unit))
-        return Steady(False, now.bound(length.measure, (passed + 1) * length.count))
+            return False, _never_again(length.unit)
+        return False, now.bound(length.measure, (passed + 1) * length.count)
 
     def _passed(self, at: Reading) -> int:
         """Return how many of its points the run has reached."""
@@ -268,7 +264,7 @@ class At(Every):
 
 def _never_again(unit: str) -> Bound:
     """Return the bound of a point that is passed. Points of time come again after a resume: other parts are still asked."""
-    return Bound("s", math.inf) if unit == "s" else NEVER
+    return ("s", math.inf) if unit == "s" else NEVER
 
 
 # -- windows ----------------------------------------------------------------------------------------
@@ -289,10 +285,10 @@ class _Window(Schedule):
     def steady(self, now: Reading) -> Steady:
         start, end = self._edges(now)
         if end is not None and _behind(now, end):
-            return Steady(False, _never_again(end[0]))
+            return False, _never_again(end[0])
         if start is not None and not _behind(now, start):
-            return Steady(False, now.bound(*start, window=True))
-        return Steady(True, NEVER if end is None else now.bound(*end, window=True))
+            return False, now.bound(*start, window=True)
+        return True, NEVER if end is None else now.bound(*end, window=True)
 
     @abstractmethod
     def _edges(self, now: Reading) -> tuple[Edge, Edge]:
@@ -453,7 +449,7 @@ class When(Schedule):
         return now.ask(self)
 
     def steady(self, now: Reading) -> Steady:
-        return Steady(False, NOW)
+        return False, NOW
 
     def __repr__(self) -> str:
         return f"When({brief(self.function)})"
@@ -473,7 +469,7 @@ class Until(Schedule):
 
     def steady(self, now: Reading) -> Steady:
         due = self.due(now, now)
-        return Steady(due, NOW if due else NEVER)  # the function may return another end at each firing
+        return due, NOW if due else NEVER  # the function may return another end at each firing
 
     def __repr__(self) -> str:
         return f"Until({brief(self.end)})"
@@ -514,15 +510,15 @@ class Composite(Schedule):
     def steady(self, now: Reading) -> Steady:
         decides = self.operator == "|"  # the answer of one part that decides
         parts = [part.steady(now) for part in self.parts if not all(isinstance(leaf, When) for leaf in part.leaves())]
-        answer = (any if decides else all)(part.answer for part in parts)
+        answer = (any if decides else all)(one for one, _ in parts)
         if len(parts) < len(self.parts) and (answer is not decides or not parts):
-            return Steady(False, NOW)
+            return False, NOW
         if any(part == (decides, NEVER) for part in parts):
-            return Steady(decides, NEVER)
-        bounds = [part.until for part in parts]
-        if len({bound.counter for bound in bounds}) == 1:
-            return Steady(answer, min(bounds))
-        return Steady(answer, Bound("step", min(steps_until(bound, now.limits) for bound in bounds)))
+            return decides, NEVER
+        bounds = [bound for _, bound in parts]
+        if len({counter for counter, _ in bounds}) == 1:
+            return answer, min(bounds)
+        return answer, ("step", min(steps_until(bound, now.limits) for bound in bounds))
 
     def counting(self, unit: Unit) -> Composite:
         return Composite(self.operator, tuple(part.counting(unit) for part in self.parts))
@@ -566,7 +562,7 @@ class Not(Schedule):
 
     def steady(self, now: Reading) -> Steady:
         answer, until = self.part.steady(now)
-        return Steady(not answer, until)
+        return not answer, until
 
     def counting(self, unit: Unit) -> Not:
         return Not(self.part.counting(unit))

@@ -66,11 +66,16 @@ class Trigger:
 
     def _ask_anew(self) -> None:
         self._of: tuple[str, int] | None = None if "%" in self._units else STEPS
-        self._take(False, Bound("step", -1))
+        self._take(False, NOW)
 
     def _take(self, answer: bool, bound: Bound) -> None:
         self._answer, self._bound = answer, bound
-        self._counter, self._until = COUNTERS[bound.counter].read, bound.value
+        self._counter, self._until = COUNTERS[bound[0]].read, bound[1]
+
+    @property
+    def asked_from(self) -> Bound:
+        """The value of a counter from which on it must be asked at a firing."""
+        return NOW if self._answer else self._bound
 
     # -- at a firing -------------------------------------------------------------------------------
 
@@ -102,11 +107,6 @@ class Trigger:
         self._take(answer, bound)
         self.times_due += due
         return due
-
-    def sure_until(self, at: Progress) -> float:
-        """Return how many steps are complete, at the earliest, when it may be due; 0 for the next firing."""
-        sure = 0 if self._answer else steps_until(self._bound, at)
-        return sure if sure > at.step else 0
 
     def next_step(self, at: Progress) -> float:
         """Return how many steps are complete, at the earliest, when it is due; those complete now if that is not known."""
