@@ -26,7 +26,6 @@ from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.hooks.schedule import lengths_in
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.status.decisions import Decision
@@ -80,7 +79,7 @@ class SharedSync(RankSync):
         self._given: int | None = 0
         self._tokens = 0  # those of this rank that are not sent yet
         schedules = (one.schedule for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None)
-        units = {length.unit for schedule in schedules for length in lengths_in(schedule) or ()}
+        units = {length.unit for schedule in schedules for length in schedule.lengths}
         self._by_tokens = progress.max_tokens is not None  # all ranks must know the tokens of each batch
         self._exact = self._by_tokens  # no quiet window: the counters must be those of this step
         self.depends_on(units | units_of(step.most, progress))

@@ -22,7 +22,6 @@ from cadenza.hooks.dispatch import Hooks, hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.order import Phase
-from cadenza.hooks.schedule import lengths_in
 from cadenza.hooks.subscription import Subscription
 from cadenza.loading.data_course import Window
 from cadenza.loading.evaluation import Evaluation
@@ -110,7 +109,7 @@ def _check_listener(listener: Listener, moment: str) -> None:
             f"what_if cannot play {listener.owner}: its hook {moment} needs the model, batches or gradients, and a run records "
             "only evaluations, values and decisions. Leave it out."
         )
-    units = {length.unit for length in lengths_in(listener.schedule) or ()} if listener.schedule is not None else set()
+    units = {length.unit for length in listener.schedule.lengths} if listener.schedule is not None else set()
     if unknown := [*exchanged(units), *(unit for unit in units & COUNTERS.keys() if not kept(unit))]:
         counts = "time" if "s" in unknown else plural(min(unknown))
         raise CallbackError(
