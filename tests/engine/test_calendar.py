@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cadenza import At, Callback, Every, Run, Schedule, When, on
+from cadenza import At, Callback, Every, First, Run, Schedule, When, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining
 from cadenza.errors import CheckpointMismatchError, ScheduleError
 from cadenza.hooks.listener import Listener
@@ -40,6 +40,19 @@ def calls(trainer: Any, **arguments: Any) -> list[Seen]:
     calendar = trainer.calendar(**arguments)
     assert not [one for one in calendar.unknown if one[0].startswith("note")]
     return [(row.callback, row.epoch, row.step, row.batch) for row in calendar.rows if row.callback.startswith("note")]
+
+
+def test_a_schedule_at_the_end_of_steps_and_of_epochs_is_due_once_in_a_step() -> None:
+    seen = list[Seen]()
+
+    class Noting(Notes):
+        def listeners(self) -> list[Listener]:
+            return [periodic(~(Every("3 epochs") | First("1 step")), self.note)]
+
+    trainer = tiny_trainer(batches=2, epochs=2, callbacks=[Noting("note", None, seen)])
+    assert calls(trainer) == [("note", 0, 2, 2), ("note", 1, 3, 3), ("note", 1, 4, 4)]
+    trainer.fit()
+    assert seen == calls(trainer)
 
 
 at_step_3 = on(Callback.on_step_end, at="3 steps")

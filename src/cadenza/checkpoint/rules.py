@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cadenza.checkpoint.store import Entry, Saved
 from cadenza.engine.monitor import Mode
@@ -15,8 +15,6 @@ from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
     from fractions import Fraction
-
-Unit = Literal["step", "batch", "epoch", "sample", "token", "s"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +49,7 @@ class Known:
         """Whether the run was rolled back to a point before it."""
         return self.rank[0] == 0
 
-    def position(self, unit: Unit) -> Fraction | float:
+    def position(self, unit: str) -> Fraction | float:
         """Return how far the run had come, in a unit. Time counts from the beginning of the run, pauses included."""
         from fractions import Fraction  # here, as it takes 2 ms to import
 
@@ -122,7 +120,7 @@ class Span(NamedTuple):
     """A length in a unit. A time is in seconds."""
 
     amount: Fraction | int
-    unit: Unit
+    unit: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def exchanged(units: Iterable[str]) -> list[str]:
 
 def kept(unit: str) -> bool:
     """Return whether a point in a unit is the same after a resume."""
-    return unit == "%" or (unit in COUNTERS and COUNTERS[unit].kept)
+    return unit not in COUNTERS or COUNTERS[unit].kept
 
 
 # -- how a moment counts ----------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class Schedule(ABC):
         return Composite.of("&", self, other)
 
     def __invert__(self) -> Schedule:
-        return Not(self)
+        return Composite("~", (self,))
 
     @staticmethod
     def parse(every: Interval, unit: Unit = "step") -> Schedule:
@@ -483,9 +483,9 @@ class Until(Schedule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composite(Schedule):
-    """Due when one of its parts is due (``|``), or when all are (``&``)."""
+    """Due when one of its parts is due (``|``), when all are (``&``), or when its only part is not (``~``)."""
 
-    operator: Literal["|", "&"]
+    operator: Literal["|", "&", "~"]
     parts: tuple[Schedule, ...]
     _asked: list[Schedule] = field(init=False, compare=False)  # functions last: they are called only where they decide
 
@@ -505,11 +505,14 @@ class Composite(Schedule):
         return Composite(operator, tuple(chain(*nested)))
 
     def due(self, now: Reading, before: Reading) -> bool:
-        return (all if self.operator == "&" else any)(part.due(now, before) for part in self._asked)
+        answers = (part.due(now, before) for part in self._asked)
+        return not any(answers) if self.operator == "~" else (all if self.operator == "&" else any)(answers)
 
     def steady(self, now: Reading) -> Steady:
         decides = self.operator == "|"  # the answer of one part that decides
         parts = [part.steady(now) for part in self.parts if not all(isinstance(leaf, When) for leaf in part.leaves())]
+        if self.operator == "~":
+            return (not parts[0][0], parts[0][1]) if parts else (False, NOW)
         answer = (any if decides else all)(one for one, _ in parts)
         if len(parts) < len(self.parts) and (answer is not decides or not parts):
             return False, NOW
@@ -529,7 +532,7 @@ class Composite(Schedule):
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         reasons = [part.never(limits, accumulate, on) for part in self.parts]
-        if self.operator == "|" and None in reasons:
+        if self.operator == "~" or (self.operator == "|" and None in reasons):
             return None
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -538,50 +541,18 @@ class Composite(Schedule):
 
     @property
     def only_epochs(self) -> bool:
-        return (all if self.operator == "|" else any)(part.only_epochs for part in self.parts)
+        return (any if self.operator == "&" else all)(part.only_epochs for part in self.parts)
 
     def __repr__(self) -> str:
-        return f" {self.operator} ".join(self._inside(part, repr(part)) for part in self.parts)
+        return self._joined(repr, f" {self.operator} ", "~")
 
     def __str__(self) -> str:
-        return (" or " if self.operator == "|" else " and ").join(self._inside(part, str(part)) for part in self.parts)
+        return self._joined(str, " or " if self.operator == "|" else " and ", "not ")
 
-    @staticmethod
-    def _inside(part: Schedule, text: str) -> str:
-        return f"({text})" if isinstance(part, Composite) else text
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Not(Schedule):
-    """Due each time when another schedule is not."""
-
-    part: Schedule
-
-    def due(self, now: Reading, before: Reading) -> bool:
-        return not self.part.due(now, before)
-
-    def steady(self, now: Reading) -> Steady:
-        answer, until = self.part.steady(now)
-        return not answer, until
-
-    def counting(self, unit: Unit) -> Not:
-        return Not(self.part.counting(unit))
-
-    def check(self, limits: Progress) -> None:
-        self.part.check(limits)
-
-    def leaves(self) -> Iterator[Schedule]:
-        return self.part.leaves()
-
-    @property
-    def only_epochs(self) -> bool:
-        return self.part.only_epochs
-
-    def __repr__(self) -> str:
-        return f"~({self.part!r})" if isinstance(self.part, Composite) else f"~{self.part!r}"
-
-    def __str__(self) -> str:
-        return f"not ({self.part})" if isinstance(self.part, Composite) else f"not {self.part}"
+    def _joined(self, text: Callable[[Schedule], str], between: str, inverts: str) -> str:
+        nested = (isinstance(part, Composite) and part.operator != "~" for part in self.parts)
+        texts = [f"({text(part)})" if is_nested else text(part) for part, is_nested in zip(self.parts, nested, strict=True)]
+        return inverts + texts[0] if self.operator == "~" else between.join(texts)
 
 
 def has_function(schedule: Schedule) -> bool:

@@ -120,7 +120,7 @@ def point(given: str | At) -> At:
 batches, samples, tokens or "10%", such as "3 epochs"
     """
     at = given if isinstance(given, At) else At(given)
-    if not kept(at.unit):
+    if not at.unit or not kept(at.unit):
         raise ScheduleError(
             f"{at.length.text!r} is no point of a run that is the same after a resume: expected epochs, steps, batches, "
             'samples, tokens or "10%", such as "3 epochs"'

@@ -15,6 +15,7 @@ from cadenza.hooks.counting import (
     Counting,
     Reading,
     counters_for,
+    kept,
     measure_of,
     no_answer,
     reading_at,
@@ -69,6 +70,7 @@ class Trigger:
         self._take(False, NOW)
 
     def _take(self, answer: bool, bound: Bound) -> None:
+        bound = NOW if answer and len(self.moments) > 1 else bound  # the second moment must not be sure to be due
         self._answer, self._bound = answer, bound
         self._counter, self._until = COUNTERS[bound[0]].read, bound[1]
 
@@ -99,12 +101,10 @@ class Trigger:
         now = Reading(counts, self.on, progress, progress.batch_in_epoch, progress.batches_per_epoch or 0, self._of, True, ask)
         due = self.schedule.due(now, before) or self.owed
         self.before, self.owed = now._replace(ask=no_answer) if self.functions else now, False
-        answer, bound = self.schedule.steady(now)
         if len(self.moments) > 1:
             due = due and self.last_step != progress.step
             self.last_step = progress.step if due else self.last_step
-            bound = NOW if answer else bound
-        self._take(answer, bound)
+        self._take(*self.schedule.steady(now))
         self.times_due += due
         return due
 
@@ -225,7 +225,7 @@ def state_of(triggers: Iterable[Trigger], at: Progress) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for trigger in triggers:
         reading = trigger.before or trigger.between(at.origin, at)
-        counts = {name: count for name, count in reading.counts.items() if name == "time" or COUNTERS[name].kept}
+        counts = {name: count for name, count in reading.counts.items() if kept(name)}
         own = {"counts": counts, "in_epoch": reading.in_epoch, "batches": reading.batches, "begun": reading.begun}
         moment = state.setdefault(" and ".join(trigger.moments), {**own, "due": -1, "owed": []})
         earlier, later = sorted((moment, own), key=_position)

@@ -17,7 +17,7 @@ from cadenza.engine.loop import take_stop
 from cadenza.engine.save_blocks import Saver
 from cadenza.engine.session import Session, session_of
 from cadenza.errors import CallbackError
-from cadenza.hooks.counting import COUNTERS, exchanged, kept
+from cadenza.hooks.counting import exchanged, kept
 from cadenza.hooks.dispatch import Hooks, hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
@@ -109,13 +109,12 @@ def _check_listener(listener: Listener, moment: str) -> None:
             f"what_if cannot play {listener.owner}: its hook {moment} needs the model, batches or gradients, and a run records "
             "only evaluations, values and decisions. Leave it out."
         )
-    units = {length.unit for length in listener.schedule.lengths} if listener.schedule is not None else set()
-    if unknown := [*exchanged(units), *(unit for unit in units & COUNTERS.keys() if not kept(unit))]:
-        counts = "time" if "s" in unknown else plural(min(unknown))
-        raise CallbackError(
-            f"what_if cannot play {listener.owner}: its schedule {str(listener.schedule)!r} counts {counts}, "
-            "and no record says it for each step. Use steps, batches or epochs."
-        )
+    for unit in () if listener.schedule is None else (length.unit for length in listener.schedule.lengths):
+        if exchanged([unit]) or not kept(unit):
+            raise CallbackError(
+                f"what_if cannot play {listener.owner}: its schedule {str(listener.schedule)!r} counts "
+                f"{plural(unit) if kept(unit) else 'time'}, and no record says it for each step. Use steps, batches or epochs."
+            )
 
 
 class _RecordedRun(Run):
