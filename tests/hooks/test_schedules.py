@@ -13,7 +13,7 @@ from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import COUNTERS, STEP_END, Counter, Reading
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.schedule import FORMS
+from cadenza.hooks.schedule import FORMS, Interval
 from cadenza.hooks.subscription import periodic
 from cadenza.hooks.trigger import Trigger
 from cadenza.run import Run
@@ -256,7 +256,7 @@ def test_every_moment_takes_a_length_in_any_unit(moment: Any) -> None:
 class Noting(Callback):
     """Notes its name and the step on a schedule."""
 
-    def __init__(self, name: str, every: str, seen: list[tuple[str, int]]) -> None:
+    def __init__(self, name: str, every: Interval, seen: list[tuple[str, int]]) -> None:
         self.name, self.every, self.seen = name, every, seen
 
     def listeners(self) -> list[Listener]:
@@ -265,6 +265,19 @@ class Noting(Callback):
     def _note(self, run: Run) -> None:
         assert self.name is not None
         self.seen.append((self.name, run.progress.step))
+
+
+def test_a_resume_between_the_end_of_a_step_and_of_its_epoch_calls_each_schedule_that_is_left(tmp_path: Path) -> None:
+    def callbacks(seen: list[tuple[str, int]]) -> list[Callback]:
+        first, second = Every("5 steps") | Every("2 epochs"), Every("1 epoch") | At("100 steps")
+        return [Noting("first", first, seen), Noting("second", second, seen), Evaluate(tiny_loader(1))]
+
+    seen, again = list[tuple[str, int]](), list[tuple[str, int]]()
+    saver = Checkpoint(At("5 steps"), keep_last=9)  # saves before the evaluation at the end of the epoch
+    tiny_run(epochs=2, callbacks=[*callbacks(seen), saver], directory=tmp_path)
+    assert seen == [("first", 5), ("second", 5), ("first", 10), ("second", 10)]
+    tiny_trainer(epochs=2, callbacks=callbacks(again)).fit(resume=tmp_path / "checkpoints" / "step-00000005")
+    assert again == seen[1:]
 
 
 def noted(cadences: dict[str, str], **arguments: Any) -> list[tuple[str, int]]:

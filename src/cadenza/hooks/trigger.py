@@ -97,7 +97,7 @@ class Trigger:
             counts["s"] = before.counts["s"]
         if self._of is None:
             self._of = measure_of(progress)
-        ask = partial(self._ask_function, run) if self.functions else no_answer
+        ask = (lambda when: self.functions[when](run)) if self.functions else no_answer
         now = Reading(counts, self.on, progress, progress.batch_in_epoch, progress.batches_per_epoch or 0, self._of, True, ask)
         due = self.schedule.due(now, before) or self.owed
         self.before, self.owed = now._replace(ask=no_answer) if self.functions else now, False
@@ -140,9 +140,6 @@ class Trigger:
             return partial(_on_any_rank, when.function)
         alone_in_schedule = self.schedule is when and len(self.moments) == 1
         return (LateFunction if self.on == STEP_END and alone_in_schedule else StepFunction)(when.function)
-
-    def _ask_function(self, run: Run, when: When) -> bool:
-        return self.functions[when](run)
 
     def owes(self) -> bool:
         """Return whether it is due at the next firing, whatever the counters are then. Every rank must call this."""
@@ -227,9 +224,10 @@ def state_of(triggers: Iterable[Trigger], at: Progress) -> dict[str, Any]:
         reading = trigger.before or trigger.between(at.origin, at)
         counts = {name: count for name, count in reading.counts.items() if kept(name)}
         own = {"counts": counts, "in_epoch": reading.in_epoch, "batches": reading.batches, "begun": reading.begun}
-        moment = state.setdefault(" and ".join(trigger.moments), {**own, "due": -1, "owed": []})
+        moment = state.setdefault(" and ".join(trigger.moments), {**own, "due": [], "owed": []})
         earlier, later = sorted((moment, own), key=_position)
-        moment |= {**later, "counts": earlier["counts"] | later["counts"], "due": max(moment["due"], trigger.last_step)}
+        moment |= {**later, "counts": earlier["counts"] | later["counts"]}
+        moment["due"] += [str(trigger.schedule)] if trigger.last_step == at.step else []
         moment["owed"] += [str(trigger.schedule)] if trigger.owes() else []
     return state
 
@@ -248,4 +246,5 @@ def restore(triggers: Iterable[Trigger], state: Mapping[str, Any], at: Progress)
             begins = trigger.between(at.origin, at)
             counts = {name: saved["counts"].get(name, count) for name, count in begins.counts.items()}
             before = begins._replace(counts=counts, **{name: saved[name] for name in ("in_epoch", "batches", "begun")})
-            trigger.restart(before, saved["due"], owed=str(trigger.schedule) in saved["owed"])
+            schedule = str(trigger.schedule)
+            trigger.restart(before, at.step if schedule in saved["due"] else -1, owed=schedule in saved["owed"])
