@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from cadenza import Callback, Hooks, Trainer
+from cadenza import Callback, Hooks, Trainer, on
 from cadenza import callbacks as library
 from cadenza.callbacks.profile import Profile
 from cadenza.profiling.spans import Profiler
@@ -129,21 +129,35 @@ def profiled(batches: list[Batch], rounds: int) -> None:
 
 def waiting(batches: list[Batch], rounds: int) -> None:
     """Print what all callbacks cost in a step while none of them is due, beside the same steps without them."""
-    long = batches * 5
     schedulers = (library.LearningRate,)
     lists = {
-        "none": list,
         "all": not_due,
         # torch wraps the step of an optimizer that has a scheduler: 1.4 us, whoever calls the scheduler
         "all but LearningRate": lambda: [one for one in not_due() if not isinstance(one, schedulers)],
     }
-    steps: dict[str, list[float]] = {name: [] for name in lists}
-    for _ in range(rounds):
-        for name, make in lists.items():
-            steps[name] += chunks(long, make())
-    base = statistics.median(steps["none"])
     print(f"\n{len(not_due())} callbacks, none due, a step beside one without them")
-    for name in ("all", "all but LearningRate"):
+    beside(batches, rounds, lists)
+
+
+def scheduled(batches: list[Batch], rounds: int) -> None:
+    """Print what 50 functions with a schedule cost in a step, with the calls that are due."""
+
+    def fifty(text: str) -> Callable[[], list[Callback]]:
+        return lambda: [on(Callback.on_step_end, every=text.format(10 + n, 20 * (10 + n)))(lambda run: None) for n in range(50)]
+
+    texts = {"every 10 steps": "10 steps", "every 10 to 59 steps": "{0} steps", "in samples": "{1} samples", "not due": FAR}
+    print("\n50 functions with schedules, a step beside one without them")
+    beside(batches, rounds, {name: fifty(text) for name, text in texts.items()})
+
+
+def beside(batches: list[Batch], rounds: int, lists: dict[str, Callable[[], list[Callback]]]) -> None:
+    """Print how long a step with each list of callbacks takes, beside one with none."""
+    steps: dict[str, list[float]] = {name: [] for name in ("none", *lists)}
+    for _ in range(rounds):
+        for name in steps:
+            steps[name] += chunks(batches * 5, lists.get(name, list)())
+    base = statistics.median(steps["none"])
+    for name in lists:
         print(f"  {name:22} {statistics.median(steps[name]) / base:.4f}")
 
 
@@ -206,6 +220,7 @@ def main() -> None:
     batches = [(torch.randn(16, 32), torch.randint(0, 10, (16,))) for _ in range(arguments.steps)]
     profiled(batches, arguments.rounds)
     waiting(batches, arguments.rounds)
+    scheduled(batches, arguments.rounds)
     moments()
 
 

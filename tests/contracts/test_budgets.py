@@ -33,11 +33,11 @@ files            344      4       0
 profiling        336      4       1
 loading         2843     28       2
 records         2088     19       6
-hooks           2044     16       6
+hooks           2032     16       6
 drivers         2161     23       5
 optim           1292     14       5
 sinks           2086     22       7
-engine          5949     53      11
+engine          5921     53      11
 checkpoint      4308     36      10
 callbacks       4878     43      14
 loops            978      9      11
@@ -56,8 +56,8 @@ WINGS = ("adapters", "compat", "report", "timetravel")
 SUMS = """
 sum                                  core   wings
 files                                 331     406
-lines                               34139   27908
-words                              234300  183595
+lines                               34099   27908
+words                              234224  183594
 words a line                         6.87    6.58
 data files and long literals          124     538
 modules under 30 lines                 32      95

@@ -1,173 +1,58 @@
-"""The calendar: it names the calls that a run then makes. Random schedules at random moments show it, also after a resume."""
+"""The calendar: it names the calls that a run then makes. tests/hooks/test_random_schedules.py compares both."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cadenza import At, Between, Callback, Every, First, Last, Run, Schedule, When, on
+from cadenza import At, Callback, Every, First, Run, Schedule, When, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining
 from cadenza.errors import CheckpointMismatchError, ScheduleError
-from cadenza.hooks.counting import counting_of
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.moments import Moment, moments_of
+from cadenza.hooks.moments import Moment
 from cadenza.hooks.subscription import periodic
-from cadenza.testing import launch, tiny_loader, tiny_trainer
-from tests.distributed.parts import loader as sharded_loader
-from tests.distributed.parts import own_rank
-from tests.distributed.parts import trainer as sharded_trainer
+from cadenza.testing import tiny_loader, tiny_trainer
 from tests.engine.parts import Unsized
-from tests.long import seeds
-
-COUNTINGS = [(moment, counting_of(moment)) for moment in moments_of(Callback).values()]
-COUNTED = [moment for moment, counting in COUNTINGS if counting.unit != "time" and not counting.main_only]
-UNITS = ("step", "batch", "epoch", "part of an epoch", "sample", "%", "")
-SEEDS = seeds(usual=6, long=20)
-EACH = 10  # schedules in one run
 
 Seen = tuple[str, int, int, int]  # the name of the callback, and epochs, steps and batches that are complete
 
 
 class Notes(Callback):
-    """Notes the counters each time that its schedule is due: at a moment, or where ``every=`` of a callback places it."""
+    """Notes the counters each time that a moment fires, or where ``every=`` of a callback places it."""
 
-    def __init__(self, name: str, moment: Moment | None, schedule: Schedule, seen: list[Seen]) -> None:
-        self.name, self.moment, self.schedule, self.seen = name, moment, schedule, seen
+    def __init__(self, name: str, moment: Moment | None, seen: list[Seen]) -> None:
+        self.name, self.moment, self.seen = name, moment, seen
 
     def listeners(self) -> list[Listener]:
-        if self.moment is None:
-            return [periodic(self.schedule, self.note)]
-        return [Listener(self.moment, self.note, self.schedule)]
+        return [periodic(1, self.note) if self.moment is None else Listener(self.moment, self.note, Every(1))]
 
     def note(self, run: Run, *_: Any) -> None:
         assert self.name is not None
         at = run.progress
         self.seen.append((self.name, at.epoch, at.step, at.batch))
 
-    def __repr__(self) -> str:
-        return f"{self.moment.__name__ if self.moment else 'every='}: {self.schedule!r}"
-
-
-def length_of(draw: random.Random, units: tuple[str, ...], *, zero: bool = False) -> str | int:
-    unit = draw.choice(units)
-    number = draw.choice((0,) if zero and draw.random() < 0.2 else (1, 2, 3, 4, 5, 7, 10, 12))
-    match unit:
-        case "":
-            return max(1, number)
-        case "part of an epoch":
-            return f"{draw.choice(('0.2', '0.25', '0.5', '0.75', '1.5', '2.25'))} epoch"
-        case "epoch":
-            return f"{min(number, 3)} epochs"
-        case "%":
-            return f"{draw.choice((5, 10, 20, 25, 33, 50, 75, 100))}%"
-        case _:
-            return f"{number} {unit}{'es' if unit == 'batch' else 's'}"
-
-
-def drawn(draw: random.Random, units: tuple[str, ...] = UNITS, depth: int = 2) -> Schedule:
-    """Return a random schedule."""
-    if depth and draw.random() < 0.6:
-        first = drawn(draw, units, depth - 1)
-        match draw.choice("|&~"):
-            case "|":
-                return first | drawn(draw, units, depth - 1)
-            case "&":
-                return first & drawn(draw, units, depth - 1)
-            case _:
-                return ~first
-    match draw.choice(("every", "every", "at", "first", "last", "between")):
-        case "every":
-            return Every(length_of(draw, units))
-        case "at":
-            return At(length_of(draw, units))
-        case "first":
-            return First(length_of(draw, units))
-        case "last":
-            return Last(length_of(draw, tuple(unit for unit in units if unit not in ("sample", ""))))
-        case _:
-            unit = (draw.choice(units),)
-            last = unit if "" in unit else tuple(filter(None, units))
-            try:
-                return Between(length_of(draw, unit, zero=True), length_of(draw, last))
-            except ScheduleError:  # it is empty
-                return Every("3 steps")
-
-
-def notes(draw: random.Random, seen: list[Seen], units: tuple[str, ...] = UNITS, moments: Any = COUNTED) -> list[Notes]:
-    """Return callbacks with random schedules at random moments."""
-    made: list[Notes] = []
-    for index in range(EACH):
-        moment = draw.choice((None, *moments))
-        made.append(Notes(f"note {index}", moment, drawn(draw, units), seen))
-    return made
-
-
-def run_of(draw: random.Random) -> dict[str, Any]:
-    """Return random arguments of a small run."""
-    limits: dict[str, Any] = draw.choice(({"epochs": 3}, {"steps": 13}, {"epochs": 2, "steps": 9}, {"epochs": 4, "steps": 11}))
-    accumulate: Any = draw.choice((1, 1, 2, 3, {0: 1, "4 steps": 3, "70%": 2}))
-    return {**limits, "batches": draw.choice((4, 5, 6, 7)), "accumulate": accumulate}
-
 
 def calls(trainer: Any, **arguments: Any) -> list[Seen]:
-    """Return the calls of the trainer's calendar. All of them must be known, but those at evaluations."""
+    """Return the calls of the trainer's calendar. All of them must be known."""
     calendar = trainer.calendar(**arguments)
-    assert not [one for one in calendar.unknown if one[0].startswith("note") and not one[1].startswith("on_eval")]
+    assert not [one for one in calendar.unknown if one[0].startswith("note")]
     return [(row.callback, row.epoch, row.step, row.batch) for row in calendar.rows if row.callback.startswith("note")]
 
 
-def of_each(rows: list[Seen]) -> Iterator[list[Seen]]:
-    yield from ([row for row in rows if row[0] == f"note {index}"] for index in range(EACH))
+def test_a_schedule_at_the_end_of_steps_and_of_epochs_is_due_once_in_a_step() -> None:
+    seen = list[Seen]()
 
+    class Noting(Notes):
+        def listeners(self) -> list[Listener]:
+            return [periodic(~(Every("3 epochs") | First("1 step")), self.note)]
 
-def differences(callbacks: list[Notes], *lists: list[Seen]) -> list[tuple[str, Any]]:
-    """Return the callbacks of which the calls are not the same in all lists."""
-    rows = zip(callbacks, *map(of_each, lists), strict=True)
-    return [(str(one), calls) for one, *calls in rows if any(rest != calls[0] for rest in calls)]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_it_names_the_calls_of_random_schedules_in_their_order(seed: int) -> None:
-    draw, seen = random.Random(seed), list[Seen]()
-    callbacks = notes(draw, seen)
-    trainer = tiny_trainer(callbacks=callbacks, **run_of(draw))
-    expected = calls(trainer)
+    trainer = tiny_trainer(batches=2, epochs=2, callbacks=[Noting("note", None, seen)])
+    assert calls(trainer) == [("note", 0, 2, 2), ("note", 1, 3, 3), ("note", 1, 4, 4)]
     trainer.fit()
-    assert not differences(callbacks, seen, expected)
-    assert seen == expected
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_that_resumes_at_a_random_step_makes_the_calls_that_are_left(seed: int, tmp_path: Path) -> None:
-    draw, seen, marks = random.Random(1000 + seed), list[Seen](), list[tuple[str, int]]()
-    moments = [*COUNTED, Callback.on_eval_start, Callback.on_eval_end]
-    state = draw.getstate()
-
-    def made(seen: list[Seen]) -> list[Notes]:
-        draw.setstate(state)
-        return notes(draw, seen, moments=moments)
-
-    evaluate = Evaluate(tiny_loader(1), every="2 steps")
-
-    mark = on(Callback.on_save)(lambda run, _: marks.append((f"step-{run.progress.step:08d}", len(seen))))
-    callbacks, arguments = made(seen), run_of(draw)
-    saver = Checkpoint(every=At(f"{draw.randint(1, 3)} steps"), keep_last=2)
-    tiny_trainer(callbacks=[*callbacks, evaluate, saver, mark], directory=tmp_path, **arguments).fit()
-    (name, before), *_ = marks
-    again, checkpoint = list[Seen](), tmp_path / "checkpoints" / name
-    trainer = tiny_trainer(callbacks=[*made(again), evaluate], **arguments)
-    named = calls(trainer, resume=checkpoint)
-    trainer.fit(resume=checkpoint)
-    of_all = zip(callbacks, of_each(again), of_each(seen[before:]), of_each(named), strict=True)
-    for one, theirs, left, listed in of_all:
-        where = f"{one} after {name} of {arguments}"
-        assert one.moment is Callback.on_epoch_start or theirs == left, where  # it fires again inside an epoch
-        assert one.moment in moments[-2:] or theirs == listed, where  # evaluations fire at any step
+    assert seen == calls(trainer)
 
 
 at_step_3 = on(Callback.on_step_end, at="3 steps")
@@ -199,9 +84,7 @@ def continued(step: int, arguments: dict[str, Any], ask: Callback | None, direct
     moments = [Callback.on_epoch_start, Callback.on_fetch_end, Callback.on_step_end, None, Callback.on_epoch_end]
 
     def trainer(seen: list[Seen], first: list[Any], last: list[Any], directory: Path | None = None) -> Any:
-        before, after = (
-            [Notes(f"note {name} {index}", moment, Every(1), seen) for index, moment in enumerate(moments)] for name in "ab"
-        )
+        before, after = ([Notes(f"note {name} {index}", moment, seen) for index, moment in enumerate(moments)] for name in "ab")
         callbacks = [*first, *before, Evaluate(tiny_loader(2), every="4 steps"), *after, *last]
         limits: dict[str, Any] = {} if "steps" in arguments else {"epochs": 3}
         return tiny_trainer(callbacks=callbacks, directory=directory, **limits, **arguments)
@@ -244,44 +127,6 @@ def test_the_calendar_of_a_continuation_writes_nothing_and_follows_the_limits_of
     trainer.loader = tiny_loader(4)
     with pytest.raises(CheckpointMismatchError, match="its loader had 5 batches, and this one has 4 batches"):
         trainer.calendar(resume="auto")
-
-
-def run_on_ranks(seed: int, seen: list[Seen], directory: Path | None = None) -> tuple[list[Notes], Any]:
-    """Return random schedules, and the trainer of a small run with them; with a directory, it saves at a random step."""
-    draw = random.Random(3000 + seed)
-    callbacks = notes(draw, seen, tuple(unit for unit in UNITS if unit != "sample"))
-    limits: dict[str, int] = draw.choice(({"max_epochs": 3}, {"max_steps": 9}, {"max_epochs": 2, "max_steps": 5}))
-    saver = Checkpoint(every=At(f"{draw.randint(1, 4)} steps"))
-    data, accumulate = sharded_loader(draw.choice((40, 44, 48, 52))), draw.choice((1, 2))
-    saves = {"callbacks": [*callbacks, saver], "directory": directory} if directory else {"callbacks": callbacks}
-    return callbacks, sharded_trainer(data, accumulate=accumulate, **saves, **limits)
-
-
-def test_on_several_ranks_each_makes_the_calls_that_it_names_also_if_others_began_the_run(tmp_path: Path) -> None:
-    def beginning() -> list[Any]:
-        wrong: list[Any] = []
-        for seed in SEEDS:
-            seen = list[Seen]()
-            callbacks, trainer = run_on_ranks(seed, seen, tmp_path / str(seed))
-            expected = calls(trainer)
-            trainer.fit()
-            wrong += differences(callbacks, seen, expected)
-        return wrong
-
-    def continuing() -> list[Any]:
-        wrong: list[Any] = []
-        for seed in SEEDS:
-            seen = list[Seen]()
-            callbacks, trainer = run_on_ranks(seed, seen)
-            checkpoint = min((tmp_path / str(seed) / "checkpoints").glob("step-*"))
-            alone = seed % 3 == own_rank()  # the others do not call it: it does not communicate
-            expected = calls(trainer, resume=checkpoint) if alone else []
-            trainer.fit(resume=checkpoint)
-            wrong += differences(callbacks, seen, expected) if alone else []
-        return wrong
-
-    assert launch(beginning, 2) == [[], []]
-    assert launch(continuing, 3) == [[], [], []]
 
 
 # -- the rest of the calendar -------------------------------------------------------------------------

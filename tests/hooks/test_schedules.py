@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cadenza import At, Between, Callback, Counters, Every, First, Last, Progress, Schedule, When, on
-from cadenza.callbacks import Evaluate, LogTraining
+from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.errors import ScheduleError
-from cadenza.hooks.counting import STEP_END, Reading
+from cadenza.hooks.counting import COUNTERS, STEP_END, Counter, Reading
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.schedule import FORMS
+from cadenza.hooks.schedule import FORMS, Interval
 from cadenza.hooks.subscription import periodic
 from cadenza.hooks.trigger import Trigger
 from cadenza.run import Run
-from cadenza.testing import tiny_loader, tiny_run
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.engine.parts import Unsized
 
 
@@ -125,6 +126,22 @@ def steps_of(every: Any, **arguments: Any) -> list[int]:
 )
 def test_a_schedule_fires_on_crossing_and_a_composed_one_where_its_parts_say(every: Any, expected: list[int]) -> None:
     assert steps_of(every) == expected
+
+
+def test_a_counter_of_ones_own_is_a_row_of_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flops = Counter(lambda at: 600 * at.tokens, {"flop": 1, "Kflop": 1000}, exchanged=True)
+    monkeypatch.setitem(COUNTERS, "flop", flops)
+    steps = list[int]()
+    note = on(Callback.on_step_end, every="10 Kflop")(lambda run: steps.append(run.progress.step))
+    arguments: dict[str, Any] = {"epochs": 2, "tokens": lambda batch: 4, "directory": tmp_path}
+    trainer = tiny_trainer(callbacks=[note, Checkpoint(At("3 steps"), keep_last=9)], **arguments)
+    assert trainer.calendar().unknown[0][2] == "it depends on the flops of each batch"
+    trainer.fit()
+    assert steps == [5, 9], "2,400 a step"
+    trainer.fit(resume=tmp_path / "checkpoints" / "step-00000003")
+    assert steps[2:] == [5, 9]
+    with pytest.raises(ScheduleError, match=r"'0\.5 flop' is no schedule: flop come in whole numbers"):
+        Schedule.parse("0.5 flop")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +256,7 @@ def test_every_moment_takes_a_length_in_any_unit(moment: Any) -> None:
 class Noting(Callback):
     """Notes its name and the step on a schedule."""
 
-    def __init__(self, name: str, every: str, seen: list[tuple[str, int]]) -> None:
+    def __init__(self, name: str, every: Interval, seen: list[tuple[str, int]]) -> None:
         self.name, self.every, self.seen = name, every, seen
 
     def listeners(self) -> list[Listener]:
@@ -248,6 +265,19 @@ class Noting(Callback):
     def _note(self, run: Run) -> None:
         assert self.name is not None
         self.seen.append((self.name, run.progress.step))
+
+
+def test_a_resume_between_the_end_of_a_step_and_of_its_epoch_calls_each_schedule_that_is_left(tmp_path: Path) -> None:
+    def callbacks(seen: list[tuple[str, int]]) -> list[Callback]:
+        first, second = Every("5 steps") | Every("2 epochs"), Every("1 epoch") | At("100 steps")
+        return [Noting("first", first, seen), Noting("second", second, seen), Evaluate(tiny_loader(1))]
+
+    seen, again = list[tuple[str, int]](), list[tuple[str, int]]()
+    saver = Checkpoint(At("5 steps"), keep_last=9)  # saves before the evaluation at the end of the epoch
+    tiny_run(epochs=2, callbacks=[*callbacks(seen), saver], directory=tmp_path)
+    assert seen == [("first", 5), ("second", 5), ("first", 10), ("second", 10)]
+    tiny_trainer(epochs=2, callbacks=callbacks(again)).fit(resume=tmp_path / "checkpoints" / "step-00000005")
+    assert again == seen[1:]
 
 
 def noted(cadences: dict[str, str], **arguments: Any) -> list[tuple[str, int]]:

@@ -121,7 +121,7 @@ class _EachUpdate(Schedule):
         return self.steps.due(now, now._replace(counts={**now.counts, "step": now.counts["step"] - 1}))
 
     def steady(self, now: Reading) -> Steady:
-        return Steady(False, NOW) if self.due(now, now) else self.steps.steady(now)
+        return (False, NOW) if self.due(now, now) else self.steps.steady(now)
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         return self.steps.never(limits, accumulate, on)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cadenza.checkpoint.rules import (
     All,
@@ -17,7 +17,6 @@ from cadenza.checkpoint.rules import (
     Rule,
     Span,
     Top,
-    Unit,
 )
 from cadenza.engine.monitor import Mode, Watched, is_pair, name_of, watched_and_mode
 from cadenza.hooks.length import check_length
@@ -200,13 +199,13 @@ def _span(given: Every | First, limits: Progress | None, accumulate: int) -> Spa
     if limits is not None:
         check_length(given, given.length, limits)
     if given.unit != "%":
-        return Span(given.count, cast("Unit", given.unit))
+        return Span(given.count, given.unit)
     from fractions import Fraction  # here, as it takes 2 ms to import
 
     steps = None if limits is None else limits.total("step", accumulate)
     tokens = None if limits is None else limits.total("token")
     whole, unit = (tokens, "token") if steps is None else (steps, "step")
-    return Span(given.count * Fraction(whole or 1) / 100, cast("Unit", unit))
+    return Span(given.count * Fraction(whole or 1) / 100, unit)
 
 
 def _pairs(keep_best: Pair | Sequence[Pair]) -> list[Pair]:

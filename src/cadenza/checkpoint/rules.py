@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cadenza.checkpoint.store import Entry, Saved
 from cadenza.engine.monitor import Mode
+from cadenza.hooks.counting import COUNTERS
 from cadenza.status.branches import Rank
+from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
     from fractions import Fraction
-
-Unit = Literal["step", "batch", "epoch", "sample", "token", "s"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +49,7 @@ class Known:
         """Whether the run was rolled back to a point before it."""
         return self.rank[0] == 0
 
-    def position(self, unit: Unit) -> Fraction | float:
+    def position(self, unit: str) -> Fraction | float:
         """Return how far the run had come, in a unit. Time counts from the beginning of the run, pauses included."""
         from fractions import Fraction  # here, as it takes 2 ms to import
 
@@ -59,8 +59,8 @@ class Known:
             batches = self.counters.get("batches_per_epoch", 0)
             part = Fraction(self.counters.get("batch_in_epoch", 0), batches) if batches else Fraction(0)
             return self.counters.get("epoch", 0) + part
-        name = {"sample": "samples", "token": "tokens"}.get(unit, unit)
-        return self.saved.step if unit == "step" else self.counters.get(name, 0)
+        known = {name: self.counters.get(name, 0) for name in Counters.__dataclass_fields__} | {"step": self.saved.step}
+        return COUNTERS[unit].read(Counters(**known))
 
     @staticmethod
     def of(entry: Entry, rank: Rank, began: float = 0.0, owners: Iterable[str] = ()) -> Known:
@@ -120,7 +120,7 @@ class Span(NamedTuple):
     """A length in a unit. A time is in seconds."""
 
     amount: Fraction | int
-    unit: Unit
+    unit: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from cadenza.engine import data_points
 from cadenza.engine.arguments import checked_length
 from cadenza.engine.data_points import Reading
 from cadenza.errors import ScheduleError
+from cadenza.hooks.counting import kept
 from cadenza.hooks.length import Length
 from cadenza.status.accumulation import Accumulation, Change, Limits
 from cadenza.status.counting import counted
@@ -74,7 +75,7 @@ def checked_numbers(name: str, given: object) -> int:
 def _change(point: object, batches: int) -> Change:
     """Read a point of the run."""
     length = Length.parse(point, POINTS).of("step")
-    if length.unit in ("s", "time"):
+    if not kept(length.unit):
         raise ScheduleError(f"{point!r} is no point of a run that is the same after a resume. Use one of: {POINTS}")
     return Change(length.count, length.unit, batches, str(length.text))  # type: ignore[arg-type]
 

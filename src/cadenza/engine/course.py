@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cadenza.engine import accumulating
 from cadenza.engine.calendar import Calendar, Call
 from cadenza.engine.suspension import resumed_listeners
 from cadenza.errors import ScheduleError
+from cadenza.hooks.counting import COUNTERS, exchanged
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.length import Length
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.hooks.schedule import Every, Schedule, lengths_in
-from cadenza.hooks.trigger import Trigger
+from cadenza.hooks.schedule import Every, lengths_in
 from cadenza.status.accumulation import Accumulation
-from cadenza.status.counting import counted
+from cadenza.status.counting import counted, plural
 from cadenza.status.progress import Progress
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,36 +67,30 @@ def calendar_of(
             or a schedule does not work with this run.
     """
     end = _end(progress, accumulate, until)
-    units = {length.unit for one in _scheduled(hooks) for length in lengths_in(one) or ()} | accumulating.units_of(
-        accumulate, progress
-    )
-    needed = begins.sized and "sample" in units
-    known, samples = list[Listener](), sizes() if needed else None
+    scheduled = [one for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None]
+    changes = accumulating.units_of(accumulate, progress)
+    units = changes | {length.unit for one in scheduled if one.schedule for length in one.schedule.lengths}
+    samples = sizes() if begins.sized and "sample" in units else None
+    known: dict[Moment, list[Listener]] = {}
     unknown: list[tuple[str, str, str]] = []
-    unscheduled: dict[str, int] = {}
-    for moment, listeners in hooks.by_moment.items():
-        for listener in listeners:
-            if listener.schedule is None:
-                unscheduled[moment.__name__] = unscheduled.get(moment.__name__, 0) + 1
-                continue
-            listener.schedule.check(progress)
-            why = _why_unknown(listener, listener.schedule, progress, accumulate, samples is not None)
-            if why:
-                unknown.append((str(listener), moment.__name__, why))
-            else:
-                known.append(listener)
+    for one in scheduled:
+        why = _why_unknown(one, progress, changes, sized=samples is not None, even=accumulate == 1)
+        if why:
+            unknown.append((str(one), one.moment.__name__, why))
+        else:
+            known.setdefault(one.moment, []).append(one)
     first, course = progress.now(), _Course(known, progress, accumulate, samples, end)
-    course.run(hooks, begins)
-    sized, steps = progress.batches_per_epoch is not None, progress.batches_per_epoch is not None or progress.max_epochs is None
-    parts = [counted(progress.epoch, "epoch")] if sized or not steps else []
-    parts += [counted(progress.step, "step")] if steps else []
-    after = f", after {counted(first.step, 'step')}" if first.batch else ""
-    headline = f"calendar of {', '.join(parts)}{after}"
-    return Calendar(course.rows, unknown, unscheduled, headline, progress.step if steps else progress.epoch)
-
-
-def _scheduled(hooks: Hooks) -> Iterator[Schedule]:
-    return (one.schedule for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None)
+    rows = [*course.calls(hooks, begins)]
+    numbers = [counted(progress.epoch, "epoch")] if course.sized or not course.steps_known else []
+    numbers += [counted(progress.step, "step")] if course.steps_known else []
+    numbers += [f"after {counted(first.step, 'step')}"] if first.batch else []
+    unscheduled = {
+        moment.__name__: count
+        for moment, listeners in hooks.by_moment.items()
+        if (count := sum(one.schedule is None for one in listeners))
+    }
+    length = progress.step if course.steps_known else progress.epoch
+    return Calendar(rows, unknown, unscheduled, f"calendar of {', '.join(numbers)}", length)
 
 
 def _end(limits: Progress, accumulate: int, until: str | int | None) -> Length:
@@ -113,27 +110,34 @@ def _end(limits: Progress, accumulate: int, until: str | int | None) -> Length:
     return end
 
 
-def _why_unknown(listener: Listener, schedule: Schedule, limits: Progress, accumulate: int, sized: bool) -> str | None:
-    """Return why the calls of a listener are not known beforehand; None if they are."""
-    lengths = lengths_in(schedule)
+def _why_unknown(listener: Listener, limits: Progress, changes: set[str], *, sized: bool, even: bool) -> str | None:
+    """Return why the calls of a listener are not known beforehand; None if they are.
+
+    `changes` are the units of the points at which steps get another number of batches; `sized`: whether the samples of each
+    batch are known; `even`: whether each step has one batch.
+    """
+    assert listener.schedule is not None
+    listener.schedule.check(limits)
+    lengths, counting = lengths_in(listener.schedule), listener.counting
     if lengths is None:
         return "a function decides"
-    units, own = {length.unit for length in lengths}, listener.counting.unit
+    units, unit = {length.unit for length in lengths}, counting.unit
     if "s" in units:
         return "time decides"
-    if not limits.has_epochs and not (own == "step" and units <= {"step", "%", "token"}):
+    if not limits.has_epochs and not (unit == "step" and units <= {"step", "%", "token"}):
         return "the loop decides which batches a step has"
-    changes = accumulating.units_of(accumulate, limits)
-    if "token" in units | changes or (limits.total("step", accumulate) is None and "%" in units):
-        return "it depends on the tokens of each batch"
-    if own == "time" or listener.counting.main_only:
+    by_tokens = {"token"} if "%" in units and limits.total("step") is None else set[str]()
+    depends = exchanged(sorted(units | changes | by_tokens, reverse=True))
+    if depends and depends != ["sample"]:
+        return f"it depends on the {plural(depends[0])} of each batch"
+    if unit == "time" or counting.main_only:
         return "it depends on when the moment fires"
-    if "sample" in units | changes and not sized:
+    if depends and not sized:
         return "it depends on the samples of each batch"
     if limits.batches_per_epoch is None:
-        by_epochs = limits.max_steps is None and own == "epoch" and units <= {"epoch"}
-        of_steps = {"step", "batch", "%"} if accumulate == 1 else {"step", "%"}
-        by_steps = limits.max_epochs is None and own in of_steps and units <= of_steps and not listener.counting.begun
+        counts = {"step", "batch", "%"} if even else {"step", "%"}
+        by_epochs = limits.max_steps is None and unit == "epoch" and units <= {"epoch"}
+        by_steps = limits.max_epochs is None and {unit} | units <= counts and not counting.begun
         if not by_epochs and not by_steps:
             return "the loader does not say how many batches it has"
     return None
@@ -143,129 +147,103 @@ class _Course:
     """The moments of a run in their order, without the work between them. Steps in which nothing is due are passed over."""
 
     def __init__(
-        self, listeners: Iterable[Listener], progress: Progress, accumulate: int, sizes: Sequence[int] | None, end: Length
+        self,
+        listeners: dict[Moment, list[Listener]],
+        progress: Progress,
+        accumulate: int,
+        sizes: Sequence[int] | None,
+        end: Length,
     ) -> None:
-        self.rows: list[Call] = []
-        self.progress, batches = progress, progress.batches_per_epoch
-        self._run: Any = SimpleNamespace(progress=progress)
-        self._accumulate, self._sizes, self._end = accumulate, sizes, end
-        self._steps_known, self._epochs_known = batches is not None or progress.max_epochs is None, batches is not None
-        self._epochs_known |= progress.max_steps is None
-        self._by_moment: dict[Moment, list[Listener]] = {}
-        for listener in listeners:
-            self._by_moment.setdefault(listener.moment, []).append(listener)
-        self._short = False  # whether the last step found the loader empty
+        self._listeners, self._at, self._accumulate, self._sizes, self._end = listeners, progress, accumulate, sizes, end
+        self._triggers = {one.trigger for several in listeners.values() for one in several if one.trigger is not None}
+        self.sized: bool = progress.batches_per_epoch is not None
+        self.steps_known: bool = self.sized or progress.max_epochs is None
 
-    def run(self, hooks: Hooks, begins: Beginning) -> None:
-        """Pass through the run, or through the part of it that is asked for."""
-        if self._ended():
-            return
-        self._take_up(Callback.on_epoch_end, hooks, begins)
-        if begins.in_epoch:
-            self._fire(Callback.on_epoch_start)
-            self._take_up(Callback.on_step_end, hooks, begins)
-            self._rest_of_epoch(leaves=begins.leaves, counts=begins.counts)
-        while not begins.stops and not self._over():
-            self._fire(Callback.on_epoch_start)
-            self._rest_of_epoch()
+    def calls(self, hooks: Hooks, begins: Beginning) -> Iterator[Call]:
+        """Yield the calls of the run, or of the part of it that is asked for."""
+        at, run = self._at, cast("Run", SimpleNamespace(progress=self._at))
+        epochs_known = self.sized or at.max_steps is None
+        for moment in () if self._ended else self._moments(begins):
+            listeners = self._listeners.get(moment, ())
+            if begins.suspended is not None and moment.__name__ == begins.suspended["moment"]:
+                resumed = resumed_listeners(hooks, begins.suspended, at)
+                begins, listeners = replace(begins, suspended=None), [one for one in listeners if one in resumed]
+            asked = dict.fromkeys(one.trigger for one in listeners if one.trigger is not None)
+            due = {trigger for trigger in asked if trigger.due(run)}
+            step, batch = (at.step, at.batch) if self.steps_known else (None, None)
+            for one in listeners:
+                if one.trigger in due:
+                    yield Call(step, at.epoch if epochs_known else None, batch, moment.__name__, one.owner, str(one.schedule))
 
-    def _ended(self) -> bool:
-        at, end = self.progress, self._end
-        return {"step": at.step, "batch": at.batch, "epoch": at.epoch}[end.unit] >= end.count
+    def _moments(self, begins: Beginning) -> Iterator[Moment]:
+        yield from self._taken_up(Callback.on_epoch_end, begins)
+        inside = begins.in_epoch
+        while inside or not (begins.stops or self._over):
+            yield Callback.on_epoch_start
+            if inside:
+                yield from self._taken_up(Callback.on_step_end, begins)
+            yield from self._epoch(over=inside and begins.leaves, counts=inside and begins.counts)
+            inside = False
 
-    def _over(self) -> bool:
-        return self.progress.finished or self._ended()
-
-    def _take_up(self, moment: Moment, hooks: Hooks, begins: Beginning) -> None:
-        """Continue `moment` if it was interrupted, as the run does."""
+    def _taken_up(self, moment: Moment, begins: Beginning) -> Iterator[Moment]:
+        """Yield `moment` if it was interrupted, and goes on."""
         if begins.suspended is not None and begins.suspended["moment"] == moment.__name__:
-            with self.progress.last_step_is_new():
-                self._fire(moment, resumed_listeners(hooks, begins.suspended, self.progress))
+            with self._at.last_step_is_new():
+                yield moment
 
-    def _rest_of_epoch(self, *, leaves: bool = False, counts: bool = False) -> None:
-        at = self.progress
-        whole = math.inf if at.batches_per_epoch is None else at.batches_per_epoch
-        while self._steps_known and not leaves and at.batch_in_epoch < whole and not self._over():
-            self._pass_over(whole)
-            self._step(whole)
-        if at.batch_in_epoch == whole and not leaves and not at.finished and not self._short and not self._cut():
-            self._fetch()
-        if not self._steps_known or at.batch_in_epoch == whole or counts:
+    def _epoch(self, *, over: bool, counts: bool) -> Iterator[Moment]:
+        at = self._at
+        while self.steps_known and not over and not self._over:
+            self._pass_over()
+            over = yield from self._step()
+        if not self.steps_known or at.batch_in_epoch == at.batches_per_epoch or counts:
             at.finish_epoch()
-        if not self._cut():
-            self._fire(Callback.on_epoch_end)
+        if not at.batch_in_epoch or at.finished or not self._ended:  # else the part that is asked for ends inside the epoch
+            yield Callback.on_epoch_end
 
-    def _cut(self) -> bool:
-        """Return whether the part that is asked for ends inside an epoch."""
-        at = self.progress
-        return self._end.unit != "epoch" and at.batch_in_epoch > 0 and not at.finished and self._over()
-
-    def _step(self, whole: float) -> None:
-        at, fire = self.progress, self._fire
-        full = self._window()
-        size = min(full, whole - at.batch_in_epoch)
-        for batch in range(int(size)):
-            self._fetch()
-            if not batch:
-                fire(Callback.on_step_start)
-            fire(Callback.on_batch_start)
-            fire(Callback.on_before_backward)
-            fire(Callback.on_after_backward)
-            self._finish_batch()
-            fire(Callback.on_batch_end)
-        if size < full:
-            self._fetch()  # the one that finds the loader empty
-        self._short = size < full
-        for moment in _UPDATE:
-            fire(moment)
-        at.finish_step()
-        fire(Callback.on_step_end)
-
-    def _fetch(self) -> None:
-        self._fire(Callback.on_fetch_start)
-        self._fire(Callback.on_fetch_end)
-
-    def _pass_over(self, whole: float) -> None:
-        """Count the steps in which no listener is due, but for the last one of the epoch."""
-        at = self.progress
-        triggers = {one.trigger for listeners in self._by_moment.values() for one in listeners if one.trigger is not None}
-        following = min((trigger.next_step(at) for trigger in triggers), default=math.inf)
-        last_step = at.max_steps or math.inf
-        if self._end.unit == "step":
-            last_step = min(last_step, float(self._end.count))
-        while at.step + 1 < min(following, last_step) and not self._over():
-            size = self._window()
-            if at.batch_in_epoch + size >= whole:
+    def _step(self) -> Generator[Moment, None, bool]:
+        """Yield the moments of a step; return whether the loader was found empty."""
+        at, window, done = self._at, self._window, 0
+        while done < window:
+            yield from (Callback.on_fetch_start, Callback.on_fetch_end)
+            if at.batch_in_epoch == at.batches_per_epoch:
                 break
-            for _ in range(size):
+            yield from (Callback.on_step_start,) if not done else ()
+            yield from (Callback.on_batch_start, Callback.on_before_backward, Callback.on_after_backward)
+            self._finish_batch()
+            yield Callback.on_batch_end
+            done += 1
+        if done:
+            yield from (Callback.on_before_optimizer_step, Callback.on_after_optimizer_step)
+            yield from (Callback.on_before_zero_grad, Callback.on_after_zero_grad)
+            at.finish_step()
+            yield Callback.on_step_end
+        return done < window
+
+    def _pass_over(self) -> None:
+        """Count the steps in which no listener is due, but for the last one of the epoch."""
+        at, whole = self._at, math.inf if self._at.batches_per_epoch is None else self._at.batches_per_epoch
+        last = min(at.max_steps or math.inf, float(self._end.count) if self._end.unit == "step" else math.inf)
+        following = min([last, *(trigger.next_step(at) for trigger in self._triggers)])
+        while at.step + 1 < following and not self._over and at.batch_in_epoch + self._window < whole:
+            for _ in range(self._window):
                 self._finish_batch()
             at.finish_step()
 
+    @property
     def _window(self) -> int:
-        """Return the number of batches in the next step."""
+        """The number of batches in the next step."""
         accumulate = self._accumulate
-        return accumulate.batches(self.progress, self.progress) if isinstance(accumulate, Accumulation) else accumulate
+        return accumulate.batches(self._at, self._at) if isinstance(accumulate, Accumulation) else accumulate
 
     def _finish_batch(self) -> None:
-        at = self.progress
-        at.finish_batch(self._sizes[at.batch_in_epoch] if self._sizes is not None else 1)
+        self._at.finish_batch(self._sizes[self._at.batch_in_epoch] if self._sizes is not None else 1)
 
-    def _fire(self, moment: Moment, listeners: Collection[Listener] | None = None) -> None:
-        at, asked = self.progress, dict[Trigger, bool]()
-        for one in self._by_moment.get(moment, ()):
-            if (listeners is not None and one not in listeners) or one.trigger is None:
-                continue
-            asked[one.trigger] = asked[one.trigger] if one.trigger in asked else one.trigger.due(self._run)
-            if not asked[one.trigger]:
-                continue
-            step, batch = (at.step, at.batch) if self._steps_known else (None, None)
-            epoch = at.epoch if self._epochs_known else None
-            self.rows.append(Call(step, epoch, batch, moment.__name__, one.owner, str(one.schedule)))
+    @property
+    def _ended(self) -> bool:
+        """Whether the part that is asked for is over."""
+        return COUNTERS[self._end.unit].read(self._at) >= self._end.count
 
-
-_UPDATE: list[Moment] = [
-    Callback.on_before_optimizer_step,
-    Callback.on_after_optimizer_step,
-    Callback.on_before_zero_grad,
-    Callback.on_after_zero_grad,
-]
+    @property
+    def _over(self) -> bool:
+        return self._at.finished or self._ended

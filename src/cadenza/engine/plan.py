@@ -19,14 +19,7 @@ from cadenza.status.counting import counted
 from cadenza.status.folding import folded
 from cadenza.status.progress import Progress
 
-_RARE = {
-    "on_stop",
-    "on_exception",
-    "on_save",
-    "on_load",
-    "on_sanity_start",
-    "on_sanity_end",
-}  # most runs never fire these
+_RARE = {"on_stop", "on_exception", "on_save", "on_load", "on_sanity_start", "on_sanity_end"}  # most runs never fire these
 _FACTS = {"on": "device", "in": "precision", "into": "directory"}  # in data; the headline has the short names
 
 

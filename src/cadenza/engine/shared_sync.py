@@ -22,10 +22,10 @@ from cadenza.engine.step_state import Cursor, StepState
 from cadenza.engine.token_count import TokenCount
 from cadenza.engine.window import number_on_host
 from cadenza.errors import LossError
+from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.hooks.schedule import lengths_in
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.status.decisions import Decision
@@ -79,7 +79,7 @@ class SharedSync(RankSync):
         self._given: int | None = 0
         self._tokens = 0  # those of this rank that are not sent yet
         schedules = (one.schedule for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None)
-        units = {length.unit for schedule in schedules for length in lengths_in(schedule) or ()}
+        units = {length.unit for schedule in schedules for length in schedule.lengths}
         self._by_tokens = progress.max_tokens is not None  # all ranks must know the tokens of each batch
         self._exact = self._by_tokens  # no quiet window: the counters must be those of this step
         self.depends_on(units | units_of(step.most, progress))
@@ -96,7 +96,7 @@ class SharedSync(RankSync):
 
     def depends_on(self, units: Collection[str]) -> None:
         self._by_tokens |= "token" in units
-        self._exact |= not {"sample", "token"}.isdisjoint(units)
+        self._exact |= bool(exchanged(units))
 
     def over(self) -> bool:
         if self._progress.finished:

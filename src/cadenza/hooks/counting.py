@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -25,8 +25,8 @@ Own = Literal["epoch", "step", "batch", "time"]
 class Counter:
     """A row of `COUNTERS`: a unit of schedules, such as the steps in ``"500 steps"``."""
 
-    read: Callable[[Progress], float]
-    """Reads the counter. It never falls in a run."""
+    read: Callable[[Progress | Counters], float]
+    """Reads the counter; one that is not kept, of a `Progress` only. It never falls in a run."""
     sizes: Mapping[str, int]
     """The names of its units in texts, with how many it counts for one of each: ``{"s": 1, "min": 60}``."""
     whole: bool = True
@@ -45,14 +45,25 @@ _SECONDS = {"s": 1, **_named("second"), "min": 60, "minute": 60, "minutes": 60, 
 _SECONDS |= {"d": 86400, "day": 86400, "days": 86400}
 
 COUNTERS: dict[str, Counter] = {
-    "epoch": Counter(attrgetter("_epoch"), _named("epoch"), whole=False),
-    "step": Counter(attrgetter("_step"), _named("step")),
-    "batch": Counter(attrgetter("_batch"), _named("batch")),
-    "sample": Counter(attrgetter("_samples"), _named("sample"), exchanged=True),
-    "token": Counter(attrgetter("_tokens"), _named("token"), exchanged=True),
+    "epoch": Counter(attrgetter("epoch"), _named("epoch"), whole=False),
+    "step": Counter(attrgetter("step"), _named("step")),
+    "batch": Counter(attrgetter("batch"), _named("batch")),
+    "sample": Counter(attrgetter("samples"), _named("sample"), exchanged=True),
+    "token": Counter(attrgetter("tokens"), _named("token"), exchanged=True),
     "s": Counter(attrgetter("elapsed_s"), _SECONDS, whole=False, kept=False),
 }
-"""The counters of a run, by the name of their unit. A further row is a further unit of ``every=``, and of all that reads it."""
+"""The counters of a run, by the name of their unit. A further row is a further unit of ``every=``: it is parsed, agreed on by
+ranks, and kept in checkpoints, as the row says."""
+
+
+def exchanged(units: Iterable[str]) -> list[str]:
+    """Return those of some units that ranks add up: how many of them a step has is not known before it."""
+    return [unit for unit in units if unit in COUNTERS and COUNTERS[unit].exchanged]
+
+
+def kept(unit: str) -> bool:
+    """Return whether a point in a unit is the same after a resume."""
+    return unit not in COUNTERS or COUNTERS[unit].kept
 
 
 # -- how a moment counts ----------------------------------------------------------------------------
@@ -88,7 +99,6 @@ class Counting:
 
 
 STEP_END = Counting("step")
-EPOCH_END = Counting("epoch")
 _UNCOUNTED = Counting("time")
 _OF_MOMENTS: dict[Callable[..., None], Counting] = {}
 
@@ -111,16 +121,12 @@ def counting_of(moment: Callable[..., None]) -> Counting:
 # -- a reading --------------------------------------------------------------------------------------
 
 
-class Bound(NamedTuple):
-    """A value of a counter."""
-
-    counter: str
-    value: float
-
+Bound = tuple[str, float]
+"""The name of a counter, and a value of it. Asking makes several: a class would take ten times as long."""
 
 STEPS = ("step", 0)
-NEVER = Bound("step", math.inf)
-NOW = Bound("step", 0)
+NEVER: Bound = ("step", math.inf)
+NOW: Bound = ("step", 0)
 
 
 def no_answer(_: object) -> bool:
@@ -188,13 +194,13 @@ class Reading(NamedTuple):
         under_way = self.on.under_way
         if unit == "fraction":  # at most to the end of the epoch: the next one may have another number of batches
             left = math.ceil((point - self.epochs()) * (self.batches or 1)) - (window and "batch" in under_way)
-            return Bound("batch", self.counts["batch"] + min(left, max(1, self.batches - self.in_epoch)))
+            return "batch", self.counts["batch"] + min(left, max(1, self.batches - self.in_epoch))
         if unit == "%":
             unit, point = self.of[0], math.ceil(point * self.of[1] / 100)
-            return Bound(unit, point - (window and unit in under_way))
+            return unit, point - (window and unit in under_way)
         if unit == "time":
             return NOW
-        return Bound(unit, point - (unit in under_way and unit != "epoch" if window else unit == self.on.ahead))
+        return unit, point - (unit in under_way and unit != "epoch" if window else unit == self.on.ahead)
 
 
 def steps_until(bound: Bound, at: Progress) -> float:
@@ -224,8 +230,7 @@ def counters_for(units: Collection[str]) -> list[str]:
 
 def reading_at(counters: Counters, limits: Progress, on: Counting, units: Collection[str], *, begun: bool = True) -> Reading:
     """Return a reading with these counters, and with a clock at 0; without `begun`, one between two steps."""
-    known: dict[str, float] = {"epoch": counters.epoch, "step": counters.step, "batch": counters.batch}
-    known |= {"sample": counters.samples, "token": counters.tokens}
-    counts = {name: known.get(name, 0) for name in (*counters_for(units), *(("time",) if "time" in units else ()))}
+    counts = {name: COUNTERS[name].read(counters) if COUNTERS[name].kept else 0 for name in counters_for(units)}
+    counts |= {"time": 0} if "time" in units else {}
     of = measure_of(limits) if "%" in units else STEPS
     return Reading(counts, on, limits, counters.batch_in_epoch, limits.batches_per_epoch or 0, of, begun)

@@ -158,6 +158,8 @@ class Hooks(Callback):
 
     def _trigger_of(self, listener: Listener, schedule: Schedule) -> Trigger:
         """Return the trigger of all listeners with an equal schedule at the same moment; a function is asked for each."""
+        if listener.twin is not None and listener.twin.trigger is not None:
+            return listener.twin.trigger
         alone = has_function(schedule) or not isinstance(schedule, Hashable)
         key = (listener.moments, id(listener) if alone else schedule)
         return self.triggers.setdefault(key, Trigger(schedule, listener.moments, listener.counting))

@@ -8,6 +8,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
+from cadenza.hooks.counting import COUNTERS
 from cadenza.hooks.listener import Listener
 from cadenza.profiling.spans import BOUNDARIES, CLOSES, OPENS
 from cadenza.status.counting import counted
@@ -72,26 +73,28 @@ class Calls:
 
     def select_anew(self) -> None:
         """Ask all schedules at the next firing."""
-        self._asked: list[tuple[float, int, Trigger]] = [
-            (0, index, trigger) for trigger, (index, *_) in self._listening.items()
-        ]
-        """A heap of the triggers, by the number of complete steps from which on they must be asked."""
-        self.until: float = 0 if self._asked else math.inf
+        steps: list[tuple[float, int, Trigger]] = [(0, index, trigger) for trigger, (index, *_) in self._listening.items()]
+        self._asked: dict[str, list[tuple[float, int, Trigger]]] = {"step": steps}
+        """For each counter a heap of triggers, by the value from which on they must be asked."""
+        self.until: float = 0 if steps else math.inf
         """The number of complete steps from which on `select` must be called."""
 
     def select(self, run: Run) -> None:
         """Take the listeners that are due at the firing that begins."""
-        at = run.progress
-        asked: list[tuple[float, int, Trigger]] = []
-        due: list[int] = []
-        while self._asked and self._asked[0][0] <= at.step:
-            asked.append(heappop(self._asked))
+        asked, due, at = [], [], run.progress
+        for counter, waiting in self._asked.items():
+            while waiting and waiting[0][0] <= COUNTERS[counter].read(at):
+                asked.append(heappop(waiting))
+        if not asked and len(self.listeners) == len(self._always):
+            return
         for _, index, trigger in asked:
             if trigger.due(run):
                 due += self._listening[trigger]
-            heappush(self._asked, (trigger.sure_until(at), index, trigger))
-        self.listeners = [self.every[index] for index in (sorted(self._always + due) if due else self._always)]
-        self.until = 0 if due else self._asked[0][0]
+            counter, value = trigger.asked_from
+            heappush(self._asked.setdefault(counter, []), (value, index, trigger))
+        self.listeners = [self.every[index] for index in sorted(self._always + due)]
+        others = due or any(waiting for counter, waiting in self._asked.items() if counter != "step")
+        self.until = 0 if others else self._asked["step"][0][0]
 
 
 Failed = Callable[[Listener, BaseException, Any, BaseException | None], tuple[BaseException | None, bool]]

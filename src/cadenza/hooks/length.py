@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from cadenza.status.progress import Progress
 
-Counted = Literal["epoch", "step", "batch", "sample", "token"]
 Unit = Literal["epoch", "step", "batch", "sample", "token", "s", "%", "time", ""]
 """The units of a length. ``"time"``: how often a moment fired. The empty one is replaced by the moment's own unit."""
 
@@ -144,11 +143,6 @@ def too_late(length: Length, limits: Progress, accumulate: int, *, begun: bool =
 
 _NO_EPOCHS = 'a loop of cadenza.attach has no epochs. Use a schedule in "steps" or "min" instead'
 
-_UNITS: dict[str, tuple[Any, int]] = {
-    **{name: (unit, size) for unit, counter in COUNTERS.items() for name, size in counter.sizes.items()},
-    "%": ("%", 1),
-}
-
 
 def _read(text: str, forms: str, zero: bool) -> Length:
     from fractions import Fraction  # here, as it takes 2 ms to import
@@ -158,11 +152,15 @@ def _read(text: str, forms: str, zero: bool) -> Length:
         hint = f" Did you mean {text.strip()}, without quotes?" if text.strip().isdigit() else ""
         raise ScheduleError(f"{text!r} is no schedule: expected a number and a unit.{hint} Use one of: {forms}")
     number, unit_name = match.groups()
-    if unit_name not in _UNITS:
+    units: dict[str, tuple[Any, int]] = {
+        name: (unit, size) for unit, counter in COUNTERS.items() for name, size in counter.sizes.items()
+    }
+    units["%"] = "%", 1
+    if unit_name not in units:
         raise ScheduleError(
-            f"{text!r} is no schedule: unknown unit {unit_name!r}.{nearest(unit_name, _UNITS)} Use one of: {forms}"
+            f"{text!r} is no schedule: unknown unit {unit_name!r}.{nearest(unit_name, units)} Use one of: {forms}"
         )
-    unit, size = _UNITS[unit_name]
+    unit, size = units[unit_name]
     count = Fraction(number.replace("_", "")) * size
     if count < 0 or (count == 0 and not zero):
         raise ScheduleError(f"{text!r} is no schedule: the number must be greater than 0.")

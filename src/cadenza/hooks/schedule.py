@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import NEVER, NOW, STEP_END, Bound, Counting, Reading, reading_at, steps_until
@@ -41,12 +41,8 @@ FORMS = f'{LENGTHS}, a schedule such as Every("500 steps") | At("3 epochs"), or 
 """What ``every=`` accepts, for messages."""
 
 
-class Steady(NamedTuple):
-    """The answer of a schedule at the next firings of a moment."""
-
-    answer: bool
-    until: Bound
-    """The answer is sure as long as this counter is below this value."""
+Steady = tuple[bool, Bound]
+"""The answer of a schedule at the next firings of a moment. It is sure while the counter is below the value."""
 
 
 class Schedule(ABC):
@@ -130,7 +126,7 @@ class Schedule(ABC):
         return Composite.of("&", self, other)
 
     def __invert__(self) -> Schedule:
-        return Not(self)
+        return Composite("~", (self,))
 
     @staticmethod
     def parse(every: Interval, unit: Unit = "step") -> Schedule:
@@ -223,8 +219,8 @@ class Every(OfLength):
     def steady(self, now: Reading) -> Steady:
         passed, length = self._passed(now), self.length
         if self.once and passed:
-            return Steady(False, NEVER)
-        return Steady(False, now.bound(length.measure, (passed + 1) * length.count))
+            return False, _never_again(length.unit)
+        return False, now.bound(length.measure, (passed + 1) * length.count)
 
     def _passed(self, at: Reading) -> int:
         """Return how many of its points the run has reached."""
@@ -266,6 +262,11 @@ class At(Every):
         return f"at {unit} {count}" if self.length.whole and unit in ("epoch", "step", "batch") else f"at {self.length}"
 
 
+def _never_again(unit: str) -> Bound:
+    """Return the bound of a point that is passed. Points of time come again after a resume: other parts are still asked."""
+    return ("s", math.inf) if unit == "s" else NEVER
+
+
 # -- windows ----------------------------------------------------------------------------------------
 
 Edge = tuple[str, Any] | None
@@ -284,10 +285,10 @@ class _Window(Schedule):
     def steady(self, now: Reading) -> Steady:
         start, end = self._edges(now)
         if end is not None and _behind(now, end):
-            return Steady(False, NEVER)
+            return False, _never_again(end[0])
         if start is not None and not _behind(now, start):
-            return Steady(False, now.bound(*start, window=True))
-        return Steady(True, NEVER if end is None else now.bound(*end, window=True))
+            return False, now.bound(*start, window=True)
+        return True, NEVER if end is None else now.bound(*end, window=True)
 
     @abstractmethod
     def _edges(self, now: Reading) -> tuple[Edge, Edge]:
@@ -448,7 +449,7 @@ class When(Schedule):
         return now.ask(self)
 
     def steady(self, now: Reading) -> Steady:
-        return Steady(False, NOW)
+        return False, NOW
 
     def __repr__(self) -> str:
         return f"When({brief(self.function)})"
@@ -468,7 +469,7 @@ class Until(Schedule):
 
     def steady(self, now: Reading) -> Steady:
         due = self.due(now, now)
-        return Steady(due, NOW if due else NEVER)  # the function may return another end at each firing
+        return due, NOW if due else NEVER  # the function may return another end at each firing
 
     def __repr__(self) -> str:
         return f"Until({brief(self.end)})"
@@ -482,9 +483,9 @@ class Until(Schedule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composite(Schedule):
-    """Due when one of its parts is due (``|``), or when all are (``&``)."""
+    """Due when one of its parts is due (``|``), when all are (``&``), or when its only part is not (``~``)."""
 
-    operator: Literal["|", "&"]
+    operator: Literal["|", "&", "~"]
     parts: tuple[Schedule, ...]
     _asked: list[Schedule] = field(init=False, compare=False)  # functions last: they are called only where they decide
 
@@ -504,20 +505,23 @@ class Composite(Schedule):
         return Composite(operator, tuple(chain(*nested)))
 
     def due(self, now: Reading, before: Reading) -> bool:
-        return (all if self.operator == "&" else any)(part.due(now, before) for part in self._asked)
+        answers = (part.due(now, before) for part in self._asked)
+        return not any(answers) if self.operator == "~" else (all if self.operator == "&" else any)(answers)
 
     def steady(self, now: Reading) -> Steady:
         decides = self.operator == "|"  # the answer of one part that decides
-        parts = [part.steady(now) for part in self.parts if not has_function(part)]
-        answer = (any if decides else all)(part.answer for part in parts)
+        parts = [part.steady(now) for part in self.parts if not all(isinstance(leaf, When) for leaf in part.leaves())]
+        if self.operator == "~":
+            return (not parts[0][0], parts[0][1]) if parts else (False, NOW)
+        answer = (any if decides else all)(one for one, _ in parts)
         if len(parts) < len(self.parts) and (answer is not decides or not parts):
-            return Steady(False, NOW)
+            return False, NOW
         if any(part == (decides, NEVER) for part in parts):
-            return Steady(decides, NEVER)
-        bounds = [part.until for part in parts]
-        if len({bound.counter for bound in bounds}) == 1:
-            return Steady(answer, min(bounds))
-        return Steady(answer, Bound("step", min(steps_until(bound, now.limits) for bound in bounds)))
+            return decides, NEVER
+        bounds = [bound for _, bound in parts]
+        if len({counter for counter, _ in bounds}) == 1:
+            return answer, min(bounds)
+        return answer, ("step", min(steps_until(bound, now.limits) for bound in bounds))
 
     def counting(self, unit: Unit) -> Composite:
         return Composite(self.operator, tuple(part.counting(unit) for part in self.parts))
@@ -528,7 +532,7 @@ class Composite(Schedule):
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         reasons = [part.never(limits, accumulate, on) for part in self.parts]
-        if self.operator == "|" and None in reasons:
+        if self.operator == "~" or (self.operator == "|" and None in reasons):
             return None
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -537,50 +541,18 @@ class Composite(Schedule):
 
     @property
     def only_epochs(self) -> bool:
-        return (all if self.operator == "|" else any)(part.only_epochs for part in self.parts)
+        return (any if self.operator == "&" else all)(part.only_epochs for part in self.parts)
 
     def __repr__(self) -> str:
-        return f" {self.operator} ".join(self._inside(part, repr(part)) for part in self.parts)
+        return self._joined(repr, f" {self.operator} ", "~")
 
     def __str__(self) -> str:
-        return (" or " if self.operator == "|" else " and ").join(self._inside(part, str(part)) for part in self.parts)
+        return self._joined(str, " or " if self.operator == "|" else " and ", "not ")
 
-    @staticmethod
-    def _inside(part: Schedule, text: str) -> str:
-        return f"({text})" if isinstance(part, Composite) else text
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Not(Schedule):
-    """Due each time when another schedule is not."""
-
-    part: Schedule
-
-    def due(self, now: Reading, before: Reading) -> bool:
-        return not self.part.due(now, before)
-
-    def steady(self, now: Reading) -> Steady:
-        answer, until = self.part.steady(now)
-        return Steady(not answer, until)
-
-    def counting(self, unit: Unit) -> Not:
-        return Not(self.part.counting(unit))
-
-    def check(self, limits: Progress) -> None:
-        self.part.check(limits)
-
-    def leaves(self) -> Iterator[Schedule]:
-        return self.part.leaves()
-
-    @property
-    def only_epochs(self) -> bool:
-        return self.part.only_epochs
-
-    def __repr__(self) -> str:
-        return f"~({self.part!r})" if isinstance(self.part, Composite) else f"~{self.part!r}"
-
-    def __str__(self) -> str:
-        return f"not ({self.part})" if isinstance(self.part, Composite) else f"not {self.part}"
+    def _joined(self, text: Callable[[Schedule], str], between: str, inverts: str) -> str:
+        nested = (isinstance(part, Composite) and part.operator != "~" for part in self.parts)
+        texts = [f"({text(part)})" if is_nested else text(part) for part, is_nested in zip(self.parts, nested, strict=True)]
+        return inverts + texts[0] if self.operator == "~" else between.join(texts)
 
 
 def has_function(schedule: Schedule) -> bool:

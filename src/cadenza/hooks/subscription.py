@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from weakref import proxy
 
 from cadenza.errors import MomentError, ScheduleError
-from cadenza.hooks.counting import counting_of
+from cadenza.hooks.counting import counting_of, kept
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment, check_declared, check_fits
 from cadenza.hooks.schedule import At, Every, Interval, OfLength, Schedule, When
@@ -120,7 +120,7 @@ def point(given: str | At) -> At:
 batches, samples, tokens or "10%", such as "3 epochs"
     """
     at = given if isinstance(given, At) else At(given)
-    if at.unit in ("s", "time", ""):
+    if not at.unit or not kept(at.unit):
         raise ScheduleError(
             f"{at.length.text!r} is no point of a run that is the same after a resume: expected epochs, steps, batches, "
             'samples, tokens or "10%", such as "3 epochs"'

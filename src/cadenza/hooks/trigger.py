@@ -15,6 +15,7 @@ from cadenza.hooks.counting import (
     Counting,
     Reading,
     counters_for,
+    kept,
     measure_of,
     no_answer,
     reading_at,
@@ -66,11 +67,17 @@ class Trigger:
 
     def _ask_anew(self) -> None:
         self._of: tuple[str, int] | None = None if "%" in self._units else STEPS
-        self._take(False, Bound("step", -1))
+        self._take(False, NOW)
 
     def _take(self, answer: bool, bound: Bound) -> None:
+        bound = NOW if answer and len(self.moments) > 1 else bound  # the second moment must not be sure to be due
         self._answer, self._bound = answer, bound
-        self._counter, self._until = COUNTERS[bound.counter].read, bound.value
+        self._counter, self._until = COUNTERS[bound[0]].read, bound[1]
+
+    @property
+    def asked_from(self) -> Bound:
+        """The value of a counter from which on it must be asked at a firing."""
+        return NOW if self._answer else self._bound
 
     # -- at a firing -------------------------------------------------------------------------------
 
@@ -90,23 +97,16 @@ class Trigger:
             counts["s"] = before.counts["s"]
         if self._of is None:
             self._of = measure_of(progress)
-        ask = partial(self._ask_function, run) if self.functions else no_answer
+        ask = (lambda when: self.functions[when](run)) if self.functions else no_answer
         now = Reading(counts, self.on, progress, progress.batch_in_epoch, progress.batches_per_epoch or 0, self._of, True, ask)
         due = self.schedule.due(now, before) or self.owed
         self.before, self.owed = now._replace(ask=no_answer) if self.functions else now, False
-        answer, bound = self.schedule.steady(now)
         if len(self.moments) > 1:
             due = due and self.last_step != progress.step
             self.last_step = progress.step if due else self.last_step
-            bound = NOW if answer else bound
-        self._take(answer, bound)
+        self._take(*self.schedule.steady(now))
         self.times_due += due
         return due
-
-    def sure_until(self, at: Progress) -> float:
-        """Return how many steps are complete, at the earliest, when it may be due; 0 for the next firing."""
-        sure = 0 if self._answer else steps_until(self._bound, at)
-        return sure if sure > at.step else 0
 
     def next_step(self, at: Progress) -> float:
         """Return how many steps are complete, at the earliest, when it is due; those complete now if that is not known."""
@@ -140,9 +140,6 @@ class Trigger:
             return partial(_on_any_rank, when.function)
         alone_in_schedule = self.schedule is when and len(self.moments) == 1
         return (LateFunction if self.on == STEP_END and alone_in_schedule else StepFunction)(when.function)
-
-    def _ask_function(self, run: Run, when: When) -> bool:
-        return self.functions[when](run)
 
     def owes(self) -> bool:
         """Return whether it is due at the next firing, whatever the counters are then. Every rank must call this."""
@@ -225,11 +222,12 @@ def state_of(triggers: Iterable[Trigger], at: Progress) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for trigger in triggers:
         reading = trigger.before or trigger.between(at.origin, at)
-        counts = {name: count for name, count in reading.counts.items() if name == "time" or COUNTERS[name].kept}
+        counts = {name: count for name, count in reading.counts.items() if kept(name)}
         own = {"counts": counts, "in_epoch": reading.in_epoch, "batches": reading.batches, "begun": reading.begun}
-        moment = state.setdefault(" and ".join(trigger.moments), {**own, "due": -1, "owed": []})
+        moment = state.setdefault(" and ".join(trigger.moments), {**own, "due": [], "owed": []})
         earlier, later = sorted((moment, own), key=_position)
-        moment |= {**later, "counts": earlier["counts"] | later["counts"], "due": max(moment["due"], trigger.last_step)}
+        moment |= {**later, "counts": earlier["counts"] | later["counts"]}
+        moment["due"] += [str(trigger.schedule)] if trigger.last_step == at.step else []
         moment["owed"] += [str(trigger.schedule)] if trigger.owes() else []
     return state
 
@@ -241,10 +239,12 @@ def _position(reading: Mapping[str, Any]) -> list[float]:
 def restore(triggers: Iterable[Trigger], state: Mapping[str, Any], at: Progress) -> None:
     """Have the triggers go on from what `state_of` returned. Moments that were not there begin where the fit does."""
     for trigger in triggers:
-        trigger.restart()
         saved = state.get(" and ".join(trigger.moments))
-        if saved is not None:
+        if saved is None:
+            trigger.restart()
+        else:
             begins = trigger.between(at.origin, at)
             counts = {name: saved["counts"].get(name, count) for name, count in begins.counts.items()}
             before = begins._replace(counts=counts, **{name: saved[name] for name in ("in_epoch", "batches", "begun")})
-            trigger.restart(before, saved["due"], owed=str(trigger.schedule) in saved["owed"])
+            schedule = str(trigger.schedule)
+            trigger.restart(before, at.step if schedule in saved["due"] else -1, owed=schedule in saved["owed"])

@@ -17,15 +17,16 @@ from cadenza.engine.loop import Training, take_stop
 from cadenza.engine.save_blocks import Saver
 from cadenza.engine.session import Session, session_of
 from cadenza.errors import CallbackError
+from cadenza.hooks.counting import exchanged, kept
 from cadenza.hooks.dispatch import Hooks, hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.order import Phase
-from cadenza.hooks.schedule import lengths_in
 from cadenza.hooks.subscription import Subscription
 from cadenza.loading.data_course import Window
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
+from cadenza.status.counting import plural
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Progress
 from cadenza.testing.tiny import tiny_model
@@ -108,15 +109,12 @@ def _check_listener(listener: Listener, moment: str) -> None:
             f"what_if cannot play {listener.owner}: its hook {moment} needs the model, batches or gradients, and a run records "
             "only evaluations, values and decisions. Leave it out."
         )
-    units = {length.unit for length in lengths_in(listener.schedule) or ()} if listener.schedule is not None else set()
-    if unknown := units & {"s", "sample", "token"}:
-        raise CallbackError(
-            f"what_if cannot play {listener.owner}: its schedule {str(listener.schedule)!r} counts {_UNITS[min(unknown)]}, "
-            "and no record says it for each step. Use steps, batches or epochs."
-        )
-
-
-_UNITS = {"s": "time", "sample": "samples", "token": "tokens"}
+    for unit in () if listener.schedule is None else (length.unit for length in listener.schedule.lengths):
+        if exchanged([unit]) or not kept(unit):
+            raise CallbackError(
+                f"what_if cannot play {listener.owner}: its schedule {str(listener.schedule)!r} counts "
+                f"{plural(unit) if kept(unit) else 'time'}, and no record says it for each step. Use steps, batches or epochs."
+            )
 
 
 class _RecordedRun(Run):

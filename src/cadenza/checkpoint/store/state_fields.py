@@ -200,7 +200,7 @@ def _rows(value: Any, path: str) -> None:
 
 def _schedules(value: Any, path: str) -> None:
     """Check the reading of each moment: a state of an earlier version has other entries, which a resume does not read."""
-    reading = {"counts": {str: int | float}, "in_epoch": _count, "batches": _count, "begun": bool, "due": int, "owed": [str]}
+    reading = {"counts": {str: int | float}, "in_epoch": _count, "batches": _count, "begun": bool, "due": [str], "owed": [str]}
     _check(value, Mapping, path)
     _check({name: one for name, one in value.items() if name.startswith("on_")}, {str: reading}, path)
 
