@@ -231,6 +231,8 @@ class Loop:
 
     def _advance(self, value: Any = None) -> None:
         assert self._course is not None
+        if self._at is not OVER:
+            session_of(self.run).hooks.enter()
         try:
             self._at = self._course.send(value)
         except StopIteration:

@@ -11,8 +11,7 @@ import torch
 from cadenza.engine import accumulating, data_points, loader_length, suspension
 from cadenza.engine.by_hand import ByHand
 from cadenza.engine.error_context import explain
-from cadenza.engine.evaluation_batches import FITS
-from cadenza.engine.session import Session
+from cadenza.engine.session import UNDER_WAY, Session
 from cadenza.engine.updating import backward, drop_gradients, finish_window
 from cadenza.errors import DataError, out_of_generator
 from cadenza.hooks.fan_out import Left
@@ -47,7 +46,7 @@ def course(session: Session) -> Iterator[Any]:
     """
     run, hooks = session.run, session.hooks
     error: BaseException | None = None
-    FITS.under_way.append(session)
+    UNDER_WAY.append(session)
     try:
         begin(session)
         if session.cursor.in_epoch:  # restored: on_epoch_end is still to come, even if the epoch has no more steps
@@ -69,7 +68,7 @@ def course(session: Session) -> Iterator[Any]:
                 with closing(session):
                     hooks.on_fit_end(run)
             finally:
-                FITS.leave(session)
+                UNDER_WAY.remove(session)
                 session.cursor.close()
                 del error  # its traceback holds this frame, and the frame the run
 
@@ -89,7 +88,7 @@ def begin(session: Session) -> None:
         session.restored.take_rng_state()
     if suspension.take_up(session, Callback.on_epoch_end):
         session.sync.requests.drop_epoch()
-        session.settle()
+        session.reach_boundary()
 
 
 def fail(session: Session, raised: BaseException) -> BaseException:
@@ -126,10 +125,10 @@ def train_steps(session: Session) -> Iterator[Any]:
         cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
     session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
     if suspension.take_up(session, Callback.on_step_end):
-        session.settle()
+        session.reach_boundary()
     step = session.own_step or train_step
     while not session.sync.leaving_epoch() and (yield from step(session)):
-        session.settle(after_step=True)
+        session.reach_boundary(after_step=True)
     take_stop(session)
     loader_length.check(session)
     session.finish_epoch()

@@ -19,10 +19,9 @@ from cadenza.engine import loop, rank_checks
 from cadenza.engine.arguments import check_not_empty, check_resume, given_by
 from cadenza.engine.by_hand import ByHand
 from cadenza.engine.course import Beginning
-from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.monitor_checks import monitors_in
 from cadenza.engine.recipe import Recipe
-from cadenza.engine.session import Session
+from cadenza.engine.session import UNDER_WAY, Session
 from cadenza.engine.start_checks import note_never_fired, warn_of_loader, warn_of_no_checkpoint, warn_of_trained_weights
 from cadenza.engine.whereabouts import caller, whereabouts
 from cadenza.errors import add_note, out_of_generator
@@ -91,7 +90,7 @@ class Fitting(Recipe):
         replay: bool,
         hand: type[ByHand] | None,
     ) -> Generator[Any, Any, None]:
-        if any(one.run is self._run for one in FITS.under_way):
+        if any(one.run is self._run for one in UNDER_WAY):
             raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
         back: bool | str | PathLike[str] | GoBack | None = resume
         while back is not None:  # more than once if the run goes back to a checkpoint
@@ -114,7 +113,7 @@ class Fitting(Recipe):
             self._run = session.run
             session.advises &= not isinstance(resume, GoBack)  # the part before has said it
             if session.rank_log is not None:
-                ending.callback(session.rank_log.settle, ends=True)
+                ending.callback(session.rank_log.write_due, ends=True)
             kind = hand or ByHand
             session.by_hand, session.own_step = own, _ = kind(session), kind.own_step
             if over:
@@ -134,10 +133,10 @@ class Fitting(Recipe):
 
     def _watch(self, session: Session, ending: ExitStack) -> None:
         """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
-        settle = () if session.rank_log is None else (session.rank_log.settle,)
+        logs = () if session.rank_log is None else (session.rank_log.write_due,)
         limit_s = self._names_ranks_after_s
         most_s = math.inf if limit_s is None else limit_s / 20
-        ending.enter_context(self.driver.watched(partial(whereabouts, session), *settle, most_s=most_s))
+        ending.enter_context(self.driver.watched(partial(whereabouts, session), *logs, most_s=most_s))
         if limit_s is not None:
             ending.enter_context(self.driver.compared(limit_s, partial(caller, session), session.warn))
 

@@ -163,8 +163,10 @@ class Steps:
         if self._over:
             raise StopIteration
         self._frames = id(frame), id(frame.f_back)  # ids: with the frames themselves, the loop would hold what it iterates over
-        if self._step is not None and self._step._open:
-            self._step.leave()
+        if self._step is not None:
+            self._step._session.hooks.enter()
+            if self._step._open:
+                self._step.leave()
         try:
             next(self._course)
         except BaseException:
