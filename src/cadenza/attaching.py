@@ -14,9 +14,7 @@ from torch.optim import Optimizer
 
 from cadenza.engine.loop import BATCHES_DONE, STEP
 from cadenza.engine.session import session_of
-from cadenza.hooks.habits import advised
 from cadenza.loading.rng import RNGState
-from cadenza.loops import habits
 from cadenza.loops.attached import AFTER, BETWEEN, OVER, Attached
 from cadenza.loops.keeping import Kept
 from cadenza.loops.leaving import end_with
@@ -24,6 +22,7 @@ from cadenza.loops.unkept import Unkept, loop_frame
 from cadenza.optim.optimizers import Optimizers
 from cadenza.run import Run
 from cadenza.status.shown import brief
+from cadenza.text.hints import advised
 from cadenza.trainer import Trainer
 
 
@@ -83,7 +82,7 @@ def _one_module(model: Any) -> nn.Module:
     raise TypeError(f"attach(...): model must be an nn.Module, or a sequence or mapping of them; got {brief(model)}")
 
 
-@advised(habits.LOOP)
+@advised("loop")
 class Loop:
     """A run around a loop of your own, for ``with``. Its moments come in the order of `Callback`.
 

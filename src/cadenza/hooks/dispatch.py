@@ -108,14 +108,8 @@ class Hooks(Callback):
         return next(known, type(callback).__name__)
 
     def here(self) -> Scene:
-        """Return the state of the dispatch in the calling thread.
-
-        It is found by the thread, and not by the context alone, which asyncio copies into threads that do not train the run.
-        """
-        thread, acting = get_ident(), ACTING.get()
-        if acting is not None and acting.of is self.scene and acting.thread == thread:
-            return acting
-        return self.scene if self.scene.thread == thread else Scene(self.scene)
+        """Return the state of the dispatch in the calling thread. Threads that a hook starts may use the run too."""
+        return self.scene if self.scene.thread == get_ident() else _elsewhere(self.scene)
 
     def enter(self) -> None:
         """Take the calling thread for the one that trains the run: a loop of the user's own may continue in another one."""
@@ -378,6 +372,12 @@ class Hooks(Callback):
                     listener.disable()
                     if self.profiler is not None:
                         listener.span = self.profiler.loop  # its row keeps the calls until now
+
+
+def _elsewhere(of: Scene) -> Scene:
+    """Return the scene of a thread that does not train the run. Its context may be a copy: asyncio makes copies for threads."""
+    acting = ACTING.get()
+    return acting if acting is not None and acting.of is of and acting.thread == get_ident() else Scene(of)
 
 
 _RAISED = "raised in "

@@ -12,20 +12,19 @@ from torch import nn
 
 from cadenza.engine.loop import BATCHES_DONE
 from cadenza.engine.session import Session, session_of
-from cadenza.hooks.habits import advised
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loops import habits
 from cadenza.loops.keeping import Kept
 from cadenza.loops.leaving import close_at_exit, end_with, error_leaving
 from cadenza.loops.unkept import Unkept, loop_frame
 from cadenza.run import Run
+from cadenza.text.hints import advised
 
 T = TypeVar("T")
 
 _OVER = "this step is over. Use the step that trainer.steps() returned last."
 
 
-@advised(habits.STEP)
+@advised("step")
 class Step:
     """One update of the weights: an iterator over its batches, on the device.
 
@@ -120,7 +119,7 @@ class Step:
                 pass
 
 
-@advised(habits.STEPS)
+@advised("steps")
 class Steps:
     """The steps of a run, to iterate over in a loop of your own.
 
