@@ -17,7 +17,7 @@ from cadenza.text.hints import data
 
 
 @dataclass(slots=True)
-class Scene:
+class InUse:
     """The objects that were in use when an error was raised."""
 
     device: torch.device
@@ -30,10 +30,10 @@ class Scene:
     """The number of ranks that compute each layer together, with tensor parallelism."""
 
 
-def cure_of(error: Exception, scene: Scene) -> str | None:
+def cure_of(error: Exception, scene: InUse) -> str | None:
     """Return the likely cure of an error; None if the message is unknown.
 
-    >>> cure_of(RuntimeError("expected target dtype to be Long or Byte, but got Float"), Scene(torch.device("cpu")))
+    >>> cure_of(RuntimeError("expected target dtype to be Long or Byte, but got Float"), InUse(torch.device("cpu")))
     'cross_entropy takes class indices of dtype int64: convert the targets with .long().'
     """
     if isinstance(error, CadenzaError):  # the message already says what to do
@@ -59,7 +59,7 @@ def _parts(ranks: int) -> str:
     )
 
 
-def _labels(found: re.Match[str], scene: Scene) -> str:
+def _labels(found: re.Match[str], scene: InUse) -> str:
     classes = scene.predictions.shape[1] if isinstance(scene.predictions, Tensor) and scene.predictions.ndim > 1 else None
     known = "the number of classes, which is dimension 1 of the predictions" if classes is None else f"{classes - 1}"
     upto = f"less than {known}" if classes is None else f"at most {known}, as the predictions have {counted(classes, 'class')}"
@@ -69,7 +69,7 @@ def _labels(found: re.Match[str], scene: Scene) -> str:
     )
 
 
-def _indices(found: re.Match[str], scene: Scene) -> str:
+def _indices(found: re.Match[str], scene: InUse) -> str:
     those = _range(scene.batch if scene.targets is None else scene.targets)
     if isinstance(scene.module, nn.Embedding):
         count = scene.module.num_embeddings
@@ -80,7 +80,7 @@ def _indices(found: re.Match[str], scene: Scene) -> str:
     return f"an index is negative or too large for the dimension that it selects from{those}."
 
 
-def _channels(found: re.Match[str], scene: Scene) -> str:
+def _channels(found: re.Match[str], scene: InUse) -> str:
     shape = [int(size) for size in found[1].split(",")]
     if len(shape) > 2 and shape[-1] == int(found[2]):
         axes = ", ".join(map(str, (0, len(shape) - 1, *range(1, len(shape) - 1))))
@@ -90,7 +90,7 @@ def _channels(found: re.Match[str], scene: Scene) -> str:
     )
 
 
-def _labels_in(scene: Scene) -> Any:
+def _labels_in(scene: InUse) -> Any:
     """Return what holds labels, and no other integers such as tokens; None if that is not known."""
     if scene.targets is not None:
         return scene.targets
