@@ -15,14 +15,13 @@ from cadenza.engine.loop import STEP, Training
 from cadenza.engine.session import Loops, session_of
 from cadenza.engine.verbs import LoopVerbs
 from cadenza.errors import DataError
-from cadenza.hooks.habits import advised
 from cadenza.loading.rng import RNGState
-from cadenza.loops import habits
 from cadenza.loops.keeping import Kept
 from cadenza.loops.part import Part
 from cadenza.optim.optimizers import Optimizers
 from cadenza.run import Run
 from cadenza.status.shown import brief
+from cadenza.text.hints import advised
 from cadenza.trainer import Trainer
 
 
@@ -82,7 +81,7 @@ def _one_module(model: Any) -> nn.Module:
     raise TypeError(f"attach(...): model must be an nn.Module, or a sequence or mapping of them; got {brief(model)}")
 
 
-@advised(habits.LOOP)
+@advised("loop")
 class Loop:
     """A run around a loop of your own, for ``with``. Its moments come in the order of `Callback`.
 

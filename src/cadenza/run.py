@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from cadenza.drivers.base import Driver
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Fault
-from cadenza.hooks.habits import RUN, advised, instead_of_setting
 from cadenza.loading.evaluation import Evaluation
 from cadenza.profiling.timings import Timings
 from cadenza.records.directory import RunDirectory
@@ -30,11 +29,12 @@ from cadenza.status.run_info import RunInfo
 from cadenza.status.state import State
 from cadenza.status.waiting import WhyNot
 from cadenza.status.window import Window
+from cadenza.text.hints import advised, instead_of_setting
 
 P = ParamSpec("P")
 
 
-@advised(RUN)
+@advised("run")
 class Run:
     """One execution, as hooks see it. Hooks read it, and change its course by verbs: `stop`, `end_epoch`, `skip_batch`, `log`.
 

@@ -33,7 +33,6 @@ from cadenza.engine.plan import Plan
 from cadenza.engine.prediction import Prediction, predict
 from cadenza.engine.session import Loops, Session
 from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.habits import EVALUATE, FIT, FLAGS, TRAINER, TRAINER_ATTRIBUTES, advised, answered
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
@@ -43,11 +42,12 @@ from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.rates import check_one_each
 from cadenza.run import Run
+from cadenza.text.hints import advised, answered
 
 T = TypeVar("T")
 
 
-@advised(TRAINER_ATTRIBUTES, refused=FLAGS)
+@advised("trainer-attributes", refused="should_stop stop_training terminate")
 class Trainer(Fitting):
     """Train a model.
 
@@ -93,11 +93,7 @@ class Trainer(Fitting):
     Outcome(kind='finished', reason='the limit is reached')
     """
 
-    @answered(
-        TRAINER,
-        too_many="callbacks, limits and the rest are given by name.",
-        missing="Write Trainer(model, optimizer, loader, compute_loss, ...), or Trainer.from_lightning(module, data, ...).",
-    )
+    @answered("trainer")
     def __init__(
         self,
         model: nn.Module,
@@ -192,7 +188,7 @@ class Trainer(Fitting):
         optimizers = self._checked(make(list(self.model.parameters())) if callable(make) else make)
         return self._compared(self._plan(optimizers, self._hooks()), since)
 
-    @answered(FIT, too_many=FIT["model"])
+    @answered("fit")
     def fit(
         self,
         resume: bool | str | PathLike[str] = False,
@@ -282,7 +278,7 @@ class Trainer(Fitting):
         handle.train(partial(self._train, resume, given, strict=strict, replay=replay, begun=handle.begin))
         return handle
 
-    @answered(EVALUATE)
+    @answered("evaluate")
     def evaluate(
         self,
         loader: Iterable[Any],
@@ -312,7 +308,7 @@ class Trainer(Fitting):
         evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
         return self._alone(evaluating.evaluate, evaluation, which, weights)
 
-    @answered(EVALUATE)
+    @answered("evaluate")
     def predict(
         self,
         loader: Iterable[Any],

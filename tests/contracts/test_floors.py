@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ SOURCE = Path(cadenza.__file__).parent
 
 FLOORS = {  # on a floor, too, a room imports only rooms that stand before it
     0: "errors lazy version",
-    1: "status files profiling",
+    1: "text status files profiling",
     2: "loading records hooks reading",
     3: "drivers optim sinks run",
     4: "engine",
@@ -101,6 +102,17 @@ def test_imports_go_down_never_up() -> None:
     assert [
         (module, other) for module, path in modules().items() for other in named_by(path) if room(other) > room(module)
     ] == []
+
+
+def test_the_map_in_contributing_has_each_folder_on_its_floor_in_the_order_of_imports() -> None:
+    page = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| (`.*?`) \|", page, re.MULTILINE)
+    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    known = {floor: [name for name in names.split() if name in folders] for floor, names in FLOORS.items()}
+    assert {int(floor): re.findall(r"`(\w+)`", names) for floor, names in rows} == {
+        floor: names for floor, names in known.items() if names
+    }
+    assert folders == {name for names in known.values() for name in names}
 
 
 def test_the_ground_floor_knows_no_torch() -> None:

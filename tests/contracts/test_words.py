@@ -54,7 +54,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "src/cadenza/sinks/progress_notebook.py": ({"border"}, "the property of CSS"),
     "src/cadenza/status/folding.py": ({"words"}, "an argument of textwrap"),
     "src/cadenza/status/markup.py": ({"border"}, "the property of CSS"),
-    "src/cadenza/hooks/habits.py": ({"border"}, "a name of 0.1 that is answered with its new one"),
+    "src/cadenza/text/hints.toml": ({"border"}, "a name of 0.1 that is answered with its new one"),
 }
 
 CODE = re.compile(r"``.+?``|`[^`\n]+`", re.DOTALL)
@@ -138,7 +138,7 @@ def in_page(text: str) -> Iterator[tuple[int, str, str]]:
 def hits(path: Path) -> list[Hit]:
     """Return what is found in a file, without the words that it may use."""
     name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-    found = in_python(text) if path.suffix == ".py" else in_page(text)
+    found = in_python(text) if path.suffix in (".py", ".toml") else in_page(text)
     allowed = set().union(*(words for start, (words, _) in ALLOWED.items() if name.startswith(start)))
     return [Hit(name, *one) for one in found if one[1].split()[0].lower() not in allowed]
 
@@ -146,7 +146,7 @@ def hits(path: Path) -> list[Hit]:
 def files(*folders: str) -> list[Path]:
     """Return the files of folders, or a file itself."""
     below = [ROOT / folder for folder in folders]
-    suffixes = {".py", ".md", ".js"}
+    suffixes = {".py", ".toml", ".md", ".js"}
     return sorted(
         {one for start in below for one in ([start] if start.is_file() else start.rglob("*")) if one.suffix in suffixes}
     )

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Evaluate
-from cadenza.engine.known_errors import Scene, cure_of
+from cadenza.engine.known_errors import InUse, cure_of
 from cadenza.engine.locating import locate
 from cadenza.errors import DataError
 from cadenza.loading import TensorBatches
@@ -393,7 +393,7 @@ TOKENS, LABELS = torch.full((2, 3), 59), torch.tensor([1, 9])
     ],
 )
 def test_the_range_of_labels_is_not_that_of_the_tokens_beside_them(batch: Any, told: str) -> None:
-    cure = cure_of(IndexError("Target 9 is out of bounds."), Scene(torch.device("cpu"), batch=batch))
+    cure = cure_of(IndexError("Target 9 is out of bounds."), InUse(torch.device("cpu"), batch=batch))
     assert told in (cure or "")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, Steps, Trainer, attach, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining
-from cadenza.engine.evaluation_batches import FITS
+from cadenza.engine.session import UNDER_WAY
 from cadenza.errors import DistributedError, LossError
 from cadenza.status.decisions import Outcome
 from cadenza.testing import Recorder, launch, prove_resume
@@ -365,8 +365,8 @@ def test_of_two_loops_that_take_turns_each_ends_its_own_run() -> None:
         next(one)
         next(other)
         one.close()
-        assert [session.run for session in FITS.under_way] == [second.run]
-    assert FITS.under_way == []
+        assert [session.run for session in UNDER_WAY] == [second.run]
+    assert UNDER_WAY == []
 
 
 def loop(steps: Steps, *, keeps: bool = True) -> None:

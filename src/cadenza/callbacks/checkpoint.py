@@ -17,7 +17,6 @@ from cadenza.engine.monitor import Monitor
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointLostError
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.habits import CHECKPOINT, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
@@ -26,6 +25,7 @@ from cadenza.hooks.subscription import periodic
 from cadenza.optim.held_weights import holders_in
 from cadenza.status.decisions import COMPLETE, Outcome
 from cadenza.status.preemption import handle_signals
+from cadenza.text.hints import answered
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -83,7 +83,7 @@ class Checkpoint(Callback):
     phase: Phase | None = Phase.SAVE
     decides: tuple[str, ...] = ("saved",)
 
-    @answered(CHECKPOINT)
+    @answered("checkpoint")
     def __init__(
         self,
         every: Interval = "1 epoch",

@@ -11,7 +11,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
-from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import check_real
@@ -19,6 +18,7 @@ from cadenza.hooks.order import Phase
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.settings import Compared
+from cadenza.text.hints import renamed
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from cadenza.engine.outputs import predictions_in, targets_in
 from cadenza.errors import DataError, MissingExtraError
-from cadenza.hooks.habits import renamed
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least_or_none
 from cadenza.records.record import Figure
 from cadenza.status.counting import counted
+from cadenza.text.hints import renamed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing

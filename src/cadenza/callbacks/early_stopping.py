@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.best import BestCopy
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, watched_and_mode
-from cadenza.hooks.habits import STOPPING, answered, renamed
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, check_real
 from cadenza.hooks.order import Phase
 from cadenza.optim.settings import Compared
 from cadenza.status.counting import counted
+from cadenza.text.hints import answered, renamed
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -56,7 +56,7 @@ class EarlyStopping(Callback, Compared):
     stale: int
 
     @renamed(warmup="ignore_first")
-    @answered(STOPPING)
+    @answered("early-stopping")
     def __init__(
         self,
         monitor: Watched | Pair,

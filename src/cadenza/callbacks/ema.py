@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.numbers import at_least, check_real
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.averaging import Averaging
 from cadenza.optim.settings import Compared
+from cadenza.text.hints import renamed
 
 
 class Ema(Averaging, Compared):

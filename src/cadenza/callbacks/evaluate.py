@@ -12,7 +12,6 @@ from cadenza.engine.evaluation import evaluate, rehearse
 from cadenza.engine.monitor import Mode, Monitor, Watched, is_pair
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.habits import EVALUATE, answered
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
@@ -26,6 +25,7 @@ from cadenza.optim.averaging import Averaging
 from cadenza.optim.held_weights import holders_in, no_such_weights
 from cadenza.status.counting import counted
 from cadenza.status.shown import as_call
+from cadenza.text.hints import answered
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -65,7 +65,7 @@ class Evaluate(Callback):
     phase: Phase | None = Phase.EVALUATE
     decides: tuple[str, ...] = ("evaluated",)
 
-    @answered(EVALUATE)
+    @answered("evaluate")
     def __init__(
         self,
         loader: Iterable[Any],

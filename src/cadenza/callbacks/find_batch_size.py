@@ -12,7 +12,6 @@ from cadenza.engine.session import session_of
 from cadenza.engine.trial import try_steps
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.habits import renamed
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
 from cadenza.hooks.order import Phase, Relation
@@ -21,6 +20,7 @@ from cadenza.loading.loaders import length_of
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
+from cadenza.text.hints import renamed
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import DataError, MissingExtraError
-from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
@@ -19,6 +18,7 @@ from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.batches import tensors_in
 from cadenza.records.record import Figure, Image, Media
+from cadenza.text.hints import renamed
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza.hooks.habits import renamed
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every
 from cadenza.hooks.subscription import periodic
 from cadenza.status.requests import RESUMABLE
+from cadenza.text.hints import renamed
 
 if TYPE_CHECKING:
     from cadenza.run import Run

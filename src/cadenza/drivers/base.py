@@ -199,7 +199,7 @@ class Driver(ABC):
     def check_trainable(self, model: nn.Module) -> None:  # noqa: B027  # most train all layers
         """Raise `ValueError` if a layer of `model` cannot be trained with this driver."""
 
-    def settle(self, model: nn.Module) -> None:  # noqa: B027  # most keep nothing of a forward pass
+    def reshard(self, model: nn.Module) -> None:  # noqa: B027  # most keep nothing of a forward pass
         """Free the memory that forward passes without a backward pass have kept. Every rank must call this."""
 
     def placed(self, stored: Readable) -> Tensor:

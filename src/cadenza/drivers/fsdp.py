@@ -282,7 +282,7 @@ class FsdpDriver(GroupDriver):
             "Use a loader with the right len(), or without one."
         )
 
-    def settle(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         for module in () if self.reshard_after_forward else model.modules():

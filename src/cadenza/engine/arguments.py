@@ -17,7 +17,6 @@ from cadenza.drivers.materializing import tensors_of
 from cadenza.engine.objective import supervised
 from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
 from cadenza.files.paths import local_path
-from cadenza.hooks.habits import FIT, moment_meant
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule
@@ -31,6 +30,7 @@ from cadenza.optim.precision import check_precision
 from cadenza.optim.settings import Given
 from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
+from cadenza.text.hints import hints, moment_meant
 
 
 def absolute_folder(directory: str | os.PathLike[str] | None) -> Path | None:
@@ -209,7 +209,7 @@ def check_resume(resume: object) -> None:
     """Raise `TypeError` or `ValueError` unless `resume` is False, True, ``"auto"``, the name of a checkpoint, or a path."""
     expected = 'resume must be False, "auto", "last", "best", a name such as "step-500", or the path of a checkpoint'
     if not isinstance(resume, bool | str | os.PathLike):
-        hint = f" {FIT['model']}" if isinstance(resume, nn.Module | Iterable) else ""
+        hint = f" {hints('fit')['model']}" if isinstance(resume, nn.Module | Iterable) else ""
         hint = " Set the length in the trainer: Trainer(max_epochs=...)." if isinstance(resume, int) else hint
         raise TypeError(f"{expected}; got {resume!r}.{hint}")
     if (

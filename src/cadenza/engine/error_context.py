@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cadenza.engine.known_errors import Scene, cure_of
+from cadenza.engine.known_errors import InUse, cure_of
 from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import add_note, notes_of
@@ -83,7 +83,7 @@ class _Trace:
         self.calls_model = isinstance(inspect.unwrap(session.compute), ModelsOwnLoss)
         """Whether the trainer has no ``compute_loss``."""
         self.models_own_loss = self.calls_model and session.loop is Loops.FIT
-        self.scene = Scene(session.device)
+        self.scene = InUse(session.device)
         if session.loop is not Loops.FIT and not session.step.counted:
             self.what, self.function, self.scene.batch = "the loop", "compute", session.step.batch
         self.modules: list[nn.Module] = []
@@ -96,12 +96,12 @@ class _Trace:
         held = frame.f_locals
         if room == "cadenza.hooks.fan_out":  # an error of a callback, which has a note of its own
             self.what = self.function = ""
-            self.scene, self.modules = Scene(self.session.device), []
+            self.scene, self.modules = InUse(self.session.device), []
         elif room in ("cadenza.engine.loop", "cadenza.engine.updating") and function in _IN_LOOP:
             self.function, self.what = function, _IN_LOOP[function]
             if function == "compute" and self.session.step_fn is not None:
                 self.what = "step_fn"
-            self.scene = Scene(self.session.device, batch=held.get("batch") if function == "fetch" else self.session.step.batch)
+            self.scene = InUse(self.session.device, batch=held.get("batch") if function == "fetch" else self.session.step.batch)
         elif room in _IN_EVALUATION:
             self._look_at_evaluation(function, held)
         elif room == "cadenza.loading.batches" and function == "moved":

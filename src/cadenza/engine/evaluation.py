@@ -109,7 +109,7 @@ def undisturbed(session: Session) -> Iterator[None]:
         try:
             yield
         finally:
-            session.driver.settle(session.model)
+            session.driver.reshard(session.model)
             for module, training in modes:
                 if module.training is not training:
                     module.training = training

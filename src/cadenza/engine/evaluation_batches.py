@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.engine.session import Session
+from cadenza.engine.session import UNDER_WAY, Session
 from cadenza.errors import DataError
 from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
@@ -62,7 +61,7 @@ def _watched(session: Session) -> Requests | None:
     None inside a step and inside another evaluation, where a resume could not be bit-identical; at the end of a run, where no
     resume would repeat the evaluation; and with callbacks of other libraries, which count their calls.
     """
-    fit = next((one for one in reversed(FITS.under_way) if one.hooks.here().listener is not None), None)
+    fit = next((one for one in reversed(UNDER_WAY) if one.hooks.here().listener is not None), None)
     if (
         fit is None
         or (listener := fit.hooks.here().listener) is None
@@ -74,20 +73,6 @@ def _watched(session: Session) -> Requests | None:
         return None
     over = fit.outcome is not None and fit.outcome.kind not in ("preempted", "interrupted")
     return None if over or not isinstance(fit.hooks.unwinding, Left | None) else fit.sync.requests
-
-
-class Fits(threading.local):
-    """The runs that this thread trains now, the innermost last: a hook may train and evaluate on its own."""
-
-    def __init__(self) -> None:
-        self.under_way: list[Session] = []
-
-    def leave(self, session: Session) -> None:
-        """Remove a run that is over. Two loops of a thread may take turns, so it need not be the innermost."""
-        self.under_way = [one for one in self.under_way if one is not session]
-
-
-FITS = Fits()
 
 
 def _until(requests: Requests, evaluation: Evaluation, source: Iterator[Any]) -> Iterator[Any]:

@@ -12,8 +12,7 @@ import torch
 
 from cadenza.engine import accumulating, data_points, loader_length
 from cadenza.engine.error_context import explain
-from cadenza.engine.evaluation_batches import FITS
-from cadenza.engine.session import Session
+from cadenza.engine.session import UNDER_WAY, Session
 from cadenza.engine.updating import backward, drop_gradients, finish_window
 from cadenza.engine.verbs import OF_LOOP, Verbs
 from cadenza.errors import DataError
@@ -68,7 +67,7 @@ class Training:
         self._first: Any = END  # the batch that was fetched to begin a step
 
     def __enter__(self) -> Self:
-        FITS.under_way.append(self.session)
+        UNDER_WAY.append(self.session)
         self.open = RUN
         return self
 
@@ -147,12 +146,13 @@ class Training:
     def may_step(self) -> bool:
         """End the open step, and do what waits for its boundary. Return whether a step of the epoch may follow."""
         session = self.session
+        session.hooks.enter()
         if self.open >= STEP:
             self.end_step()
         if self.open == EPOCH:
             self._open_loader()
         elif not session.cursor.at_boundary:
-            session.settle(after_step=True)
+            session.reach_boundary(after_step=True)
         return self.open == BETWEEN and not session.sync.leaving_epoch()
 
     def _open_loader(self) -> None:
@@ -165,6 +165,7 @@ class Training:
     def begin_step(self) -> None:
         """Fire ``on_step_start``."""
         session = self.session
+        session.hooks.enter()
         session.step.begin()
         session.cursor.at_boundary = False
         self.open = STEP
@@ -273,7 +274,7 @@ class Training:
                     with closing(session):
                         session.hooks.on_fit_end(self.run)
                 finally:
-                    FITS.leave(session)
+                    UNDER_WAY.remove(session)
                     session.cursor.close()
             if first is not error and first is not None:
                 raise first from error

@@ -13,12 +13,7 @@ from cadenza.drivers.sharding import is_sharded
 from cadenza.errors import LossError
 from cadenza.status.outputs import Outputs, scalar
 from cadenza.status.shown import brief
-
-_REMEDIES = {
-    "samples": "Return len(...) or a shape, or leave it out: the loader or the batch is asked then.",
-    "tokens": "Return a shape, such as batch['input_ids'].numel(), or count them with Trainer(tokens=...), a function that is "
-    "called with the batch before it is on the device.",
-}
+from cadenza.text.hints import hints
 
 
 def count_in(outputs: Outputs, name: Literal["samples", "tokens"]) -> int | None:
@@ -33,7 +28,7 @@ def count_in(outputs: Outputs, name: Literal["samples", "tokens"]) -> int | None
     if (number := whole_count(value)) is not None:
         return number
     raise LossError(
-        f"outputs[{name!r}] must be a whole number of at least 0, on the host; got {brief(value)}. {_REMEDIES[name]}"
+        f"outputs[{name!r}] must be a whole number of at least 0, on the host; got {brief(value)}. {hints('counts')[name]}"
     )
 
 

@@ -138,7 +138,7 @@ class RankSync:
             acts: Whether something is to be done at this step boundary, such as a save.
         """
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Exchange requests and logged numbers, and wait for all ranks. Communicates: every rank must call this."""
 
     def take_requests(self) -> None:

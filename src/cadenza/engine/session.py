@@ -377,7 +377,7 @@ class Session:
 
     # -- for the loop ------------------------------------------------------------------------------
 
-    def settle(self, *, closing: bool = False, after_step: bool = False) -> None:
+    def reach_boundary(self, *, closing: bool = False, after_step: bool = False) -> None:
         """Deliver the step's record, then carry out what waits for the step boundary. Every rank must call this.
 
         With `after_step`, wait for the other ranks only if this rank has a request, has logged a number or has this to do.
@@ -385,7 +385,7 @@ class Session:
         if self.sync.several and after_step:
             self.sync.end_step(acts=bool(self._after_step or self._after_next_step))
         elif self.sync.several:
-            self.sync.settle()
+            self.sync.synchronize()
         if not self.metrics.buffer.idle:
             self.metrics.deliver(self.run, self.progress.now(), wait=closing)
         self.cursor.at_boundary |= not closing
@@ -403,10 +403,10 @@ class Session:
             accumulating.change(self)
 
     def leave_epoch(self) -> None:
-        """Settle after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
+        """Reach the boundary after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
         self.sync.requests.drop_epoch()
         self.metrics.losses.end_epoch()
-        self.settle()
+        self.reach_boundary()
 
     def finish_epoch(self) -> None:
         """Count the epoch if it is whole: all batches seen, or ended on request."""
@@ -426,12 +426,16 @@ class Session:
     def close(self) -> None:
         """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
         self.sync.close()
-        settle = partial(self.settle, closing=True)
+        finish = partial(self.reach_boundary, closing=True)
         closers = iter(lambda: self._closers.pop() if self._closers else None, None)  # also those that a closer adds
         # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
-        self.hooks.carry_out(chain((settle, settle), closers, (settle, self.metrics.close)), self.run)
+        self.hooks.carry_out(chain((finish, finish), closers, (finish, self.metrics.close)), self.run)
         for block in self.blocks.open:
             self.warn(f"the run ended while saves were blocked by {block}. Leave the context of run.block_saves() before")
+
+
+UNDER_WAY: list[Session] = []
+"""The runs that this process trains, the one that began last at the end. Loops may take turns, and a hook may train too."""
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T]:

@@ -74,7 +74,7 @@ class SharedSync(RankSync):
         self._stepped = stepped  # the optimizers of a step_fn
         self._by_hand = own_loop or bool(stepped)  # code that may speak at any time calls the user's own module
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
-        self._settled = False  # no request can have come since the last exchange
+        self._synchronized = False  # no request can have come since the last exchange
         self._quiet = self._leave_sent = False
         self._given: int | None = 0
         self._tokens = 0  # those of this rank that are not sent yet
@@ -108,9 +108,9 @@ class SharedSync(RankSync):
         return self._cursor.exhausted or self._progress.finished or self.leaves()
 
     def leaves(self) -> bool:
-        if not self._settled:
-            self.settle()
-        self._settled = self._leave  # no request comes before the epoch is left
+        if not self._synchronized:
+            self.synchronize()
+        self._synchronized = self._leave  # no request comes before the epoch is left
         return self._leave
 
     # -- a batch -----------------------------------------------------------------------------------
@@ -298,10 +298,10 @@ class SharedSync(RankSync):
         progress, requests = self._progress, self.requests
         ends = self._cursor.exhausted or progress.finished or progress.batch_in_epoch == progress.batches_per_epoch
         if ends or self._leave_sent or self._late is not None:  # as all ranks know
-            self.settle()
+            self.synchronize()
             return
         quiet, self._quiet = self._quiet, False
-        self._leave, self._settled = False, True
+        self._leave, self._synchronized = False, True
         if quiet:
             return
         speaks = acts or requests.leave or self._buffer.holds_numbers or (self._exact and bool(self._samples or self._tokens))
@@ -315,7 +315,7 @@ class SharedSync(RankSync):
         else:
             self._buffer.set_aside(self._boundary[0])  # all ranks complete it at the next boundary
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self.broken:
             return
         self._collect()
@@ -336,7 +336,7 @@ class SharedSync(RankSync):
         self._buffer.reduce(self._driver, numbers)
         if leave:
             self._exchange_requests()
-        self._leave, self._ends, self._settled = bool(leave), bool(leave) and self.requests.ends_run, True
+        self._leave, self._ends, self._synchronized = bool(leave), bool(leave) and self.requests.ends_run, True
         self._leave_sent = self._quiet = False
 
     def _collect(self) -> None:
@@ -359,7 +359,7 @@ class SharedSync(RankSync):
         self._collect()
         self._complete_late()
         self._exchange_requests()
-        self._leave = self._settled = True
+        self._leave = self._synchronized = True
         self._ends = self.requests.ends_run
 
     def take_stop(self) -> Decision | None:

@@ -28,7 +28,7 @@ _PHASES = {
     ("cadenza.engine.loop", "compute"): "compute_loss",
     ("cadenza.engine.updating", "backward"): "the backward pass",
     ("cadenza.engine.updating", "update"): "the update of the weights",
-    ("cadenza.engine.session", "settle"): "the step boundary",
+    ("cadenza.engine.session", "reach_boundary"): "the step boundary",
     ("cadenza.engine.evaluation", "evaluate"): "an evaluation",
     ("cadenza.engine.prediction", "predict"): "a prediction",
     ("cadenza.engine.loop", "begin"): "the start of the run",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, notes_of
-from cadenza.hooks.fan_out import Calls, Failed, Left, Scene, fan_out, profiled_fan_out
+from cadenza.hooks.fan_out import ACTING, Calls, Failed, Left, Scene, fan_out, profiled_fan_out
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
@@ -63,9 +63,8 @@ class Hooks(Callback):
         self.by_moment: dict[Moment, list[Listener]] = {}
         for owner in self.callbacks:
             self._listen(owner)
-        self.scene: Scene = Scene(get_ident())
+        self.scene: Scene = Scene()
         """The state of the dispatch in the thread of the run."""
-        self._elsewhere: dict[int, Scene] = {}
         self.fired: set[Moment] = set()
         self.profiler: Profiler | None = None
         """The profiler of a run with a profile."""
@@ -89,11 +88,19 @@ class Hooks(Callback):
             arguments = checked_arguments(moment, run, arguments, keywords)
             self.fired.add(moment)
         if moment in self._functions:
-            scene = self.here()
-            if scene is self.scene:
+            if self.here() is self.scene:
                 self._functions[moment](run, *arguments)
             else:
-                fan_out(moment, self._calls[moment], scene, self.failed_in(moment))(run, *arguments)
+                self._fire_elsewhere(moment, run, *arguments)
+
+    def _fire_elsewhere(self, moment: Moment, run: Run, *arguments: Any) -> None:
+        """Call the listeners in a thread that does not train the run. What runs in it is not what runs in that thread."""
+        scene = Scene(self.scene)
+        token = ACTING.set(scene)
+        try:
+            fan_out(moment, self._calls[moment], scene, self.failed_in(moment))(run, *arguments)
+        finally:
+            ACTING.reset(token)
 
     def name_of(self, callback: object) -> str:
         """Return the name of `callback` in this run."""
@@ -102,8 +109,11 @@ class Hooks(Callback):
 
     def here(self) -> Scene:
         """Return the state of the dispatch in the calling thread. Threads that a hook starts may use the run too."""
-        thread = get_ident()
-        return self.scene if thread == self.scene.thread else self._elsewhere.setdefault(thread, Scene(thread))
+        return self.scene if self.scene.thread == get_ident() else _elsewhere(self.scene)
+
+    def enter(self) -> None:
+        """Take the calling thread for the one that trains the run: a loop of the user's own may continue in another one."""
+        self.scene.thread = get_ident()
 
     def current_owner(self) -> str | None:
         """Return the name of the callback with the hook that runs in this thread; None outside of hooks."""
@@ -275,7 +285,8 @@ class Hooks(Callback):
 
     def unwinding_of(self, error: BaseException | None) -> Unwinding:
         """Return a context in which errors of hooks are added as notes to `error`, which is being raised."""
-        return Unwinding(self.here(), error)
+        self.enter()
+        return Unwinding(self.scene, error)
 
     @property
     def unwinding(self) -> BaseException | None:
@@ -363,6 +374,12 @@ class Hooks(Callback):
                     listener.disable()
                     if self.profiler is not None:
                         listener.span = self.profiler.loop  # its row keeps the calls until now
+
+
+def _elsewhere(of: Scene) -> Scene:
+    """Return the scene of a thread that does not train the run. Its context may be a copy: asyncio makes copies for threads."""
+    acting = ACTING.get()
+    return acting if acting is not None and acting.of is of and acting.thread == get_ident() else Scene(of)
 
 
 _RAISED = "raised in "

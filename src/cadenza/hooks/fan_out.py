@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from contextvars import ContextVar
 from heapq import heappop, heappush
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from cadenza.hooks.counting import COUNTERS
 from cadenza.hooks.listener import Listener
 from cadenza.profiling.spans import BOUNDARIES, CLOSES, OPENS
 from cadenza.status.counting import counted
-from cadenza.status.signatures import signature_of
 
 if TYPE_CHECKING:
     from cadenza.hooks.trigger import Trigger
@@ -37,16 +37,25 @@ class Left(BaseException):  # not an error: it unwinds an evaluation
 
 
 class Scene:
-    """The state of the dispatch of one run in one thread."""
+    """The state of the dispatch of a run, in the thread that trains it.
 
-    __slots__ = ("listener", "thread", "unwinding")
+    Args:
+        of: The scene of the run, if this one is that of another thread, which fires a moment of the run.
+    """
 
-    def __init__(self, thread: int) -> None:
-        self.thread: int = thread
+    __slots__ = ("listener", "of", "thread", "unwinding")
+
+    def __init__(self, of: Scene | None = None) -> None:
+        self.of: Scene | None = of
+        self.thread: int = get_ident()
         self.listener: Listener | None = None
         """The running listener; the innermost one if a hook fires a moment."""
         self.unwinding: BaseException | None = None
         """The error that is being raised while moments fire; None if there is none."""
+
+
+ACTING: ContextVar[Scene | None] = ContextVar("ACTING", default=None)
+"""The scene in a thread that fires a moment and does not train the run: threads that a hook starts may use it, too."""
 
 
 class Calls:
@@ -104,12 +113,36 @@ Failed = Callable[[Listener, BaseException, Any, BaseException | None], tuple[Ba
 def fan_out(moment: Callable[..., None], calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]:
     """Return a function with the moment's arguments that calls the listeners, in order.
 
-    There is one function for each number of arguments up to two besides the run, because ``*values`` costs 80 ns a listener.
-    Source generated for each moment would save 5 ns a moment. Setting ``scene.listener`` costs 25 ns for the first listener and
-    10 ns for each further one.
+    Setting ``scene.listener`` costs 25 ns for the first listener and 10 ns for each further one. The calls are written out,
+    because ``call(*arguments)`` costs 25 ns more than ``call(run)``, for each listener.
     """
-    fire = (_no_value, _one_value, _two_values, _values)[min(values_of(moment), 3)](calls, scene, failed)
+
+    def fire(run: Any, value: Any = _ABSENT, other: Any = _ABSENT, *others: Any) -> None:
+        first, outer = None, scene.listener
+        try:
+            for listener in calls.listeners:
+                scene.listener, call = listener, listener.call
+                try:
+                    if value is _ABSENT:
+                        call(run)
+                    elif other is _ABSENT:
+                        call(run, value)
+                    else:
+                        call(run, value, other, *others) if others else call(run, value, other)
+                except BaseException as error:
+                    first, over = failed(listener, error, run, first)
+                    if over:
+                        break
+            if first is not None:
+                raise first
+        finally:
+            scene.listener = outer
+            del first  # its traceback holds this frame, and the frame the run
+
     return scheduled(fire, calls) if calls.has_schedules else fire
+
+
+_ABSENT: Any = object()
 
 
 def scheduled(fire: Callable[..., None], calls: Calls) -> Callable[..., None]:
@@ -122,96 +155,6 @@ def scheduled(fire: Callable[..., None], calls: Calls) -> Callable[..., None]:
             fire(run, *values)
 
     return select_and_fire
-
-
-@lru_cache(maxsize=256)
-def values_of(moment: Callable[..., None]) -> int:
-    """Return how many arguments a moment has besides the run."""
-    return len(signature_of(moment).parameters) - 2
-
-
-def _no_value(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]:
-    def fire(run: Any) -> None:
-        first, outer = None, scene.listener
-        try:
-            for listener in calls.listeners:
-                scene.listener, call = listener, listener.call
-                try:
-                    call(run)
-                except BaseException as error:
-                    first, over = failed(listener, error, run, first)
-                    if over:
-                        break
-            if first is not None:
-                raise first
-        finally:
-            scene.listener = outer
-            del first  # its traceback holds this frame, and the frame the run
-
-    return fire
-
-
-def _one_value(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]:
-    def fire(run: Any, value: Any) -> None:
-        first, outer = None, scene.listener
-        try:
-            for listener in calls.listeners:
-                scene.listener, call = listener, listener.call
-                try:
-                    call(run, value)
-                except BaseException as error:
-                    first, over = failed(listener, error, run, first)
-                    if over:
-                        break
-            if first is not None:
-                raise first
-        finally:
-            scene.listener = outer
-            del first  # its traceback holds this frame, and the frame the run
-
-    return fire
-
-
-def _two_values(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]:
-    def fire(run: Any, value: Any, other: Any) -> None:
-        first, outer = None, scene.listener
-        try:
-            for listener in calls.listeners:
-                scene.listener, call = listener, listener.call
-                try:
-                    call(run, value, other)
-                except BaseException as error:
-                    first, over = failed(listener, error, run, first)
-                    if over:
-                        break
-            if first is not None:
-                raise first
-        finally:
-            scene.listener = outer
-            del first  # its traceback holds this frame, and the frame the run
-
-    return fire
-
-
-def _values(calls: Calls, scene: Scene, failed: Failed) -> Callable[..., None]:
-    def fire(run: Any, *values: Any) -> None:
-        first, outer = None, scene.listener
-        try:
-            for listener in calls.listeners:
-                scene.listener, call = listener, listener.call
-                try:
-                    call(run, *values)
-                except BaseException as error:
-                    first, over = failed(listener, error, run, first)
-                    if over:
-                        break
-            if first is not None:
-                raise first
-        finally:
-            scene.listener = outer
-            del first  # its traceback holds this frame, and the frame the run
-
-    return fire
 
 
 def profiled_fan_out(

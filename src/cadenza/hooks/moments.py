@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from cadenza.errors import CallbackError, MomentError, OrderError, nearest
 from cadenza.hooks.counting import BATCH, NONE, STEP, Counting, Own, set_counting
-from cadenza.hooks.habits import moment_meant
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import brief_setting
 from cadenza.hooks.signatures import check_call
 from cadenza.status.shown import as_call
 from cadenza.status.signatures import signature_of
+from cadenza.text.hints import moment_meant
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation

@@ -9,7 +9,6 @@ from types import CodeType
 from typing import Any
 
 from cadenza.errors import MomentError
-from cadenza.hooks.habits import PARAMETERS
 from cadenza.status.signatures import signature_of
 
 
@@ -65,6 +64,11 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     return None
 
 
+PARAMETERS = {
+    *("epoch", "logs", "trainer", "pl_module", "state", "control", "batch_idx", "batch_index", "dataloader_idx"),
+    *("learn", "learner", "engine", "runner"),
+}
+"""Names of parameters that only hooks of other trainers have."""
 _OURS = {"run", "batch", "outputs", "evaluation", "record", "reason", "error"}
 """Arguments that no name of `PARAMETERS` fits; a checkpoint may be called a state, and moments of a project have their own."""
 

@@ -18,11 +18,10 @@ from cadenza.checkpoint.starting import Start
 from cadenza.engine import rank_checks
 from cadenza.engine.arguments import check_not_empty, check_resume, given_by
 from cadenza.engine.course import Beginning
-from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.loop import Training, fit
 from cadenza.engine.monitor_checks import monitors_in
 from cadenza.engine.recipe import Recipe
-from cadenza.engine.session import Loops, Session
+from cadenza.engine.session import UNDER_WAY, Loops, Session
 from cadenza.engine.start_checks import note_never_fired, warn_of_loader, warn_of_no_checkpoint, warn_of_trained_weights
 from cadenza.engine.whereabouts import caller, whereabouts
 from cadenza.errors import add_note
@@ -108,7 +107,7 @@ class Fitting(Recipe):
 
         def begin(ending: ExitStack) -> Training:
             end_abandoned("another run began")
-            if any(one.run is self._run for one in FITS.under_way):
+            if any(one.run is self._run for one in UNDER_WAY):
                 raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
             with self.driver.entering("at the start of a run"):
                 files = self._opened_files(ending, resume=bool(resume))
@@ -116,7 +115,7 @@ class Fitting(Recipe):
             self._run = session.run
             session.advises &= not isinstance(resume, GoBack)  # the part before has said it
             if session.rank_log is not None:
-                ending.callback(session.rank_log.settle, ends=True)
+                ending.callback(session.rank_log.write_due, ends=True)
             training = Training(session)
             if over:
                 resuming.as_it_ended(session, files, start)
@@ -132,7 +131,7 @@ class Fitting(Recipe):
 
     def _watch(self, session: Session, ending: ExitStack) -> None:
         """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
-        settle = () if session.rank_log is None else (session.rank_log.settle,)
+        settle = () if session.rank_log is None else (session.rank_log.write_due,)
         limit_s = self._names_ranks_after_s
         most_s = math.inf if limit_s is None else limit_s / 20
         ending.enter_context(self.driver.watched(partial(whereabouts, session), *settle, most_s=most_s))

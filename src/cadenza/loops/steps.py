@@ -14,12 +14,11 @@ from torch import nn
 
 from cadenza.engine.loop import EPOCH, STEP, Training
 from cadenza.engine.verbs import StepVerbs
-from cadenza.hooks.habits import advised
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loops import habits
 from cadenza.loops.keeping import Kept
 from cadenza.loops.part import Part
 from cadenza.run import Run
+from cadenza.text.hints import advised
 
 T = TypeVar("T")
 
@@ -27,7 +26,7 @@ _OVER = "this step is over. Use the step that trainer.steps() returned last."
 _WITH = "`with trainer.steps() as steps:`"
 
 
-@advised(habits.STEP)
+@advised("step")
 class Step:
     """One update of the weights: an iterator over its batches, on the device.
 
@@ -121,7 +120,7 @@ class Step:
             return function(self._training.session.module, batch)
 
 
-@advised(habits.STEPS)
+@advised("steps")
 class Steps:
     """The steps of a run, to iterate over in a loop of your own.
 

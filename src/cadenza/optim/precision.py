@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from cadenza.optim import stepping
 from cadenza.optim.parameters import distinct_gradients
+from cadenza.text.hints import hints
 
 _NOTHING = nullcontext()
 
@@ -200,20 +201,13 @@ def _with_gradients(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-_OTHER_NAMES = {
-    "fp32": ("32", "32-true", "float32", "float", "no", "None"),
-    "bf16": ("bf16-mixed", "bfloat16"),
-    "fp16": ("16", "16-mixed", "fp16-mixed", "float16", "half", "True"),
-}
-"""The names that other libraries, and torch, have for each."""
 
 
 def check_precision(precision: object) -> None:
     """Raise `ValueError` for an unknown precision. The message translates the names of other libraries."""
     if precision not in PRECISIONS:
-        named = str(precision).removeprefix("torch.")
-        meant = next((f" Did you mean {own!r}?" for own, names in _OTHER_NAMES.items() if named in names), "")
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}.{meant}")
+        meant = hints("precision").get(str(precision).removeprefix("torch."), "")
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}. {meant}".rstrip())
 
 
 def precision_of(name: str, device_type: str) -> Precision:

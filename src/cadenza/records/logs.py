@@ -163,9 +163,9 @@ class RankLog:
         with self._lock:
             self._waiting.append((time.monotonic() + (0.0 if self._ended else _WAIT_S), masked_text(text)))
         if self._waiting[0][0] <= time.monotonic():
-            self.settle()
+            self.write_due()
 
-    def settle(self, *, ends: bool = False) -> None:
+    def write_due(self, *, ends: bool = False) -> None:
         """Write the texts that have waited; with `ends` all of them, now and after each later text."""
         deadline = time.monotonic() + _LAST_WAIT_S
         while ends and self._differing() and time.monotonic() < deadline:

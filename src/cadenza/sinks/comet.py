@@ -13,11 +13,11 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, picture_of, wave_of
 from cadenza.sinks.own_file import own_folder
 from cadenza.sinks.sink import Sink, checked_mode
+from cadenza.text.hints import renamed
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record

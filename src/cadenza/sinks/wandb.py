@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from cadenza.files.paths import local_path
-from cadenza.hooks.habits import renamed
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, wave_of
 from cadenza.sinks.own_file import own_folder
 from cadenza.sinks.sink import Sink, checked_mode
+from cadenza.text.hints import renamed
 
 if TYPE_CHECKING:
     import wandb

@@ -258,7 +258,7 @@ class _Player(Callback):
             session.metrics.history.add(record)
             session.hooks.on_log(session.run, record)
         session.hooks.on_step_end(session.run)
-        session.settle(after_step=True)
+        session.reach_boundary(after_step=True)
 
 
 class _Batches:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from cadenza.checkpoint.before import Before, newest_before
 from cadenza.drivers.agreeing import decided
-from cadenza.engine.evaluation_batches import FITS
+from cadenza.engine.session import UNDER_WAY
 from cadenza.errors import DirectoryError, DistributedError
 from cadenza.files.paths import local_path
 from cadenza.records.directory import OVER, RecordedRun
@@ -72,7 +72,7 @@ def _check_trainer(trainer: object) -> None:
 
 def _checked(trainer: Trainer, step: int) -> int:
     """Return the step, on each rank, if this rank can repeat it."""
-    if any(session.module is trainer.model for session in FITS.under_way):
+    if any(session.module is trainer.model for session in UNDER_WAY):
         raise RuntimeError(
             "the model of this trainer is in a run or a replay that is not over, which this replay would change. End it first, "
             "such as with close() of the replay, or make another trainer with another model."
