@@ -175,6 +175,7 @@ class Loop:
             )
         training = self._begun()
         with self._ending_with_error():
+            training.session.hooks.enter()
             step = training.session.step
             step.begin_batch(None)
             step.may_skip = False

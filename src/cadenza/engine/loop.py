@@ -165,7 +165,6 @@ class Training:
     def begin_step(self) -> None:
         """Fire ``on_step_start``."""
         session = self.session
-        session.hooks.enter()
         session.step.begin()
         session.cursor.at_boundary = False
         self.open = STEP
