@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from cadenza.engine import accumulating
 from cadenza.engine.calendar import Calendar, Call
-from cadenza.engine.suspension import resumed_listeners
 from cadenza.errors import ScheduleError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.length import Length
@@ -37,8 +36,8 @@ class Beginning:
     """Whether no further epoch begins."""
     sized: bool = True
     """Whether each batch of an epoch has as many samples as the loader says of it."""
-    suspended: Mapping[str, Any] | None = None
-    """The moment that was interrupted and goes on."""
+    due: Collection[str] = ()
+    """The callbacks with evaluations that a signal interrupted."""
 
 
 def calendar_of(
@@ -83,7 +82,7 @@ def calendar_of(
             else:
                 known.append(listener)
     first, course = progress.now(), _Course(known, progress, accumulate, samples, end)
-    course.run(hooks, begins)
+    course.run(begins)
     sized, steps = progress.batches_per_epoch is not None, progress.batches_per_epoch is not None or progress.max_epochs is None
     parts = [counted(progress.epoch, "epoch")] if sized or not steps else []
     parts += [counted(progress.step, "step")] if steps else []
@@ -156,14 +155,16 @@ class _Course:
             self._by_moment.setdefault(listener.moment, []).append(listener)
         self._short = False  # whether the last step found the loader empty
 
-    def run(self, hooks: Hooks, begins: Beginning) -> None:
+    def run(self, begins: Beginning) -> None:
         """Pass through the run, or through the part of it that is asked for."""
         if self._ended():
             return
-        self._take_up(Callback.on_epoch_end, hooks, begins)
+        interrupted = Callback.on_step_end if begins.in_epoch else Callback.on_epoch_end
+        for one in self._by_moment.get(interrupted, ()):
+            if one.owner in begins.due:
+                self._list(one)
         if begins.in_epoch:
             self._fire(Callback.on_epoch_start)
-            self._take_up(Callback.on_step_end, hooks, begins)
             self._rest_of_epoch(leaves=begins.leaves, counts=begins.counts)
         while not begins.stops and not self._over():
             self._fire(Callback.on_epoch_start)
@@ -175,12 +176,6 @@ class _Course:
 
     def _over(self) -> bool:
         return self.progress.finished or self._ended()
-
-    def _take_up(self, moment: Moment, hooks: Hooks, begins: Beginning) -> None:
-        """Continue `moment` if it was interrupted, as the run does."""
-        if begins.suspended is not None and begins.suspended["moment"] == moment.__name__:
-            with self.progress.last_step_is_new():
-                self._fire(moment, resumed_listeners(hooks, begins.suspended, self.progress))
 
     def _rest_of_epoch(self, *, leaves: bool = False, counts: bool = False) -> None:
         at = self.progress
@@ -250,17 +245,20 @@ class _Course:
         at = self.progress
         at.finish_batch(self._sizes[at.batch_in_epoch] if self._sizes is not None else 1)
 
-    def _fire(self, moment: Moment, listeners: Collection[Listener] | None = None) -> None:
-        at, asked = self.progress, dict[Trigger, bool]()
+    def _fire(self, moment: Moment) -> None:
+        asked = dict[Trigger, bool]()
         for one in self._by_moment.get(moment, ()):
-            if (listeners is not None and one not in listeners) or one.trigger is None:
+            if one.trigger is None:
                 continue
             asked[one.trigger] = asked[one.trigger] if one.trigger in asked else one.trigger.due(self._run)
-            if not asked[one.trigger]:
-                continue
-            step, batch = (at.step, at.batch) if self._steps_known else (None, None)
-            epoch = at.epoch if self._epochs_known else None
-            self.rows.append(Call(step, epoch, batch, moment.__name__, one.owner, str(one.schedule)))
+            if asked[one.trigger]:
+                self._list(one)
+
+    def _list(self, one: Listener) -> None:
+        at = self.progress
+        step, batch = (at.step, at.batch) if self._steps_known else (None, None)
+        epoch = at.epoch if self._epochs_known else None
+        self.rows.append(Call(step, epoch, batch, one.moment.__name__, one.owner, str(one.schedule)))
 
 
 _UPDATE: list[Moment] = [

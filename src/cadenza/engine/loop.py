@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from cadenza.engine import accumulating, data_points, loader_length, suspension
+from cadenza.engine import accumulating, data_points, loader_length
 from cadenza.engine.by_hand import ByHand
 from cadenza.engine.error_context import explain
 from cadenza.engine.evaluation_batches import FITS
 from cadenza.engine.session import Session
 from cadenza.engine.updating import backward, drop_gradients, finish_window
 from cadenza.errors import DataError, out_of_generator
-from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
 from cadenza.status.decisions import Outcome
 
@@ -56,8 +55,6 @@ def course(session: Session) -> Iterator[Any]:
             yield from train_epoch(session)
         take_stop(session)
         session.end(session.metrics.losses.ended(session.outcome or Outcome("finished", "the limit is reached")))
-    except Left as left:
-        leave(session, left)
     except BaseException as raised:
         error = fail(session, out_of_generator(raised))
         if error is raised or isinstance(error, StopIteration):
@@ -87,9 +84,9 @@ def begin(session: Session) -> None:
     session.restored.take_gradients()
     if not session.progress.batch_in_epoch:  # inside an epoch the RNG state is restored when its loader is open
         session.restored.take_rng_state()
-    if suspension.take_up(session, Callback.on_epoch_end):
-        session.sync.requests.drop_epoch()
-        session.settle()
+    session.due.run(session)  # sanity checks
+    if not session.cursor.in_epoch:
+        session.due.take_up(session, session.leave_epoch)
 
 
 def fail(session: Session, raised: BaseException) -> BaseException:
@@ -112,8 +109,6 @@ def train_epoch(session: Session) -> Iterator[Any]:
                 session.own_epoch(session)
             else:
                 yield from train_steps(session)
-        except Left as left:
-            leave(session, left)
         finally:
             cursor.leave_epoch()
     session.leave_epoch()
@@ -125,8 +120,7 @@ def train_steps(session: Session) -> Iterator[Any]:
     if not progress.finished and not cursor.exhausted:
         cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
     session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
-    if suspension.take_up(session, Callback.on_step_end):
-        session.settle()
+    session.due.take_up(session, session.settle)
     step = session.own_step or train_step
     while not session.sync.leaving_epoch() and (yield from step(session)):
         session.settle(after_step=True)
@@ -224,14 +218,6 @@ def take_stop(session: Session) -> None:
         session.end(Outcome(session.sync.requests.kind, stop.why))
         if session.sync.requests.back is None:
             session.hooks.on_stop(session.run, stop.why)
-
-
-def leave(session: Session, left: Left) -> None:
-    """Handle the signal that interrupted an evaluation: save the run in the middle of the moment."""
-    with session.hooks.unwinding_of(left):
-        if suspension.suspend(session, left):
-            take_stop(session)
-            suspension.finish(session, left)
 
 
 def _no_batches(session: Session) -> str:

@@ -150,10 +150,18 @@ class _Taken:
         """Return the moments after the end of a step. Of a run that continues there, the start of its epoch is left out."""
         moments = self.moments
         if self.cut:  # after the cut come the moments of an error
-            moments = moments[: moments.index((self.steps, "on_step_end")) + 1]
+            moments = moments[: _end_of(self.steps, moments)]
         if (step, "on_step_end") in moments:
-            return moments[moments.index((step, "on_step_end")) + 1 :]
+            return moments[_end_of(step, moments) :]
         return moments[1:] if moments[:1] == [(step, "on_epoch_start")] else moments
+
+
+def _end_of(step: int, moments: Sequence[tuple[int, str]]) -> int:
+    """Return the index after the moments of a step and of the evaluations that are due at it."""
+    end = moments.index((step, "on_step_end")) + 1
+    while end < len(moments) and moments[end][1].startswith("on_eval"):
+        end += 1
+    return end
 
 
 def _take(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from cadenza.adapters.recognition import AnyCallback
+from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
@@ -63,7 +65,10 @@ class _Script(Callback):
     def on_setup(self, run: Run) -> None:
         run.evaluations.update(self.evaluations)
 
-    def on_epoch_end(self, run: Run) -> None:
+    def listeners(self) -> list[Listener]:
+        return [*super().listeners(), Listener(Callback.on_epoch_end, Deferred(self._evaluate))]
+
+    def _evaluate(self, run: Run) -> None:
         for prefix, evaluation in self.evaluations.items():
             hooks_of(run).on_eval_start(run, evaluation)
             evaluation.results = {

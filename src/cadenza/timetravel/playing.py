@@ -12,6 +12,7 @@ from typing import Any
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.drivers.single import SingleDriver
+from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.loop import take_stop
 from cadenza.engine.save_blocks import Saver
@@ -189,8 +190,8 @@ class _Player(Callback):
 
     def listeners(self) -> list[Listener]:
         at_ends = any(one.at_epoch_end for some in self.recording.evaluations.values() for one in some)
-        ends = [Listener(Callback.on_epoch_end, self._at_epoch_end)] if at_ends else []
-        return [*super().listeners(), Listener(Callback.on_step_end, self._at_step_end), *ends]
+        ends = [Listener(Callback.on_epoch_end, Deferred(self._at_epoch_end))] if at_ends else []
+        return [*super().listeners(), Listener(Callback.on_step_end, Deferred(self._at_step_end)), *ends]
 
     def on_setup(self, run: Run) -> None:
         run.evaluations.update(self._evaluations)
