@@ -28,23 +28,23 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = """
 room           lines  files  arrows
 front doors      760      9      18
-status          1181     21       1
+status          1172     21       1
 files            344      4       0
 profiling        336      4       1
 loading         2843     28       2
 records         2088     19       6
-hooks           2044     16       6
+hooks           2029     16       6
 drivers         2161     23       5
 optim           1292     14       5
 sinks           2086     22       7
-engine          5949     53      11
+engine          5928     53      11
 checkpoint      4308     36      10
-callbacks       4878     43      14
+callbacks       4877     43      14
 loops            978      9      11
 testing          979     11      14
 commands        1912     19      14
 report          1259     15       6
-timetravel       960     10      18
+timetravel       959     10      18
 adapters        8668    102      12
 compat         17021    279      16
 """
@@ -56,8 +56,8 @@ WINGS = ("adapters", "compat", "report", "timetravel")
 SUMS = """
 sum                                  core   wings
 files                                 331     406
-lines                               34139   27908
-words                              234300  183595
+lines                               34093   27907
+words                              233990  183589
 words a line                         6.87    6.58
 data files and long literals          124     538
 modules under 30 lines                 32      95
@@ -67,7 +67,7 @@ modules under 30 lines                 32      95
 
 PATHS = """
 path         functions   body
-forward              9    149
+forward              9    144
 checkpoint          78    669
 record              21    204
 resume             133   1131

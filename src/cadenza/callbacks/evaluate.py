@@ -101,11 +101,7 @@ class Evaluate(Callback):
         notes = [counted(self.evaluation.limit, "batch")] if self.evaluation.limit else []
         notes += [] if self.weights is None else [f"weights {self.weights!r}"]
         watching = [] if self.monitor is None else [Listener(Callback.on_eval_end, self._watch)]
-        return [
-            *super().listeners(),
-            *watching,
-            periodic(self.every, Deferred(self.evaluate), ", ".join(notes)),
-        ]
+        return [*super().listeners(), *watching, periodic(self.every, Deferred(self.evaluate), ", ".join(notes))]
 
     def waits_for(self) -> list[str]:
         waiting = self.monitor is not None and not self._better

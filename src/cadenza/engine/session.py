@@ -226,10 +226,6 @@ class Session:
         self.outcome = outcome
         self.sync.broken = outcome.kind == "failed"
 
-    def measured(self, profile: Timings) -> None:
-        """Set how long each part of the run took."""
-        self.profile = profile
-
     # -- requests ----------------------------------------------------------------------------------
 
     def request_stop(self, reason: str, data: Mapping[str, Any] | None = None) -> None:
@@ -372,8 +368,7 @@ class Session:
         Every rank must call this. With `after_step`, wait for the other ranks only if this rank has a request, has logged a
         number or has this to do. With `closing`, run no evaluation.
         """
-        interrupted = not closing and not self.due.run(self)
-        if self.sync.several and after_step and not interrupted:
+        if (closing or self.due.run(self)) and after_step and self.sync.several:
             self.sync.end_step(acts=bool(self._after_step or self._after_next_step))
         elif self.sync.several:
             self.sync.settle()

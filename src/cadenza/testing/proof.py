@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,8 @@ class _Taken:
 
 def _end_of(step: int, moments: Sequence[tuple[int, str]]) -> int:
     """Return the index after the moments of a step and of the evaluations that are due at it."""
-    end = moments.index((step, "on_step_end")) + 1
-    while end < len(moments) and moments[end][1].startswith("on_eval"):
-        end += 1
-    return end
+    begin = moments.index((step, "on_step_end")) + 1
+    return begin + len(list(takewhile(lambda one: one[1].startswith("on_eval"), moments[begin:])))
 
 
 def _take(

@@ -15,7 +15,6 @@ from cadenza.callbacks import ClipGradients, Evaluate
 from cadenza.drivers import Driver, driver_of
 from cadenza.drivers.ddp import DdpDriver
 from cadenza.drivers.joining import launched
-from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.session import session_of
 from cadenza.errors import AdapterError
 from cadenza.hooks.listener import Listener, inner
@@ -105,7 +104,7 @@ class EvaluateOnRequest(Evaluate):
         super().__init__(loader, ~Every("1 epoch"), **options)
 
     def listeners(self) -> list[Listener]:
-        return [one for one in super().listeners() if not isinstance(one.function, Deferred)]
+        return [one for one in super().listeners() if one.schedule is None]
 
 
 class EvaluateOnStart(Callback):
