@@ -41,7 +41,7 @@ engine          5928     53      11
 checkpoint      4308     36      10
 callbacks       4877     43      14
 loops            978      9      11
-testing          979     11      14
+testing          977     11      14
 commands        1912     19      14
 report          1259     15       6
 timetravel       959     10      18
@@ -56,7 +56,7 @@ WINGS = ("adapters", "compat", "report", "timetravel")
 SUMS = """
 sum                                  core   wings
 files                                 331     406
-lines                               34093   27907
+lines                               34091   27907
 words                              233990  183589
 words a line                         6.87    6.58
 data files and long literals          124     538

@@ -7,7 +7,7 @@ evaluations that are still due, and these run first after the resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
 
 if TYPE_CHECKING:
-    from cadenza.engine.session import Session
     from cadenza.hooks.dispatch import Hooks
     from cadenza.run import Run
     from cadenza.status.requests import Requests
 
 Evaluating = Callable[["Run"], object]
+Session = Any  # that of cadenza.engine.session, which holds a `DueEvaluations`
 
 
 class EvaluationInterrupted(BaseException):  # not an error: it unwinds an evaluation
@@ -50,7 +50,7 @@ class Deferred:
         self.evaluate: Evaluating = evaluate
 
     def __call__(self, run: Run) -> None:
-        session = cast("Session", run._session)
+        session: Session = run._session
         listener = session.hooks.here().listener
         if session.adapters or listener is None:
             self.evaluate(run)
