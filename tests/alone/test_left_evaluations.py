@@ -1,4 +1,4 @@
-"""A signal during an evaluation: it is left at the next batch, the run is saved, and the moment goes on after the resume."""
+"""A signal during an evaluation: it is left at the next batch, the run is saved, and the resume repeats the evaluation."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_stop_that_a_callback_asked_for_in_the_same_moment_is_taken_after_the_
     assert first_difference(ended(stopping(directory)), whole) is None
 
 
-def test_a_prediction_that_a_hook_makes_with_the_trainer_is_left_too_and_the_hook_is_called_again(tmp_path: Path) -> None:
+def test_a_prediction_that_a_hook_makes_with_the_trainer_is_completed_before_the_run_is_saved(tmp_path: Path) -> None:
     def predicting(directory: Path, *more: BaseCallback) -> tuple[Trainer, list[int]]:
         rows: list[int] = []
         loader = DataLoader(DATA, batch_size=2)
@@ -221,11 +221,14 @@ def test_a_prediction_that_a_hook_makes_with_the_trainer_is_left_too_and_the_hoo
     first, rows = predicting(directory, signals)
     with pytest.raises(SystemExit):
         first.fit()
-    assert (rows, len(signals.seen)) == ([], 4)
-    assert not directory.with_suffix(".csv").exists()
+    assert (rows, len(signals.seen)) == ([12], 6)
+    assert directory.with_suffix(".csv").exists()
+    newest, _ = Store(directory / "checkpoints").latest()
+    assert newest is not None
+    assert newest.step == 5
     again, rows = predicting(directory)
     assert first_difference(ended(again), whole) is None
-    assert rows == [12]
+    assert rows == []
 
 
 def test_with_a_signal_in_the_sanity_check_nothing_is_saved_and_the_next_start_begins_anew(tmp_path: Path) -> None:
@@ -300,6 +303,60 @@ def test_what_the_repeated_evaluation_gave_rise_to_is_saved_though_no_step_follo
         newest(tmp_path / "left", Signals(4, 1))
     assert first_difference(whole, newest(tmp_path / "left")) is None
     assert whole["requests"]["stop"]["why"] == "good enough"
+
+
+@pytest.mark.parametrize(("evaluation", "batch"), [("eval", 1), ("steps", 1), ("averaged", 0)])
+def test_at_the_last_step_of_an_epoch_those_of_the_step_and_those_of_the_epoch_run_once(
+    tmp_path: Path, evaluation: str, batch: int
+) -> None:
+    def saving(directory: Path, *more: BaseCallback) -> Trainer:
+        one = trainer(directory, *more, Evaluate(DataLoader(DATA, batch_size=4), every="3 steps", name="steps"))
+        one.callbacks += [Checkpoint("3 steps", keep_last=9), Checkpoint("1 epoch", keep_last=9)]
+        return one
+
+    whole, directory = ended(saving(tmp_path / "whole")), tmp_path / "run"
+    with pytest.raises(SystemExit):
+        saving(directory, Signals(12, batch, evaluation=evaluation)).fit()
+    assert first_difference(ended(saving(directory)), whole) is None
+
+
+def test_with_a_signal_in_the_hooks_before_it_an_evaluation_does_not_begin_a_batch(tmp_path: Path) -> None:
+    whole, directory, seen = ended(trainer(tmp_path / "whole")), tmp_path / "run", Signals(0, 0)
+    send = on(Callback.on_epoch_end, at=2)(lambda run: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        trainer(directory, seen, send).fit()
+    assert 12 not in seen.seen
+    assert first_difference(ended(trainer(directory)), whole) is None
+
+
+def test_an_act_that_a_hook_gave_to_the_boundary_is_carried_out_once_and_saved(tmp_path: Path) -> None:
+    def acting(directory: Path, acts: list[int], *more: BaseCallback) -> Trainer:
+        @on(Callback.on_epoch_end, at=2)
+        def ask(run: Run) -> None:
+            run.after_step(lambda: acts.append(run.progress.step))
+            run.after_step(lambda: run.state.update(acted=True))
+
+        return trainer(directory, *more, ask)
+
+    acts: list[int] = []
+    with pytest.raises(SystemExit):
+        acting(tmp_path / "run", acts, Signals(12, 1)).fit()
+    run = acting(tmp_path / "run", acts).fit(resume="auto")
+    assert acts == [12]
+    assert run.state["acted"]
+
+
+def test_an_evaluation_whose_callback_is_gone_is_named_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        trainer(tmp_path / "run", Signals(12, 1, evaluation="averaged")).fit()
+    again = trainer(tmp_path / "run")
+    again.callbacks = [one for one in again.callbacks if "averaged" not in repr(one)]
+    run = again.fit(resume="auto")
+    assert "Evaluate(averaged) was evaluating when the run was interrupted" in caplog.text
+    assert run.progress.step == 18
+    assert [step for step, _ in run.history["eval/loss"]] == [6, 12, 18]
 
 
 def test_the_calendar_of_a_run_that_was_left_inside_an_evaluation_names_the_calls_that_are_left(tmp_path: Path) -> None:

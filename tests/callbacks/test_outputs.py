@@ -544,7 +544,7 @@ def test_of_an_evaluation_the_first_batch_is_shown_and_of_the_training_if_it_is_
     assert isinstance(picture, Image)
     assert int(picture.pixels.max() * 255) == 7
     both = logged(evaluate, SampleImages(every="1 epoch", evaluation="eval"), batches=[torch.ones(1, 1, 1, 1)])
-    assert list(both) == [(1, "eval/images"), (1, "train/images")]
+    assert list(both) == [(1, "train/images"), (1, "eval/images")]
 
 
 def test_an_evaluation_that_fails_at_its_second_batch_is_shown_once() -> None:

@@ -388,7 +388,7 @@ def test_spans_are_nested_and_none_overlaps_another(tmp_path: Path) -> None:
             parents.add((open_until[-1][0], event["name"]))
         open_until.append((event["name"], end))
     assert ("on_step_end", "nap.on_step_end") in parents
-    assert ("Evaluate.on_step_end", "evaluation eval") in parents
+    assert ("Evaluate.evaluate", "evaluation eval") in parents
 
 
 def test_what_is_not_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], object]] = {
     "offsets.metrics.jsonl": (("offsets", "metrics.jsonl"), -1),
     "callbacks.Ema": (("callbacks", "Ema"), True),
     "streams": (("streams", "torch", "$tensor"), "history.eval/loss[1]"),
-    "suspended": (("suspended",), 5),
+    "evaluations due": (("evaluations due",), 5),
 }
 
 

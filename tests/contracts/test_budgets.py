@@ -45,7 +45,7 @@ loops            959      8      12
 testing          979     11      14
 commands        1912     19      14
 report          1259     15       6
-timetravel       960     10      18
+timetravel       959     10      18
 adapters        8668    102      12
 compat         17021    279      16
 """
@@ -68,7 +68,7 @@ modules under 30 lines                 31      95
 
 PATHS = """
 path         functions   body
-forward              9    149
+forward              9    144
 checkpoint          78    669
 record              21    204
 resume             133   1131

@@ -32,14 +32,14 @@ EVALUATION = "on_eval_start on_eval_batch_start on_eval_batch_end on_eval_batch_
 EPOCH = f"on_epoch_start {GROUP} {GROUP} {SHORT} on_epoch_end {EVALUATION} on_log"
 
 
-def test_the_golden_trace_is_that_of_a_loader_of_unknown_length_too_and_an_evaluation_that_stands_first_comes_first() -> None:
+def test_the_golden_trace_is_that_of_a_loader_of_unknown_length_too_and_an_evaluation_in_front_follows_its_moment() -> None:
     expected = ["on_setup", "on_fit_start", *EPOCH.split(), *EPOCH.split(), "on_fit_end"]
     assert moments(Evaluate(tiny_loader(2)), epochs=2, batches=5, accumulate=2) == expected
     assert moments(Evaluate(tiny_loader(2)), epochs=2, loader=Unsized(tiny_loader(5)), accumulate=2) == expected
     recorder = Recorder()
     tiny_run(callbacks=[Evaluate(tiny_loader(2)), recorder], epochs=2, batches=5, accumulate=2)
     end = recorder.names.index("on_epoch_end")
-    assert recorder.names[end - 6 : end + 2] == [*EVALUATION.split(), "on_epoch_end", "on_log"]
+    assert recorder.names[end : end + 8] == ["on_epoch_end", *EVALUATION.split(), "on_log"]
 
 
 FORWARD = BATCH.removesuffix(" on_batch_end")

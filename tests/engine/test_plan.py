@@ -269,7 +269,7 @@ def test_what_happened_before_is_said_first(tmp_path: Path) -> None:
 
 def test_a_monitor_says_how_much_patience_is_left_and_a_request_where_it_is_carried_out() -> None:
     callbacks = [Evaluate(tiny_loader(), every="1 step"), EarlyStopping("eval/loss", "max", patience=4)]
-    assert "EarlyStopping: 2 of 4 evaluations without gain over 'eval/loss' =" in asked("stopped", *callbacks, at=3)
+    assert "EarlyStopping: 2 of 4 evaluations without gain over 'eval/loss' =" in asked("stopped", *callbacks, at=4)
     other = Evaluate(tiny_loader(), every="1 step", name="test", when_better=("eval/loss", "max"))
     assert "'eval/loss' has not improved" in asked("Evaluate(test)", callbacks[0], other, at=3)
     stop = on(Callback.on_step_end, at=2)(lambda run: run.stop("enough"))

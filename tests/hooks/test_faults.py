@@ -93,7 +93,8 @@ def test_a_callback_that_is_disabled_inside_a_moment_is_not_called_by_the_moment
             Sink.calls += 1
 
     after = Recorder(Callback.on_epoch_end)
-    run = tiny_run(callbacks=[Evaluate(tiny_loader(1)), Sink(), after])
+    seldom = Evaluate(tiny_loader(1), every="9 epochs")
+    run = tiny_run(callbacks=[seldom, on(Callback.on_epoch_end)(seldom.evaluate), Sink(), after])
     assert len(run.faults) == 1
     assert Sink.calls == 0
     assert after.names == ["on_epoch_end"]

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from cadenza import Callback, Evaluation, Run
-from cadenza.callbacks import EarlyStopping, Evaluate
+from cadenza.callbacks import EarlyStopping, LogTraining
 from cadenza.errors import StateError
 from cadenza.testing import Recorder, check_callback, launch, simulate, tiny_run
 
@@ -133,14 +133,14 @@ class ReadsSeldom(Callback):
 
 
 class Depends(Callback):
-    """Logs what an evaluation found, if it was called before."""
+    """Replaces what `LogTraining` logged, if that was called before."""
 
-    def on_epoch_end(self, run: Run) -> None:
-        run.log("evaluated", sum(one.what == "evaluated" for one in run.decisions))
+    def on_step_end(self, run: Run) -> None:
+        run.log("train/loss", 0.0)
 
 
 class DependsAsDeclared(Depends):
-    after = (Evaluate,)
+    after = (LogTraining,)
 
 
 class Keeps(Callback):
@@ -188,7 +188,7 @@ EARLIER_RUN = "gives another result than a new one: runs.*"
         (
             Depends,
             AssertionError,
-            r"Depends gives other results at the start of the list than at its end.*evaluated.*Declare after",
+            r"Depends gives other results at the start of the list than at its end.*train/loss.*Declare after",
         ),
     ],
 )

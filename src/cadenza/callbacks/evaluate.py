@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import evaluate, rehearse
 from cadenza.engine.monitor import Mode, Monitor, Watched, is_pair
 from cadenza.engine.session import session_of
@@ -100,11 +101,7 @@ class Evaluate(Callback):
         notes = [counted(self.evaluation.limit, "batch")] if self.evaluation.limit else []
         notes += [] if self.weights is None else [f"weights {self.weights!r}"]
         watching = [] if self.monitor is None else [Listener(Callback.on_eval_end, self._watch)]
-        return [
-            *super().listeners(),
-            *watching,
-            periodic(self.every, self.evaluate, ", ".join(notes)),
-        ]
+        return [*super().listeners(), *watching, periodic(self.every, Deferred(self.evaluate), ", ".join(notes))]
 
     def waits_for(self) -> list[str]:
         waiting = self.monitor is not None and not self._better
@@ -128,8 +125,7 @@ class Evaluate(Callback):
         if self.weights is not None and self.weights not in held:
             raise ValueError(no_such_weights(self.weights, held, f"Evaluate(weights={self.weights!r})"))
         if self.sanity_batches and not run.progress.step:
-            with self._weights_in_place(run):
-                rehearse(session_of(run), self.evaluation, self.sanity_batches)
+            Deferred(self._rehearse)(run)
 
     def evaluate(self, run: Run) -> None:
         """Evaluate now, and log the results. Every rank must call this."""
@@ -138,6 +134,10 @@ class Evaluate(Callback):
                 results = evaluate(session_of(run), self.evaluation)
             self._better = False  # not after an error: the evaluation is then repeated
             run.log(dict(results))
+
+    def _rehearse(self, run: Run) -> None:
+        with self._weights_in_place(run):
+            rehearse(session_of(run), self.evaluation, self.sanity_batches)
 
     def _weights_in_place(self, run: Run) -> AbstractContextManager[None]:
         return nullcontext() if self.weights is None else holders_in(hooks_of(run))[self.weights].lend(run)

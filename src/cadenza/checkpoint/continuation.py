@@ -54,7 +54,7 @@ def beginning(
     written.check_position(reads)
     past = written.restore_counters(progress, loader, shard)
     hooks.restore_schedules(state.get("schedules", {}), progress)
-    suspended = start.loaded.by_rank[0].get("suspended")
+    interrupted = start.loaded.by_rank[0].get("evaluations due") or {}
     requests = state["requests"]
     ends = "end_epoch" in requests or state["exhausted"] or (written.over and shard.world_size != written.ranks)
     return Beginning(
@@ -63,5 +63,5 @@ def beginning(
         counts=ends,
         stops="stop" in requests,
         sized=not past and progress.corrected is None,
-        suspended=suspended,
+        due=interrupted.get("names", ()),
     )

@@ -117,7 +117,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
     own = {
         "streams": RNGState.capture().to_plain(),
         "loader": session.cursor.source.state_dict(),
-        "suspended": session.sync.requests.suspended,
+        "evaluations due": session.due.state,
         **gradients.of_the_rank(session),
         **({"callbacks of the rank": states} if (states := _states_of_callbacks(session, each_rank=True)) else {}),
     }
@@ -217,7 +217,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     own = written.taken_over(session, loaded.by_rank)
     with _naming(loaded.name, "loader"):
         session.cursor.source.load_state_dict(own["loader"])
-    session.sync.requests.suspended = placed(session, own.get("suspended"))
+    session.due.restore(placed(session, own.get("evaluations due")))
     if "losses" in own:
         session.metrics.losses.load_state_dict(own["losses"])
     both = {**state["callbacks"], **own.get("callbacks of the rank", {})}

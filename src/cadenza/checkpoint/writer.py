@@ -106,8 +106,8 @@ class CheckpointWriter:
         if session.is_main:
             self.store.sweep()
             self._take_up()
-        # A checkpoint of a suspended moment holds its beginning: the rest is to be saved, although no counter moves.
-        resumed = session.progress.step and session.sync.requests.suspended is None
+        # A checkpoint with evaluations still due holds no results of them: these are to be saved, although no counter moves.
+        resumed = session.progress.step and session.due.state is None
         self._saved_at, self._newest = (session.progress.now(), self.store.branch.at) if resumed else (None, None)
 
     def ask(self, name: str, reason: str) -> None:

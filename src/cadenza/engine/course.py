@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from cadenza.engine import accumulating
 from cadenza.engine.calendar import Calendar, Call
-from cadenza.engine.suspension import resumed_listeners
 from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import COUNTERS, exchanged
 from cadenza.hooks.dispatch import Hooks
@@ -40,8 +39,8 @@ class Beginning:
     """Whether no further epoch begins."""
     sized: bool = True
     """Whether each batch of an epoch has as many samples as the loader says of it."""
-    suspended: Mapping[str, Any] | None = None
-    """The moment that was interrupted and goes on."""
+    due: Collection[str] = ()
+    """The callbacks with evaluations that a signal interrupted."""
 
 
 def calendar_of(
@@ -80,7 +79,7 @@ def calendar_of(
         else:
             known.setdefault(one.moment, []).append(one)
     first, course = progress.now(), _Course(known, progress, accumulate, samples, end)
-    rows = [*course.calls(hooks, begins)]
+    rows = [*course.calls(begins)]
     numbers = [counted(progress.epoch, "epoch")] if course.sized or not course.steps_known else []
     numbers += [counted(progress.step, "step")] if course.steps_known else []
     numbers += [f"after {counted(first.step, 'step')}"] if first.batch else []
@@ -159,37 +158,30 @@ class _Course:
         self.sized: bool = progress.batches_per_epoch is not None
         self.steps_known: bool = self.sized or progress.max_epochs is None
 
-    def calls(self, hooks: Hooks, begins: Beginning) -> Iterator[Call]:
+    def calls(self, begins: Beginning) -> Iterator[Call]:
         """Yield the calls of the run, or of the part of it that is asked for."""
-        at, run = self._at, cast("Run", SimpleNamespace(progress=self._at))
-        epochs_known = self.sized or at.max_steps is None
-        for moment in () if self._ended else self._moments(begins):
+        if self._ended:
+            return
+        run = cast("Run", SimpleNamespace(progress=self._at))
+        interrupted = self._listeners.get(Callback.on_step_end if begins.in_epoch else Callback.on_epoch_end, ())
+        yield from (self._call(one) for one in interrupted if one.owner in begins.due)
+        for moment in self._moments(begins):
             listeners = self._listeners.get(moment, ())
-            if begins.suspended is not None and moment.__name__ == begins.suspended["moment"]:
-                resumed = resumed_listeners(hooks, begins.suspended, at)
-                begins, listeners = replace(begins, suspended=None), [one for one in listeners if one in resumed]
             asked = dict.fromkeys(one.trigger for one in listeners if one.trigger is not None)
             due = {trigger for trigger in asked if trigger.due(run)}
-            step, batch = (at.step, at.batch) if self.steps_known else (None, None)
-            for one in listeners:
-                if one.trigger in due:
-                    yield Call(step, at.epoch if epochs_known else None, batch, moment.__name__, one.owner, str(one.schedule))
+            yield from [self._call(one) for one in listeners if one.trigger in due]
+
+    def _call(self, one: Listener) -> Call:
+        at, moment = self._at, one.moment.__name__
+        step, batch = (at.step, at.batch) if self.steps_known else (None, None)
+        return Call(step, at.epoch if self.sized or at.max_steps is None else None, batch, moment, one.owner, str(one.schedule))
 
     def _moments(self, begins: Beginning) -> Iterator[Moment]:
-        yield from self._taken_up(Callback.on_epoch_end, begins)
         inside = begins.in_epoch
         while inside or not (begins.stops or self._over):
             yield Callback.on_epoch_start
-            if inside:
-                yield from self._taken_up(Callback.on_step_end, begins)
             yield from self._epoch(over=inside and begins.leaves, counts=inside and begins.counts)
             inside = False
-
-    def _taken_up(self, moment: Moment, begins: Beginning) -> Iterator[Moment]:
-        """Yield `moment` if it was interrupted, and goes on."""
-        if begins.suspended is not None and begins.suspended["moment"] == moment.__name__:
-            with self._at.last_step_is_new():
-                yield moment
 
     def _epoch(self, *, over: bool, counts: bool) -> Iterator[Moment]:
         at = self._at

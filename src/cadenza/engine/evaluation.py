@@ -16,7 +16,6 @@ from cadenza.engine.monitor_checks import check_reported, reports_nothing
 from cadenza.engine.session import Session
 from cadenza.engine.tally import tally_of
 from cadenza.engine.whereabouts import whereabouts
-from cadenza.hooks.fan_out import Left
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.rng import preserve_rng_state
@@ -87,8 +86,6 @@ def alone(act: Callable[[Session, Evaluation], T], session: Session, evaluation:
     with session.driver.watched(partial(whereabouts, session)):
         try:
             return act(session, evaluation)
-        except Left:
-            raise  # inside a fit, which takes it
         except BaseException as raised:
             error = session.driver.first_error(raised)
             try:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.engine.session import UNDER_WAY, Session
+from cadenza.engine.due_evaluations import EvaluationInterrupted
+from cadenza.engine.session import Session
 from cadenza.errors import DataError
-from cadenza.hooks.fan_out import Left
-from cadenza.hooks.moments import Callback
 from cadenza.status.requests import Requests
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
 
 NONE: Any = object()
-LEAVING = (Callback.on_fit_start, Callback.on_step_end, Callback.on_epoch_end)
-"""A signal can interrupt an evaluation in these moments: the run is saved there, and the moment continues after a resume."""
 _AGREE_S = 0.25  # the interval at which several ranks exchange whether a signal came
 _MOST_ROUNDS = 64  # and the maximum number of batches between two exchanges
 
@@ -32,9 +29,9 @@ def batches_of(session: Session, evaluation: Evaluation) -> Iterator[tuple[Any, 
     only serves the other ranks.
 
     Raises:
-        Left: A signal ends the run. All ranks raise it before the same batch.
+        EvaluationInterrupted: A signal ends the run. All ranks raise it before the same batch.
     """
-    driver, requests = session.driver, _watched(session)
+    driver, requests = session.driver, session.due.interrupts(session.sync.requests)
     if driver.in_step:
         yield from _in_step(session, evaluation, requests)
         return
@@ -55,32 +52,12 @@ def _no_batch(evaluation: Evaluation) -> DataError:
     return DataError(f"the loader of {evaluation.name!r} gave no batch. Give one that has at least one, and can be read again.")
 
 
-def _watched(session: Session) -> Requests | None:
-    """Return the requests in which a signal interrupts this evaluation; None on all ranks if signals do not interrupt it.
-
-    None inside a step and inside another evaluation, where a resume could not be bit-identical; at the end of a run, where no
-    resume would repeat the evaluation; and with callbacks of other libraries, which count their calls.
-    """
-    fit = next((one for one in reversed(UNDER_WAY) if one.hooks.here().listener is not None), None)
-    if (
-        fit is None
-        or (listener := fit.hooks.here().listener) is None
-        or listener.moment not in LEAVING
-        or not fit.sync.requests.from_signals
-        or fit.adapters
-        or fit.driver is not session.driver
-    ):
-        return None
-    over = fit.outcome is not None and fit.outcome.kind not in ("preempted", "interrupted")
-    return None if over or not isinstance(fit.hooks.unwinding, Left | None) else fit.sync.requests
-
-
 def _until(requests: Requests, evaluation: Evaluation, source: Iterator[Any]) -> Iterator[Any]:
     while requests.signal is None:
         if (loaded := next(source, NONE)) is NONE:
             return
         yield loaded
-    raise Left(evaluation.name, evaluation.batch)
+    raise EvaluationInterrupted(evaluation.name, evaluation.batch)
 
 
 def _agreed(driver: Driver, evaluation: Evaluation, source: Iterator[Any], requests: Requests) -> Iterator[Any]:
@@ -92,7 +69,7 @@ def _agreed(driver: Driver, evaluation: Evaluation, source: Iterator[Any], reque
         if arrived is not None:
             signals, have_more, passed_ns = arrived().tolist()
             if signals:
-                raise Left(evaluation.name, evaluation.batch)
+                raise EvaluationInterrupted(evaluation.name, evaluation.batch)
             if not have_more:
                 return
             round_s = passed_ns / driver.world_size / max(1, sent_at) / 1e9
@@ -115,7 +92,7 @@ def _in_step(session: Session, evaluation: Evaluation, requests: Requests | None
         sent = torch.tensor([loaded is not NONE, signalled], dtype=torch.uint8)
         have_more, signals = driver.reduce(sent, "max").tolist()
         if signals:
-            raise Left(evaluation.name, evaluation.batch)
+            raise EvaluationInterrupted(evaluation.name, evaluation.batch)
         if not have_more:
             return
         if loaded is NONE:

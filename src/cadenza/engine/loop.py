@@ -84,6 +84,9 @@ class Training:
         session.restored.take_gradients()
         if not session.progress.batch_in_epoch:  # inside an epoch the RNG state is restored when its loader is open
             session.restored.take_rng_state()
+        session.due.run(session)  # sanity checks
+        if not session.cursor.in_epoch:
+            session.due.take_up(session, session.leave_epoch)
 
     # -- what comes next ---------------------------------------------------------------------------
 
@@ -161,6 +164,7 @@ class Training:
             cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
         self.session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
         self.open = BETWEEN
+        self.session.due.take_up(self.session, self.session.reach_boundary)
 
     def begin_step(self) -> None:
         """Fire ``on_step_start``."""

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cadenza.engine import accumulating
+from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment, moments_of
+from cadenza.hooks.subscription import Subscription
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.accumulation import Accumulation
 from cadenza.status.counting import counted
@@ -64,7 +66,7 @@ class Plan:
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
         rows += (f"! {reason}" for reason in accumulating.never(self.accumulate, self.limits))
         rows += doubts
-        rows += [f"order: {reason}" for reason in self.hooks.reasons]
+        rows += [f"order: {reason}" for reason in self._reasons()]
         rows += ["changed since the run so far:", *self.changes] if self.changes else []
         rows += [f"a fault only disables: {', '.join(ones)}" for ones in [self._with("disable")] if ones]
         rows += [f"tried again after a fault: {', '.join(ones)}" for ones in [self._with("retry")] if ones]
@@ -103,11 +105,14 @@ class Plan:
             "never": [{"listener": one, "why": reason} for one, reason in never(self.hooks, limits, self.accumulate)],
             "warnings": [note.removeprefix("! ") for note in self.notes if note.startswith("!")],
             "notes": [note for note in self.notes if not note.startswith("!")],
-            "order": list(self.hooks.reasons),
+            "order": self._reasons(),
             "changes": list(self.changes),
             "disabled_by_a_fault": self._with("disable"),
             "tried_again_after_a_fault": self._with("retry"),
         }
+
+    def _reasons(self) -> list[str]:
+        return [*self.hooks.reasons, *_before_results(self.hooks)]
 
     def _with(self, on_fault: str) -> list[str]:
         return [name for name, callback in self.hooks.callbacks.items() if callback.on_fault == on_fault]
@@ -181,8 +186,24 @@ def _of_fetches(hooks: Hooks, limits: Progress) -> Iterator[tuple[str, str]]:
     """Yield the users' listeners to the fetch of a batch in a run of `cadenza.attach`, which fetches none."""
     for moment in () if limits.has_epochs else (Callback.on_fetch_start, Callback.on_fetch_end):
         for listener in _shown(hooks, moment):
-            if type(hooks.callbacks[listener.owner]).__module__.partition(".")[0] != "cadenza":
+            if _is_of_user(hooks, listener):
                 yield f"{listener}, {moment.__name__},", "a loop of cadenza.attach brings its own batches"
+
+
+def _before_results(hooks: Hooks) -> Iterator[str]:
+    """Yield the users' callbacks behind an evaluation in the list: at its moment they are called before it."""
+    if not all(isinstance(one, Callback) for one in hooks.callbacks.values()):
+        return  # those of other libraries: evaluations run inside of the moment
+    for moment, listeners in hooks.by_moment.items():
+        first = next((one for one in listeners if isinstance(one.function, Deferred)), None)
+        behind = [] if first is None else listeners[listeners.index(first) + 1 :]
+        if early := ", ".join(dict.fromkeys(one.owner for one in behind if _is_of_user(hooks, one))):
+            yield f"{moment.__name__} calls {early} before {first and first.owner} evaluates: read results in on_eval_end"
+
+
+def _is_of_user(hooks: Hooks, listener: Listener) -> bool:
+    callback = hooks.callbacks[listener.owner]
+    return isinstance(callback, Subscription) or type(callback).__module__.partition(".")[0] != "cadenza"
 
 
 def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple[str, str]]:

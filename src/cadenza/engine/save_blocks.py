@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-from cadenza.hooks.fan_out import Left
-
 
 class Saver(Protocol):
     """Writes checkpoints of a run."""
@@ -44,8 +42,6 @@ class SaveBlocks:
         self.open.append(block)
         try:
             yield
-        except Left:  # a signal interrupted an evaluation: the hook is called again when the run continues
-            raise
         except BaseException as error:
             self._left = block, error
             raise

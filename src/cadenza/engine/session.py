@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
 from cadenza.engine import accumulating
+from cadenza.engine.due_evaluations import DueEvaluations
 from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.metric_log import MetricLog
 from cadenza.engine.module_flags import ModuleFlags
@@ -144,6 +145,7 @@ class Session:
     decisions: list[Decision] = field(default_factory=list, init=False)
     faults: list[Fault] = field(default_factory=list, init=False)
     evaluations: dict[str, Evaluation] = field(default_factory=dict, init=False)
+    due: DueEvaluations = field(default_factory=DueEvaluations, init=False)
     blocks: SaveBlocks = field(default_factory=SaveBlocks, init=False)
     """The callbacks that block saves."""
     savers: list[Saver] = field(default_factory=list, init=False)
@@ -236,10 +238,6 @@ class Session:
         """Set how the run ended."""
         self.outcome = outcome
         self.sync.broken = outcome.kind == "failed"
-
-    def measured(self, profile: Timings) -> None:
-        """Set how long each part of the run took."""
-        self.profile = profile
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -378,11 +376,12 @@ class Session:
     # -- for the loop ------------------------------------------------------------------------------
 
     def reach_boundary(self, *, closing: bool = False, after_step: bool = False) -> None:
-        """Deliver the step's record, then carry out what waits for the step boundary. Every rank must call this.
+        """Run the due evaluations, deliver the step's record, then carry out what waits for the step boundary.
 
-        With `after_step`, wait for the other ranks only if this rank has a request, has logged a number or has this to do.
+        Every rank must call this. With `after_step`, wait for the other ranks only if this rank has a request, has logged a
+        number or has this to do. With `closing`, run no evaluation.
         """
-        if self.sync.several and after_step:
+        if (closing or self.due.run(self)) and after_step and self.sync.several:
             self.sync.end_step(acts=bool(self._after_step or self._after_next_step))
         elif self.sync.several:
             self.sync.synchronize()
@@ -404,13 +403,16 @@ class Session:
 
     def leave_epoch(self) -> None:
         """Reach the boundary after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
+        self.due.run(self)
         self.sync.requests.drop_epoch()
         self.metrics.losses.end_epoch()
         self.reach_boundary()
 
     def finish_epoch(self) -> None:
-        """Count the epoch if it is whole: all batches seen, or ended on request."""
+        """Count the epoch if it is whole: all batches seen, or ended on request; and no evaluation before its end is due."""
         progress, cursor = self.progress, self.cursor
+        if self.due.state is not None:
+            return
         if cursor.exhausted or self.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
             progress.finish_epoch()
             accumulating.change(self)

@@ -160,14 +160,6 @@ class StepState:
         """Count the last update as skipped: a callback has restored the weights."""
         self.updated = False
 
-    def restore(
-        self, *, losses: list[Tensor], weights: list[Any], batch: Any, outputs: Mapping[str, Any], updated: bool
-    ) -> None:
-        """Restore the last step of a run that continues inside a moment."""
-        self.last_window.losses, self.last_window.weights = losses, weights
-        self.batch, self.updated = batch, updated
-        self.outputs.update(outputs)
-
 
 class Restored:
     """What a run that continues takes from its checkpoint later. Written by restore."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, notes_of
-from cadenza.hooks.fan_out import ACTING, Calls, Failed, Left, Scene, fan_out, profiled_fan_out
+from cadenza.hooks.fan_out import ACTING, Calls, Failed, Scene, fan_out, profiled_fan_out
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
@@ -326,14 +326,10 @@ class Hooks(Callback):
             listener: Listener, error: BaseException, run: Run, first: BaseException | None
         ) -> tuple[BaseException | None, bool]:
             owner = "the run" if listener.shared else listener.owner
-            if not isinstance(error, Left):
-                first = hooks.failed(owner, moment.__name__, error, run, first, listener.event)
-            elif not isinstance(hooks.unwinding, Left):  # else it is a further evaluation, which also waits for the resume
-                error.listener = listener
-                first = hooks.failed(owner, moment.__name__, error, run, first, listener.event)
+            first = hooks.failed(owner, moment.__name__, error, run, first, listener.event)
             if first is not None and listener.on_error is not None:
                 listener.on_error(error)
-            return first, first is not None and (not reaches_all or type(first) is Left)
+            return first, first is not None and not reaches_all
 
         return failed
 

@@ -12,28 +12,11 @@ from typing import TYPE_CHECKING, Any
 from cadenza.hooks.counting import COUNTERS
 from cadenza.hooks.listener import Listener
 from cadenza.profiling.spans import BOUNDARIES, CLOSES, OPENS
-from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
     from cadenza.hooks.trigger import Trigger
     from cadenza.profiling.spans import Profiler
     from cadenza.run import Run
-
-
-class Left(BaseException):  # not an error: it unwinds an evaluation
-    """Raised when a signal ends the run during an evaluation. It unwinds the hook that evaluates, and the loop catches it.
-
-    Later hooks of the moment are not called now: see `cadenza.engine.suspension`.
-    """
-
-    def __init__(self, evaluation: str = "", batches: int = 0) -> None:
-        super().__init__(f"{evaluation!r} was left after {counted(batches, 'batch')}")
-        self.evaluation: str = evaluation
-        self.batches: int = batches
-        self.listener: Listener | None = None
-        """The hook that evaluates."""
-        self.due: list[list[Any]] = []
-        """The due hooks after it, if the moment was interrupted before."""
 
 
 class Scene:

@@ -117,11 +117,6 @@ class Trigger:
             return at.step
         return steps_until(self._bound, at)
 
-    def make_due(self) -> None:
-        """Have it be due at the next firing: the moment was interrupted before a resume."""
-        self.owed = True
-        self._until = -1
-
     def leave_out_the_past(self, at: Progress) -> None:
         """Have the points that the run has passed not be due: the listeners come to a run under way."""
         self.before = self.before or self.between(at.now(), at)

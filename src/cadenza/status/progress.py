@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
@@ -377,16 +377,6 @@ class Progress:
     def finish_step(self) -> None:
         """Count one update."""
         self._step += 1
-
-    @contextmanager
-    def last_step_is_new(self) -> Iterator[None]:
-        """Inside, this fit counts as begun before the last step: a moment of that step goes on."""
-        origin = self._origin
-        self._origin = replace(origin, step=origin.step - 1)
-        try:
-            yield
-        finally:
-            self._origin = origin
 
     def finish_epoch(self) -> None:
         """Count one epoch; the next one starts at batch 0."""

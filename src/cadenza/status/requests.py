@@ -45,8 +45,6 @@ class Requests:
         """The time at which this process received the signal, by `time.monotonic`."""
         self.from_signals = False
         """Whether a signal can end the run."""
-        self.suspended: dict[str, Any] | None = None
-        """The interrupted moment, in a run that is being saved or that continues there."""
         self.leave: bool = False
         """Whether the epoch is to be left, for any of these."""
 

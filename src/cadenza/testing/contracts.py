@@ -12,16 +12,15 @@ from typing import Any
 import torch
 
 from cadenza.adapters.recognition import AnyCallback, adapt, base_of
-from cadenza.callbacks.evaluate import Evaluate
 from cadenza.errors import CallbackError, DirectoryError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.subscription import on
 from cadenza.run import Run
 from cadenza.status.plain import decode, encode, first_difference
-from cadenza.testing.differing import attributes_of, check_order, check_reads, check_resumed
+from cadenza.testing.differing import attributes_of, check_order, check_reads, check_resumed, evaluated
 from cadenza.testing.results import CLOCKS, results_of, without_clocks
-from cadenza.testing.tiny import tiny_loader, tiny_model, tiny_trainer
+from cadenza.testing.tiny import tiny_model, tiny_trainer
 from cadenza.trainer import Trainer
 
 
@@ -86,11 +85,11 @@ class _Runs:
         return tiny_trainer(callbacks=callbacks, directory=directory, seed=0, **{"epochs": 2, **arguments})
 
     def usual(self, *callbacks: BaseCallback) -> Trainer:
-        return self.trainer([_evaluate(), *callbacks])
+        return self.trainer([evaluated(), *callbacks])
 
     def short(self, *callbacks: BaseCallback) -> Trainer:
         """Return a trainer of a run that ends before an evaluation."""
-        return self.trainer([*callbacks, _evaluate()], epochs=None, steps=1)
+        return self.trainer([*callbacks, evaluated()], epochs=None, steps=1)
 
     def different(self, *callbacks: BaseCallback) -> Trainer:
         """Return a trainer of a longer run, in which the result of the evaluations is first worse and then better."""
@@ -100,11 +99,7 @@ class _Runs:
         def fast(parameters: Any) -> torch.optim.Optimizer:
             return torch.optim.SGD(parameters, lr=0.5)
 
-        return self.trainer([*callbacks, _evaluate()], model=model, optimizer=fast, epochs=4)
-
-
-def _evaluate() -> Evaluate:
-    return Evaluate(tiny_loader(2))
+        return self.trainer([*callbacks, evaluated()], model=model, optimizer=fast, epochs=4)
 
 
 def _check_two(first: BaseCallback, second: BaseCallback, runs: _Runs) -> None:

@@ -68,7 +68,7 @@ def check_reads(callback: BaseCallback, folder: Path) -> None:
     if isinstance(callback, Profile):
         return
     with redirect_stdout(StringIO()):  # the table of the profile
-        run = tiny_trainer(callbacks=[_evaluate(), callback, Profile()], directory=folder, seed=0, epochs=2).fit()
+        run = tiny_trainer(callbacks=[evaluated(), callback, Profile()], directory=folder, seed=0, epochs=2).fit()
     name = hooks_of(run).name_of(callback)
     reads = run.profile.host_reads if run.profile is not None else ()
     found = [one for one in reads if one.callback == name and one.steps >= one.sampled]
@@ -90,7 +90,7 @@ def check_order(factory: Factory, folder: Path, ignore: Sequence[str]) -> None:
     for number in range(2):
         callback = factory()
         others: list[BaseCallback] = [
-            _evaluate(),
+            evaluated(),
             LogTraining("1 step", throughput=False),
             on(Callback.on_step_end)(_log_probe),
         ]
@@ -115,7 +115,8 @@ def _log_probe(run: Run) -> None:
     run.log("probe", run.progress.step)
 
 
-def _evaluate() -> Evaluate:
+def evaluated() -> Evaluate:
+    """Return an evaluation of two batches."""
     return Evaluate(tiny_loader(2))
 
 
@@ -144,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 def _trainer(callback: BaseCallback, folder: Path, *more: BaseCallback) -> Any:
     saving = Checkpoint(lambda run: False, background=False, on_signal=False)
-    callbacks = [_evaluate(), callback, *more] if isinstance(callback, Checkpoint) else [_evaluate(), callback, *more, saving]
+    callbacks = [evaluated(), callback, *more] if isinstance(callback, Checkpoint) else [evaluated(), callback, *more, saving]
     return tiny_trainer(callbacks=callbacks, directory=folder, seed=0, **_RUN)
 
 

@@ -134,6 +134,9 @@ def _story(whole: _Taken, parts: Sequence[_Taken], step: int) -> Iterator[str]:
 # -- one part of a run, in its process ---------------------------------------------------------------------
 
 
+_BOUNDARY = "the end of the step"
+
+
 @dataclass
 class _Taken:
     """The results of one part of a run."""
@@ -150,9 +153,9 @@ class _Taken:
         """Return the moments after the end of a step. Of a run that continues there, the start of its epoch is left out."""
         moments = self.moments
         if self.cut:  # after the cut come the moments of an error
-            moments = moments[: moments.index((self.steps, "on_step_end")) + 1]
-        if (step, "on_step_end") in moments:
-            return moments[moments.index((step, "on_step_end")) + 1 :]
+            moments = moments[: moments.index((self.steps, _BOUNDARY)) + 1]
+        if (step, _BOUNDARY) in moments:
+            return moments[moments.index((step, _BOUNDARY)) + 1 :]
         return moments[1:] if moments[:1] == [(step, "on_epoch_start")] else moments
 
 
@@ -223,6 +226,7 @@ class _Witness(Callback):
             }
             values |= {"model": run.model.state_dict(), "random streams": RNGState.capture().to_plain()}
             self.trace[step] = dict(_leaves(values, ""))
+            run.after_step(partial(self.moments.append, (step, _BOUNDARY)))  # after the evaluations that are due at the step
 
     def _note_again(self, run: Run) -> None:
         """Record the hooks of other callbacks that run again in each process."""

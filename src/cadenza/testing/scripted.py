@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from cadenza.adapters.recognition import AnyCallback
+from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
@@ -56,21 +57,20 @@ class _Script(Callback):
 
     def __init__(self, metrics: Mapping[str, Sequence[float]]) -> None:
         self.metrics = metrics
-        self.evaluations = {
-            name: Evaluation([], name=name) for name in dict.fromkeys(key.rpartition("/")[0] for key in metrics)
-        }
+        names = dict.fromkeys(key.rpartition("/")[0] for key in metrics)
+        self.evaluations = {name: Evaluation([], name=name) for name in names}
 
     def on_setup(self, run: Run) -> None:
         run.evaluations.update(self.evaluations)
 
     def on_epoch_end(self, run: Run) -> None:
+        Deferred(self._evaluate)(run)
+
+    def _evaluate(self, run: Run) -> None:
         for prefix, evaluation in self.evaluations.items():
             hooks_of(run).on_eval_start(run, evaluation)
-            evaluation.results = {
-                name: values[run.progress.epoch - 1]
-                for name, values in self.metrics.items()
-                if name.rpartition("/")[0] == prefix
-            }
+            own = {name: values for name, values in self.metrics.items() if name.rpartition("/")[0] == prefix}
+            evaluation.results = {name: values[run.progress.epoch - 1] for name, values in own.items()}
             record_evaluated(session_of(run), evaluation)
             hooks_of(run).on_eval_end(run, evaluation)
             run.log(dict(evaluation.results))

@@ -6,12 +6,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.drivers.single import SingleDriver
+from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.loop import Training, take_stop
 from cadenza.engine.save_blocks import Saver
@@ -191,18 +193,13 @@ class _Player(Callback):
                 self._evaluations[one.name].own_names = True
 
     def listeners(self) -> list[Listener]:
+        of_steps, of_epochs = (Deferred(partial(self._evaluate, at_epoch_end=ends)) for ends in (False, True))
         at_ends = any(one.at_epoch_end for some in self.recording.evaluations.values() for one in some)
-        ends = [Listener(Callback.on_epoch_end, self._at_epoch_end)] if at_ends else []
-        return [*super().listeners(), Listener(Callback.on_step_end, self._at_step_end), *ends]
+        ends = [Listener(Callback.on_epoch_end, of_epochs)] if at_ends else []
+        return [*super().listeners(), Listener(Callback.on_step_end, of_steps), *ends]
 
     def on_setup(self, run: Run) -> None:
         run.evaluations.update(self._evaluations)
-
-    def _at_step_end(self, run: Run) -> None:
-        self._evaluate(run, at_epoch_end=False)
-
-    def _at_epoch_end(self, run: Run) -> None:
-        self._evaluate(run, at_epoch_end=True)
 
     def _evaluate(self, run: Run, *, at_epoch_end: bool) -> None:
         for one in self.recording.evaluations.get(run.progress.step, ()):

@@ -227,7 +227,7 @@ def _streams(value: Any, path: str) -> None:
 
 _COUNTERS = {"epoch": _count, "step": _count, "batch": _count, "batch_in_epoch": _count, "samples": _count, "tokens?": _count}
 _DECISION = {"what": str, "who": str, "why": str, "when?": _COUNTERS, "at?": _COUNTERS, "data?": Mapping}
-_SUSPENDED = {"moment": str, "left": list, "due": [list], "numbers": object, "updated": object}
+_DUE = {"names": [str], "numbers": Mapping, "losses": [Tensor | Stored], "weights": list}
 _TURNS = [(_count, _count)]
 _CONFIG = {
     "model": {str: [_count]},
@@ -253,7 +253,7 @@ _RANK = {
     "loader": Mapping,
     "gradients?": {int: Tensor | Stored},
     "callbacks of the rank?": {str: Mapping},
-    "suspended?": _or_none(_SUSPENDED),
+    "evaluations due?": _or_none(_DUE),
 }
 _MOMENT = Tensor | Stored | Unbuilt
 _NUMBERS = ("step", "mu_product")

@@ -104,7 +104,7 @@ class EvaluateOnRequest(Evaluate):
         super().__init__(loader, ~Every("1 epoch"), **options)
 
     def listeners(self) -> list[Listener]:
-        return [one for one in super().listeners() if one.function != self.evaluate]
+        return [one for one in super().listeners() if one.schedule is None]
 
 
 class EvaluateOnStart(Callback):
