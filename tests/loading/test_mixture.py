@@ -362,10 +362,14 @@ def test_hooks_and_compute_loss_know_the_loader_also_after_an_evaluation() -> No
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     note = on(Callback.on_step_end)(lambda run: seen.append(("hook", current_source())))
+    after = on(Callback.on_eval_end)(lambda run, evaluation: seen.append(("after", current_source())))
     train, valid = (Mixture({name: tiny_loader(1) for name in names}, "cycle") for names in ("ab", "xy"))
-    tiny_run(loader=train, compute_loss=compute, callbacks=[Evaluate(valid, every=1), note])
+    tiny_run(loader=train, compute_loss=compute, callbacks=[Evaluate(valid, every=1), note, after])
     evaluated = [("compute", "x"), ("compute", "y")]
-    assert seen == [("compute", "a"), *evaluated, ("hook", "a"), ("compute", "b"), *evaluated, ("hook", "b")]
+    assert seen == [
+        *(("compute", "a"), ("hook", "a"), *evaluated, ("after", "a")),
+        *(("compute", "b"), ("hook", "b"), *evaluated, ("after", "b")),
+    ]
     seen.clear()
     tiny_run(loader=tiny_loader(1), compute_loss=compute, callbacks=[note])
     assert seen == [("compute", None), ("hook", None)], "nothing is left of the earlier run"

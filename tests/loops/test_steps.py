@@ -292,6 +292,22 @@ def fails_behind_a_generator(one: Trainer, error: Callable[[], object]) -> None:
             train(one, step, error)
 
 
+def fails_from_finally(one: Trainer, error: Callable[[], object]) -> None:
+    """An earlier error, which was handled, is still held: the one that leaves the loop counts."""
+    handled: list[ValueError] = []
+    with one.steps() as steps:
+        for step in steps:
+            try:
+                if not handled:
+                    raise ValueError("handled")
+            except ValueError as earlier:
+                handled.append(earlier)
+            try:
+                train(one, step, error)
+            finally:
+                one.model.train()
+
+
 def fails_before_the_batches(one: Trainer, error: Callable[[], object]) -> None:
     with one.steps() as steps:
         for _ in steps:
@@ -309,7 +325,9 @@ def on_purpose() -> None:
     raise ValueError("on purpose")
 
 
-@pytest.mark.parametrize("loop", [fails, fails_behind_a_generator, fails_before_the_batches, fails_in_a_hook])
+@pytest.mark.parametrize(
+    "loop", [fails, fails_behind_a_generator, fails_from_finally, fails_before_the_batches, fails_in_a_hook]
+)
 def test_an_error_in_the_loop_ends_the_run_as_in_fit(loop: Callable[..., None], tmp_path: Path) -> None:
     recorder, errors = Recorder(), []
     keep = on(Callback.on_exception)(lambda run, error: errors.append(error))

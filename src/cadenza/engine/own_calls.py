@@ -57,7 +57,7 @@ class OwnCalls:
         """Whether an optimizer has stepped between two steps of the run, since this was set to False."""
         self._mixes = name != "step" and len(session.optimizers) > 1  # whether gradients of two updates may still be mixed
         self._reached: set[Tensor] = set()  # by backward passes since this was last looked at
-        self._by_hand: set[Tensor] = set()  # that have gradients of loss.backward()
+        self._raw: set[Tensor] = set()  # that have gradients of loss.backward()
         self._added: dict[Tensor, Added] = {}
         self._last: Sequence[Optimizer] = ()  # that were updated
         self._handles: list[StepGuard | RemovableHandle] = []
@@ -88,7 +88,7 @@ class OwnCalls:
         """Note which gradients come from ``loss.backward()``, and which were dropped. A closure may call it in an update."""
         if self._session.step.in_update:
             return
-        self._note_by_hand()
+        self._note_raw()
         if self._added:
             now = self._session.step.updates
             left = (pair for pair in self._added.items() if pair[1].updates == now or _is_there(pair[0].grad, pair[1].version))
@@ -101,8 +101,8 @@ class OwnCalls:
 
     def before_update(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise an error if the update takes gradients of ``loss.backward()``. Warn if it takes those of two updates."""
-        self._note_by_hand()
-        if self._by_hand and not self._by_hand.isdisjoint(parameters_of(optimizers)):
+        self._note_raw()
+        if self._raw and not self._raw.isdisjoint(parameters_of(optimizers)):
             raise LossError(
                 f"the update of step {self._step} would take gradients of loss.backward(), which skips the callbacks and the "
                 f"precision of the run. Call {self._name}.backward(loss) instead of loss.backward()."
@@ -118,12 +118,12 @@ class OwnCalls:
         self._last = optimizers
         self._note_added(self._session.step.updates - 1)
 
-    def _note_by_hand(self) -> None:
+    def _note_raw(self) -> None:
         if self._reached:
-            self._by_hand |= self._reached
+            self._raw |= self._reached
             self._reached.clear()
-        if self._by_hand:
-            self._by_hand = {one for one in self._by_hand if one.grad is not None and not _is_zero(one.grad)}
+        if self._raw:
+            self._raw = {one for one in self._raw if one.grad is not None and not _is_zero(one.grad)}
 
     def _note_added(self, updates: int) -> None:
         """Note the parameters that were reached after so many updates."""

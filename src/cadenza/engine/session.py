@@ -172,7 +172,7 @@ class Session:
         self.step_fn = None if self.step_fn is None else self.precision.wrap(self.step_fn)
         is_fit = self.loop is Loops.FIT
         reduce = driver.reduce if driver.reduces and is_fit else None
-        window = partial(AccumulationWindow, self.accumulate, reduce, by_hand=driver.reduces and not is_fit)
+        window = partial(AccumulationWindow, self.accumulate, reduce, uneven=driver.reduces and not is_fit)
         self.cursor, self.step, self.restored = Cursor(), StepState(window, self.optimizers), Restored()
         may_overflow = self.precision.name == "fp16"
         decide = _weakly(self.decide)
@@ -192,7 +192,7 @@ class Session:
         return SharedSync(
             *(self.driver, self.model, self.hooks, self.progress, self.cursor, self.step, self.metrics.buffer, decide),
             stepped=() if self.step_fn is None or self.loop is not Loops.FIT else self.optimizers,
-            own_loop=self.loop is not Loops.FIT,
+            uneven=self.loop is not Loops.FIT,
             tokens=tokens,
         )
 

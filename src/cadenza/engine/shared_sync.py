@@ -66,13 +66,13 @@ class SharedSync(RankSync):
         decide: Decide,
         *,
         stepped: Sequence[Optimizer] = (),
-        own_loop: bool = False,
+        uneven: bool = False,
         tokens: TokenCount | None = None,
     ) -> None:
         super().__init__(progress, cursor, step, decide, tokens)
         self._driver, self._model, self._hooks, self._buffer = driver, model, hooks, buffer
         self._stepped = stepped  # the optimizers of a step_fn
-        self._by_hand = own_loop or bool(stepped)  # code that may speak at any time calls the user's own module
+        self._uneven = uneven or bool(stepped)  # code that may speak at any time calls the user's own module
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
         self._synchronized = False  # no request can have come since the last exchange
         self._quiet = self._leave_sent = False
@@ -122,7 +122,7 @@ class SharedSync(RankSync):
         self._count(batch)
         if not self._announces_late and not self._announces_at_loss:
             self._announce()
-        if self._by_hand and not driver.shards:
+        if self._uneven and not driver.shards:
             driver.share_buffers(self._model)  # as the wrapper of DDP does, which a step_fn does not call
         if not step.skipping and window.seen < window.size and not self._progress.at_last_batch and self._may_hold_back():
             self._held_back = driver.no_sync(self._model)  # gradients are reduced once a step, with its last batch
@@ -163,10 +163,10 @@ class SharedSync(RankSync):
         self._drops = True
 
     def expect_losses(self) -> None:
-        self._shows_losses = not self._by_hand
+        self._shows_losses = not self._uneven
 
     def before_backward(self, weight: Any) -> float | None:
-        own = None if self._by_hand else number_on_host(weight)
+        own = None if self._uneven else number_on_host(weight)
         if own is not None:
             self._weigh(0.0 if self._step.dropped or not self._driver.counts else own)
         if self._announces_at_loss and not self._announces_late and self._announced is None:
@@ -199,7 +199,7 @@ class SharedSync(RankSync):
         if self._driver.reduces_later:
             return True
         listeners = self._hooks.by_moment
-        may_skip = self._by_hand or listeners.get(Callback.on_batch_start) or listeners.get(Callback.on_before_backward)
+        may_skip = self._uneven or listeners.get(Callback.on_batch_start) or listeners.get(Callback.on_before_backward)
         return self._progress.batches_per_epoch is not None and not may_skip
 
     @property
@@ -282,7 +282,7 @@ class SharedSync(RankSync):
 
     def _may_speak(self) -> bool:
         """Return whether a hook may still make a request, or log, in this step."""
-        if self._by_hand or self._buffer.holds_numbers:
+        if self._uneven or self._buffer.holds_numbers:
             return True
         return self._next_call(asking=True) <= self._progress.step + 1
 
@@ -368,11 +368,11 @@ class SharedSync(RankSync):
     def mean_loss(self) -> Tensor | None:
         if self._mean_loss is not None:
             return self._mean_loss()
-        return rank_loss.mean_over_ranks(self._step.last_window, self._driver, by_hand=self._by_hand)
+        return rank_loss.mean_over_ranks(self._step.last_window, self._driver, uneven=self._uneven)
 
     def loss_to_log(self) -> Tensor | None:
         window = self._step.last_window
-        return window.mean_loss() if rank_loss.is_number(window, by_hand=self._by_hand) else self.mean_loss()
+        return window.mean_loss() if rank_loss.is_number(window, uneven=self._uneven) else self.mean_loss()
 
     def _exchange_requests(self) -> None:
         requests = self.requests

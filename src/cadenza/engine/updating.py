@@ -58,7 +58,7 @@ def finish_window(session: Session) -> None:
     if session.verbs is not None:
         session.verbs.check_window()
     if session.loop is not Loops.FIT and session.sync.several:
-        counted = complete_by_hand(session)
+        counted = complete_uneven(session)
     else:
         counted = window.counts(session.driver.data_world_size)
         if counted:
@@ -69,7 +69,7 @@ def finish_window(session: Session) -> None:
         update(session, session.optimizers)
 
 
-def complete_by_hand(session: Session) -> bool:
+def complete_uneven(session: Session) -> bool:
     """Make the gradients of all ranks a mean over their batches; return whether there is one. Every rank must call this.
 
     A loop of the user's own calls the user's own module, so no gradient is reduced yet, and a rank may leave out batches.

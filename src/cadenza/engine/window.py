@@ -22,13 +22,13 @@ class AccumulationWindow:
     """
 
     __slots__ = (
-        *("_by_hand", "_first_weight", "_mean_over_ranks", "_scale", "_taken", "applied", "left_out", "losses", "of_ranks"),
+        *("_first_weight", "_mean_over_ranks", "_scale", "_taken", "_uneven", "applied", "left_out", "losses", "of_ranks"),
         *("mean_weight", "seen", "size", "unreduced", "weights"),
     )
 
-    def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None, *, by_hand: bool = False) -> None:
+    def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None, *, uneven: bool = False) -> None:
         self.size: int = size
-        self._by_hand = by_hand  # a loop of the user's own may leave out batches on one rank: nothing is exchanged in `add`
+        self._uneven = uneven  # a loop of the user's own may leave out batches on one rank: nothing is exchanged in `add`
         self._mean_over_ranks = mean_over_ranks
         self._scale = 1.0 / size
         self.clear()
@@ -83,7 +83,7 @@ class AccumulationWindow:
         elif self._first_weight is None:
             first = weight + (weight == 0)  # a batch of weight 0, such as one of padding only, cannot be the reference
             # The gradients of all ranks are added before they are corrected.
-            self._first_weight = 1.0 if self._by_hand else self._mean(first, loss)
+            self._first_weight = 1.0 if self._uneven else self._mean(first, loss)
         self.weights.append(weight)
         return self.scale_of(-1)
 
