@@ -87,6 +87,12 @@ class DueEvaluations:
         """Return the requests in which a signal interrupts the running evaluation; None if none does."""
         return requests if self._interruptible and requests.from_signals else None
 
+    def run_first(self, session: Session) -> None:
+        """Run the sanity checks of the start, unless the run is to end before. Every rank must call this."""
+        if self._waiting and session.sync.over():
+            self._waiting = []
+        self.run(session)
+
     def run(self, session: Session) -> bool:
         """Run the due evaluations, in order; return False if a signal leaves some of them to the resume.
 

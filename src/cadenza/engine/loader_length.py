@@ -1,9 +1,10 @@
-"""Correct the number of batches of a loader with a wrong length."""
+"""Correct the number of batches of a loader with a wrong length, and name a loader without batches."""
 
 from __future__ import annotations
 
 from cadenza.engine.session import Session
 from cadenza.status.counting import counted
+from cadenza.status.progress import Progress
 
 
 def check(session: Session) -> None:
@@ -25,3 +26,12 @@ def check(session: Session) -> None:
             f"warm-ups that were made for {expected} do not change. Make the loader's __len__ return the right "
             "number, or remove it."
         )
+
+
+def no_batches(progress: Progress) -> str:
+    """Return the message of an epoch without a batch."""
+    again = "" if progress.epoch == 0 else " again: an iterator is used up after one pass, a loader is not"
+    return (
+        f"the training loader gave no batch in epoch {progress.epoch + 1}. Give one that has at least one batch"
+        f"{again}; with drop_last=True a data set smaller than a batch has none."
+    )

@@ -39,14 +39,6 @@ def train_epoch(training: Training) -> None:
             training.compute()
 
 
-def train(session: Session) -> None:
-    """Train as `Trainer.fit`, without what surrounds a run: its files, its checkpoint, its signals."""
-    with Training(session) as training:
-        training.begin()
-        fit(training)
-        training.finish()
-
-
 class Training:
     """The part of a run that trains, for ``with``.
 
@@ -84,7 +76,7 @@ class Training:
         session.restored.take_gradients()
         if not session.progress.batch_in_epoch:  # inside an epoch the RNG state is restored when its loader is open
             session.restored.take_rng_state()
-        session.due.run(session)  # sanity checks
+        session.due.run_first(session)
         if not session.cursor.in_epoch:
             session.due.take_up(session, session.leave_epoch)
 
@@ -189,7 +181,7 @@ class Training:
             cursor.exhausted = True
             if not session.progress.batch_in_epoch:
                 del batch  # the note on the error describes a batch
-                raise DataError(_no_batches(session))
+                raise DataError(loader_length.no_batches(session.progress))
             return END
         if session.tokens is not None:
             session.sync.tokens.read(batch)
@@ -228,7 +220,7 @@ class Training:
     def _end_steps(self) -> None:
         """Count the epoch if it is whole."""
         session = self.session
-        take_stop(session)
+        session.take_stop()
         loader_length.check(session)
         session.finish_epoch()
         data_points.look(session)
@@ -264,7 +256,7 @@ class Training:
         """End the open epoch, and set how the run ended."""
         session = self.session
         self.end_epoch()
-        take_stop(session)
+        session.take_stop()
         session.end(session.metrics.losses.ended(session.outcome or Outcome("finished", "the limit is reached")))
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -300,22 +292,3 @@ class Training:
         session.end(Outcome("failed", repr(error)))
         hooks.end(error, Callback.on_exception, run, error)
         return error
-
-
-def take_stop(session: Session) -> None:
-    """Call ``on_stop``, once, if a stop was requested."""
-    session.sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
-    session.metrics.deliver(session.run, wait=False)  # nor its record have been complete
-    stop = session.sync.take_stop()
-    if stop is not None and session.outcome is None:
-        session.end(Outcome(session.sync.requests.kind, stop.why))
-        if session.sync.requests.back is None:
-            session.hooks.on_stop(session.run, stop.why)
-
-
-def _no_batches(session: Session) -> str:
-    again = "" if session.progress.epoch == 0 else " again: an iterator is used up after one pass, a loader is not"
-    return (
-        f"the training loader gave no batch in epoch {session.progress.epoch + 1}. Give one that has at least one batch"
-        f"{again}; with drop_last=True a data set smaller than a batch has none."
-    )

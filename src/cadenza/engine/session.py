@@ -401,6 +401,16 @@ class Session:
         if progress.step >= self.step.next_change:
             accumulating.change(self)
 
+    def take_stop(self) -> None:
+        """Call ``on_stop``, once, if a stop was requested."""
+        self.sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
+        self.metrics.deliver(self.run, wait=False)  # nor its record have been complete
+        stop = self.sync.take_stop()
+        if stop is not None and self.outcome is None:
+            self.end(Outcome(self.sync.requests.kind, stop.why))
+            if self.sync.requests.back is None:
+                self.hooks.on_stop(self.run, stop.why)
+
     def leave_epoch(self) -> None:
         """Reach the boundary after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
         self.due.run(self)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cadenza.engine.loop import train
+from cadenza.engine.loop import Training, fit
 from cadenza.engine.restore_point import RestorePoint, restore_in_place
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import DataError
@@ -49,8 +49,10 @@ def try_steps(session: Session, steps: int, callbacks: Sequence[Callback], *, lo
     held = RestorePoint([read], data=False)  # before it is opened: a sampler may draw then
     try:
         trial = _twin(session, steps, callbacks, read)
-        with undone(session):
-            train(trial)
+        with undone(session), Training(trial) as training:
+            training.begin()
+            fit(training)
+            training.finish()
     finally:
         held.restore()
     return trial

@@ -139,14 +139,14 @@ class Steps:
         self._part: Part | None = part
         """The run, until it is over."""
         self._training: Training | None = None
-        self._step: Step | None = None
         self._kept: Kept | None = None
         self._inside_with = False
         self._ended_by = ""  # what has ended a loop that was going on
         self._thread = 0
 
     def __repr__(self) -> str:
-        return f"<Steps: {'over' if self._part is None else self._step or 'not begun'}>"
+        at = "not begun" if self._training is None else self._training.session.progress.now()
+        return f"<Steps: {'over' if self._part is None else at}>"
 
     def __iter__(self) -> Iterator[Step]:
         try:
@@ -181,8 +181,8 @@ class Steps:
             if isinstance(error, StopIteration):  # of a hook: it is not the end of the steps
                 raise RuntimeError("a hook raised StopIteration") from error
             raise
-        self._step = training.session.step.owner = Step(self, training)
-        return self._step
+        training.session.step.owner = step = Step(self, training)  # `step` refers to these steps, and they not to it
+        return step
 
     def _begin(self, part: Part) -> Training:
         self._training = training = part.__enter__()

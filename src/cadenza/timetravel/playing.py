@@ -15,7 +15,7 @@ from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.drivers.single import SingleDriver
 from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import record_evaluated
-from cadenza.engine.loop import Training, take_stop
+from cadenza.engine.loop import Training
 from cadenza.engine.save_blocks import Saver
 from cadenza.engine.session import Session, session_of
 from cadenza.errors import CallbackError
@@ -226,7 +226,7 @@ class _Player(Callback):
         if is_last and index == len(windows) and goes_on and not session.sync.over():
             self.end = session.decide("stopped", "the records end here", who="what_if")
             session.sync.requests.ask_stop(self.end)
-        take_stop(session)
+        session.take_stop()
         session.finish_epoch()
 
     def _pass_over(self, session: Session, windows: Sequence[Window], index: int) -> int:
