@@ -110,7 +110,7 @@ class Run:
 
     @property
     def window(self) -> Window:
-        """The batches of the step under way, or of the last one, and what its update changes."""
+        """The batches of the current step, or of the last one, and what its update changes."""
         return self._session.window
 
     @property

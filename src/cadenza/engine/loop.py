@@ -1,4 +1,4 @@
-"""The training loop: `fit`. It asks a `Training` for its epochs, steps and batches, and so do loops of the user's own.
+"""The training loop: `fit`. It asks a `Training` for its epochs, steps and batches, and so do custom loops.
 
 The moments are those of `Callback`.
 """
@@ -86,7 +86,7 @@ class Training:
         """End the open epoch, and begin the next one. Return False if the run is over."""
         self.end_epoch()
         session = self.session
-        # A restored epoch is open even if it has no more steps: its on_epoch_end is still to come.
+        # A restored epoch is open even if it has no more steps: its on_epoch_end has not fired.
         if self.open == OVER or (not session.cursor.in_epoch and session.sync.over()):
             return False
         self.open, session.cursor.in_epoch = EPOCH, True

@@ -109,7 +109,7 @@ class StepState:
         self.may_skip: bool = False
         """Whether the current batch can still be dropped."""
         self.raised: BaseException | None = None
-        """What a verb of the run raised in a loop of the user's own, until its next batch."""
+        """What a verb of the run raised in a custom loop, until its next batch."""
         self.owner: object = None
         """What stands for the current step in a loop of the user's own."""
         self.updating: Sequence[Optimizer] = optimizers

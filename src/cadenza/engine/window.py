@@ -28,7 +28,7 @@ class AccumulationWindow:
 
     def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None, *, uneven: bool = False) -> None:
         self.size: int = size
-        self._uneven = uneven  # a loop of the user's own may leave out batches on one rank: nothing is exchanged in `add`
+        self._uneven = uneven  # a custom loop may leave out batches on one rank: nothing is exchanged in `add`
         self._mean_over_ranks = mean_over_ranks
         self._scale = 1.0 / size
         self.clear()

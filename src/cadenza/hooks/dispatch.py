@@ -112,7 +112,7 @@ class Hooks(Callback):
         return self.scene if self.scene.thread == get_ident() else _elsewhere(self.scene)
 
     def enter(self) -> None:
-        """Take the calling thread for the one that trains the run: a loop of the user's own may continue in another one."""
+        """Take the calling thread for the one that trains the run: a custom loop may continue in another one."""
         self.scene.thread = get_ident()
 
     def current_owner(self) -> str | None:

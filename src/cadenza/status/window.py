@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """The batches of the step under way, or of the last one, and what its update changes. Read-only.
+    """The batches of the current step, or of the last one, and what its update changes. Read-only.
 
     >>> from cadenza import Callback, on
     >>> from cadenza.testing import tiny_run
