@@ -3,8 +3,8 @@
     python tests/suite.py [--long] [arguments of pytest]
 
 A test that fails is run again when nothing else runs. If it fails again, the suite fails. If it passes, it is named at the end
-under "passed alone", and so is the first line of its error; of more than three such tests the suite fails. It fails, too, if a
-test leaves a file in the checkout.
+under "passed alone", and so is the first line of its error; of more than three such tests the suite fails, where those of a
+file that failed with one error count as one. It fails, too, if a test leaves a file in the checkout.
 """
 
 from __future__ import annotations
@@ -62,13 +62,19 @@ def again(failed: Failures, folder: Path) -> int:
     print(f"\n{len(passed)} passed alone" + ":" * bool(passed))
     for name in passed:
         print(f"  {name}: {failed[name]}")
+    many = len(causes(passed, failed))
     if failed_twice:
         print(f"\n{len(failed_twice)} failed twice:")
         for name, error in failed_twice.items():
             print(f"  {name}: {error}")
-    elif len(passed) > MOST:
-        print(f"More than {MOST} tests passed only alone. Find what each of them waits for.")
-    return FAILED if failed_twice or len(passed) > MOST else PASSED
+    elif many > MOST:
+        print(f"More than {MOST} tests passed only alone, with {many} errors. Find what each of them waits for.")
+    return FAILED if failed_twice or many > MOST else PASSED
+
+
+def causes(names: list[str], failed: Failures) -> set[tuple[str, str]]:
+    """Return the files with the errors in them: a fixture that failed once for all tests of a file is one cause."""
+    return {(name.partition("::")[0], failed[name]) for name in names}
 
 
 def new_files() -> set[str]:

@@ -85,7 +85,21 @@ def test_more_than_three_that_pass_only_alone_fail_the_suite(checkout: Path, cap
     for number in range(4):
         (checkout / f"tests/test_{number}.py").write_text(AGAIN)
     assert suite.main() == 1
-    assert capfd.readouterr().out.endswith("More than 3 tests passed only alone. Find what each of them waits for.\n")
+    assert capfd.readouterr().out.endswith(
+        "More than 3 tests passed only alone, with 4 errors. Find what each of them waits for.\n"
+    )
+
+
+def test_a_fixture_that_fails_once_for_all_tests_of_a_file_counts_as_one(
+    checkout: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fixture = AGAIN.replace("def test_that_needs_the_machine_for_itself", "@pytest.fixture(scope='module')\ndef shared").split(
+        "def test_that_holds"
+    )[0]
+    tests = "".join(f"def test_{number}(shared): pass\n" for number in range(5))
+    (checkout / "tests/test_first.py").write_text(f"import pytest\n{fixture}{tests}")
+    assert suite.main() == 0
+    assert "5 passed alone:" in capfd.readouterr().out
 
 
 def test_a_file_that_a_test_leaves_in_the_checkout_fails_the_suite(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch import nn
@@ -264,3 +265,21 @@ def test_what_is_garbage_in_this_process_is_not_destroyed_in_the_others() -> Non
         assert launch(gc.collect, 2) is not None
     finally:
         gc.enable()
+
+
+def test_a_process_that_ends_before_it_has_begun_is_an_error_that_says_how() -> None:
+    with pytest.raises(BaseExceptionGroup, match="2 of 2 ranks failed") as caught, patch.object(os, "fork", ended(os.fork)):
+        launch(gc.collect, 2)
+    assert "rank 0 ended without a result: exit code 7" in {str(error) for error in caught.value.exceptions}
+
+
+def ended(fork: Callable[[], int]) -> Callable[[], int]:
+    """Return a fork whose child ends at once, before the parent goes on."""
+
+    def forks() -> int:
+        if child := fork():
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+            return child
+        os._exit(7)
+
+    return forks

@@ -58,6 +58,8 @@ class Trigger:
         self.last_step: int = last_step  # in which it was due, if it has two moments
         self.owed: bool = owed  # it is due at the next firing, by what came before a checkpoint
         self._ask_anew()
+        if before is not None and self._of is not None and not (owed or self.functions):
+            self._take(*self.schedule.steady(before))  # it asks where it would have asked without the resume
 
     def change_length(self, at: Progress) -> None:
         """Ask at the next firing: the run has another length now. Parts of an epoch that ended early are not due any more."""

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import time
 import traceback
 import warnings
@@ -51,23 +52,21 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300)
             "launch forks this process, but CUDA is initialized. Call launch before CUDA is used, or start with torchrun."
         )
     import_module("torch._dynamo")  # DDP imports it, which takes seconds: import it once here instead of in each process
-    processes, results, ports = [], [], []
+    processes, results = [], []
     context = multiprocessing.get_context("fork")
-    for rank in range(ranks):
-        result, its_end = context.Pipe(duplex=False)
-        port, its_port = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(function, rank, ranks, timeout_s, port, its_end))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about a fork beside threads, such as those of a test runner
+    with socket.create_server(("127.0.0.1", 0)) as listening, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about a fork beside threads, such as those of a test runner
+        port = listening.getsockname()[1]
+        for rank in range(ranks):
+            result, its_end = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(function, rank, ranks, timeout_s, listening, its_end))
             process.start()
-        its_end.close()
-        processes.append(process)
-        results.append(result)
-        ports.append(its_port)
-    # In this process, as with torchrun, so that it outlives the ranks; after the forks, because it has a thread.
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
-    for its_port in ports:
-        its_port.send(store.port)
+            its_end.close()
+            processes.append(process)
+            results.append(result)
+        # In this process, as with torchrun, so that it outlives the ranks; after the forks, because it has a thread.
+        waits, server = timedelta(seconds=timeout_s), listening.detach()
+        store = TCPStore("127.0.0.1", port, None, True, waits, wait_for_workers=False, master_listen_fd=server)
     try:
         return _collected(processes, results, timeout_s)
     finally:
@@ -78,7 +77,9 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300)
             process.join()
 
 
-def _work(function: Callable[[], Any], rank: int, ranks: int, timeout_s: float, port: Connection, result: Connection) -> None:
+def _work(
+    function: Callable[[], Any], rank: int, ranks: int, timeout_s: float, listening: socket.socket, result: Connection
+) -> None:
     gc.freeze()  # garbage of the parent, such as a session of onnxruntime, may wait for threads that it alone has
     faulthandler.dump_traceback_later(timeout_s * 0.9, file=2)
     os.environ |= {
@@ -87,9 +88,10 @@ def _work(function: Callable[[], Any], rank: int, ranks: int, timeout_s: float, 
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port.recv()),
+        "MASTER_PORT": str(listening.getsockname()[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    listening.close()
     try:
         answer: tuple[str, Any, str] = ("returned", function(), "")
     except BaseException as error:
