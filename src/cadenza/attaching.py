@@ -107,8 +107,8 @@ class Loop:
         """Begin the run, or restore it. Every rank must call this."""
         self._check_not_begun()
         given = self.trainer._given(self._arguments["resume"], self._arguments["override"])
-        options = {name: self._arguments[name] for name in ("resume", "strict")}
-        part = self.trainer._part(**options, given=given, replay=False, loop=Loops.ATTACHED)
+        resume, strict = self._arguments["resume"], self._arguments["strict"]
+        part = Part(self.trainer, resume, given, strict=strict, replay=False, loop=Loops.ATTACHED)
         self._training, self._part = part.__enter__(), part
         with self._ending_with_error():
             self._training.next_epoch()

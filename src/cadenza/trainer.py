@@ -14,6 +14,7 @@ from cadenza.adapters.beforehand import beforehand
 from cadenza.adapters.lightning.before_fit import scheduled
 from cadenza.adapters.recognition import AnyCallback, adapted, adapted_list
 from cadenza.checkpoint.chosen_weights import Choice
+from cadenza.checkpoint.continuation import beginning
 from cadenza.checkpoint.finding import Which
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
@@ -22,33 +23,42 @@ from cadenza.engine.arguments import (
     absolute_folder,
     check_parts,
     check_recipe,
+    check_resume,
     checked_lengths,
     checked_tokens,
+    given_by,
     listed,
 )
+from cadenza.engine.calendar import Calendar
 from cadenza.engine.compiling import Compile, options_of
+from cadenza.engine.course import Beginning, calendar_of
+from cadenza.engine.loop import Training, fit
 from cadenza.engine.monitor_checks import check_monitors
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
 from cadenza.engine.prediction import Prediction, predict
+from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Loops, Session
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
-from cadenza.loops.fitting import Fitting
+from cadenza.loading.sample_counts import batch_sizes
 from cadenza.loops.handle import Handle
+from cadenza.loops.part import Part, elsewhere
 from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.rates import check_one_each
+from cadenza.optim.settings import Given
 from cadenza.run import Run
+from cadenza.status.requests import GoBack
 from cadenza.text.hints import advised, answered
 
 T = TypeVar("T")
 
 
 @advised("trainer-attributes", refused="should_stop stop_training terminate")
-class Trainer(Fitting):
+class Trainer(Recipe):
     """Train a model.
 
     Args:
@@ -92,6 +102,8 @@ class Trainer(Fitting):
     >>> Trainer(model, torch.optim.SGD(model.parameters(), 0.1), batches, supervised(nn.MSELoss()), max_steps=1).fit().outcome
     Outcome(kind='finished', reason='the limit is reached')
     """
+
+    _handle: Handle | None = None  # of its last run in the background
 
     @answered("trainer")
     def __init__(
@@ -152,6 +164,16 @@ class Trainer(Fitting):
         check_monitors(hooks, self.compute_loss)
         check_one_each(hooks.callbacks, None if callable(optimizer) else self._checked(optimizer))
 
+    @property
+    def run(self) -> Run:
+        """The run that began last."""
+        if self._run is None:
+            raise AttributeError(
+                "trainer.run is the run that began last, and none has begun. Call fit(...), begin the loop over "
+                "steps(...), or enter `with attach(...) as loop:`."
+            )
+        return self._run
+
     @classmethod
     def from_lightning(cls, module: Any, datamodule_or_loaders: Any = None, *more: Any, **arguments: Any) -> Self:
         """Return a trainer of a LightningModule; ``prepare_data``, ``setup`` and ``configure_model`` are called now.
@@ -187,6 +209,39 @@ class Trainer(Fitting):
         make = self.optimizer
         optimizers = self._checked(make(list(self.model.parameters())) if callable(make) else make)
         return self._compared(self._plan(optimizers, self._hooks()), since)
+
+    def calendar(self, until: str | int | None = None, *, resume: bool | str | PathLike[str] = False) -> Calendar:
+        """Return when each listener with a schedule is called, without training. Print it, or see `Calendar.rows`.
+
+        Hooks that depend on time, tokens, functions, or moments such as ``on_eval_end``, are named as not known beforehand.
+        Nothing is restored, written or locked. Each rank may call it alone, where it can read the checkpoint.
+
+        Args:
+            until: The point of the run up to which to list, such as ``"2 epochs"``, ``"500 steps"`` or ``"10%"``; None for the
+                whole run.
+            resume: List what ``fit(resume=...)`` calls: after the checkpoint, with the limits, the loader, the ``accumulate``
+                and the number of ranks of this trainer. Without a checkpoint, ``"auto"`` lists the whole run, and nothing if
+                the run is over.
+
+        Raises:
+            ScheduleError: `until` is no such length; or it is None, and the run has no known end; or a schedule does not work
+                with this run.
+            CheckpointError: No checkpoint can be used; or the loader has another number of batches than the run had.
+            DataError: The run cannot continue inside the epoch on this number of ranks.
+
+        >>> from cadenza.callbacks import LogTraining
+        >>> from cadenza.testing import tiny_trainer
+        >>> print(tiny_trainer(epochs=2, callbacks=[LogTraining("3 steps")]).calendar())
+        calendar of 2 epochs, 10 steps
+        on_step_end  LogTraining  every 3 steps  3 times: steps 3, 6, 9
+        called each time, by moment: on_setup 1, on_fit_start 1
+        """
+        check_resume(resume)
+        hooks, progress, several = self._hooks(), self._limits(self.loader), self.driver.world_size > 1
+        given = resume, self.directory, elsewhere(self.callbacks), hooks, progress, self.loader, self.driver.data_shard()
+        begins = beginning(*given) if resume else Beginning()
+        sizes = partial(batch_sizes, None if several else self.loader)
+        return calendar_of(hooks, progress, self.accumulate, sizes, until, begins)
 
     @answered("fit")
     def fit(
@@ -249,8 +304,8 @@ class Trainer(Fitting):
         """
         if self.step_fn is not None:
             raise TypeError("trainer.steps() takes no step_fn=: the loop does what a step_fn does. Remove it, or call fit().")
-        given = self._given(resume, override)
-        return Steps(self._part(resume, given, strict=strict, replay=replay, loop=Loops.STEPS), self.callbacks, strict=strict)
+        part = Part(self, resume, self._given(resume, override), strict=strict, replay=replay, loop=Loops.STEPS)
+        return Steps(part, self.callbacks, strict=strict)
 
     def start(
         self,
@@ -343,11 +398,50 @@ class Trainer(Fitting):
         evaluation = Prediction(loader, compute, self.compute_loss, limit=limit, to=to)
         return self._alone(predict, evaluation, which, weights)
 
+    def _given(self, resume: object, override: object) -> Given:
+        """Return the settings that a run is given, if it may begin.
+
+        Raises:
+            TypeError, ValueError: An argument is wrong.
+            RuntimeError: The trainer trains in the background.
+        """
+        check_resume(resume)
+        if self._handle is not None and not self._handle.done:
+            raise RuntimeError(
+                "this trainer trains in the background already. Call stop(...) and join() of the handle that start() returned."
+            )
+        return given_by(override, resume)
+
+    def _train(
+        self,
+        resume: bool | str | PathLike[str],
+        given: Given,
+        *,
+        strict: bool = False,
+        replay: bool = False,
+        begun: Callable[[Session], object] = lambda session: None,
+    ) -> Run:
+        """Carry out a run. `begun` is called with its session.
+
+        A run that goes back to a checkpoint has another part, with a session of its own.
+        """
+        part: bool | str | PathLike[str] | GoBack | None = resume
+        while part is not None:
+            with Part(self, part, given, strict=strict, replay=replay) as training:
+                begun(training.session)
+                self._do_steps(training)
+            part = training.session.sync.requests.back
+        return self.run
+
+    def _do_steps(self, training: Training) -> None:
+        """Do the steps of a run."""
+        fit(training)
+
     def _alone(
         self, act: Callable[[Session, Evaluation], T], evaluation: Evaluation, which: Which | None, weights: str | None
     ) -> T:
         """Return the result of `evaluate` or `predict` outside of a fit, with the weights that were chosen."""
-        chosen = Choice(act.__name__, which, weights, self.directory, self._elsewhere)
+        chosen = Choice(act.__name__, which, weights, self.directory, elsewhere(self.callbacks))
         with self.driver.entering(f"in {act.__name__}"):
             session = self._new_session(training=False)
             chosen.optimizers = lambda: made(self.optimizer, session.model, own_step=self.step_fn is not None)

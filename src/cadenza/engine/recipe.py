@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
@@ -15,10 +14,8 @@ from torch.optim import Optimizer
 
 from cadenza.drivers import Driver
 from cadenza.engine import accumulating, rank_checks
-from cadenza.engine.arguments import absolute_folder, check_not_empty, check_resume, checked_debugging
-from cadenza.engine.calendar import Calendar
+from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_debugging
 from cadenza.engine.compiling import breaks_so_far, compile_model
-from cadenza.engine.course import Beginning, calendar_of
 from cadenza.engine.module_flags import in_evaluation_mode
 from cadenza.engine.plan import Plan
 from cadenza.engine.plan_changes import plan_changes, plan_in
@@ -39,7 +36,6 @@ from cadenza.loading.arguments import check_loader
 from cadenza.loading.hints import loader_hints
 from cadenza.loading.rebuilding import with_batch_size
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
-from cadenza.loading.sample_counts import batch_sizes
 from cadenza.optim import optimizers as updates
 from cadenza.optim import settings
 from cadenza.optim.extra_parameters import modules_of
@@ -96,6 +92,8 @@ class Recipe:
         self._facts: dict[str, Any] = {}  # what an adapter adds to the arguments that sinks get
         self._beforehand = beforehand
         self._names_ranks_after_s = checked_debugging(self.debug_ranks)  # None: calls of the ranks are not compared
+        self._run: Run | None = None  # that began last
+        self._last_progress: Progress | None = None  # of the last run that trained
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in _arguments(self))})"
@@ -106,45 +104,9 @@ class Recipe:
 
         return notebook_table(type(self).__name__, (), _arguments(self))
 
-    def calendar(self, until: str | int | None = None, *, resume: bool | str | PathLike[str] = False) -> Calendar:
-        """Return when each listener with a schedule is called, without training. Print it, or see `Calendar.rows`.
-
-        Hooks that depend on time, tokens, functions, or moments such as ``on_eval_end``, are named as not known beforehand.
-        Nothing is restored, written or locked. Each rank may call it alone, where it can read the checkpoint.
-
-        Args:
-            until: The point of the run up to which to list, such as ``"2 epochs"``, ``"500 steps"`` or ``"10%"``; None for the
-                whole run.
-            resume: List what ``fit(resume=...)`` calls: after the checkpoint, with the limits, the loader, the ``accumulate``
-                and the number of ranks of this trainer. Without a checkpoint, ``"auto"`` lists the whole run, and nothing if
-                the run is over.
-
-        Raises:
-            ScheduleError: `until` is no such length; or it is None, and the run has no known end; or a schedule does not work
-                with this run.
-            CheckpointError: No checkpoint can be used; or the loader has another number of batches than the run had.
-            DataError: The run cannot continue inside the epoch on this number of ranks.
-
-        >>> from cadenza.callbacks import LogTraining
-        >>> from cadenza.testing import tiny_trainer
-        >>> print(tiny_trainer(epochs=2, callbacks=[LogTraining("3 steps")]).calendar())
-        calendar of 2 epochs, 10 steps
-        on_step_end  LogTraining  every 3 steps  3 times: steps 3, 6, 9
-        called each time, by moment: on_setup 1, on_fit_start 1
-        """
-        check_resume(resume)
-        hooks, progress, several = self._hooks(), self._limits(self.loader), self.driver.world_size > 1
-        begins = self._beginning(resume, hooks, progress) if resume else Beginning()
-        sizes = partial(batch_sizes, None if several else self.loader)
-        return calendar_of(hooks, progress, self.accumulate, sizes, until, begins)
-
     def _hooks(self) -> Hooks:
         """Return a dispatch of the callbacks that are in the list now."""
         return Hooks(self.callbacks)
-
-    @abstractmethod
-    def _beginning(self, resume: bool | str | PathLike[str], hooks: Hooks, progress: Progress) -> Beginning:
-        """Move `hooks` and `progress` to the point at which ``fit(resume=...)`` continues, and return where that is."""
 
     @property
     def _own_optimizer(self) -> bool:

@@ -32,7 +32,7 @@ _PHASES = {
     ("cadenza.engine.evaluation", "evaluate"): "an evaluation",
     ("cadenza.engine.prediction", "predict"): "a prediction",
     ("cadenza.engine.loop", "begin"): "the start of the run",
-    ("cadenza.loops.fitting", "_begin"): "the start of the run",
+    ("cadenza.loops.part", "_set_up"): "the start of the run",
 }
 
 _COMMUNICATING = ("torch.distributed", "torch.nn.parallel.distributed", "cadenza.drivers.")

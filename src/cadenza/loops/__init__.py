@@ -1,1 +1,1 @@
-"""Loops of the user's own around the engine, and how every run begins and ends."""
+"""Custom loops around the engine, and how every run begins and ends."""

@@ -16,7 +16,6 @@ from cadenza.engine.loop import EPOCH, STEP, Training
 from cadenza.engine.verbs import StepVerbs
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loops.keeping import Kept
-from cadenza.loops.part import Part
 from cadenza.run import Run
 from cadenza.text.hints import advised
 
@@ -134,9 +133,9 @@ class Steps:
     ignored" and not raised. Two loops that take turns need ``with``.
     """
 
-    def __init__(self, part: Part, callbacks: list[BaseCallback], *, strict: bool) -> None:
+    def __init__(self, run: AbstractContextManager[Training], callbacks: list[BaseCallback], *, strict: bool) -> None:
         self._callbacks, self._strict = callbacks, strict
-        self._part: Part | None = part
+        self._part: AbstractContextManager[Training] | None = run
         """The run, until it is over."""
         self._training: Training | None = None
         self._kept: Kept | None = None
@@ -184,7 +183,7 @@ class Steps:
         training.session.step.owner = step = Step(self, training)  # `step` refers to these steps, and they not to it
         return step
 
-    def _begin(self, part: Part) -> Training:
+    def _begin(self, part: AbstractContextManager[Training]) -> Training:
         self._training = training = part.__enter__()
         self._thread = get_ident()
         if training.session.driver.world_size == 1:  # other ranks may be gone, or not know of the end
@@ -274,7 +273,7 @@ class Steps:
         if not _open:
             atexit.unregister(_end_at_exit)
         self._training.session.step.owner = self._training.session.step.raised = None
-        part.end(error)
+        part.__exit__(None if error is None else type(error), error, None)
 
 
 _open: WeakSet[Steps] = WeakSet()

@@ -13,6 +13,7 @@ from cadenza.drivers.agreeing import decided
 from cadenza.engine.session import UNDER_WAY
 from cadenza.errors import DirectoryError, DistributedError
 from cadenza.files.paths import local_path
+from cadenza.loops.part import elsewhere
 from cadenza.records.directory import OVER, RecordedRun
 from cadenza.records.reading import read_records
 from cadenza.trainer import Trainer
@@ -32,7 +33,7 @@ class ReplayStart(NamedTuple):
     def on_all_ranks(trainer: Trainer, run: str | PathLike[str], step: int) -> ReplayStart:
         """Return the start on all ranks, or raise an error on all of them. Every rank must call this."""
         _check_trainer(trainer)
-        start = lambda steps: ReplayStart.of(local_path(run), steps, trainer._elsewhere)  # noqa: E731
+        start = lambda steps: ReplayStart.of(local_path(run), steps, elsewhere(trainer.callbacks))  # noqa: E731
         return decided(trainer.driver.meeting, lambda: _checked(trainer, step), start, _failed)
 
     @staticmethod

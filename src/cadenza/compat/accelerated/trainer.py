@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from cadenza.checkpoint.starting import Start
 from cadenza.compat.absent import advise
 from cadenza.compat.accelerated.accelerate_folder import AccelerateState
 from cadenza.compat.accelerated.callbacks import (
@@ -335,8 +334,8 @@ class _NativeTrainer(NativeTrainer):
     restore: Callable[[Session], None] | None = None
     """Restores a state that is not a native checkpoint."""
 
-    def _begin(self, session: Session, start: Start, resume: object, *, strict: bool) -> None:
-        super()._begin(session, start, resume, strict=strict)
+    def _set_up(self, session: Session) -> None:
+        super()._set_up(session)
         if self.restore is not None:
             self.restore(session)
 
