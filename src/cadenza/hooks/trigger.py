@@ -21,7 +21,7 @@ from cadenza.hooks.counting import (
     reading_at,
     steps_until,
 )
-from cadenza.hooks.schedule import Schedule, When
+from cadenza.hooks.schedule import Schedule, When, lengths_in
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -58,7 +58,7 @@ class Trigger:
         self.last_step: int = last_step  # in which it was due, if it has two moments
         self.owed: bool = owed  # it is due at the next firing, by what came before a checkpoint
         self._ask_anew()
-        if before is not None and self._of is not None and not (owed or self.functions):
+        if before is not None and self._of is not None and not owed and lengths_in(self.schedule):
             self._take(*self.schedule.steady(before))  # it asks where it would have asked without the resume
 
     def change_length(self, at: Progress) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from cadenza import Run, Trainer
 from cadenza.adapters.transformers.flags import FLAGS
 from cadenza.callbacks import ClipGradients, Evaluate, LearningRate
+from tests.close import Close, closely
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate, which the trainer of transformers needs, is not installed")
@@ -58,17 +59,21 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, **acts: Act) -> None:
         self.acts = acts
-        self.rows: list[tuple[Any, ...]] = []
+        self.seen: list[tuple[Any, ...]] = []
+
+    @property
+    def rows(self) -> list[tuple[Any, ...]]:
+        return closely(self.seen)
 
     def see(self, name: str, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         given = keywords.get("logs") or keywords.get("metrics") or {}
         clock = ("runtime", "per_second")
-        numbers = {key: round(value, 5) for key, value in given.items() if not any(one in key for one in clock)}
+        numbers = {key: value for key, value in given.items() if not any(one in key for one in clock)}
         flags = [flag for flag in FLAGS if getattr(control, flag)]
-        best = None if state.best_metric is None else (round(state.best_metric, 5), state.best_global_step)
+        best = None if state.best_metric is None else (state.best_metric, state.best_global_step)
         limits = (state.max_steps, state.num_train_epochs, state.logging_steps, len(state.log_history))
         present = sorted(key for key, value in keywords.items() if value is not None)
-        self.rows.append((name, state.global_step, round(state.epoch, 5), numbers, flags, best, limits, present))
+        self.seen.append((name, state.global_step, state.epoch, numbers, flags, best, limits, present))
         if name in self.acts:
             self.acts[name](args, state, control)
 
@@ -147,4 +152,4 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     (file,) = folder.rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file)).Reload()
     tags = [tag for tag in events.Tags()["scalars"] if not any(clock in tag for clock in ("runtime", "per_second"))]
-    return {tag: [(one.step, round(one.value, 4)) for one in events.Scalars(tag)] for tag in tags}
+    return {tag: [(one.step, Close(one.value)) for one in events.Scalars(tag)] for tag in tags}
