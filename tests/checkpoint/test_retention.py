@@ -18,6 +18,8 @@ from cadenza.checkpoint.keeping import Keep, parts_of, rule_of
 from cadenza.checkpoint.retention import kept_by
 from cadenza.checkpoint.rules import Known, line_of
 from cadenza.checkpoint.store import Saved, Store
+from cadenza.checkpoint.store.files import LocalFiles
+from cadenza.checkpoint.store.manifest import MANIFEST
 from cadenza.errors import ScheduleError
 from cadenza.hooks import At, Between, Every, First, Last
 from cadenza.hooks.moments import Moment
@@ -252,6 +254,22 @@ def test_the_best_that_was_deleted_by_hand_is_reported(tmp_path: Path, caplog: p
     again.fit(resume="auto")
     assert "step-00000004, which Best('eval/acc', mode='max') kept, no longer exists" in caplog.text
     assert bests(again.callbacks[-1]) == {"eval/acc": ("step-00000008", 0.8)}  # type: ignore[arg-type]
+
+
+def test_a_save_reads_no_manifest_of_the_checkpoints_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, steps = LocalFiles.read, list[int]()
+
+    def noted(files: LocalFiles, path: str) -> bytes:
+        if path.endswith(MANIFEST):
+            steps.append(int(path.split("/")[0].removeprefix("step-")))
+        return read(files, path)
+
+    monkeypatch.setattr(LocalFiles, "read", noted)
+    rules = Best("eval/acc", 2, mode="max") | Last(3) | Every("2 steps")
+    scripted = Scripted(acc=[0.1, 0.5, 0.3, 0.2, 0.6, 0.4, 0.7, 0.0])
+    tiny_run(steps=8, callbacks=[scripted, Checkpoint("1 step", keep=rules, background=False)], directory=tmp_path)
+    assert set(steps) == {*range(1, 9)}
+    assert steps == sorted(steps)
 
 
 def test_notes_that_were_damaged_are_written_again(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cadenza.checkpoint.catalogue import Catalogue, Listed
 from cadenza.checkpoint.finding import checkpoint_at, not_opened, stores_at
 from cadenza.checkpoint.starting import openable_in, recovery_in
-from cadenza.checkpoint.store import Entry, Store
-from cadenza.checkpoint.store.checkpoints import on_line, only_branch
+from cadenza.checkpoint.store import Store
+from cadenza.checkpoint.store.checkpoints import only_branch
 from cadenza.errors import CheckpointError
 from cadenza.records.directory import RecordedRun
 from cadenza.status.branches import Branch
@@ -67,17 +68,12 @@ def _recovery_at(recorded: RecordedRun, step: int) -> Mapping[str, Any] | None:
     return recovery if step > first else None
 
 
-def _candidates(recorded: RecordedRun, elsewhere: Sequence[str]) -> Iterator[tuple[Store, Entry]]:
+def _candidates(recorded: RecordedRun, elsewhere: Sequence[str]) -> Iterator[Listed]:
     """Yield the checkpoints on the line of the present branch, newest first, and then the one at which the branch began."""
     stores, branch = stores_at(recorded.path, elsewhere)
-    found = [(store, entry) for store in stores for entry in store.entries()]
-    by_entry = {id(entry): store for store, entry in found}
-    if branch is None and found:
-        branch = only_branch((entry for _, entry in found), str(recorded.checkpoints))
-    if branch is not None:
-        entries = [entry for _, entry in found if entry.branch is None or entry.branch.run == branch.run]
-        for entry in on_line(entries, branch):
-            yield by_entry[id(entry)], entry
+    if branch is None:
+        branch = only_branch((entry for store in stores for entry in store.entries()), str(recorded.checkpoints))
+    yield from Catalogue(stores, branch).line()
     if (path := openable_in(recorded, elsewhere)) is not None and Path(path).parent != recorded.checkpoints.absolute():
         store, saved = checkpoint_at(path)
-        yield from ((store, entry) for entry in store.entries() if entry.saved == saved)
+        yield from (Listed(store, entry) for entry in store.entries() if entry.saved == saved)

@@ -11,6 +11,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cadenza.checkpoint.catalogue import Catalogue, Listed
 from cadenza.checkpoint.store import Branch, Entry, Saved, Store
 from cadenza.checkpoint.store.checkpoints import only_branch
 from cadenza.checkpoint.store.link_names import BEST, LAST
@@ -19,7 +20,6 @@ from cadenza.checkpoint.store.manifest import best_text, best_value
 from cadenza.errors import CheckpointError, nearest
 from cadenza.files.disk import read_object
 from cadenza.files.paths import local_text
-from cadenza.status.branches import Rank
 from cadenza.status.counting import some
 
 Which = str | PathLike[str]
@@ -115,7 +115,7 @@ def find_in(stores: Sequence[Store], branch: Branch | None, which: str, where: s
     if branch is None:
         stores = stores[:1]
         branch = only_branch(stores[0].entries(), str(stores[0].files))
-    line = _line(stores, branch)
+    line = Catalogue(stores, branch).line()
     if which == LAST:
         return _last(line, where, problem or _verified)
     return _best(line, which.removeprefix(BEST).removeprefix(":"), where, remark)
@@ -220,33 +220,9 @@ def checkpoint_at(path: str) -> tuple[Store, Saved | None]:
     return store, store.named(name) or linked(store, name)
 
 
-class _Ranked(NamedTuple):
-    """A checkpoint on the line of a branch."""
-
-    rank: Rank
-    store: Store
-    entry: Entry
-
-
-def _line(stores: Iterable[Store], branch: Branch) -> list[_Ranked]:
-    """Return the checkpoints on the line of a branch, newest first. One that is not readable is ordered by its step.
-
-    In a folder in which other runs save as well, a checkpoint that is not readable is not counted: it may be theirs.
-    """
-    found = []
-    for store in stores:
-        entries = store.entries()
-        alone = all(entry.branch is None or entry.branch.run == branch.run for entry in entries)
-        for entry in entries:
-            rank = branch.rank(entry.saved, entry.branch or branch)
-            if rank is not None and rank[0] and (alone or entry.branch is not None):
-                found.append(_Ranked(rank, store, entry))
-    return sorted(found, key=lambda one: one.rank, reverse=True)
-
-
-def _last(line: Sequence[_Ranked], where: str, problem: Problem) -> Found:
+def _last(line: Sequence[Listed], where: str, problem: Problem) -> Found:
     skipped = []
-    for _, store, entry in line:
+    for store, entry in line:
         why = problem(store, entry)
         if why is None:
             return Found(store, entry.saved)
@@ -259,12 +235,12 @@ def _verified(store: Store, entry: Entry) -> str | None:
     return store.problem(entry, exact=False)
 
 
-def _best(line: Sequence[_Ranked], monitor: str, where: str, remark: str) -> Found:
+def _best(line: Sequence[Listed], monitor: str, where: str, remark: str) -> Found:
     told, damaged = _told(line), ""
     choices = ", ".join(f"'best:{name}' ({best_text(one.fact)}, {one.fact['checkpoint']})" for name, one in told.items())
     if not told:
-        damaged = next((str(one.store.problem(one.entry)) for one in line if _is_damaged(one.entry)), "")
-        names = ", ".join(one.entry.saved.name for one in line)
+        damaged = next((str(one.store.problem(one.entry)) for one in line if one.is_damaged), "")
+        names = ", ".join(one.name for one in line)
         raise CheckpointError(
             f"no checkpoint in {where} is known as the best: {damaged or 'none was kept for its result'}. Give which='last' or "
             f"a name: there is {names}. Checkpoint(keep_best=('eval/acc', 'max')) keeps the best of a run.{remark}"
@@ -300,14 +276,15 @@ class _Told(NamedTuple):
     """The problem of a newer checkpoint that cannot be read and may say something else; empty if there is none."""
 
 
-def _told(line: Iterable[_Ranked]) -> dict[str, _Told]:
+def _told(line: Iterable[Listed]) -> dict[str, _Told]:
     """Return the best checkpoint by each monitor. The newest checkpoint of each writer tells it."""
     told: dict[str, _Told] = {}
     writers: set[tuple[str, str]] = set()
     doubt = ""
-    for _, store, entry in line:
+    for one in line:
+        store, entry = one
         if entry.manifest is None:
-            doubt = doubt or (str(store.problem(entry)) if _is_damaged(entry) else "")
+            doubt = doubt or (str(one.store.problem(entry)) if one.is_damaged else "")
             continue
         writer = (str(store.files), entry.manifest["run"])
         if writer in writers:
@@ -318,10 +295,6 @@ def _told(line: Iterable[_Ranked]) -> dict[str, _Told]:
             if other is None or _is_better(fact, other.fact):
                 told[fact["monitor"]] = _Told(store, fact, doubt)
     return told
-
-
-def _is_damaged(entry: Entry) -> bool:
-    return entry.manifest is None and not entry.is_unfinished
 
 
 def _is_better(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

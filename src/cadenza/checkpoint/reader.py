@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cadenza.checkpoint.store import Entry, Loaded, Saved, Store
+from cadenza.checkpoint.store.checkpoints import not_exact
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DistributedError
 
 if TYPE_CHECKING:
@@ -37,7 +37,11 @@ class Reader:
 
     def tried(self, store: Store, entry: Entry, *, exact: bool = True) -> Loaded | str:
         """Return a checkpoint's content; a sentence on why it cannot be used or, if `exact`, not be continued."""
-        return store.read_or_problem(entry, partial(self.read, store), exact=exact)
+        try:
+            manifest = store.manifest(entry.saved)
+            return (not_exact(entry.saved.name, manifest) if exact else None) or self.read(store, entry.saved)
+        except (CheckpointDamagedError, CheckpointFormatError) as error:
+            return str(error)
 
     def problem(self, store: Store, entry: Entry) -> str | None:
         """Return a sentence on why a checkpoint cannot be used; None if it can. It is read for this."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.checkpoint.keeping import Best, KeepRules, Kept
 from cadenza.checkpoint.rules import Known, Top, line_of
-from cadenza.checkpoint.store import Saved, Store
+from cadenza.checkpoint.store import Entry, Saved, Store
 from cadenza.checkpoint.store.link_names import BEST, LAST, best_link
 from cadenza.checkpoint.store.links import set_links
 from cadenza.engine.monitor import Monitor
@@ -92,18 +92,27 @@ class Retention:
         self.began: float = 0.0
         """The time at which the run began."""
         self._joined: dict[str, set[str]] = {}
+        self._there: list[Entry] = []
+        self._notes: tuple[bytes, Notes] = b"", {}
+        self._read: dict[str, tuple[Entry, Known]] = {}
         self._left: dict[str, list[dict[str, str]]] = {}
         """By checkpoint, the rules of callbacks that were in the list before, and are no longer."""
 
     # -- the checkpoints that exist -----------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read the checkpoints of these callbacks."""
-        ranked = self.store.ranked()
+        """Read the checkpoints of these callbacks, as far as they are new."""
+        self._there = self.store.known()
+        ranked = self.store.ranked(self._there)
         times = [one for entry, _ in ranked if isinstance(one := (entry.manifest or {}).get("time"), int | float)]
-        known = [Known.of(entry, rank, min(times), self._joined.get(entry.saved.name, ())) for entry, rank in ranked]
-        own = [one for one in known if one.owners & self.members.keys()]
-        self.known = [self._with_earlier(one) for one in own]
+        began, before = min(times, default=0.0), self._read
+        self._read = {
+            entry.saved.name: held
+            if (held := before.get(entry.saved.name)) is not None and held[0] is entry
+            else (entry, self._with_earlier(Known.of(entry, rank, began, self._joined.get(entry.saved.name, ()))))
+            for entry, rank in ranked
+        }
+        self.known = [one for _, one in self._read.values() if one.owners & self.members.keys()]
 
     def begin(self) -> tuple[list[str], list[str]]:
         """Read the folder, for a run that begins or continues.
@@ -141,6 +150,7 @@ class Retention:
         if found is None or not new:
             return False
         self._joined.setdefault(name, set()).update(new)
+        del self._read[name]
         return True
 
     # -- results -----------------------------------------------------------------------------------
@@ -179,7 +189,7 @@ class Retention:
         """Return the best checkpoint by each rule as plain data: monitor, mode, value, step, checkpoint, averaged weights."""
         found = []
         for member in self.members.values():
-            line = self._line_of(member)
+            line = self._line_of(member) if member.watching else []
             for one in member.watching:
                 for top in [*one.top.keeps(line)][:1]:
                     data = one.monitor.best_data(value=top.values[one.top.name], step=top.saved.step)
@@ -193,12 +203,13 @@ class Retention:
 
     def kept(self) -> dict[str, list[dict[str, str]]]:
         """Return the callbacks and rules that keep each checkpoint, by its name."""
-        kept = {one.name: list(by) for one in self.known if (by := self._left.get(one.name))}
+        own = {one.saved.name for one in self.known}
+        kept = {name: list(by) for name, by in self._left.items() if by and name in own}
         for member in self.members.values():
             line = [one for one in self.known if member.name in one.owners] if member.keep.keeps_all else self._line_of(member)
             for text, rule in member.rules:
                 for one in rule.keeps(line):
-                    kept.setdefault(one.name, []).append({"callback": member.name, "rule": text})
+                    kept.setdefault(one.saved.name, []).append({"callback": member.name, "rule": text})
         return kept
 
     def apply(self, newest: Saved | None = None) -> list[str]:
@@ -215,11 +226,11 @@ class Retention:
         self.under_way = None
         self.read()
         kept = self.kept()
-        resumable = self.store.newest_whole()
+        resumable, own = self.store.newest_whole(self._there), {one.saved.name for one in self.known}
         for one in (newest, resumable):
-            if one is not None and any(one.name == known.name for known in self.known):
+            if one is not None and one.name in own:
                 kept.setdefault(one.name, [{"callback": "", "rule": NEWEST}])
-        gone = [one.name for one in sorted(self.known, key=lambda one: one.rank) if one.name not in kept]
+        gone = [one.saved.name for one in self.known if one.saved.name not in kept]
         problem = None
         try:
             set_links(self.store, self.links(kept), gone)
@@ -227,7 +238,7 @@ class Retention:
             problem = error
         self._note(kept, gone)
         self.store.delete(gone)
-        self.known = [one for one in self.known if one.name in kept]
+        self.known = [one for one in self.known if one.saved.name in kept]
         if problem is not None:
             raise problem
         return gone
@@ -237,7 +248,7 @@ class Retention:
 
         ``best`` is that of the first rule; of several rules, each has its own as well.
         """
-        line = [one.name for one in line_of(self.known) if not one.abandoned and one.name in kept]
+        line = [one.saved.name for one in line_of(self.known) if one.rank[0] and one.saved.name in kept]
         bests = [(one["monitor"], one["checkpoint"]) for one in self.bests() if one["checkpoint"] in kept]
         links = {best_link(monitor): name for monitor, name in reversed(bests)} if self._rules_of_best > 1 else {}
         if bests and BEST in self.sets:
@@ -287,24 +298,35 @@ class Retention:
     def _note(self, kept: Mapping[str, Any], gone: Collection[str]) -> None:
         """Write which rules keep which checkpoints, for other processes and for a resume."""
         with _WRITING:  # another retention of this process may write to the same folder
-            facts = noted(self.store)
-            there = {saved.name for saved in self.store.saved()} - {*gone}
+            facts = noted(self.store, self._notes)
+            there = {*self.store.files.folders()} - {*gone}
             notes = {name: one for name, one in facts["checkpoints"].items() if name in there}
             for name, reasons in kept.items():
                 notes[name] = {"asked_by": sorted(self._joined.get(name, ())), "kept_by": reasons}
             content = {"callbacks": {**facts["callbacks"], **self._texts()}, "checkpoints": notes}
-            self.store.files.put(self.store.notes, json.dumps(content, indent=1).encode())
+            self._notes = json.dumps(content).encode(), content
+            self.store.files.put(self.store.notes, self._notes[0])
 
 
-def noted(store: Store) -> dict[str, dict[str, Any]]:
+Notes = dict[str, dict[str, Any]]
+
+
+def noted(store: Store, known: tuple[bytes, Notes] = (b"", {})) -> Notes:
     """Return which rules keep which checkpoints of the store's run, as its last save noted it.
+
+    Args:
+        store: The store.
+        known: The content of the notes that the caller wrote last, and what it says.
 
     Returns:
         ``callbacks``: the rules of each callback. ``checkpoints``: by name, ``asked_by`` and ``kept_by``. Empty without notes.
     """
     content: Any = None
     with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(store.files.read(store.notes))
+        written = store.files.read(store.notes)
+        if written == known[0]:
+            return known[1]
+        content = json.loads(written)
     parts = content if isinstance(content, dict) else {}
     callbacks, checkpoints = (one if isinstance(one := parts.get(key), dict) else {} for key in ("callbacks", "checkpoints"))
     return {

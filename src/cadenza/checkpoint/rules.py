@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from cadenza.checkpoint.store import Entry, Saved
@@ -104,9 +105,9 @@ def line_of(known: Iterable[Known]) -> list[Known]:
     Of a step that was saved again, it is the last one at which a run can continue. It has the results and owners of all.
     """
     steps: dict[tuple[int, ...], list[Known]] = {}
-    for one in sorted(known, key=lambda one: one.rank):
+    for one in sorted(known, key=attrgetter("rank")):
         steps.setdefault(one.rank[:-1], []).append(one)
-    return [_joined(alike) for alike in steps.values()]
+    return [alike[0] if len(alike) == 1 else _joined(alike) for alike in steps.values()]
 
 
 class Rule(Protocol):

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from cadenza.checkpoint.catalogue import Catalogue, Listed
 from cadenza.checkpoint.finding import checkpoint_at
 from cadenza.checkpoint.reader import Reader
 from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
-from cadenza.checkpoint.store.checkpoints import on_line, only_branch
+from cadenza.checkpoint.store.checkpoints import only_branch
 from cadenza.checkpoint.store.files import absolute_path
 from cadenza.errors import CheckpointError
 from cadenza.files.paths import is_local, local_text
@@ -83,15 +84,15 @@ def at_path(
     Raises:
         CheckpointError: The checkpoint cannot be used.
     """
-    loaded, known = _read(path, reader or Reader()), _Checkpoints(directory, elsewhere)
+    loaded, known = _read(path, reader or Reader()), _catalogue(directory, elsewhere)
     wrote, present = Branch.of(loaded.manifest, loaded.manifest["run"]), known.branch
     point = wrote.point(loaded.name)
     rank = present.rank(point.saved, wrote)
     on_present_line = wrote.run == present.run and rank is not None and rank[0] == 1
-    newer = [one for one in known.line() if rank is None or (one.rank_on(present) or rank) > rank]
+    newer = [one for one in known.line() if rank is None or (one.rank(present) or rank) > rank]
     if on_present_line and not newer and recovery is None:
         return Start(replace(present, at=loaded.name), loaded, path_in(directory), recovery=recovery_in(directory))
-    used = known.are_used(directory)
+    used = _are_used(known, directory)
     branch = Branch(present.run, known.next_number if used else 0, (*wrote.ancestors, point), loaded.name)
     return Start(branch, loaded, absolute_path(path), present.number if used else None, recovery)
 
@@ -102,10 +103,10 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
     Raises:
         CheckpointError: No existing checkpoint can be used, and a new start would waste one.
     """
-    known, path, begun_at = _Checkpoints(directory, elsewhere), path_in(directory), openable_in(directory, elsewhere)
+    known, path, begun_at = _catalogue(directory, elsewhere), path_in(directory), openable_in(directory, elsewhere)
     branch, line, skipped = known.branch, known.line(), list[str]()
     own = [one for one in line if one.entry.branch is None or one.entry.branch.number == branch.number]
-    begun = [one for one in line if one.is_at(branch)]
+    begun = [one for one in line if _begins(branch, one)]
     reader = reader or Reader()
     loaded = (
         _first(own, skipped, reader)
@@ -117,7 +118,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
         logger.warning("skipped a checkpoint: %s", reason)
     if loaded is not None:
         return Start(replace(branch, at=loaded.name), loaded, path, recovery=recovery_in(directory))
-    lost = known.unusable(reader)
+    lost = [_unusable(one, reader) for one in known.all]
     is_over = ended_in(directory) is not None
     if any(one.wasted(is_over=is_over) for one in lost):
         lines = "\n  ".join(one.why for one in lost)
@@ -134,7 +135,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
             f"the run in {str(directory.path)!r} began at {path!r} and saved nothing itself, but that checkpoint {why}. "
             "Name another one with fit(resume=PATH), or give another directory=."
         )
-    if not known.are_used(directory):
+    if not _are_used(known, directory):
         return Start(branch)
     return Start(Branch(branch.run, known.next_number), None, None, branch.number, lost=tuple(one.why for one in lost))
 
@@ -177,7 +178,7 @@ def newest_good(
 
     Only the line of the present branch counts; with `whole_epochs`, only checkpoints between two epochs. None: there is none.
     """
-    for one in _Checkpoints(directory, elsewhere).line():
+    for one in _catalogue(directory, elsewhere).line():
         manifest = one.entry.manifest
         if one.entry.saved.step > step or manifest is None or one.store.problem(one.entry) is not None:
             continue
@@ -186,23 +187,8 @@ def newest_good(
         if whole_epochs and reached.batch_in_epoch:
             continue
         if all_finite(weight for weight in loaded.model.values() if isinstance(weight, Tensor)):
-            return f"{one.store.files}/{one.entry.saved.name}", reached
+            return one.path, reached
     return None
-
-
-class _Found(NamedTuple):
-    """A checkpoint and its store."""
-
-    store: Store
-    entry: Entry
-
-    def rank_on(self, branch: Branch) -> Any:
-        return branch.rank(self.entry.saved, self.entry.branch or branch)
-
-    def is_at(self, branch: Branch) -> bool:
-        """Return whether `branch` began at this checkpoint."""
-        wrote = self.entry.branch
-        return bool(wrote and branch.ancestors and wrote.point(self.entry.saved.name) == branch.ancestors[-1])
 
 
 class _Unusable(NamedTuple):
@@ -214,58 +200,40 @@ class _Unusable(NamedTuple):
         return self.kind == "damaged" if is_over else self.kind in ("damaged", "weights only", "abandoned")
 
 
-class _Checkpoints:
-    """The checkpoints of a run, in all folders and URLs that it saves to.
+def _catalogue(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> Catalogue:
+    """Return the checkpoints of a run.
 
     Args:
         directory: The run's directory, if it has one.
-        elsewhere: Further folders and URLs. Other runs may save there as well, so only the checkpoints of this run count.
+        elsewhere: Further folders and URLs.
     """
+    own = [Store(directory.checkpoints)] if directory is not None else []
+    others = [store for store in map(Store, elsewhere) if str(store.files) not in map(str, own)]
+    return Catalogue([*own, *others], _present(directory, own[0].entries() if own else []))
 
-    def __init__(self, directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> None:
-        own = [Store(directory.checkpoints)] if directory is not None else []
-        self.stores = [*own, *(store for store in map(Store, elsewhere) if str(store.files) not in map(str, own))]
-        read = [(store, store.entries()) for store in self.stores]
-        self.branch = _present(directory, read[0][1] if own else [])
-        self.found = [_Found(store, entry) for store, entries in read for entry in entries if self._counts(entry, entries)]
 
-    def _counts(self, entry: Entry, beside: list[Entry]) -> bool:
-        """Return whether this run wrote a checkpoint. An unreadable one counts as well, unless other runs save there."""
-        if entry.branch is not None:
-            return entry.branch.run == self.branch.run
-        return all(one.branch is None or one.branch.run == self.branch.run for one in beside)
+def _are_used(known: Catalogue, directory: RecordedRun | None) -> bool:
+    """Return whether an earlier start of the run left checkpoints, facts or rows."""
+    return bool(known.all) or (
+        directory is not None and (directory.previous is not None or branch_files.has_rows(directory.path))
+    )
 
-    @property
-    def next_number(self) -> int:
-        """The number for a new branch."""
-        return 1 + max([self.branch.number, *(one.entry.branch.number for one in self.found if one.entry.branch is not None)])
 
-    def are_used(self, directory: RecordedRun | None) -> bool:
-        """Return whether an earlier start of the run left checkpoints, facts or rows."""
-        return bool(self.found) or (
-            directory is not None and (directory.previous is not None or branch_files.has_rows(directory.path))
-        )
+def _unusable(one: Listed, reader: Reader) -> _Unusable:
+    """Return the reason why a checkpoint cannot be used, if none on the line can."""
+    manifest, problem = one.entry.manifest, reader.problem(one.store, one.entry)
+    if manifest is None or problem is not None:
+        return _Unusable(str(problem), "unfinished" if one.entry.is_unfinished else "damaged")
+    problem = one.store.problem(one.entry)
+    if problem is None:
+        return _Unusable(f"{one.name}: abandoned when the run was rolled back", "abandoned")
+    return _Unusable(problem, "weights only" if manifest.get("weights_only") else "not exact")
 
-    def line(self) -> list[_Found]:
-        """Return the checkpoints on the line of the present branch, newest first."""
-        by_entry = {id(one.entry): one for one in self.found}
-        return [by_entry[id(entry)] for entry in on_line([one.entry for one in self.found], self.branch)]
 
-    def unusable(self, reader: Reader) -> list[_Unusable]:
-        """Return the reason for each checkpoint why it cannot be used. Call it if none on the line can."""
-        return [self._unusable(one, reader) for one in self.found]
-
-    def _unusable(self, one: _Found, reader: Reader) -> _Unusable:
-        manifest, problem = one.entry.manifest, reader.problem(one.store, one.entry)
-        if manifest is None or problem is not None:
-            return _Unusable(str(problem), "unfinished" if one.entry.is_unfinished else "damaged")
-        problem = one.store.problem(one.entry)
-        if problem is None:
-            return _Unusable(f"{one.entry.saved.name}: abandoned when the run was rolled back", "abandoned")
-        return _Unusable(problem, "weights only" if manifest.get("weights_only") else "not exact")
-
-    def __str__(self) -> str:
-        return ", ".join(str(store.files) for store in self.stores)
+def _begins(branch: Branch, one: Listed) -> bool:
+    """Return whether a branch began at a checkpoint."""
+    wrote = one.entry.branch
+    return bool(wrote and branch.ancestors and wrote.point(one.name) == branch.ancestors[-1])
 
 
 def _present(directory: RecordedRun | None, entries: list[Entry]) -> Branch:
@@ -277,7 +245,7 @@ def _present(directory: RecordedRun | None, entries: list[Entry]) -> Branch:
     return found if found.run else Branch(uuid.uuid4().hex)
 
 
-def _first(found: Iterable[_Found], skipped: list[str], reader: Reader, *, exact: bool = True) -> Loaded | None:
+def _first(found: Iterable[Listed], skipped: list[str], reader: Reader, *, exact: bool = True) -> Loaded | None:
     """Return the first usable checkpoint. Append the reasons why earlier ones were skipped to `skipped`."""
     for one in found:
         tried = reader.tried(one.store, one.entry, exact=exact)

@@ -217,7 +217,7 @@ def state_of(triggers: Iterable[Trigger], at: Progress) -> dict[str, Any]:
     It is that of the trigger which asked last. For the others, nothing was due since they asked.
     """
     state: dict[str, Any] = {}
-    for trigger in triggers:
+    for trigger in (one for one in triggers if one.functions or one.schedule.lengths):  # others have no need of the past
         reading = trigger.before or trigger.between(at.origin, at)
         counts = {name: count for name, count in reading.counts.items() if kept(name)}
         own = {"counts": counts, "in_epoch": reading.in_epoch, "batches": reading.batches, "begun": reading.begun}

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -50,11 +50,8 @@ class Entry(NamedTuple):
     """The manifest; None if it cannot be read."""
     is_unfinished: bool = False
     """Whether the write was killed, on storage without atomic renames."""
-
-    @property
-    def branch(self) -> Branch | None:
-        """The branch that wrote the checkpoint; None if unknown."""
-        return None if self.manifest is None else Branch.of(self.manifest, self.manifest["run"])
+    branch: Branch | None = None
+    """The branch that wrote the checkpoint; None if unknown."""
 
 
 class Store:
@@ -72,6 +69,7 @@ class Store:
         self.branch: Branch = branch or Branch(owner_of(run))
         self._parent = self.branch.at
         self._whole: set[str] = set()  # the checkpoints that this store has written or verified
+        self._read: dict[str, Entry] = {}  # by name: a manifest that was read does not change
         self._tag = re.sub(r"\W", "", run)[:12]
         self.notes: str = f".kept-{self._tag}.json"
         """The file in which the run notes which rules keep which checkpoints."""
@@ -84,20 +82,31 @@ class Store:
         """Return all of `saved` with their manifests; their other files are not read."""
         return [self._entry(saved) for saved in self.saved()]
 
+    def known(self) -> list[Entry]:
+        """Return `entries`, for the process that writes: a manifest that it has read is not read again."""
+        folders = self.files.folders()
+        new = [self._entry(saved) for name in folders if name not in self._read and (saved := Saved.named(name)) is not None]
+        before = [self._read[name] for name in folders if name in self._read]
+        self._read = {entry.saved.name: entry for entry in (*before, *new) if entry.manifest is not None}
+        return [*before, *new]
+
     def named(self, name: str) -> Saved | None:
         """Return the checkpoint of this name, verified or not; None if there is none."""
         return next((saved for saved in self.saved() if saved.name == name), None)
 
-    def ranked(self) -> list[tuple[Entry, Rank]]:
-        """Return the readable checkpoints of the run that writes, in its order: abandoned ones first."""
-        own = [one for one in self.entries() if one.branch is not None and one.branch.run == owner_of(self.run)]
+    def ranked(self, entries: Iterable[Entry] | None = None) -> list[tuple[Entry, Rank]]:
+        """Return the readable checkpoints of the run that writes, in its order: abandoned ones first. None: of `known`."""
+        entries = self.known() if entries is None else entries
+        own = [one for one in entries if one.branch is not None and one.branch.run == owner_of(self.run)]
         ranked = [(one, rank) for one in own if one.branch and (rank := self.branch.rank(one.saved, one.branch)) is not None]
         return sorted(ranked, key=lambda pair: pair[1])
 
     def next_name(self, step: int) -> Saved:
         """Return the next checkpoint of a step. Its name is new: earlier checkpoints of the step stay."""
-        again = 1 + max((saved.again for saved in self.saved() if saved.step == step), default=0)
-        return Saved(step, again, f"step-{step:08d}" + (f"-{again}" if again > 1 else ""))
+        name = f"step-{step:08d}"
+        alike = [Saved.named(folder) for folder in self.files.folders() if folder[: len(name)] == name]
+        again = 1 + max((saved.again for saved in alike if saved is not None and saved.step == step), default=0)
+        return Saved(step, again, name + (f"-{again}" if again > 1 else ""))
 
     def write(self, content: Content) -> Saved:
         """Write a checkpoint. It appears whole and survives a power cut, or it does not appear.
@@ -194,20 +203,6 @@ class Store:
         self._whole.add(saved.name)
         return loaded
 
-    def read_or_problem(self, entry: Entry, read: Callable[[Saved], Loaded], *, exact: bool = True) -> Loaded | str:
-        """Return a checkpoint's content; a sentence on why it cannot be used or, if `exact`, not be continued.
-
-        Args:
-            entry: The checkpoint.
-            read: Reads it, as `read` of this store does.
-            exact: See `latest`.
-        """
-        try:
-            manifest = self.manifest(entry.saved)
-            return (_not_exact(entry.saved.name, manifest) if exact else None) or read(entry.saved)
-        except (CheckpointDamagedError, CheckpointFormatError) as error:
-            return str(error)
-
     def latest(self, *, exact: bool = True, branch: Branch | None = None) -> tuple[Saved | None, list[str]]:
         """Return the newest checkpoint of a branch that verifies, and the reason why each newer one was skipped.
 
@@ -234,18 +229,19 @@ class Store:
             manifest = self.verify(entry.saved)
         except (CheckpointDamagedError, CheckpointFormatError) as error:
             return str(error)
-        return _not_exact(entry.saved.name, manifest) if exact else None
+        return not_exact(entry.saved.name, manifest) if exact else None
 
-    def newest_whole(self) -> Saved | None:
+    def newest_whole(self, entries: Iterable[Entry] | None = None) -> Saved | None:
         """Return the newest checkpoint of the branch that writes at which a run can continue; None if there is none.
 
         The files of a checkpoint that this store has written or verified are not read again: their sizes are compared.
         """
-        for entry in on_line(self.entries(), self.branch):
-            if entry.saved.name not in self._whole:
+        for entry in on_line(self.known() if entries is None else entries, self.branch):
+            name = entry.saved.name
+            if name not in self._whole:
                 problem = self.problem(entry)
-            elif entry.manifest is not None:
-                problem = _not_exact(entry.saved.name, entry.manifest) or self._other_sizes(entry.saved.name, entry.manifest)
+            elif (manifest := self._entry(entry.saved).manifest) is not None:
+                problem = not_exact(name, manifest) or self._other_sizes(name, manifest)
             else:
                 problem = "its manifest cannot be read"
             if problem is None:
@@ -310,8 +306,8 @@ class Store:
 
     def _new_folder(self, content: Content) -> str:
         """Create the folder to write in, and return its name. It is hidden if a rename commits it, else the manifest does."""
-        name = self.next_name(int(content.facts["step"])).name
-        folder = self.hidden("tmp", name) if self.files.atomic else name
+        step = int(content.facts["step"])
+        folder = self.hidden("tmp", f"step-{step:08d}") if self.files.atomic else self.next_name(step).name
         self.files.make(folder, lasting=not self.files.atomic)  # a name that a rename replaces need not last
         if not self.files.atomic:
             self.files.write(f"{folder}/{OWNER}", self.run.encode())  # first: after a kill it names the writer of the folder
@@ -338,6 +334,7 @@ class Store:
                 self.files.rename(folder, saved.name)
         self._parent = saved.name
         self._whole.add(saved.name)
+        self._read.pop(saved.name, None)  # another one had the name, and was deleted by somebody else
         return saved
 
     def _discard(self, folder: str) -> None:
@@ -346,12 +343,13 @@ class Store:
 
     def _entry(self, saved: Saved) -> Entry:
         try:
-            return Entry(saved, self.manifest(saved))
+            manifest = self.manifest(saved)
+            return Entry(saved, manifest, branch=Branch.of(manifest, manifest["run"]))
         except (CheckpointDamagedError, CheckpointFormatError) as error:
             return Entry(saved, None, isinstance(error, CheckpointUnfinishedError) and not self.files.atomic)
 
 
-def _not_exact(name: str, manifest: Mapping[str, Any]) -> str | None:
+def not_exact(name: str, manifest: Mapping[str, Any]) -> str | None:
     """Return a sentence on why a run cannot continue at a checkpoint; None if it can."""
     if manifest.get("weights_only"):
         return f"{name}: it holds weights only"

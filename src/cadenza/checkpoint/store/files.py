@@ -104,7 +104,7 @@ class LocalFiles:
     def folders(self) -> list[str]:
         if not self.root.is_dir():
             return []
-        return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir() or entry.is_symlink())
+        return sorted([entry.name for entry in os.scandir(self.root) if entry.is_dir() or entry.is_symlink()])
 
     def read(self, path: str) -> bytes:
         with open_regular(self.root / path, follow=False) as file:

@@ -34,10 +34,12 @@ def set_links(store: Store, targets: Mapping[str, str], gone: Collection[str] = 
     Raises:
         OSError: A link cannot be set.
     """
-    present, there = store.files.links(), {saved.name for saved in store.saved()} - {*gone}
+    present = store.files.links()
     for name, target in targets.items():
         if present.get(name) != target:
             store.files.link(name, target)
-    for name, target in present.items():
-        if name not in targets and target not in there:
-            store.files.unlink(name)
+    if others := present.keys() - targets.keys():
+        there = {saved.name for saved in store.saved()} - {*gone}
+        for name in others:
+            if present[name] not in there:
+                store.files.unlink(name)
