@@ -18,6 +18,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import ClipGradients, Evaluate, LearningRate
 from cadenza.engine.session import session_of
 from cadenza.optim import stepping
+from cadenza.optim.optimizers import fuse
 from cadenza.optim.precision import BackwardPass, precision_of
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
 
@@ -296,6 +297,11 @@ def has_gone_through_torchs_wrapper(optimizer: Optimizer, monkeypatch: pytest.Mo
     return any(one.startswith("Optimizer.step#") for one in names)
 
 
+def fused_by_choice(optimizer: Optimizer) -> Optimizer:
+    fuse(optimizer)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -303,6 +309,8 @@ def has_gone_through_torchs_wrapper(optimizer: Optimizer, monkeypatch: pytest.Mo
         pytest.param(lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, nesterov=True), id="momentum"),
         pytest.param(lambda given: torch.optim.AdamW(given, lr=0.1), id="AdamW"),
         pytest.param(lambda given: torch.optim.AdamW(given, lr=0.1, fused=True), id="fused AdamW"),
+        pytest.param(lambda given: fused_by_choice(torch.optim.AdamW(given, lr=0.1)), id="AdamW of a function"),
+        pytest.param(lambda given: fused_by_choice(torch.optim.SGD(given, lr=0.1, momentum=0.9)), id="momentum of a function"),
         pytest.param(lambda given: torch.optim.Adam(given, lr=0.1, amsgrad=True, foreach=True), id="foreach Adam"),
         pytest.param(lambda given: torch.optim.RMSprop(given, lr=0.1, centered=True), id="RMSprop"),
         pytest.param(lambda given: torch.optim.Adagrad(given, lr=0.1), id="Adagrad"),

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from cadenza.drivers.sharding import is_sharded
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import settings_of
+from cadenza.optim.stepping import made_fit
 from cadenza.status.signatures import signature_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]
@@ -140,7 +141,7 @@ def why_not_fused(optimizer: Optimizer, model: nn.Module, device_type: str | Non
     if type(optimizer) is SGD and not any(group["momentum"] or group["weight_decay"] for group in optimizer.param_groups):
         return ""
     if type(optimizer) is SGD and any(group["dampening"] for group in optimizer.param_groups):
-        return "dampening is not 0"  # see `_with_momentum`
+        return "dampening is not 0"  # see `made_fit`
     if type(optimizer) in (SGD, Adagrad) and any(getattr(module, "sparse", False) is True for module in model.modules()):
         return "the model has sparse gradients"
     return next((reason for one in _held(optimizer) if (reason := _unfit(one, where, device_type or one.device.type))), None)
@@ -157,7 +158,7 @@ def fuse(optimizer: Optimizer) -> None:
         settings["fused"] = True
     if optimizer.state:  # Adagrad has state from the start: loading converts it for the fused update
         load_state(optimizer, optimizer.state_dict())
-    optimizer.register_step_pre_hook(_made_fit)
+    optimizer.register_step_pre_hook(made_fit)
 
 
 def notes(optimizers: Iterable[Optimizer], model: nn.Module, *, own: bool, device_type: str | None = None) -> list[str]:
@@ -193,7 +194,7 @@ def fused_by_choice(optimizers: Iterable[Optimizer]) -> list[str]:
 
 
 def _is_chosen(optimizer: Optimizer) -> bool:
-    return _made_fit in optimizer._optimizer_step_pre_hooks.values()
+    return made_fit in optimizer._optimizer_step_pre_hooks.values()
 
 
 def loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -250,42 +251,6 @@ def changed_by_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> str | 
     if was == fused(optimizer):
         return None
     return f"{type(optimizer).__name__} continues {'fused' if was else 'not fused'}, as in the checkpoint, for the same bits"
-
-
-def _made_fit(optimizer: Optimizer, *_: object) -> None:
-    """Copy gradients into the memory order of their weights. Turn fusing off for gradients of another kind."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.is_sparse or gradient.dtype is not parameter.dtype:
-                for each in optimizer.param_groups:
-                    each["fused"] = None
-                return
-            if gradient.stride() != parameter.stride() and not _alike(gradient, parameter):
-                parameter.grad = torch.empty_like(parameter).copy_(gradient)
-    if type(optimizer) is SGD:
-        for group in optimizer.param_groups:
-            if group["momentum"]:
-                _with_momentum(optimizer, group["params"])
-
-
-def _with_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Give weights that are trained for the first time a momentum of 0, if others have one already.
-
-    The fused SGD of torch needs a momentum for all weights or for none. Without dampening the result is the same: the first
-    momentum is the gradient.
-    """
-    fresh = [one for one in parameters if one.grad is not None and optimizer.state[one].get("momentum_buffer") is None]
-    if fresh and any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
-        for parameter in fresh:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape have the same memory order. Strides of dimensions of size 1 are ignored."""
-    return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size > 1)
 
 
 def _unfit(parameter: Tensor, where: tuple[str, ...], device_type: str) -> str | None:

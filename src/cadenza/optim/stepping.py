@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -50,10 +51,10 @@ def step(optimizer: Optimizer) -> None:
     """Do what ``optimizer.step()`` does, at half of its cost on a small model.
 
     torch wraps ``step`` of each optimizer class: the wrapper opens a record for the profiler and calls hooks. If there is no
-    profiler and no hook, and the method is one of ``torch.optim``, the function inside the wrapper is called. A scheduler of
-    torch wraps ``step`` of the instance, to note that it was called: the same note is made. In any other case
-    ``optimizer.step()`` is called: for a profiler, for hooks of this optimizer or of all, and for a class or an instance with a
-    ``step`` of its own.
+    profiler and no hook but those of Cadenza, and the method is one of ``torch.optim``, the function inside the wrapper is
+    called. A scheduler of torch wraps ``step`` of the instance, to note that it was called: the same note is made. In any other
+    case ``optimizer.step()`` is called: for a profiler, for hooks of this optimizer or of all, and for a class or an instance
+    with a ``step`` of its own.
     """
     method = getattr(type(optimizer), "step", None)
     inner, own = _inside(method), optimizer.__dict__.get("step")
@@ -62,6 +63,8 @@ def step(optimizer: Optimizer) -> None:
         return
     if own is not None:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+    if made_fit in optimizer._optimizer_step_pre_hooks.values():
+        made_fit(optimizer)
     inner(optimizer)
 
 
@@ -85,9 +88,48 @@ def _is_tracker(own: Any, optimizer: Optimizer, method: Any) -> bool:
 
 def _is_observed(optimizer: Optimizer) -> bool:
     return (
-        any(type(one) is not StepGuard for one in optimizer._optimizer_step_pre_hooks.values())
+        any(type(one) is not StepGuard and one is not made_fit for one in optimizer._optimizer_step_pre_hooks.values())
         or bool(optimizer._optimizer_step_post_hooks)
         or any(_GLOBAL_HOOKS)
         or torch.autograd.profiler._is_profiler_enabled
         or torch._C._autograd._profiler_enabled()
     )
+
+
+def made_fit(optimizer: Optimizer, *_: object) -> None:
+    """Copy gradients into the memory order of their weights. Turn fusing off for gradients of another kind.
+
+    This is a hook of the optimizers that `cadenza.optim.optimizers.fuse` fused; `step` calls it without torch's wrapper.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse or gradient.dtype is not parameter.dtype:
+                for each in optimizer.param_groups:
+                    each["fused"] = None
+                return
+            if gradient.stride() != parameter.stride() and not _alike(gradient, parameter):
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    if type(optimizer) is SGD:
+        for group in optimizer.param_groups:
+            if group["momentum"]:
+                _with_momentum(optimizer, group["params"])
+
+
+def _with_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Give weights that are trained for the first time a momentum of 0, if others have one already.
+
+    The fused SGD of torch needs a momentum for all weights or for none. Without dampening the result is the same: the first
+    momentum is the gradient.
+    """
+    fresh = [one for one in parameters if one.grad is not None and optimizer.state[one].get("momentum_buffer") is None]
+    if fresh and any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
+        for parameter in fresh:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape have the same memory order. Strides of dimensions of size 1 are ignored."""
+    return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size > 1)
