@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, notes_of
+from cadenza.hooks.counting import counting_of
 from cadenza.hooks.fan_out import ACTING, Calls, Failed, Scene, fan_out, profiled_fan_out
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
@@ -379,13 +380,14 @@ def _elsewhere(of: Scene) -> Scene:
 
 
 _RAISED = "raised in "
-_LATE: list[Moment] = [
+_IN_STEPS: list[Moment] = [
     moment
-    for name, moment in moments_of(Callback).items()
-    if name in ("on_fetch_start", "on_fetch_end", "on_batch_end", "on_step_end") or name.startswith(("on_before", "on_after"))
+    for moment in moments_of(Callback).values()
+    if (counting := counting_of(moment)).unit in ("step", "batch") and not counting.main_only
 ]
-"""The moments of a step after a forward pass."""
-_IN_STEPS: list[Moment] = [Callback.on_step_start, Callback.on_batch_start, *_LATE]
+"""The moments of a step on all ranks, which declare that they count steps or batches."""
+_LATE: list[Moment] = [one for one in _IN_STEPS if one not in (Callback.on_step_start, Callback.on_batch_start)]
+"""Those after the start of its batches."""
 
 
 def _is_wrong_argument(error: Exception, where: str) -> bool:
