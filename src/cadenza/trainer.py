@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from os import PathLike
 from typing import Any, Self, TypeVar
 
@@ -453,6 +454,5 @@ class Trainer(Recipe):
 
 
 def _notebook_view(run: Run) -> str:
-    from cadenza.report import small  # imported here: few runs are in a notebook
-
-    return small(run)
+    shown: str = import_module("cadenza.report.small").small(run)  # imported here: few runs are in a notebook
+    return shown

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Capsule, Checkpoint, LogTraining, LowerRate, NonFinite, Recover, Spike, Warmup
-from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.engine.session import session_of
 from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
+from cadenza.timetravel.capsule_files import capsules_in, facts_of_capsule
 from tests.callbacks.breaking import Root, batches
 from tests.distributed.parts import rank
 

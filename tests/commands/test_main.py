@@ -74,7 +74,7 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_help_imports_neither_torch_nor_the_commands() -> None:
     code = (
         "import sys; from cadenza.commands.main import main; main([])\n"
-        "assert not {'torch', 'rich', 'cadenza.commands.plan', 'cadenza.commands.runs'} & set(sys.modules)"
+        "assert not {'torch', 'rich', 'cadenza.commands.plan', 'cadenza.report.commands.runs'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

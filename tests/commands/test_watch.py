@@ -16,11 +16,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cadenza import Callback, Run, Text, on
 from cadenza.callbacks import EarlyStopping, Evaluate
-from cadenza.commands import replay as replay_command
-from cadenza.commands import watch as watch_command
-from cadenza.commands.following import Following
 from cadenza.files.locking import FolderLock
 from cadenza.records.reading import NewRecords
+from cadenza.report.commands import replay as replay_command
+from cadenza.report.commands import watch as watch_command
+from cadenza.report.commands.following import Following
 from cadenza.sinks import Csv, TensorBoard
 from cadenza.testing import tiny_loader, tiny_run
 from tests.commands.parts import Command, died, going_on, let_die

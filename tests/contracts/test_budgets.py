@@ -52,7 +52,7 @@ compat         17026    279      16
 """Code lines have a token that is neither a comment nor a docstring. An arrow leads to another room whose modules are imported,
 at run time or for types; `Run` may be named from anywhere."""
 
-WINGS = ("adapters", "compat", "report", "timetravel")
+WINGS = ("adapters", "compat", "report", "timetravel", "trackers")
 
 SUMS = """
 sum                                  core   wings

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 
 from cadenza import Callback, Run, Trainer, load_weights, on
 from cadenza.callbacks import Capsule, Checkpoint, Ema, Evaluate, Recover, ReplayCheck
-from cadenza.checkpoint.capsules import capsules_in, facts_of_capsule
 from cadenza.drivers import Driver
 from cadenza.drivers.sharding import local
 from cadenza.testing import tiny_loader, tiny_model, tiny_trainer
 from cadenza.timetravel import replay_capsule
+from cadenza.timetravel.capsule_files import capsules_in, facts_of_capsule
 from tests.callbacks import flips
 from tests.callbacks.flips import Flip, bits
 from tests.callbacks.test_recover import trainer_in

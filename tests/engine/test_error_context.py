@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Evaluate
 from cadenza.engine.known_errors import InUse, cure_of
-from cadenza.engine.locating import locate
 from cadenza.errors import DataError
 from cadenza.loading import TensorBatches
 from cadenza.loading.rng import RNGState
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
+from cadenza.timetravel.locating import locate
 from tests.callbacks.breaking import Root
 
 WRONG = 7  # the sample that is wrong

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Loop, Run, attach, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, FindBatchSize, FindLearningRate, Limit, LogTraining, Timer
-from cadenza.commands.following import Following
-from cadenza.commands.watch import lines
 from cadenza.errors import DataError, ScheduleError
 from cadenza.report import small, story_at
+from cadenza.report.commands.following import Following
+from cadenza.report.commands.watch import lines
 from cadenza.report.sections import card
 from cadenza.sinks import Console, ProgressBar
 from cadenza.status.decisions import Outcome

@@ -15,8 +15,9 @@ import pytest
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate, LogTraining
 from cadenza.errors import DirectoryError, MissingExtraError
-from cadenza.sinks import Comet, Dvclive, JsonLines, Mlflow, Swanlab, TensorBoard, Trackio, Wandb, comet
+from cadenza.sinks import Comet, Dvclive, JsonLines, Mlflow, Swanlab, TensorBoard, Trackio, Wandb
 from cadenza.testing import check_sink, tiny_loader, tiny_run
+from cadenza.trackers import comet
 from tests.sinks.readers import ALL, COMET, DVCLIVE, MLFLOW, SWANLAB, TENSORBOARD, TRACKERS, TRACKIO, WANDB, Reader, services
 from tests.sinks.samples import EMPTY, MEDIA, check_bright, check_tone, check_whole, failing, logging, metrics_of
 

@@ -25,10 +25,10 @@ from cadenza.commands.main import main
 from cadenza.errors import DirectoryError
 from cadenza.records import read_info
 from cadenza.sinks import Dvclive, Mlflow, Swanlab, Trackio, Wandb
-from cadenza.sinks.mlflow import _import as import_quietly
 from cadenza.status.decisions import Outcome
 from cadenza.status.run_info import RunInfo
 from cadenza.testing import tiny_run, tiny_trainer
+from cadenza.trackers.mlflow import _import as import_quietly
 from tests.sinks.readers import COMET, DVCLIVE, MLFLOW, QUIET, SWANLAB, TRACKIO, WANDB, services
 from tests.sinks.samples import failing, logging, metrics_of
 from tests.sinks.terminal import Terminal

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from cadenza.callbacks.alert import Alert as Alert
     from cadenza.callbacks.alert_targets import AlertMessage as AlertMessage
     from cadenza.callbacks.best_weights import BestWeights as BestWeights
-    from cadenza.callbacks.capsule import Capsule as Capsule
     from cadenza.callbacks.checkpoint import Checkpoint as Checkpoint
     from cadenza.callbacks.clip_gradients import ClipGradients as ClipGradients
     from cadenza.callbacks.confusion_matrix import ConfusionMatrix as ConfusionMatrix
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from cadenza.callbacks.evaluate import Evaluate as Evaluate
     from cadenza.callbacks.find_batch_size import FindBatchSize as FindBatchSize
     from cadenza.callbacks.find_learning_rate import FindLearningRate as FindLearningRate
-    from cadenza.callbacks.fingerprint import Fingerprint as Fingerprint
     from cadenza.callbacks.freezing import Freeze as Freeze
     from cadenza.callbacks.freezing import freeze as freeze
     from cadenza.callbacks.freezing import unfreeze as unfreeze
@@ -33,9 +31,6 @@ if TYPE_CHECKING:
     from cadenza.callbacks.omit_frozen import OmitFrozen as OmitFrozen
     from cadenza.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
     from cadenza.callbacks.profile import Profile as Profile
-    from cadenza.callbacks.recover import LowerRate as LowerRate
-    from cadenza.callbacks.recover import Recover as Recover
-    from cadenza.callbacks.replay_check import ReplayCheck as ReplayCheck
     from cadenza.callbacks.sample_images import SampleImages as SampleImages
     from cadenza.callbacks.save_predictions import SavePredictions as SavePredictions
     from cadenza.callbacks.schedule_value import ScheduleValue as ScheduleValue
@@ -49,6 +44,11 @@ if TYPE_CHECKING:
     from cadenza.callbacks.timer import Timer as Timer
     from cadenza.callbacks.warmup import Warmup as Warmup
     from cadenza.checkpoint.keeping import Best as Best
+    from cadenza.timetravel.capsule import Capsule as Capsule
+    from cadenza.timetravel.fingerprint import Fingerprint as Fingerprint
+    from cadenza.timetravel.recover import LowerRate as LowerRate
+    from cadenza.timetravel.recover import Recover as Recover
+    from cadenza.timetravel.replay_check import ReplayCheck as ReplayCheck
 
     __all__: list[str]
 else:
@@ -58,7 +58,7 @@ else:
             "cadenza.callbacks.alert": "Alert",
             "cadenza.callbacks.alert_targets": "AlertMessage",
             "cadenza.callbacks.best_weights": "BestWeights",
-            "cadenza.callbacks.capsule": "Capsule",
+            "cadenza.timetravel.capsule": "Capsule",
             "cadenza.callbacks.checkpoint": "Checkpoint",
             "cadenza.callbacks.clip_gradients": "ClipGradients",
             "cadenza.callbacks.confusion_matrix": "ConfusionMatrix",
@@ -69,7 +69,7 @@ else:
             "cadenza.callbacks.evaluate": "Evaluate",
             "cadenza.callbacks.find_batch_size": "FindBatchSize",
             "cadenza.callbacks.find_learning_rate": "FindLearningRate",
-            "cadenza.callbacks.fingerprint": "Fingerprint",
+            "cadenza.timetravel.fingerprint": "Fingerprint",
             "cadenza.callbacks.freezing": "Freeze freeze unfreeze",
             "cadenza.callbacks.histograms": "Histograms",
             "cadenza.callbacks.learning_rate": "LearningRate",
@@ -80,8 +80,8 @@ else:
             "cadenza.callbacks.omit_frozen": "OmitFrozen",
             "cadenza.callbacks.optuna_pruning": "OptunaPruning",
             "cadenza.callbacks.profile": "Profile",
-            "cadenza.callbacks.recover": "LowerRate Recover",
-            "cadenza.callbacks.replay_check": "ReplayCheck",
+            "cadenza.timetravel.recover": "LowerRate Recover",
+            "cadenza.timetravel.replay_check": "ReplayCheck",
             "cadenza.callbacks.sample_images": "SampleImages",
             "cadenza.callbacks.save_predictions": "SavePredictions",
             "cadenza.callbacks.schedule_value": "ScheduleValue",

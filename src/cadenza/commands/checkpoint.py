@@ -18,7 +18,7 @@ from cadenza.checkpoint.store.manifest import best_text, bytes_in
 from cadenza.checkpoint.weights import write_chosen
 from cadenza.commands.output import add_json, complain, print_json, print_rows, say
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
-from cadenza.report import dates
+from cadenza.status import dates
 from cadenza.status.branches import newest_branches
 from cadenza.status.counting import counted
 

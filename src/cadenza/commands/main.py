@@ -1,4 +1,4 @@
-"""The command ``cadenza``: a table of its commands. Each is a module of this package with `add_arguments`."""
+"""The command ``cadenza``: a table of its commands. Each is a module with `add_arguments`, imported when it is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cadenza.errors import CadenzaError, nearest
 from cadenza.status.folding import printable
 from cadenza.version import __version__
 
-COMMANDS = {  # by name, which is also that of the module; it is imported when the command is used
+COMMANDS = {
     "demo": "train a small network on handwritten digits, in seconds",
     "plan": "show which callbacks a script's trainer calls, and when; nothing is trained",
     "compat": "say which hooks and attributes of a Hugging Face, Lightning or Keras callback work here",
@@ -30,6 +30,13 @@ COMMANDS = {  # by name, which is also that of the module; it is imported when t
     "capsule": "show what broke in a step, from its capsule",
     "completion": "print the completion script of a shell",
 }
+_IN_WINGS = {
+    "compat": "cadenza.compat.command",
+    **{name: f"cadenza.report.commands.{name}" for name in ("runs", "watch", "why", "compare", "report", "replay")},
+    **{name: f"cadenza.timetravel.commands.{name}" for name in ("step", "capsule")},
+}
+"""The modules of commands that are not in this package."""
+
 FAILED = 1
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 PIPE_CLOSED = 141  # the same for a program that wrote to a pipe without a reader
@@ -73,7 +80,7 @@ def parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         one = commands.add_parser(name, help=text)
         if name in wanted:
-            import_module(f"cadenza.commands.{name}").add_arguments(one)
+            import_module(_IN_WINGS.get(name, f"cadenza.commands.{name}")).add_arguments(one)
     return whole
 
 

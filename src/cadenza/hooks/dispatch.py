@@ -380,11 +380,14 @@ def _elsewhere(of: Scene) -> Scene:
 
 
 _RAISED = "raised in "
-_IN_STEPS: list[Moment] = [
-    moment
-    for moment in moments_of(Callback).values()
-    if (counting := counting_of(moment)).unit in ("step", "batch") and not counting.main_only
-]
+
+
+def _is_in_step(moment: Moment) -> bool:
+    counting = counting_of(moment)
+    return counting.unit in ("step", "batch") and not counting.main_only
+
+
+_IN_STEPS: list[Moment] = [*filter(_is_in_step, moments_of(Callback).values())]
 """The moments of a step on all ranks, which declare that they count steps or batches."""
 _LATE: list[Moment] = [one for one in _IN_STEPS if one not in (Callback.on_step_start, Callback.on_batch_start)]
 """Those after the start of its batches."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cadenza.records.formats import counted, duration, size
-from cadenza.report import dates
 from cadenza.report.story import Kept, Story
+from cadenza.status import dates
 from cadenza.status.decisions import Decision
 from cadenza.status.markup import Html, element, joined
 

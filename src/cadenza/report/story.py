@@ -17,7 +17,7 @@ from cadenza.files.disk import read_object
 from cadenza.records import media_folder
 from cadenza.records.formats import counted, duration
 from cadenza.records.reading import count_in, read_decisions, read_values
-from cadenza.report import dates
+from cadenza.status import dates
 from cadenza.status.decisions import Decision, Outcome
 from cadenza.status.masking import masked
 from cadenza.status.progress import Counters

@@ -5,35 +5,35 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
-    from cadenza.sinks.comet import Comet as Comet
     from cadenza.sinks.console import Console as Console
     from cadenza.sinks.csv import Csv as Csv
-    from cadenza.sinks.dvclive import Dvclive as Dvclive
     from cadenza.sinks.json_lines import JsonLines as JsonLines
-    from cadenza.sinks.mlflow import Mlflow as Mlflow
     from cadenza.sinks.progress_bar import ProgressBar as ProgressBar
     from cadenza.sinks.sink import Sink as Sink
-    from cadenza.sinks.swanlab import Swanlab as Swanlab
     from cadenza.sinks.tensorboard import TensorBoard as TensorBoard
-    from cadenza.sinks.trackio import Trackio as Trackio
-    from cadenza.sinks.wandb import Wandb as Wandb
+    from cadenza.trackers.comet import Comet as Comet
+    from cadenza.trackers.dvclive import Dvclive as Dvclive
+    from cadenza.trackers.mlflow import Mlflow as Mlflow
+    from cadenza.trackers.swanlab import Swanlab as Swanlab
+    from cadenza.trackers.trackio import Trackio as Trackio
+    from cadenza.trackers.wandb import Wandb as Wandb
 
     __all__: list[str]
 else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
-            "cadenza.sinks.comet": "Comet",
+            "cadenza.trackers.comet": "Comet",
             "cadenza.sinks.console": "Console",
             "cadenza.sinks.csv": "Csv",
-            "cadenza.sinks.dvclive": "Dvclive",
+            "cadenza.trackers.dvclive": "Dvclive",
             "cadenza.sinks.json_lines": "JsonLines",
-            "cadenza.sinks.mlflow": "Mlflow",
+            "cadenza.trackers.mlflow": "Mlflow",
             "cadenza.sinks.progress_bar": "ProgressBar",
             "cadenza.sinks.sink": "Sink",
-            "cadenza.sinks.swanlab": "Swanlab",
+            "cadenza.trackers.swanlab": "Swanlab",
             "cadenza.sinks.tensorboard": "TensorBoard",
-            "cadenza.sinks.trackio": "Trackio",
-            "cadenza.sinks.wandb": "Wandb",
+            "cadenza.trackers.trackio": "Trackio",
+            "cadenza.trackers.wandb": "Wandb",
         },
     )

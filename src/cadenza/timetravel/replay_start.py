@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cadenza.checkpoint.before import Before, newest_before
 from cadenza.drivers.agreeing import decided
 from cadenza.engine.session import UNDER_WAY
 from cadenza.errors import DirectoryError, DistributedError
@@ -16,6 +15,7 @@ from cadenza.files.paths import local_path
 from cadenza.loops.part import elsewhere
 from cadenza.records.directory import OVER, RecordedRun
 from cadenza.records.reading import read_records
+from cadenza.timetravel.checkpoint_before import Before, newest_before
 from cadenza.trainer import Trainer
 
 

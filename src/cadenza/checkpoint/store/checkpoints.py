@@ -334,7 +334,7 @@ class Store:
                 self.files.rename(folder, saved.name)
         self._parent = saved.name
         self._whole.add(saved.name)
-        self._read.pop(saved.name, None)  # another one had the name, and was deleted by somebody else
+        self._read.pop(saved.name, None)  # an earlier checkpoint of this name was deleted by hand
         return saved
 
     def _discard(self, folder: str) -> None:

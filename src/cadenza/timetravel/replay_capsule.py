@@ -12,10 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cadenza.checkpoint.capsules import CapsuleContent, read_capsule
 from cadenza.drivers.alone import alone
 from cadenza.drivers.single import SingleDriver
-from cadenza.engine.locating import Located, locate
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, DataError
@@ -25,6 +23,8 @@ from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.model_state import load_into, state_of
 from cadenza.status.plain import same
 from cadenza.status.progress import Counters
+from cadenza.timetravel.capsule_files import CapsuleContent, read_capsule
+from cadenza.timetravel.locating import Located, locate
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cadenza.checkpoint.capsules import capsule_at, capsules_in, facts_of_capsule
 from cadenza.commands.output import add_json, clean, complain, print_json, say, say_folded
 from cadenza.errors import CheckpointError
+from cadenza.timetravel.capsule_files import capsule_at, capsules_in, facts_of_capsule
 
 _SHOWN = 16
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cadenza.commands.directories import RunFolder, read
 from cadenza.commands.output import add_json, clean, complain, print_json, say
+from cadenza.report.commands.directories import RunFolder, read
 from cadenza.status.decisions import Decision, why
 
 _ENDINGS = ("ended", "stopped", "finished", "left", "rolled back", "interrupted", "preempted", "failed", "killed", "running")

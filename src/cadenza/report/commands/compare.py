@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cadenza.commands.directories import RunFolder, last_of, read
 from cadenza.commands.output import (
     add_json,
     clean,
@@ -26,10 +25,11 @@ from cadenza.commands.output import (
 )
 from cadenza.records.fingerprints import FILE, Parting, Row, parting, read_fingerprints
 from cadenza.records.formats import precise
-from cadenza.report import dates
 from cadenza.report.best import best_of
+from cadenza.report.commands.directories import RunFolder, last_of, read
 from cadenza.report.settings import differing, text_of
 from cadenza.report.story import name_distinctly
+from cadenza.status import dates
 from cadenza.status.counting import counted
 
 Cells = tuple[str, list[str]]

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cadenza.commands.directories import RunFolder, found, read, values_of
 from cadenza.commands.output import add_json, clean, complain, cut, cut_at_start, fitting, print_json, print_rows, say, width
 from cadenza.errors import CadenzaError, nearest
 from cadenza.records.formats import counted, precise
-from cadenza.report import dates
 from cadenza.report.best import kept_in
+from cadenza.report.commands.directories import RunFolder, found, read, values_of
 from cadenza.report.settings import differing, text_of
+from cadenza.status import dates
 
 _FIXED = ("run", "state", "steps", "time", "started")
 _LONGEST = 28  # columns of an argument in the table; --json has all of it

@@ -12,15 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cadenza.commands.directories import FILES, ending, last_of, state_of
 from cadenza.errors import DirectoryError
 from cadenza.files.disk import read_object
 from cadenza.files.locking import LOCK, is_held
 from cadenza.records.reading import NewRecords, read_decisions
 from cadenza.records.record import Record
-from cadenza.report import dates
 from cadenza.report.best import best_of
+from cadenza.report.commands.directories import FILES, ending, last_of, state_of
 from cadenza.report.story import Series, Story, final_counters
+from cadenza.status import dates
 from cadenza.status.branches import Saved
 from cadenza.status.masking import masked
 from cadenza.status.progress import Counters

@@ -13,7 +13,6 @@ from torch import Tensor
 from cadenza.drivers.base import Driver
 from cadenza.drivers.checksums import checksum
 from cadenza.drivers.sharding import local
-from cadenza.engine.repeating import Pass, StepRepeat, named
 from cadenza.engine.session import Loops, Session, session_of
 from cadenza.errors import ReplayError
 from cadenza.hooks.listener import Listener
@@ -23,6 +22,7 @@ from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import in_steps
 from cadenza.optim.settings import Compared
 from cadenza.status.decisions import decide
+from cadenza.timetravel.repeating import Pass, StepRepeat, named
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
-from cadenza.checkpoint.capsules import FOLDER, write_capsule
 from cadenza.drivers.alone import alone
 from cadenza.drivers.sharding import is_sharded
 from cadenza.engine.error_context import raised_by_loader
-from cadenza.engine.locating import Located, locate, located_in
 from cadenza.engine.session import Loops, Session, session_of
 from cadenza.engine.statistics import Statistics
 from cadenza.engine.trial import undone
@@ -32,6 +30,8 @@ from cadenza.optim.finite import all_finite, first_not_finite
 from cadenza.optim.model_state import load_into, plain_name, state_of
 from cadenza.records.arriving import Arriving, arriving
 from cadenza.status.decisions import decide
+from cadenza.timetravel.capsule_files import FOLDER, write_capsule
+from cadenza.timetravel.locating import Located, locate, located_in
 
 if TYPE_CHECKING:
     from cadenza.run import Run

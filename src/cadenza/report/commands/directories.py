@@ -12,10 +12,10 @@ from typing import Any
 from cadenza.commands.output import complain
 from cadenza.errors import DirectoryError
 from cadenza.files.locking import is_held
-from cadenza.report import dates
 from cadenza.report.best import best_of
 from cadenza.report.settings import settings_of
 from cadenza.report.story import Series, Story, story_at
+from cadenza.status import dates
 
 FILES = ("run.json", "metrics.jsonl")
 """A folder with one of these is a run directory."""

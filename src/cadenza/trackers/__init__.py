@@ -1,0 +1,1 @@
+"""Sinks that write to trackers of experiments. `cadenza.sinks` has their public names."""
