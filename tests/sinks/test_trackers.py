@@ -23,7 +23,6 @@ from cadenza import Callback, Image, Run, Text, on
 from cadenza.callbacks import Checkpoint
 from cadenza.commands.main import main
 from cadenza.errors import DirectoryError
-from cadenza.records import read_info
 from cadenza.sinks import Dvclive, Mlflow, Swanlab, Trackio, Wandb
 from cadenza.status.decisions import Outcome
 from cadenza.status.run_info import RunInfo
@@ -412,53 +411,6 @@ def test_the_usual_settings_of_mlflow_are_honoured(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "by setting")
     run = tiny_run(callbacks=[logging({"a": 1}), Mlflow()], steps=1, directory=tmp_path)
     assert MLFLOW.run(run.info, "by setting").data.metrics == {"a": 1}
-
-
-@on(Callback.on_step_end)
-def log_to_mlflow(run: Run) -> None:
-    import mlflow
-
-    mlflow.log_metric("mine", run.progress.step, step=run.progress.step)
-    mlflow.log_param(f"of step {run.progress.step}", "x")
-
-
-@pytest.fixture
-def experiment(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An experiment that ``mlflow.set_experiment`` selected, at MLflow's own URI."""
-    import mlflow
-
-    import_quietly(MLFLOW.uri)
-    monkeypatch.setattr("mlflow.tracking.fluent._active_experiment_id", None)
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "")  # so that the end of the test removes it
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", MLFLOW.uri)
-    return str(mlflow.set_experiment("selected").name)
-
-
-def test_mlflow_log_metric_of_a_callback_adds_to_the_run_of_the_sink_until_it_ends(experiment: str, tmp_path: Path) -> None:
-    import mlflow
-
-    with pytest.raises(KeyboardInterrupt):
-        tiny_run(callbacks=[logging({"a": 1}), Mlflow(), log_to_mlflow, failing(3)], directory=tmp_path)
-    stored = MLFLOW.run(read_info(tmp_path), experiment)
-    assert stored.data.metrics == {"a": 1, "mine": 3}
-    assert [stored.data.params[f"of step {step}"] for step in (1, 2, 3)] == ["x"] * 3
-    assert (stored.info.status, mlflow.active_run()) == ("FAILED", None)
-
-
-def test_an_active_run_of_mlflow_of_your_own_stays_active(experiment: str, tmp_path: Path) -> None:
-    import mlflow
-
-    with mlflow.start_run() as own:
-        run = tiny_run(callbacks=[logging({"a": 1}), Mlflow(), log_to_mlflow], steps=2, directory=tmp_path)
-        assert mlflow.active_run() == own
-    assert mlflow.get_run(own.info.run_id).data.metrics == {"mine": 2}
-    assert MLFLOW.run(run.info, experiment).data.metrics == {"a": 1}
-
-
-def test_another_experiment_than_the_selected_one_is_a_remark(experiment: str, tmp_path: Path) -> None:
-    run = tiny_run(callbacks=[logging({"a": 1}), MLFLOW.make()], steps=2, directory=tmp_path)
-    assert MLFLOW.run(run.info).data.metrics == {"a": 1}
-    assert "does not add to the MLflow run of this sink: Cannot start run" in (tmp_path / "console.log").read_text()
 
 
 # -- dvclive -------------------------------------------------------------------------------------------

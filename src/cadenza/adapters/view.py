@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Self, TypeVar, overload
+from weakref import ref
 
+from cadenza.engine.session import Session, session_of
 from cadenza.errors import AdapterError, nearest
 from cadenza.hooks.dispatch import hooks_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
+
+T = TypeVar("T")
+
+
+class Weak(Generic[T]):
+    """An attribute that does not keep its value alive. Reading it raises `ReferenceError` if nothing else refers to it."""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __set__(self, instance: object, value: T) -> None:
+        vars(instance)[self._name] = ref(value)
+
+    @overload
+    def __get__(self, instance: None, owner: type[Any]) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type[Any]) -> T: ...
+
+    def __get__(self, instance: object, owner: type[Any]) -> Self | T:
+        if instance is None:
+            return self
+        value: T | None = vars(instance)[self._name]()
+        return existing(value)
+
+
+def existing(value: T | None) -> T:
+    """Return what a weak reference refers to.
+
+    Raises:
+        ReferenceError: Nothing else refers to it any more.
+    """
+    if value is None:
+        raise ReferenceError("the run of this object is over, and nothing refers to it. Keep the run or the trainer.")
+    return value
+
+
+class OfRun:
+    """A part of a run that does not keep the run alive: callbacks, and users, may hold it for longer."""
+
+    def __init__(self, run: Run) -> None:
+        self.held: Callable[[], Session | None] = ref(session_of(run))
+        """Returns the session; None when nothing refers to the run any more."""
+
+    @property
+    def session(self) -> Session:
+        """The session of the run."""
+        return existing(self.held())
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        return self.session.run
+
+    def is_of(self, run: Run) -> bool:
+        """Return whether it is a part of this run."""
+        return self.held() is session_of(run)
 
 
 class View:
@@ -26,27 +85,32 @@ class View:
     """Attributes of the original that a run does not provide, and a sentence that says what to use instead."""
 
     def __init__(self, run: Run) -> None:
-        self._run: Run = run
+        self._of_run = OfRun(run)
+
+    @property
+    def _run(self) -> Run:
+        return self._of_run.run
 
     def _reader(self) -> str:
         """Return the name of the callback that uses an attribute now."""
-        return hooks_of(self._run).current_owner() or "the script"
+        session = self._of_run.held()
+        return (None if session is None else session.hooks.current_owner()) or "the script"
 
     def __getattr__(self, name: str) -> Any:
-        refuse(self._run, self, name, "reads")
+        refuse(None, self, name, "reads")
 
     def __setattr__(self, name: str, value: Any) -> None:
         found = getattr(type(self), name, None)
         if not (name.startswith("_") or hasattr(type(self), name)) or (isinstance(found, property) and found.fset is None):
-            refuse(self._run, self, name, "sets")
+            refuse(None, self, name, "sets")
         object.__setattr__(self, name, value)
 
 
-def refuse(run: Run, view: Any, name: str, does: str, title: str = "", *, advice: str = "") -> NoReturn:
+def refuse(run: Run | None, view: Any, name: str, does: str, title: str = "", *, advice: str = "") -> NoReturn:
     """Raise the error for an attribute that a view does not provide.
 
     Args:
-        run: The run; its current hook is that of the callback that uses the attribute.
+        run: The run, of which the current hook uses the attribute; None for a `View`, which knows it.
         view: An object with ``title`` and ``absent`` in its class.
         name: The attribute.
         does: ``"reads"`` or ``"sets"``.
@@ -58,7 +122,7 @@ def refuse(run: Run, view: Any, name: str, does: str, title: str = "", *, advice
         raise AttributeError(name)
     similar = "" if hasattr(kind, name) else nearest(name, [one for one in dir(kind) if not one.startswith("_")]).strip()
     advice = kind.absent.get(name) or similar or advice
-    who = view._reader() if isinstance(view, View) else hooks_of(run).current_owner() or "the script"
+    who = view._reader() if isinstance(view, View) else (run and hooks_of(run).current_owner()) or "the script"
     what = "only lets be read" if does == "sets" and hasattr(kind, name) else "does not provide"
     raise AdapterError(
         f"{who} {does} {title}.{name}, which a native run {what}.{f' {advice}' if advice else ''}",

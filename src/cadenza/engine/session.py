@@ -175,8 +175,8 @@ class Session:
         window = partial(AccumulationWindow, self.accumulate, reduce, uneven=driver.reduces and not is_fit)
         self.cursor, self.step, self.restored = Cursor(), StepState(window, self.optimizers), Restored()
         may_overflow = self.precision.name == "fp16"
-        decide = _weakly(self.decide)
-        losses = LossCheck(self.step, progress, driver, decide, _weakly(self.warn), may_overflow=may_overflow)
+        decide = weakly(self.decide)
+        losses = LossCheck(self.step, progress, driver, decide, weakly(self.warn), may_overflow=may_overflow)
         self.metrics = MetricLog(self.hooks, losses, self.files if self.is_main else None, decide)
         self.sync = self._new_sync()
         own = self.files.add_text if self.files is not None else self.rank_log.add if self.rank_log is not None else None
@@ -185,7 +185,7 @@ class Session:
         self.step.run = lambda: None if (session := held()) is None else session.run
 
     def _new_sync(self) -> RankSync:
-        decide = _weakly(self.decide)
+        decide = weakly(self.decide)
         tokens = TokenCount(self.tokens, self.progress.max_tokens)
         if not self.driver.reduces:
             return RankSync(self.progress, self.cursor, self.step, decide, tokens)
@@ -450,7 +450,7 @@ UNDER_WAY: list[Session] = []
 """The runs that this process trains, the one that began last at the end. Loops may take turns, and a hook may train too."""
 
 
-def _weakly(method: Callable[P, T]) -> Callable[P, T]:
+def weakly(method: Callable[P, T]) -> Callable[P, T]:
     """Return a function that calls a method and does not keep its object alive."""
     held = WeakMethod(method)
 

@@ -43,10 +43,10 @@ class Mlflow(Sink):
     Each value has its step and time. The arguments of the trainer become the params, with names such as ``optimizer.0.lr``. A
     run that continues also continues its MLflow run, and does not write existing values again.
 
-    If the URI is that of ``mlflow.set_tracking_uri(...)`` or ``MLFLOW_TRACKING_URI``, the MLflow run is the active run of the
+    With `tracking_uri`, ``mlflow.set_tracking_uri(...)`` or ``MLFLOW_TRACKING_URI``, the MLflow run is the active run of the
     thread of the training, so that ``mlflow.log_metric(...)`` in a callback adds to it, unless an MLflow run of the script is
-    active, which is not affected. Then the server is opened before the first step. Otherwise, the writer thread opens the
-    server or database, so that the training starts at once.
+    active, or the script has set another URI: they are not affected. Then the server is opened before the first step.
+    Otherwise, the writer thread opens the server or database, so that the training starts at once.
 
     If it cannot be reached, there is one warning, the training continues, and the sink is tried again; see `Sink`. The
     telemetry of MLflow is off, unless ``MLFLOW_DISABLE_TELEMETRY`` is set to another value.
@@ -83,6 +83,7 @@ class Mlflow(Sink):
         self.tags: dict[str, str] = dict(tags or {})
         self.config: dict[str, Any] = dict(config or {})
         self._link: _Link | None = None
+        self._lends_uri = False  # for the time of the run, because the script has none
         self._left_out: set[str] = set()
 
     def open(self, info: RunInfo) -> None:
@@ -95,6 +96,9 @@ class Mlflow(Sink):
             self._opened()
 
     def on_fit_start(self, run: Run) -> None:
+        self._lends_uri = run.is_main and self.tracking_uri is not None and _lend(self.tracking_uri)
+        if self._lends_uri:
+            run.at_end(partial(_take_back, self.tracking_uri))
         super().on_fit_start(run)
         if self._link is not None and _is_current(self._uri):
             self._activate(run, self._link.run)
@@ -149,7 +153,8 @@ class Mlflow(Sink):
     def _opened(self) -> _Link:
         if self._link is None:
             self._tried = True
-            selected = _selected() if self.experiment is None and _is_current(self._uri) else None
+            own = self.experiment is None and not self._lends_uri and _is_current(self._uri)
+            selected = _selected() if own else None
             named = self.experiment or selected or os.environ.get("MLFLOW_EXPERIMENT_NAME")
             link = _Link(self._uri, named or "cadenza")
             tags = {**self.tags, _TAG: self._info.id} if self._info.id else self.tags
@@ -255,6 +260,25 @@ def _is_current(uri: str) -> bool:
     import mlflow
 
     return bool(mlflow.get_tracking_uri() == uri)
+
+
+def _lend(uri: str) -> bool:
+    """Let the functions of MLflow write to a URI, if the script has set none; return whether it has not."""
+    _import(uri)
+    import mlflow
+
+    if mlflow.is_tracking_uri_set():  # type: ignore[no-untyped-call]
+        return False
+    mlflow.set_tracking_uri(uri)
+    os.environ.pop("MLFLOW_TRACKING_URI", None)  # MLflow sets it, and other sinks read it
+    return True
+
+
+def _take_back(uri: str | None) -> None:
+    import mlflow
+
+    if mlflow.get_tracking_uri() == uri:  # else the script has set one since
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]  # it removes the URI
 
 
 def _selected() -> str | None:

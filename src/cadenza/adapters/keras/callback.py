@@ -142,7 +142,7 @@ class KerasCallback(ForeignCallback):
         self._loaded, self._kept = None, set()
         keras = self.keras = KerasRun.of(run)
         hooks = hooks_of(run)
-        if self.tracks and self is not keras.first:
+        if self.tracks and self is not keras.first():
             hooks.remove(Callback.on_batch_end, self._add_batch)
         elif self.tracks:
             for listener in hooks.by_moment[Callback.on_batch_end]:
@@ -188,7 +188,7 @@ class KerasCallback(ForeignCallback):
 
     def _attach(self, run: Run, evaluation: Evaluation) -> None:
         """Begin an evaluation, which may be a run of its own."""
-        if self.keras is None or self.keras.run is not run:
+        if self.keras is None or not self.keras.is_of(run):
             self.keras = KerasRun.of(run)
             self._introduce(run, self.keras.params(evaluation))
         self.keras.begin_evaluation(evaluation)
@@ -270,5 +270,5 @@ def _joining(event: Any, run: Run, *arguments: Any) -> None:
 
 def _first(adapter: KerasCallback, act: Any, run: Run, *arguments: Any) -> None:
     keras = adapter.keras
-    if keras is not None and keras.run is run and adapter is keras.first:
+    if keras is not None and keras.is_of(run) and adapter is keras.first():
         act(keras, *arguments)

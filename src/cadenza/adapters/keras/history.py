@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import proxy, ref
 
 from cadenza.adapters.attributes import plain_attributes, put_back
 from cadenza.adapters.keras import classes
@@ -22,12 +23,12 @@ class History:
         own = [one.callback for one in callbacks if "History" in classes.names(one.callback)]
         self.added: Any = None
         if own:
-            view.history = own[-1]
+            view._history = ref(own[-1])  # of which the view is the model
             return
         package = next((sys.modules.get(one.base.__module__.partition(".")[0]) for one in callbacks), None)
         if (kind := getattr(getattr(package, "callbacks", None), "History", None)) is not None:
             self.added = view.history = kind()
-            self.added.set_model(view)
+            self.added.set_model(proxy(view))
             self.added.on_train_begin()
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from cadenza.adapters.keras.directions import directed_metrics
 from cadenza.adapters.keras.optimizer_view import OptimizerView, optimizer_view
 from cadenza.adapters.keras.variables import Variable, arrays, assign_all
 from cadenza.adapters.view import View, refuse
+from cadenza.engine.session import weakly
 from cadenza.hooks.dispatch import hooks_of
 
 if TYPE_CHECKING:
@@ -180,11 +181,11 @@ class ModelView(_Weights):
     def __init__(self, run: Run, means: Callable[[], dict[str, Any]]) -> None:
         super().__init__(run, run.model)
         self._means = means
-        self._optimizer: OptimizerView = optimizer_view(run, self._may_set)
+        self._optimizer: OptimizerView = optimizer_view(run, weakly(self._may_set))
         self._stops: bool = False
         self._request_stop: Callable[[], None] = lambda: None
         self._withdraw_stop: Callable[[], bool] = lambda: True
-        self._history: Any = None
+        self._history: Callable[[], Any] = lambda: None
         self._start_epoch: Callable[[int], None] | None = None
 
     # -- the run ------------------------------------------------------------------------------------------
@@ -212,11 +213,12 @@ class ModelView(_Weights):
     @property
     def history(self) -> Any:
         """The callback `keras.callbacks.History` of the list; without one, a History of the run, as ``fit`` adds it."""
-        return self._history
+        return self._history()
 
     @history.setter
     def history(self, value: Any) -> None:
-        self._history = value
+        if value is not self._history():
+            self._history = lambda: value
 
     @property
     def metrics_names(self) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from cadenza.adapters.foreign import foreign_callbacks
 from cadenza.adapters.keras.history import History
@@ -17,9 +18,11 @@ from cadenza.adapters.keras.logs import Logs, Means
 from cadenza.adapters.keras.model_view import ModelView
 from cadenza.adapters.keras.optimizer_view import rates_kept
 from cadenza.adapters.keras.ranks import agreed_logs, check_equal
+from cadenza.adapters.view import OfRun
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.engine.prediction import Prediction
-from cadenza.engine.session import Session, session_of
+from cadenza.engine.session import session_of, weakly
+from cadenza.engine.step_state import Cursor, StepState
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every
@@ -39,7 +42,7 @@ _BEFORE_A_BATCH = (Callback.on_setup, Callback.on_fit_start, Callback.on_epoch_s
 """Moments in which ``stop_training`` has no effect before the next batch: Keras looks at it after a batch."""
 
 
-class KerasRun:
+class KerasRun(OfRun):
     """The state that the adapters of one run share.
 
     Args:
@@ -47,8 +50,11 @@ class KerasRun:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run: Run = run
-        self.session: Session = session_of(run)
+        super().__init__(run)
+        session = session_of(run)
+        self.step: StepState = session.step
+        self.cursor: Cursor = session.cursor
+        self.progress: Progress = session.progress
         self.scene: Any = hooks_of(run).scene
         self.epoch: int = run.progress.epoch
         """The current epoch, from 0."""
@@ -70,9 +76,9 @@ class KerasRun:
         self.test_batch: int = 0
         self.test_means: Means = Means()
         self.test_logs: dict[str, Any] = {}
-        self.view: ModelView = model_view(run, lambda: dict(self.means.logs()))
-        self.view._start_epoch = self._start_at
-        self.view._request_stop, self.view._withdraw_stop = self.request_stop, self.withdraw_stop
+        self.view: ModelView = model_view(run, weakly(self.newest_means))
+        self.view._start_epoch = weakly(self._start_at)
+        self.view._request_stop, self.view._withdraw_stop = weakly(self.request_stop), weakly(self.withdraw_stop)
         self.stopper: str | None = None
         """The callback that set ``stop_training``, until the request is made."""
         self._stop_decision: Decision | None = None
@@ -82,11 +88,11 @@ class KerasRun:
         self.cut: bool = False
         """Whether the epoch was cut short, and its end is called at the end of the run."""
         callbacks: list[Any] = foreign_callbacks(run, KEY)
-        self.first: Any = next((one for one in callbacks if one.tracks), None)
-        """The callback of which the listeners act for all of them."""
+        self.first: Callable[[], Any] = next((ref(one) for one in callbacks if one.tracks), lambda: None)
+        """Returns the callback of which the listeners act for all of them."""
         self.recorded: History = History(callbacks, self.view)
         self.wants_logs: bool = any(one.ends_batches for one in callbacks)
-        self.several: bool = self.session.driver.world_size > 1
+        self.several: bool = session.driver.world_size > 1
 
     @classmethod
     def of(cls, run: Run) -> KerasRun:
@@ -101,18 +107,22 @@ class KerasRun:
         """Return ``params`` of the callbacks. Without a limit of epochs, ``epochs`` follows from that of the steps."""
         if evaluation is not None:
             return {"verbose": 1, "epochs": 1, "steps": length_of(evaluation.loader)}
-        progress = self.run.progress
+        progress = self.progress
         epochs, batches = progress.max_epochs, progress.batches_per_epoch
         if epochs is None:
             steps_per_epoch = math.ceil(batches / self.session.accumulate) if batches else 1
             epochs = sys.maxsize if progress.max_steps is None else math.ceil(progress.max_steps / steps_per_epoch)
         return {"verbose": 1, "epochs": epochs, "steps": batches}
 
+    def newest_means(self) -> dict[str, Any]:
+        """Return the means of the epoch."""
+        return dict(self.means.logs())
+
     # -- training: called by the listeners of the first callback ------------------------------------------
 
     def begin_epoch(self) -> None:
         """Begin an epoch, or continue one."""
-        progress = self.run.progress
+        progress = self.progress
         self.epoch, self.seen, self.inside, self.logs = progress.epoch, progress.batch_in_epoch, False, {}
         self._agreed_names = None
         self.record_epoch()
@@ -127,12 +137,12 @@ class KerasRun:
         if self.scene.unwinding is not None:
             return
         self.seen += 1
-        step = self.session.step
+        step = self.step
         if outputs:
             skips, means = step.discarded, self.skipped if step.discarded else self.means
             # the window has the loss without its graph, but not that of a skipped batch
             own = dict(outputs) if skips else {**outputs, "loss": step.window.losses[-1]}
-            means.add(own, batch, self.session.cursor.source.samples)
+            means.add(own, batch, self.cursor.source.samples)
             if self.wants_logs and not self.several and not (skips and self.means.totals):
                 self.logs = logs = Logs(means.totals)
                 logs.sums = dict(means.totals), dict(means.weights)
@@ -142,7 +152,7 @@ class KerasRun:
             self._agreed_means, (self._agreed_names, self.logs) = means, agreed_logs(self.session, means, names)
         if self.stopper is not None and self.view._stops:
             self._stop()
-        window, (_, _, _, batches) = step.window, POSITION(self.run.progress)
+        window, (_, _, _, batches) = step.window, POSITION(self.progress)
         self.inside = window.seen < window.size and self.seen != batches
 
     def end_epoch(self) -> None:
@@ -157,7 +167,7 @@ class KerasRun:
                 means.add_all(one, self.session.device)
         self.epoch_logs = {**means.logs(), **self.results}
         self._recorded_epoch = self.epoch
-        self.cut = self.run.progress.epoch == self.epoch
+        self.cut = self.progress.epoch == self.epoch
 
     def end_cut_epoch(self) -> None:
         """Call ``on_epoch_end`` of an epoch that was cut short, now that the last checkpoint is written.
@@ -210,7 +220,7 @@ class KerasRun:
     def evaluate_cut_epoch(self) -> None:
         """Evaluate in an epoch that ``stop_training`` cut short, as Keras does: with each `Evaluate` that is due at its end."""
         stop = self.session.sync.requests.stop
-        if stop is None or stop.data.get("system") != KEY or self.run.progress.epoch > self.epoch or not self.closes():
+        if stop is None or stop.data.get("system") != KEY or self.progress.epoch > self.epoch or not self.closes():
             return
         for one in [one for one in hooks_of(self.run).callbacks.values() if isinstance(one, Evaluate)]:
             every = one.every
@@ -274,7 +284,7 @@ class KerasRun:
 
     def _start_at(self, epoch: int) -> None:
         """Begin the run in a later epoch, for Keras's BackupAndRestore."""
-        progress = self.session.progress
+        progress = self.progress
         if not progress.step and epoch:
             progress.begin(replace(progress.now(), epoch=epoch), progress.batches_per_epoch)
 

@@ -63,7 +63,6 @@ class LightningCallback(ForeignCallback, Conductor):
         self.owed: tuple[int, int] | None = None
         """The completed steps, and the batches in a step, when the last batch of a step ended, until its
         ``on_train_batch_end`` is called."""
-        self._late: Listener | None = None
         self._waiting: Mapping[str, Any] | None = None
 
     @classmethod
@@ -91,8 +90,7 @@ class LightningCallback(ForeignCallback, Conductor):
             if (moment := self._moment_of(name)) is not None and event.make is not None:
                 own.append(Listener(moment, event.make(self, hook), event=name, on_error=self._mark))
             if name == "on_train_batch_end":
-                self._late = Listener(Callback.on_step_end, own[-1].function, event=name, on_error=self._mark)
-                own.append(self._late)
+                own.append(Listener(Callback.on_step_end, own[-1].function, event=name, on_error=self._mark))
         keep = [] if gradients is None or AFTER_UPDATE.isdisjoint(self.overridden()) else gradients.listeners()
         return [*self.conducting(), *keep, *own, *around_hooks(self)] if own else []
 
@@ -103,7 +101,11 @@ class LightningCallback(ForeignCallback, Conductor):
         return self.events[event].moment
 
     def owes(self, run: Run) -> Listener | None:
-        return self._late if self.owed is not None and run.progress.step > self.owed[0] else None
+        if self.owed is None or run.progress.step <= self.owed[0]:
+            return None
+        hooks = hooks_of(run)
+        own = [one for one in hooks.by_moment.get(Callback.on_step_end, ()) if one.owner == hooks.name_of(self)]
+        return next((one for one in own if one.event == "on_train_batch_end"), None)
 
     def _mark(self, error: BaseException) -> None:
         """Let no later hook of a callback of Lightning be called: native moments that end reach all callbacks."""

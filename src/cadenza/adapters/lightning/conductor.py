@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from cadenza.adapters.lightning.moments import LightningMoments
 from cadenza.adapters.lightning.trainer_view import TrainerView, trainer_view
@@ -81,12 +82,12 @@ class Conductor(BaseCallback):
         """Return the view if this is the conductor."""
         view = trainer_view(run)
         if view._conductor is None:
-            able = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Conductor) and one.conducts()]
-            view._conductor, view._able = able[0], able
+            able = _able(run)
+            view._conductor = ref(able[0])
             view._names = [hooks_of(run).name_of(one) for one in able]
             for one in able:
                 one.take(run, view)
-        return view if view._conductor is self else None
+        return view if view._conductor() is self else None
 
     def _open(self, run: Run) -> None:
         if view := self._view(run):
@@ -130,7 +131,7 @@ class Conductor(BaseCallback):
         if view := self._view(run):
             hooks = hooks_of(run)
             # An evaluation at the end of a step comes after the last batch of the step.
-            hooks.call([late for one in view._able if (late := one.owes(run)) is not None], run)
+            hooks.call([late for one in _able(run) if (late := one.owes(run)) is not None], run)
             view._stage = view._stage_of(evaluation)
             view._evaluation = evaluation
             view._metrics.sums = {}
@@ -210,3 +211,8 @@ class Conductor(BaseCallback):
         listeners = hooks.by_moment.get(Callback.on_exception, ())
         with hooks.unwinding_of(error):
             hooks.call([one for one in listeners if one.owner in view._names], run, error)
+
+
+def _able(run: Run) -> list[Conductor]:
+    """Return the callbacks of a run that can be the conductor."""
+    return [one for one in hooks_of(run).callbacks.values() if isinstance(one, Conductor) and one.conducts()]

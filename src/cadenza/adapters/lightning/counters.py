@@ -31,6 +31,7 @@ class CountersView(RanksView):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
+        self._progress, self._cursor = run.progress, session_of(run).cursor  # read after the run, too
         self._own: dict[str, Any] = {}
         self._fits = bool(run.optimizers)
         self._stage = "train" if self._fits else "validate"
@@ -50,11 +51,11 @@ class CountersView(RanksView):
     @property
     def current_epoch(self) -> int:
         """The number of the current epoch, from 0. After the last epoch: the number of epochs."""
-        session, progress = session_of(self._run), self._run.progress
-        if session.cursor.in_epoch:
+        cursor, progress = self._cursor, self._progress
+        if cursor.in_epoch:
             return progress.epoch
         if not progress.batch_in_epoch:  # between epochs; it is counted before on_epoch_end
-            counted = not session.cursor.at_boundary or self._moment is Callback.on_epoch_end
+            counted = not cursor.at_boundary or self._moment is Callback.on_epoch_end
             return progress.epoch - (counted and progress.epoch != self._epoch)
         return progress.epoch + (self._over)
 
@@ -62,7 +63,7 @@ class CountersView(RanksView):
     def global_step(self) -> int:
         """The number of updates of the weights."""
         step = self._own.get("global_step")
-        return self._run.progress.step if step is None else step()
+        return self._progress.step if step is None else step()
 
     @property
     def is_last_batch(self) -> bool:
@@ -80,7 +81,8 @@ class CountersView(RanksView):
 
     @property
     def _moment(self) -> Any:
-        listener = hooks_of(self._run).here().listener
+        session = self._of_run.held()
+        listener = None if session is None else session.hooks.here().listener
         return None if listener is None else listener.moment
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cadenza.adapters.lightning.module.logged import WAYS
-from cadenza.engine.session import session_of
+from cadenza.adapters.view import OfRun
 from cadenza.errors import AdapterError
 from cadenza.loading.batches import size_of
 
@@ -24,7 +24,7 @@ _JOINED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Metrics:
+class Metrics(OfRun):
     """The newest values, under their native names and under those of Lightning: ``val_loss`` besides ``eval/loss``.
 
     Args:
@@ -32,7 +32,7 @@ class Metrics:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        super().__init__(run)
         self.values: dict[str, Tensor] = {}
         """One mapping for the whole run: callbacks may add values to it."""
         self.shown: dict[str, Any] = {}
@@ -46,7 +46,9 @@ class Metrics:
 
     def newest(self, current: Evaluation | None = None) -> dict[str, Tensor]:
         """Return the mapping, after new values are added to it."""
-        session = session_of(self._run)
+        session = self.held()
+        if session is None:
+            return self.values
         for name, series in session.metrics.history._series.items():
             if series and self._seen.get(name) is not series[-1]:
                 self._seen[name] = series[-1]
@@ -55,12 +57,12 @@ class Metrics:
             if isinstance(value, int | float | Tensor) and self._seen.get(name) is not value:
                 self._seen[name] = value
                 self.put(name, value)
-        for evaluation in [*self._run.evaluations.values(), *([current] if current is not None else [])]:
+        for evaluation in [*self.run.evaluations.values(), *([current] if current is not None else [])]:
             if evaluation.results and self._results.get(id(evaluation)) is not evaluation.results:
                 self._results[id(evaluation)] = evaluation.results
                 for name, number in evaluation.results.items():
                     self.put(name, number)
-        if "train/loss" not in self._seen and (loss := self._run.loss) is not None:
+        if "train/loss" not in self._seen and (loss := self.run.loss) is not None:
             self.values["train_loss"] = loss.detach()
         return self.values
 

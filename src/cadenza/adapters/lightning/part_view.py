@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza.adapters.view import View
+from cadenza.adapters.view import View, Weak
 
 if TYPE_CHECKING:
     from cadenza.adapters.lightning.setup_view import SetupView
@@ -17,9 +17,11 @@ class PartView(View):
         trainer: The view of the run.
     """
 
+    _trainer: Weak[SetupView] = Weak()
+
     def __init__(self, trainer: SetupView) -> None:
         super().__init__(trainer._run)
-        self._trainer: SetupView = trainer
+        self._trainer = trainer
 
     def _reader(self) -> str:
         return self._trainer._reader()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from cadenza.adapters.lightning.library import imported
+from cadenza.adapters.view import OfRun
 from cadenza.callbacks.learning_rate import LearningRate
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.status.decisions import decide
@@ -26,7 +27,7 @@ class SchedulerList(list[Any]):
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self._of_run = OfRun(run)
         self._native: dict[str, tuple[Any, LearningRate]] = {}
         config = imported("utilities.types", "LRSchedulerConfig")
         for name, one in hooks_of(run).callbacks.items():
@@ -49,11 +50,11 @@ class SchedulerList(list[Any]):
         for name, (entry, _) in list(self._native.items()):
             if id(entry) not in present:
                 del self._native[name]
-                for listeners in hooks_of(self._run).by_moment.values():
+                for listeners in hooks_of(self._of_run.run).by_moment.values():
                     for listener in listeners:
                         if listener.owner == name:
                             listener.disable()
-                decide(self._run, "schedule replaced", f"that of {name}", data={"callback": name})
+                decide(self._of_run.run, "schedule replaced", f"that of {name}", data={"callback": name})
 
     def step(self, epoch: int) -> None:
         """Step the schedulers that callbacks have added, after the epoch with this index."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -59,14 +60,13 @@ class TrainerView(SetupView):
         self._begun = self._trained = False
         self._broken: bool = False
         """Whether an error is propagating: Lightning then calls no hook but ``on_exception``."""
-        self._conductor: object = None
-        self._able: list[Any] = []
+        self._conductor: Callable[[], object] | None = None
         self._names: list[str] = []
         self._metrics = Metrics(run)
         self._state, self._strategy, self._logger = StateView(self), StrategyView(self), LoggerView(self)
         self._connector = LoggerConnectorView(self, self._logger)
         self._fit_loop, self._predict_loop = FitLoopView(self), PredictLoopView(self)
-        self._modules: dict[str, Any] = {}
+        self._modules = WeakValueDictionary[str, Any]()  # each refers to this view
 
     # -- values -------------------------------------------------------------------------------------
 
@@ -252,9 +252,9 @@ class TrainerView(SetupView):
         """Return the ``pl_module`` for callbacks of `package`."""
         from cadenza.adapters.lightning.module_view import module_of  # imported here: it is made with the class of Lightning
 
-        if package not in self._modules:
-            self._modules[package] = module_of(self, package)
-        return self._modules[package]
+        if (module := self._modules.get(package)) is None:
+            module = self._modules[package] = module_of(self, package)
+        return module
 
     def _stage_of(self, evaluation: Evaluation) -> str:
         if self._fits:

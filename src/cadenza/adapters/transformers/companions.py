@@ -52,8 +52,8 @@ class State(BaseCallback):
 
     def _begin_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         flow = self.flow
-        if flow.run is not run:  # of Trainer.evaluate or Trainer.predict, which have a run of their own
-            self._outer = {} if flow.run is None else dict(vars(flow))
+        if not flow.is_of(run):  # of Trainer.evaluate or Trainer.predict, which have a run of their own
+            self._outer = dict(vars(flow)) if flow.opened else {}
             flow.open(run, alone=True)
         flow.keywords["eval_dataloader"] = evaluation.loader
         flow.evaluating_since = time.time()
@@ -69,7 +69,7 @@ class State(BaseCallback):
         self._outer = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return self.flow.state_dict() if hasattr(self.flow, "state") else {}  # there is none in a run that is over already
+        return self.flow.state_dict() if self.flow.opened else {}  # there is none in a run that is over already
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.flow.load_state_dict(state)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.requests import evaluate_now
@@ -18,10 +19,11 @@ from cadenza.adapters.transformers.flags import COLLECTIVE, FLAGS, of_other_rank
 from cadenza.adapters.transformers.keywords import gradient_norm, keywords_of
 from cadenza.adapters.transformers.logs import MOST_PENDING, NO_INPUT, SPEEDS, TrainingLogs, as_logs, prefix_of
 from cadenza.adapters.transformers.saves import Saves
+from cadenza.adapters.view import OfRun
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.engine.prediction import Prediction
-from cadenza.engine.session import Session, session_of
+from cadenza.engine.session import Session
 from cadenza.engine.step_state import StepState
 from cadenza.errors import AdapterError, nearest
 from cadenza.hooks.listener import Listener, nothing
@@ -38,13 +40,13 @@ KEY = "transformers"
 """The key of the flow of a run in ``Session.adapters``."""
 
 
-class Flow:
+class Flow(OfRun):
     """The arguments of events, and the work of transformers's trainer around them: logs, the best result, requests.
 
     One for each trainer. It is opened for each run.
     """
 
-    run: Run | None = None
+    held: Callable[[], Session | None] = staticmethod(lambda: None)
     args: Any
     state: Any
     control: Any
@@ -53,8 +55,7 @@ class Flow:
     rates: Mapping[str, Any]
 
     def __init__(self) -> None:
-        self.members: Sequence[ForeignCallback] = ()
-        """The callbacks of transformers in the list."""
+        self._members: Sequence[Callable[[], ForeignCallback | None]] = ()
         self.asks: bool = True
         """Whether one of them may set flags of ``control`` in a step."""
         self.may_differ: bool = True
@@ -67,15 +68,28 @@ class Flow:
     def __reduce__(self) -> tuple[Any, ...]:
         return Flow, ()  # copies and pickles are new: a trainer fills them
 
+    @property
+    def members(self) -> list[ForeignCallback]:
+        """The callbacks of transformers in the list. Each refers to the flow."""
+        return [one for member in self._members if (one := member()) is not None]
+
+    @members.setter
+    def members(self, members: Sequence[ForeignCallback]) -> None:
+        self._members = [ref(one) for one in members]
+
+    @property
+    def opened(self) -> bool:
+        """Whether it was opened for a run."""
+        return hasattr(self, "state")
+
     # -- the arguments of events -----------------------------------------------------------------------------------
 
     def open(self, run: Run, *, alone: bool = False) -> None:
         """Make the arguments for a run. With `alone`, it only evaluates, and the state of the last fit stays."""
         from transformers.trainer_callback import TrainerControl, TrainerState  # of the package of the callbacks
 
-        fresh = self.run is None or not alone
-        self.run = run
-        self.session: Session = session_of(run)
+        fresh = not (alone and self.opened)
+        super().__init__(run)
         self.session.adapters[KEY] = self
         self.step: StepState = self.session.step
         self.scene = self.session.hooks.scene
@@ -94,8 +108,8 @@ class Flow:
             self.state = TrainerState(
                 is_world_process_zero=world, is_local_process_zero=here, stateful_callbacks=[*exported, self.control]
             )
-            self.logs: TrainingLogs = TrainingLogs(self.session)
-            self.saves: Saves = Saves(self.session)
+            self.logs: TrainingLogs = TrainingLogs(run)
+            self.saves: Saves = Saves(run)
             self.rate: Any = None
         self.args = arguments_of(run)
         self.keywords = keywords_of(run, alone=True)
@@ -183,7 +197,7 @@ class Flow:
 
     def show_scheduled(self, moment: Moment) -> None:
         """Set the flags of what native schedules do after the callbacks of this moment, as ``DefaultFlowCallback`` does."""
-        hooks, progress = self.session.hooks, self._of_run.progress
+        hooks, progress = self.session.hooks, self.run.progress
         at_end = progress.step >= self.state.max_steps  # a run ends with a checkpoint
         flags = {Evaluate: "should_evaluate", Checkpoint: "should_save"}
         for listener in hooks.by_moment.get(moment, ()):
@@ -203,13 +217,13 @@ class Flow:
                 self.authors[flag] = author
         if any(not now[flag] for flag in self.scheduled) and not self._told:
             self._told = True
-            self._of_run.warn(
+            self.run.warn(
                 f"{author.owner} resets a flag of control at step {self.state.global_step}, where a schedule is due. "
                 "This has no effect: schedules hold. Give Evaluate or Checkpoint another every="
             )
         for name in now.keys() - self.seen.keys():
             if meant := nearest(name, FLAGS):
-                self._of_run.warn(f"{author.owner} sets control.{name}, which has no effect.{meant}")
+                self.run.warn(f"{author.owner} sets control.{name}, which has no effect.{meant}")
         self.seen = now
 
     def replace_control(self, adapter: ForeignCallback, control: Any) -> None:
@@ -235,7 +249,7 @@ class Flow:
 
     def carry_out(self) -> None:
         """Make requests of the flags that are set. Called again if a signal interrupts the evaluation."""
-        run, control = self._of_run, self.control
+        run, control = self.run, self.control
         if control.should_log:
             self.log_training()
         if control.should_evaluate and "should_evaluate" not in self.scheduled:
@@ -248,7 +262,7 @@ class Flow:
 
     def _end_early(self) -> None:
         """Make a request of a flag that ends the epoch or the run."""
-        run, control = self._of_run, self.control
+        run, control = self.run, self.control
         if control.should_epoch_stop and not self._ends_epoch:
             self._ends_epoch = True
             self._as_author("should_epoch_stop", lambda: run.end_epoch("control.should_epoch_stop is set"))
@@ -288,27 +302,22 @@ class Flow:
 
     # -- logs ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _of_run(self) -> Run:
-        assert self.run is not None, "the flow is open"
-        return self.run
-
     def log(self, logs: dict[str, Any]) -> None:
         """Add values to ``log_history``, and call ``on_log``."""
         state = self.state
         logs["epoch"] = state.epoch
         if str(getattr(self.args, "include_num_input_tokens_seen", "no")) != "no":
-            logs["num_input_tokens_seen"] = state.num_input_tokens_seen = self._of_run.progress.tokens
+            logs["num_input_tokens_seen"] = state.num_input_tokens_seen = self.run.progress.tokens
         state.log_history.append({**logs, "step": state.global_step})
         self._done("should_log")
-        self._of_run._session.hooks.fire(Events.on_logs, self._of_run, logs)
+        self.session.hooks.fire(Events.on_logs, self.run, logs)
 
     def log_training(self) -> None:
         """Log the mean loss since the last time, the norm of the gradients if it is known, and the learning rate."""
         state, logs = self.state, self.logs
         if self.trained and state.global_step > logs.logged_at:
             values = logs.take(state.global_step)
-            if (norm := gradient_norm(self._of_run)) is not None:
+            if (norm := gradient_norm(self.run)) is not None:
                 values["grad_norm"] = norm
             values["learning_rate"] = float(self.rate)
             state.total_flos = logs.flos(state.total_flos)
@@ -336,7 +345,7 @@ class Flow:
 
     def end_evaluation(self, evaluation: Evaluation) -> None:
         """Log the results under the names of transformers, call ``on_evaluate``, and note the best result."""
-        run, hooks = self._of_run, self.session.hooks
+        run, hooks = self.run, self.session.hooks
         prefix = prefix_of(evaluation, run.evaluations.keys())
         metrics: dict[str, Any] = {f"{prefix}_{_rest(name)}": value for name, value in evaluation.results.items()}
         samples, began = _samples_of(evaluation.loader), self.evaluating_since
@@ -385,11 +394,11 @@ class Flow:
         wanted = any("on_save" in one.overridden() for one in self.members)
         if self.saves.written(getattr(self.args, "output_dir", None) if wanted else None, self.state):
             self._done("should_save")
-            self.session.hooks.fire(Events.on_saved, self._of_run)
+            self.session.hooks.fire(Events.on_saved, self.run)
 
     def end(self) -> None:
         """Log the summary of the training, and call ``on_train_end``."""
-        run, state, logs = self._of_run, self.state, self.logs
+        run, state, logs = self.run, self.state, self.logs
         self.saved()
         self.saves.note_best(state)
         progress, steps = run.progress, state.global_step - run.progress.origin.step

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cadenza.adapters.view import OfRun
 from cadenza.engine.prediction import Prediction
-from cadenza.engine.session import Session
 from cadenza.engine.window import mean_loss
 from cadenza.records.scalars import as_number, weighted_sum
 
@@ -49,19 +49,19 @@ def evaluation_prefix(name: str, names: Collection[str]) -> str:
     return "eval" if len(names) < 2 else f"eval_{name}"
 
 
-class TrainingLogs:
+class TrainingLogs(OfRun):
     """The sum of the losses since the last log, and the number of floating point operations.
 
     Args:
-        session: The session of the run.
+        run: The run.
     """
 
     names: frozenset[str] = frozenset(_NAMES)
     """The native names of what it logs."""
 
-    def __init__(self, session: Session) -> None:
-        self.session: Session = session
-        self.total: Tensor = torch.zeros((), device=session.device)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.total: Tensor = torch.zeros((), device=run.device)
         """The sum of the losses of the steps since the last log, on this rank, as far as they are added up."""
         self.losses: list[tuple[list[Tensor], list[float | Tensor]]] = []
         """The losses and the weights of the batches, of the steps that are not added up."""

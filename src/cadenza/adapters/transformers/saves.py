@@ -6,23 +6,26 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from cadenza.adapters.view import OfRun
 from cadenza.checkpoint.finding import LINK
-from cadenza.engine.session import Session
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 _CONFIGURATIONS = ("config.json", "adapter_config.json")
 
 
-class Saves:
+class Saves(OfRun):
     """The checkpoints of a run.
 
     Args:
-        session: The session of the run.
+        run: The run.
     """
 
-    def __init__(self, session: Session) -> None:
-        self.session: Session = session
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self.pending: int | None = None
         """The step of the checkpoint that is being written."""
         self.paths: dict[int | None, str] = {}

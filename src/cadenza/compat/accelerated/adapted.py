@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from cadenza.adapters.view import OfRun, Weak
 from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import (
     EVENTS,
@@ -21,7 +22,7 @@ from cadenza.compat.accelerated.face import STATE, TrainerFace, restore_state, s
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.native import NativeRunView
 from cadenza.engine.loop import Training
-from cadenza.engine.session import Session, session_of
+from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.moments import BaseCallback, Callback
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class AdaptedRun:
+class AdaptedRun(OfRun):
     """A native run, its ``trainer``, and the progress of pytorch-accelerated's events.
 
     Args:
@@ -39,10 +40,13 @@ class AdaptedRun:
         facade: Whether the adapter's trainer started the run.
     """
 
+    trainer: Weak[TrainerFace] = Weak()
+
     def __init__(self, run: Run, trainer: TrainerFace, *, facade: bool) -> None:
-        self.run: Run = run
-        self.session: Session = session_of(run)
-        self.trainer: TrainerFace = trainer
+        super().__init__(run)
+        session = session_of(run)
+        self.trainer = trainer
+        self._view = None if facade else trainer  # nothing else refers to it
         self.facade: bool = facade
         self.training: bool = bool(run.optimizers)
         """Whether this run trains; false for ``Trainer.evaluate``."""
@@ -68,13 +72,13 @@ class AdaptedRun:
         self.own_passes = False
         """Whether the trainer's own ``_perform_forward_and_backward_passes`` calls ``on_train_step_end``."""
         readers = [
-            one for one in self.session.hooks.callbacks.values() if isinstance(one, AcceleratedCallback) and one.reads_history()
+            one for one in session.hooks.callbacks.values() if isinstance(one, AcceleratedCallback) and one.reads_history()
         ]
         self.first: AcceleratedCallback | None = None if facade or not readers else readers[0]
         """The callback that keeps the run history of a native run and fires what comes before the events of the others."""
         self.last: AcceleratedCallback | None = None if facade or not readers else readers[-1]
         """The callback that fires what comes after the events of the others."""
-        self.session.adapters[KEY] = self
+        session.adapters[KEY] = self
 
     @staticmethod
     def of(run: Run) -> AdaptedRun:

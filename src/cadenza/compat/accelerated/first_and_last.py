@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cadenza.adapters.view import Weak
 from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EpochStart, EvaluationStopped
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 class FirstCallback(Callback):
     """Calls the hooks of the trainer, each before the event of the same name."""
+
+    trainer: Weak[Overridable] = Weak()  # it refers to the run, which has this callback
 
     def __init__(self, trainer: Overridable) -> None:
         self.name: str = f"{type(trainer).__name__}'s hooks"
@@ -198,6 +201,8 @@ class FirstCallback(Callback):
 
 class LastCallback(Callback):
     """Evaluates at the end of each epoch, and calls the callbacks that were added to the handler during the run."""
+
+    trainer: Weak[Overridable] = Weak()  # it refers to the run, which has this callback
 
     def __init__(self, trainer: Overridable) -> None:
         self.name: str = f"{type(trainer).__name__}'s evaluation"

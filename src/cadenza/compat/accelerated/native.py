@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cadenza.adapters.view import OfRun
 from cadenza.callbacks.learning_rate import LearningRate
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.events import AcceleratedCallback
@@ -23,7 +24,7 @@ class NativeRunView(TrainerFace):
     """A view on a native run. It has no hooks to override. Attributes that a callback sets on it are visible to the others."""
 
     def __init__(self, run: Run) -> None:
-        self.native_run: Run = run
+        self._of_run = OfRun(run)
         session = session_of(run)
         self.model: nn.Module = session.model
         self.loss_func: Any = None
@@ -36,6 +37,11 @@ class NativeRunView(TrainerFace):
                 self.callback_handler.callbacks.append(callback)  # a native list may hold several callbacks of one class
         self._accelerator = Accelerator(run.driver)
         self._loss_tracker = LossTracker()
+
+    @property
+    def native_run(self) -> Run:  # type: ignore[override]  # as below
+        """The native run."""
+        return self._of_run.run
 
     @property
     def scheduler(self) -> Any:

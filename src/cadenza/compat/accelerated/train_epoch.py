@@ -27,12 +27,15 @@ def fit(trainer: TrainerFace, run_epoch: Callable[[Any], object], training: Trai
         RuntimeError: An override of the method has not called the method of the base class.
     """
     adapted = AdaptedRun.of(training.session.run)
-    while training.next_epoch():
-        adapted.steps, adapted.stepped = training, False
-        _use_loader(trainer, training.session)
-        adapted.call_hook(run_epoch, trainer._train_dataloader)
-        if not (adapted.stepped or adapted.stopped):
-            raise RuntimeError(f"{type(trainer).__name__}._run_train_epoch did not do the steps of the epoch. {INSTEAD}")
+    try:
+        while training.next_epoch():
+            adapted.steps, adapted.stepped = training, False
+            _use_loader(trainer, training.session)
+            adapted.call_hook(run_epoch, trainer._train_dataloader)
+            if not (adapted.stepped or adapted.stopped):
+                raise RuntimeError(f"{type(trainer).__name__}._run_train_epoch did not do the steps of the epoch. {INSTEAD}")
+    finally:
+        adapted.steps = None
 
 
 def run_train_epoch(

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from cadenza.adapters.view import OfRun, Weak
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
-from cadenza.engine.session import Session, session_of
+from cadenza.engine.session import session_of
 from cadenza.hooks.moments import Callback, Moment
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 KEY = "fastnlp"
 
 
-class AdaptedRun:
+class AdaptedRun(OfRun):
     """A native run with fastNLP's trainer and counters."""
 
     early_stop: EarlyStopException | None = None
@@ -56,10 +57,12 @@ class AdaptedRun:
     outputs: Any = None
     """The outputs of the current batch if they are not a mapping."""
 
+    trainer: Weak[TrainerView] = Weak()
+
     def __init__(self, run: Run, trainer: TrainerView, *, own: bool = False) -> None:
-        self.run: Run = run
-        self.session: Session = session_of(run)
-        self.trainer: TrainerView = trainer
+        super().__init__(run)
+        self.trainer = trainer
+        self._view = None if own else trainer  # nothing else refers to it
         self.own = own
         """Whether fastNLP's trainer started the run."""
         self.session.adapters[KEY] = self

@@ -112,7 +112,7 @@ def _run(
     def run(session: Session, evaluation: Evaluation) -> list[Any]:
         assert isinstance(evaluation, ModuleEvaluation), "made below"
         attach(attached, session.run)
-        attached.log.begin(session.run)
+        attached.log.begin()
         return act(session, evaluation)
 
     loaders.setup(stage)

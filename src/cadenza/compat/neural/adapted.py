@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from cadenza.adapters.view import OfRun
 from cadenza.compat.neural.graph import Graph
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.tensors import LOSS, NmTensor, calls_for
-from cadenza.engine.session import Session, session_of
+from cadenza.engine.session import session_of
 from cadenza.errors import nearest
 
 if TYPE_CHECKING:
@@ -46,12 +47,11 @@ def labelled(wanted: Iterable[Entry]) -> list[tuple[str, Entry]]:
     return list(found.items())
 
 
-class AdaptedRun:
+class AdaptedRun(OfRun):
     """A native run with NeMo's counters, its graph, if there is one, and the tensors of the current batch."""
 
     def __init__(self, run: Run, graph: Graph | None = None) -> None:
-        self.run: Run = run
-        self.session: Session = session_of(run)
+        super().__init__(run)
         self.graph: Graph | None = graph
         self.live = False
         """Whether the tensors of a batch can be read: from its start to the end of its step."""

@@ -56,7 +56,7 @@ class Graph:
 
     def read(self, batch: Any) -> dict[str, Any]:
         """Return the values of the data layer's outputs in a batch. A mapping is read by port, a sequence in order."""
-        ports = [tensor.output_port_name for tensor in self.source.outputs]
+        ports = [port for port, _ in self.source.names]
         if isinstance(batch, Mapping):
             if missing := [port for port in ports if port not in batch]:
                 raise GraphError(
@@ -69,7 +69,7 @@ class Graph:
             raise GraphError(
                 f"data layer {self.data_layer.name!r} has the ports {ports}, but returned a batch of {len(given)} parts"
             )
-        return {tensor.unique_name: value for tensor, value in zip(self.source.outputs, given, strict=True)}
+        return {name: value for (_, name), value in zip(self.source.names, given, strict=True)}
 
     def compute(self, values: Values, wanted: Iterable[NmTensor]) -> None:
         """Add the wanted values and their dependencies to `values`, which hold the outputs of the data layer."""
@@ -145,14 +145,14 @@ def execute(call: Call, values: Values) -> None:
     """Compute the outputs of one call and add them to `values`."""
     if isinstance(call.module, DataLayerNM):
         raise GraphError(
-            f"{call.outputs[0].name!r} depends on data layer {call.module.name!r}, which has no batch now: it belongs to "
+            f"{call.names[0][0]!r} depends on data layer {call.module.name!r}, which has no batch now: it belongs to "
             "another graph, or the current batch has not been read yet"
         )
     given = {port: values[tensor.unique_name] for port, tensor in call.inputs.items()}
     result = call.module._compute_outputs(**given)
-    results = [result] if len(call.outputs) == 1 else list(result)
-    if len(results) != len(call.outputs):
-        ports = [tensor.output_port_name for tensor in call.outputs]
+    results = [result] if len(call.names) == 1 else list(result)
+    if len(results) != len(call.names):
+        ports = [port for port, _ in call.names]
         raise GraphError(f"{call.module.name} has the output ports {ports}, but returned {len(results)} values")
-    for tensor, value in zip(call.outputs, results, strict=True):
-        values[tensor.unique_name] = value
+    for (_, name), value in zip(call.names, results, strict=True):
+        values[name] = value

@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 from abc import abstractmethod
 from collections import Counter, namedtuple
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter
 from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from cadenza.compat.neural import kinds
 from cadenza.compat.neural.configs import Configurable
@@ -55,9 +55,20 @@ class Call:
         self.module: NeuralModule = module
         self.inputs: dict[str, NmTensor] = dict(inputs)
         self.number: int = next(_CALLS)
-        self.outputs: list[NmTensor] = [NmTensor(self, port, type) for port, type in outputs.items()]
+        made = [NmTensor(self, port, type) for port, type in outputs.items()]
+        self.made: list[NmTensor] | None = made
+        """The tensors of its outputs, until they are returned to the user."""
+        self.names: list[tuple[str, str]] = [(one.output_port_name, one.unique_name) for one in made]
+        """The port and the unique name of each output, in order."""
+        self._outputs = [ref(one) for one in made]
         for tensor in dict.fromkeys(self.inputs.values()):  # each once, though it may go into two ports
-            tensor.uses.append(self)
+            tensor._uses.append(ref(self))
+            tensor.consumers += [self.port(port) for port, one in self.inputs.items() if one is tensor]
+
+    @property
+    def outputs(self) -> list[NmTensor]:
+        """Those of its outputs that the user, or another call, still refers to."""
+        return [tensor for one in self._outputs if (tensor := one()) is not None]
 
     def port(self, name: str) -> StepModulePort:
         """Return one of its ports."""
@@ -67,7 +78,7 @@ class Call:
 class NmTensor(NeuralType):
     """A description of a value that a module will compute; it holds no data. It has the type of its port.
 
-    Tensors and calls refer to each other. There is no registry.
+    It refers to its call, and a call to its inputs; the other way round weakly. There is no registry.
     """
 
     def __init__(self, call: Call, port: str, ntype: NeuralType) -> None:
@@ -75,8 +86,9 @@ class NmTensor(NeuralType):
         self.call: Call = call
         self.ntype: NeuralType = ntype
         self.output_port_name: str = port
-        self.uses: list[Call] = []
-        """The calls that need it."""
+        self._uses: list[ref[Call]] = []
+        self.consumers: list[StepModulePort] = []
+        """The input ports that it goes to, in the order of the calls."""
         self.unique_name: str = f"{port}~~~{call.module.name}~~~{uuid.uuid4()}"
         """Unique and constant."""
         self.user_name: str | None = None
@@ -86,6 +98,11 @@ class NmTensor(NeuralType):
     def name(self) -> str:
         """The name from `rename`, or the name of the port."""
         return self.user_name or self.output_port_name
+
+    @property
+    def uses(self) -> list[Call]:
+        """The calls that need it."""
+        return [call for one in self._uses if (call := one()) is not None]
 
     @property
     def producer(self) -> NeuralModule:
@@ -111,11 +128,6 @@ class NmTensor(NeuralType):
     def producer_step_module_port(self) -> StepModulePort:
         """The output port that it comes from."""
         return self.call.port(self.output_port_name)
-
-    @property
-    def consumers(self) -> list[StepModulePort]:
-        """The input ports that it goes to, in the order of the calls."""
-        return [call.port(port) for call in self.uses for port, tensor in call.inputs.items() if tensor is self]
 
     def connections(self) -> list[Connection]:
         """Return its connections to these input ports."""
@@ -174,18 +186,18 @@ def calls_for(wanted: Iterable[NmTensor], there: Iterable[str] = ()) -> Iterator
     """Yield the calls that compute the wanted tensors, each after its dependencies. The names `there` are already computed."""
     done: set[Call] = set()
     known = set(there)
-
-    def needed(tensor: NmTensor) -> Iterator[Call]:
-        call = tensor.call
-        if tensor.unique_name in known or call in done:
-            return
-        done.add(call)
-        for one in call.inputs.values():
-            yield from needed(one)
-        yield call
-
     for tensor in wanted:
-        yield from needed(tensor)
+        yield from _needed(tensor, known, done)
+
+
+def _needed(tensor: NmTensor, known: set[str], done: set[Call]) -> Iterator[Call]:
+    call = tensor.call
+    if tensor.unique_name in known or call in done:
+        return
+    done.add(call)
+    for one in call.inputs.values():
+        yield from _needed(one, known, done)
+    yield call
 
 
 class NeuralModule(Configurable):
@@ -284,7 +296,8 @@ class NeuralModule(Configurable):
         inputs = {port: value for port, value in inputs.items() if value is not None}
         _check(self, inputs)
         call = Call(self, inputs, {port: type or ANY for port, type in self.output_ports.items()})
-        return call.outputs[0] if len(call.outputs) == 1 else _named_outputs(self, call)
+        made, call.made = call.made or [], None
+        return made[0] if len(made) == 1 else _named_outputs(self, made)
 
     @classmethod
     def _kind(cls) -> str:
@@ -335,11 +348,11 @@ class NeuralModule(Configurable):
         """Unfreeze all of its weights, or these."""
 
 
-def _named_outputs(module: NeuralModule, call: Call) -> Any:
+def _named_outputs(module: NeuralModule, made: Sequence[NmTensor]) -> Any:
     kind = f"{type(module).__name__.strip('_')}Output"
-    ports = [tensor.output_port_name for tensor in call.outputs]
+    ports = [tensor.output_port_name for tensor in made]
     outputs: Any = namedtuple(kind, ports, rename=True)  # type: ignore[misc]  # the ports are known at a call only
-    return outputs(*call.outputs)
+    return outputs(*made)
 
 
 def _check(module: NeuralModule, inputs: Mapping[str, NmTensor]) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.adapters.lightning.library import classes_of_lightning
-from cadenza.adapters.lightning.module.parts import Loaders, ScheduleConfig
+from cadenza.adapters.lightning.module.parts import Loaders, ManualSteps, ScheduleConfig
 from cadenza.drivers import Driver
-from cadenza.engine.session import session_of
+from cadenza.engine.session import Session, session_of
 from cadenza.optim.rates import SetsRates
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class Attached:
         """The loaders. They are made after ``setup`` was called."""
         self.log: Any = None
         """The `ModuleLog`: the values of ``self.log``."""
-        self.run: Run | None = None
-        """The run; None before ``on_setup``."""
+        self._session: Callable[[], Session | None] = lambda: None
         self.optimizers: Sequence[Optimizer] = ()
         self.schedules: list[ScheduleConfig] = []
         """The schedules of the run, which callbacks may replace: ``trainer.lr_scheduler_configs``."""
@@ -61,8 +61,7 @@ class Attached:
         """What ``configure_gradient_clipping`` gets: the bound of `ClipGradients`, and ``"norm"`` or ``"value"``."""
         self.left: int | None = None
         """The epoch that ``on_train_batch_start`` ended."""
-        self.optimizer_steps: int = 0
-        """The number of optimizer steps in manual optimization."""
+        self.manual: ManualSteps = ManualSteps()
         self.output: Any = None
         """What ``training_step`` returned for the current batch."""
         self.backward_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -73,6 +72,12 @@ class Attached:
         """Whether ``training_step`` is called again for a batch that is counted."""
         self._wrapped: dict[int, Any] = {}
         self._is_set_up = True
+
+    @property
+    def run(self) -> Run | None:
+        """The run; None before ``on_setup``."""
+        session = self._session()
+        return None if session is None else session.run
 
     def attach(self, trainer: Any) -> None:
         """Set ``trainer`` and ``device`` of the module and of the LightningModules inside, and the trainer of its data."""
@@ -101,8 +106,10 @@ class Attached:
 
     def begin(self, run: Run) -> None:
         """Take a run that starts."""
-        self.run, self.output, self.left, self.optimizer_steps, self._wrapped = run, None, None, 0, {}
-        session_of(run).adapters[KEY] = self
+        session = session_of(run)
+        self._session = ref(session)
+        self.output, self.left, self.manual, self._wrapped = None, None, ManualSteps(), {}
+        session.adapters[KEY] = self
 
     def tear_down(self, stage: str) -> None:
         """Call ``teardown`` of the datamodule and of the module. A further fit calls ``setup`` again."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 
 from cadenza.adapters.lightning.callback_lists import CallbackLists
+from cadenza.adapters.view import Weak
 from cadenza.engine.accumulating import checked_accumulate
 from cadenza.errors import AdapterError, nearest
 from cadenza.loading import num_batches
@@ -39,9 +40,10 @@ class TrainerBeforeRun(CallbackLists):
     """What a LightningModule can read of its trainer before the first step."""
 
     title: ClassVar[str] = "trainer"
+    _attached: Weak[Attached] = Weak()
 
     def __init__(self, attached: Attached) -> None:
-        self._attached: Attached = attached
+        self._attached = attached
 
     # -- the length of the run ---------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_unflatten
 
 from cadenza.adapters.lightning.module.attached import Attached
 from cadenza.adapters.lightning.module.parts import Loaders
+from cadenza.adapters.view import Weak
 from cadenza.errors import DataError, DistributedError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
@@ -35,6 +36,8 @@ class ModuleLoaders(Loaders):
         TypeError: `data` is a class.
         DataError: It is a tuple or a mapping of another form.
     """
+
+    _attached: Weak[Attached] = Weak()
 
     def __init__(self, attached: Attached, data: Any) -> None:
         if isinstance(data, type):

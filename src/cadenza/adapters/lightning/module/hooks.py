@@ -133,7 +133,7 @@ class ModuleHooks(Conductor):
         self.attached.call("on_load_checkpoint", {**content_of(run, trainer_view(run)), **self._entries})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"checkpoint": self._added(), "optimizer_steps": self.attached.optimizer_steps}
+        return {"checkpoint": self._added(), "optimizer_steps": self.attached.manual.count}
 
     def _added(self) -> dict[str, Any]:
         """Return the entries that ``on_save_checkpoint`` adds to a checkpoint."""
@@ -145,7 +145,7 @@ class ModuleHooks(Conductor):
         return {name: one for name, one in entries.items() if name not in before or one is not before[name]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._entries, self.attached.optimizer_steps = dict(state["checkpoint"]), state["optimizer_steps"]
+        self._entries, self.attached.manual.count = dict(state["checkpoint"]), state["optimizer_steps"]
 
     # -- a batch -----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from cadenza.adapters.lightning.module.attached import Attached
 from cadenza.adapters.lightning.module.logged import Arguments, Logged, LoggedValues, reduced
 from cadenza.adapters.lightning.module.metric_states import put_state, state_of
 from cadenza.adapters.lightning.module.run_trainer import attach
+from cadenza.adapters.view import Weak
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener, inner
@@ -33,14 +34,14 @@ class ModuleLog:
         attached: The LightningModule.
     """
 
+    _attached: Weak[Attached] = Weak()
+
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
-        self._run: Run | None = None
         self.begin()
 
-    def begin(self, run: Run | None = None) -> None:
+    def begin(self) -> None:
         """Forget all values: another run begins."""
-        self._run = run
         self._kept: dict[str, dict[str, Any]] = {"callback": {}, "log": {}, "pbar": {}}
         self.training: LoggedValues = self._new(training=True)
         self.values: LoggedValues = self.training
@@ -210,7 +211,8 @@ class ModuleLog:
             "metrics": {name: state_of(metric) for name, metric in self._module_metrics()},
             "kept": {kind: {name: _plain(value) for name, value in values.items()} for kind, values in self._kept.items()},
         }
-        together = self._run is not None and session_of(self._run).sync.together
+        run = self._attached.run
+        together = run is not None and session_of(run).sync.together
         ranks = self._attached.driver.gather(own) if together else [own]
         return {"ranks": ranks, "fx": self.current_fx, "first": self._first}
 
@@ -288,7 +290,7 @@ class LogStart(_LogPart):
     def _mute(self, run: Run, evaluation: Evaluation) -> None:
         if self.attached.run is not run:  # outside of a fit
             attach(self.attached, run)
-            self.log.begin(run)
+            self.log.begin()
         if not evaluation.own_names:  # it calls training_step
             self.log.mute()
 
@@ -296,7 +298,7 @@ class LogStart(_LogPart):
         self.log.unmute()
 
     def _begin(self, run: Run) -> None:
-        self.log.begin(run)
+        self.log.begin()
 
     def _begin_batch(self, run: Run, batch: Any) -> None:
         if self.log.in_batch:  # of the same step

@@ -27,6 +27,14 @@ class ScheduleConfig:
 
 
 @dataclass
+class ManualSteps:
+    """The optimizer steps of a run with manual optimization."""
+
+    count: int = 0
+    """The number of steps so far."""
+
+
+@dataclass
 class Loaders:
     """Where the loaders of a run come from."""
 

@@ -12,9 +12,9 @@ from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.lightning.connectors import LoggerConnectorView
 from cadenza.adapters.lightning.strategy_view import StrategyView
 from cadenza.adapters.lightning.trainer_view import KEY, TrainerView
+from cadenza.adapters.view import Weak
 from cadenza.engine import updating
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.outputs import scalar
 
@@ -26,47 +26,51 @@ if TYPE_CHECKING:
 class ModuleTrainer(TrainerView):
     """The trainer of a LightningModule in a run."""
 
+    _attached: Weak[Attached] = Weak()
+
     def __init__(self, run: Run, attached: Attached) -> None:
         super().__init__(run)
+        self._attached, self._log, self._owner = attached, attached.log, type(attached.module).__name__
         self._strategy: StrategyView = ModuleStrategy(self, attached)
         loaders, schedules = attached.loaders, attached.schedules  # the list itself: a callback may change it
         self.provide(datamodule=loaders.datamodule, train_dataloader=loaders.train, lr_scheduler_configs=schedules)
         if not attached.automatic:
-            self.provide(global_step=lambda: attached.optimizer_steps)
-        self._attached, self._connector = attached, ModuleConnector(self, attached)
+            manual = attached.manual
+            self.provide(global_step=lambda: manual.count)
+        self._connector = ModuleConnector(self, attached)
 
     # -- the values of self.log ---------------------------------------------------------------------
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """The newest value of each name of ``self.log``."""
-        return self._attached.log.callback_metrics  # type: ignore[no-any-return]
+        return self._log.callback_metrics  # type: ignore[no-any-return]
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """The newest value of each name with ``logger=True``."""
-        return self._attached.log.logged_metrics  # type: ignore[no-any-return]
+        return self._log.logged_metrics  # type: ignore[no-any-return]
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The newest value of each name with ``prog_bar=True``."""
-        return self._attached.log.progress_bar_metrics  # type: ignore[no-any-return]
+        return self._log.progress_bar_metrics  # type: ignore[no-any-return]
 
     def _reader(self) -> str:
-        return super()._reader() if self._hook_of_a_callback() else type(self._attached.module).__name__
+        return super()._reader() if self._hook_of_a_callback() else self._owner
 
     @property
     def _results(self) -> Any:
         # LightningModule.log reads this first. In a hook of a callback, the module does not know yet which one it is.
         if (name := self._hook_of_a_callback()) is not None:
             self._attached.module._current_fx_name = name
-        return self._attached.log.active
+        return self._log.active
 
     def _hook_of_a_callback(self) -> str | None:
         """Return the name of the hook of a callback of Lightning that is called now."""
-        hooks = hooks_of(self._run)
-        listener = hooks.here().listener
-        owner = None if listener is None else hooks.callbacks.get(listener.owner)
+        session = self._of_run.held()
+        listener = None if session is None else session.hooks.here().listener
+        owner = None if session is None or listener is None else session.hooks.callbacks.get(listener.owner)
         return listener.event or None if listener is not None and isinstance(owner, ForeignCallback) else None
 
     @property
@@ -109,6 +113,8 @@ class ModuleStrategy(StrategyView):
         name: advice for name, advice in StrategyView.absent.items() if name not in ("backward", "optimizer_step")
     }
 
+    _attached: Weak[Attached] = Weak()
+
     def __init__(self, trainer: TrainerView, attached: Attached) -> None:
         super().__init__(trainer)
         self._attached = attached
@@ -135,7 +141,7 @@ class ModuleStrategy(StrategyView):
             session.driver.average_gradients([one for one in session.module.parameters() if id(one) in held])
         with session.precision.disabled():
             updating.update_weights(session, [optimizer])
-        self._attached.optimizer_steps += 1
+        self._attached.manual.count += 1
         return output
 
 

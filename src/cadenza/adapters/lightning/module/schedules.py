@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.adapters.lightning.conductor import Conductor
 from cadenza.adapters.lightning.trainer_view import trainer_view
+from cadenza.adapters.view import Weak
 from cadenza.callbacks.learning_rate import with_kinds
 from cadenza.errors import MonitorError
 from cadenza.hooks.dispatch import unwinding
@@ -28,9 +29,10 @@ class ModuleSchedules(BaseCallback):
     """
 
     phase: Phase | None = Phase.SCHEDULE
+    attached: Weak[Attached] = Weak()
 
     def __init__(self, attached: Attached) -> None:
-        self.attached: Attached = attached
+        self.attached = attached
         self.name: str | None = "LightningModule schedules"
         self._epochs = 0  # for which the schedulers of interval "epoch" were stepped
 

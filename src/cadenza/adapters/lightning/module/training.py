@@ -55,7 +55,7 @@ class TrainingStep:
         """Let the module be called without a fit: it gets a trainer with the counters of `run`, and what it logs is dropped."""
         log = self._attached.log
         attach(self._attached, run)
-        log.begin(run)
+        log.begin()
         with log.muted():
             yield
 

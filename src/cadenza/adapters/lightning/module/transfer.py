@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from cadenza.adapters.view import Weak
+
 if TYPE_CHECKING:
     from cadenza.adapters.lightning.module.attached import Attached
 
@@ -18,6 +20,8 @@ class Transfer:
         attached: The module.
         move: What moves a batch without these hooks.
     """
+
+    _attached: Weak[Attached] = Weak()
 
     def __init__(self, attached: Attached, move: Callable[[Any], Any]) -> None:
         self._attached, self._move = attached, move

@@ -91,8 +91,6 @@ class State(dict[str, Any]):
     """
 
     def __init__(self, adapted: AdaptedRun, event: str, tensors: TrainingState) -> None:
-        self.run: Run = adapted.run
-        """The native run; not an entry of the dictionary."""
         self._adapted, self._event = adapted, event
         super().__init__(
             local_rank=adapted.local_rank,
@@ -101,6 +99,11 @@ class State(dict[str, Any]):
             tensors=tensors,
         )
         self.count()
+
+    @property
+    def run(self) -> Run:
+        """The native run; not an entry of the dictionary."""
+        return self._adapted.run
 
     def count(self) -> None:
         """Read step and epoch again, because a checkpoint was restored."""

@@ -138,12 +138,15 @@ class Evaluator:
         limit = None if num_eval_batch_per_dl == -1 else num_eval_batch_per_dl
         nested: dict[str, Mapping[str, Any]] = {}
         self._watch = watch
-        with self._quiet():
-            self.reset()
-            for name, loader in self.dataloaders.items():
-                self.cur_dataloader_name = name or None
-                nested[name] = self._evaluated(loader, limit)
+        try:
+            with self._quiet():
                 self.reset()
+                for name, loader in self.dataloaders.items():
+                    self.cur_dataloader_name = name or None
+                    nested[name] = self._evaluated(loader, limit)
+                    self.reset()
+        finally:
+            self._watch = None  # it holds the run
         results = self._flat(nested)
         if self.verbose and self.driver.is_global_zero():
             print(json.dumps(results, default=str))  # noqa: T201  # documented by fastNLP

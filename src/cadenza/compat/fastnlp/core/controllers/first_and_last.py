@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cadenza.adapters.view import Weak
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
@@ -87,6 +88,7 @@ class FirstCallback(Callback):
     """Runs first at each moment: starts the run at the counters of the trainer, and evaluates at the end of an epoch."""
 
     name: str = "fastNLP"
+    _trainer: Weak[SteppingTrainer] = Weak()  # it refers to the run, which has this callback
 
     def __init__(self, trainer: SteppingTrainer, plan: Plan) -> None:
         self._trainer, self._plan = trainer, plan
@@ -210,6 +212,7 @@ class LastCallback(Callback):
     """Runs last at each moment: the sanity check, and evaluations after a batch."""
 
     name: str = "fastNLP, at the end"
+    _trainer: Weak[SteppingTrainer] = Weak()
 
     def __init__(self, trainer: SteppingTrainer, plan: Plan) -> None:
         self._trainer, self._plan = trainer, plan

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 
+from cadenza.adapters.view import existing
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.controllers.first_and_last import Plan
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
@@ -16,9 +17,9 @@ from cadenza.loading.loaders import Limited, set_loader_epoch
 from cadenza.run import Run
 
 
-def whole_epoch(trainer: SteppingTrainer, loader: Any, plan: Plan, run: Run, _: Any) -> dict[str, Any]:
+def whole_epoch(of: Callable[[], SteppingTrainer | None], loader: Any, plan: Plan, run: Run, _: Any) -> dict[str, Any]:
     """Run an epoch with the user's loop. An `EarlyStopException` in it ends the training."""
-    adapted = AdaptedRun.of(run)
+    trainer, adapted = existing(of()), AdaptedRun.of(run)
     set_loader_epoch(loader, trainer.cur_epoch_idx)
     done, left = trainer.batch_idx_in_epoch, plan.batches_from(trainer.cur_epoch_idx)
     if left < plan.per_epoch:  # n_batches shortens the last epoch

@@ -10,6 +10,7 @@ from functools import partial
 from os import PathLike
 from signal import SIGINT
 from typing import Any, ClassVar, TypeVar
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,7 +36,7 @@ from cadenza.compat.fastnlp.core.controllers.view import epochs_for
 from cadenza.compat.fastnlp.core.drivers.choose_driver import choose_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, Watched, loss_in, model_function
-from cadenza.engine.session import session_of
+from cadenza.engine.session import session_of, weakly
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import num_batches
 from cadenza.loading.loaders import Limited
@@ -323,16 +324,15 @@ class Trainer(SteppingTrainer):
 
     def _native_trainer(self, loader: Iterable[Any], plan: first_and_last.Plan) -> cadenza.Trainer:
         # A window that continues in the next epoch is more than one step of a native run, in which it ends with its epoch.
-        own_step = (
-            self._step if self.runs_own_steps or self.overrides_steps or plan.per_epoch % self.accumulation_steps else None
-        )
+        own = self.runs_own_steps or self.overrides_steps or plan.per_epoch % self.accumulation_steps
+        own_step = weakly(self._step) if own else None  # the run keeps it, and the trainer the run
         if self.runs_own_epochs:  # in the native run an epoch is one step
-            loader, own_step = [None], partial(looping.whole_epoch, self, loader, plan)
+            loader, own_step = [None], partial(looping.whole_epoch, ref(self), loader, plan)
         return cadenza.Trainer(
             self.model,
             self._optimizers,
             loader,
-            None if own_step else self._compute,
+            None if own_step else weakly(self._compute),
             step_fn=own_step,
             max_epochs=max(plan.epochs, 1),
             accumulate=1 if own_step else self.accumulation_steps,
