@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Capsule, Checkpoint, Evaluate, NonFinite, Recover, Spike, StopOnNonFinite
-from cadenza.callbacks.loss_signs import Sign, Watch
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, DataError, NonFiniteError
 from cadenza.testing import launch, tiny_loader, tiny_run, tiny_trainer
 from cadenza.timetravel import replay_capsule
 from cadenza.timetravel.capsule_files import capsules_in, facts_of_capsule
+from cadenza.timetravel.loss_signs import Sign, Watch
 from tests.callbacks.breaking import Root, batches
 from tests.callbacks.parts import failing, own_step
 from tests.distributed.parts import rank

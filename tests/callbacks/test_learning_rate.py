@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Callback, Run, Trainer, on
 from cadenza import callbacks as shipped
 from cadenza.callbacks import Checkpoint, Evaluate, FindBatchSize, FindLearningRate, LearningRate, Limit, Warmup
-from cadenza.callbacks.find_batch_size import is_out_of_memory
-from cadenza.callbacks.find_learning_rate import suggested
 from cadenza.errors import CallbackError, DataError
 from cadenza.testing import prove_resume, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.timetravel.find_batch_size import is_out_of_memory
+from cadenza.timetravel.find_learning_rate import suggested
 from tests.callbacks.parts import halving, two_optimizers
 from tests.long import LONG
 

@@ -38,14 +38,14 @@ hooks           1709     15       7
 drivers         2161     23       5
 optim           1291     14       6
 sinks           1262     16       7
-engine          5448     51      12
+engine          5256     49      12
 checkpoint      4194     35      10
-callbacks       4028     39      15
+callbacks       3558     35      15
 loops            626      5      11
 testing          979     11      14
 commands         694      8      10
 report          2176     23       8
-timetravel      2450     21      19
+timetravel      3112     27      20
 adapters        8759    102      12
 compat         17254    280      17
 trackers         841      7       6
@@ -57,10 +57,10 @@ WINGS = ("adapters", "compat", "report", "timetravel", "trackers")
 
 SUMS = """
 sum                                  core   wings
-files                                 306     433
-lines                               30102   31480
-words                              208569  208224
-words a line                         6.93    6.62
+files                                 300     439
+lines                               29440   32142
+words                              203915  212878
+words a line                         6.93    6.63
 data files and long literals          391     538
 modules under 30 lines                 33      93
 """
@@ -81,7 +81,7 @@ NAMES = """
 names                   count
 public names               36
 session                    75
-session in callbacks       14
+session in callbacks       12
 """
 
 FILE_LINES, FUNCTION_LINES = 600, 60

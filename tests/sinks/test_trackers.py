@@ -27,7 +27,6 @@ from cadenza.sinks import Dvclive, Mlflow, Swanlab, Trackio, Wandb
 from cadenza.status.decisions import Outcome
 from cadenza.status.run_info import RunInfo
 from cadenza.testing import tiny_run, tiny_trainer
-from cadenza.trackers.mlflow import _import as import_quietly
 from tests.sinks.readers import COMET, DVCLIVE, MLFLOW, QUIET, SWANLAB, TRACKIO, WANDB, services
 from tests.sinks.samples import failing, logging, metrics_of
 from tests.sinks.terminal import Terminal

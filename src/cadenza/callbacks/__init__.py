@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from cadenza.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from cadenza.callbacks.ema import Ema as Ema
     from cadenza.callbacks.evaluate import Evaluate as Evaluate
-    from cadenza.callbacks.find_batch_size import FindBatchSize as FindBatchSize
-    from cadenza.callbacks.find_learning_rate import FindLearningRate as FindLearningRate
     from cadenza.callbacks.freezing import Freeze as Freeze
     from cadenza.callbacks.freezing import freeze as freeze
     from cadenza.callbacks.freezing import unfreeze as unfreeze
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from cadenza.callbacks.learning_rate import LearningRate as LearningRate
     from cadenza.callbacks.limit import Limit as Limit
     from cadenza.callbacks.log_training import LogTraining as LogTraining
-    from cadenza.callbacks.loss_signs import NonFinite as NonFinite
-    from cadenza.callbacks.loss_signs import Spike as Spike
     from cadenza.callbacks.move_modules import MoveModules as MoveModules
     from cadenza.callbacks.omit_frozen import OmitFrozen as OmitFrozen
     from cadenza.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
@@ -45,7 +41,11 @@ if TYPE_CHECKING:
     from cadenza.callbacks.warmup import Warmup as Warmup
     from cadenza.checkpoint.keeping import Best as Best
     from cadenza.timetravel.capsule import Capsule as Capsule
+    from cadenza.timetravel.find_batch_size import FindBatchSize as FindBatchSize
+    from cadenza.timetravel.find_learning_rate import FindLearningRate as FindLearningRate
     from cadenza.timetravel.fingerprint import Fingerprint as Fingerprint
+    from cadenza.timetravel.loss_signs import NonFinite as NonFinite
+    from cadenza.timetravel.loss_signs import Spike as Spike
     from cadenza.timetravel.recover import LowerRate as LowerRate
     from cadenza.timetravel.recover import Recover as Recover
     from cadenza.timetravel.replay_check import ReplayCheck as ReplayCheck
@@ -67,15 +67,15 @@ else:
             "cadenza.callbacks.early_stopping": "EarlyStopping",
             "cadenza.callbacks.ema": "Ema",
             "cadenza.callbacks.evaluate": "Evaluate",
-            "cadenza.callbacks.find_batch_size": "FindBatchSize",
-            "cadenza.callbacks.find_learning_rate": "FindLearningRate",
+            "cadenza.timetravel.find_batch_size": "FindBatchSize",
+            "cadenza.timetravel.find_learning_rate": "FindLearningRate",
             "cadenza.timetravel.fingerprint": "Fingerprint",
             "cadenza.callbacks.freezing": "Freeze freeze unfreeze",
             "cadenza.callbacks.histograms": "Histograms",
             "cadenza.callbacks.learning_rate": "LearningRate",
             "cadenza.callbacks.limit": "Limit",
             "cadenza.callbacks.log_training": "LogTraining",
-            "cadenza.callbacks.loss_signs": "NonFinite Spike",
+            "cadenza.timetravel.loss_signs": "NonFinite Spike",
             "cadenza.callbacks.move_modules": "MoveModules",
             "cadenza.callbacks.omit_frozen": "OmitFrozen",
             "cadenza.callbacks.optuna_pruning": "OptunaPruning",

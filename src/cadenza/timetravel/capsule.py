@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
 from cadenza.drivers.alone import alone
 from cadenza.drivers.sharding import is_sharded
 from cadenza.engine.error_context import raised_by_loader
 from cadenza.engine.session import Loops, Session, session_of
 from cadenza.engine.statistics import Statistics
-from cadenza.engine.trial import undone
 from cadenza.errors import DistributedError, NonFiniteError, notes_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.subscription import steps_in
@@ -32,6 +30,8 @@ from cadenza.records.arriving import Arriving, arriving
 from cadenza.status.decisions import decide
 from cadenza.timetravel.capsule_files import FOLDER, write_capsule
 from cadenza.timetravel.locating import Located, locate, located_in
+from cadenza.timetravel.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
+from cadenza.timetravel.trial import undone
 
 if TYPE_CHECKING:
     from cadenza.run import Run

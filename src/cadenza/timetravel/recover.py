@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.callbacks.loss_signs import NonFinite, Sign, Spike, checked_sign, restore, state_of
-from cadenza.callbacks.recovery_plan import Plan
 from cadenza.checkpoint.starting import newest_good
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.session import Loops, Session, session_of
@@ -26,6 +24,8 @@ from cadenza.status.counting import counted
 from cadenza.status.decisions import decide, in_json
 from cadenza.status.progress import Counters
 from cadenza.status.requests import GoBack
+from cadenza.timetravel.loss_signs import NonFinite, Sign, Spike, checked_sign, restore, state_of
+from cadenza.timetravel.recovery_plan import Plan
 
 if TYPE_CHECKING:
     from cadenza.run import Run

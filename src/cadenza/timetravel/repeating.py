@@ -16,12 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from cadenza.drivers.checksums import checksum, same_bits
 from cadenza.drivers.sharding import local
-from cadenza.engine.restore_point import restore_in_place
 from cadenza.engine.session import Session
 from cadenza.engine.updating import complete_window
 from cadenza.loading.rng import RNGState
 from cadenza.optim.finite import tensors_at
 from cadenza.status.outputs import Outputs
+from cadenza.timetravel.restore_point import restore_in_place
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # weights and buffers are slots of their own, and hooks do not change
 _LONGEST = 10_000  # the entries of a longer container are not copied

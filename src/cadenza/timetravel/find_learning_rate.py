@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from cadenza.engine.session import session_of
-from cadenza.engine.trial import try_steps
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
@@ -19,6 +18,7 @@ from cadenza.optim.rates import SetsRates, optimizer_of
 from cadenza.optim.settings import set_option
 from cadenza.records.record import Figure
 from cadenza.status.decisions import decide
+from cadenza.timetravel.trial import try_steps
 
 if TYPE_CHECKING:
     from cadenza.run import Run

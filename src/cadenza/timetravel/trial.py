@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from cadenza.engine.loop import Training, fit
-from cadenza.engine.restore_point import RestorePoint, restore_in_place
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import Hooks
@@ -22,6 +21,7 @@ from cadenza.loading.loaders import Limited
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.progress import Counters, Progress
+from cadenza.timetravel.restore_point import RestorePoint, restore_in_place
 
 
 def try_steps(session: Session, steps: int, callbacks: Sequence[Callback], *, loader: Iterable[Any] | None = None) -> Session:

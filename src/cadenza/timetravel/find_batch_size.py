@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cadenza.engine.session import session_of
-from cadenza.engine.trial import try_steps
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
@@ -21,6 +20,7 @@ from cadenza.loading.rng import preserve_rng_state
 from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
 from cadenza.text.hints import renamed
+from cadenza.timetravel.trial import try_steps
 
 if TYPE_CHECKING:
     from cadenza.run import Run
