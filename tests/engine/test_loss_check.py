@@ -111,10 +111,9 @@ def test_to_keep_a_loss_launches_no_kernel_and_all_are_read_at_once() -> None:
     losses.readers.append(got.append)
     with Operators():  # type: ignore[no-untyped-call]
         for step in range(1, 100):
-            window = AccumulationWindow(1)
-            window.losses = [torch.full((), float(step))]
+            loss = torch.full((), float(step))
             launched.clear()
-            losses.keep(step, window)
+            losses.keep(step, [loss], [])
             assert launched == (["aten::clone"] if step == 1 else [])
     with observed_reads(lambda how, tensor: reads.append(how)):
         losses.deliver(wait=True)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from cadenza.engine.interval_means import IntervalMean, checked_number
+from cadenza.engine.loss_check import LossBuffer
 from cadenza.engine.session import session_of
 from cadenza.engine.throughput import Throughput, checked_parts
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule, Until
 from cadenza.hooks.subscription import periodic
+from cadenza.status.outputs import Outputs
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -22,8 +28,9 @@ class LogTraining(Callback):
 
     Args:
         every: The interval: ``50`` (steps), ``"1 epoch"``, ``"30 s"``.
-        outputs: Names of outputs of the last batch: numbers, or tensors of shape (). ``"loss"`` is the (weighted) mean over the
-            step and all ranks; the others are means over the ranks. An output that a skipped batch does not have is left out.
+        outputs: Names of outputs: numbers, or tensors of shape (). Each is the mean over the batches since the last time, on
+            all ranks, weighted by the output ``weight`` if there is one. Skipped batches do not count; without a batch that
+            counts, there is no value. A number that a hook logs under the same name replaces it.
         lr: Log ``train/lr``, the rate of the next update, with the factor of `Warmup`. Several parameter groups, over all
             optimizers, are logged as ``train/lr/0``, ``train/lr/1``, ...
         throughput: Log ``train/samples_per_s`` and ``train/steps_per_s`` since the last time, of all ranks and without the time
@@ -50,6 +57,9 @@ class LogTraining(Callback):
     (['train/loss', 'train/lr'], [2, 4])
     """
 
+    _reads_totals = False
+    each_rank: bool = True
+
     def __init__(
         self,
         every: Interval = "50 steps",
@@ -74,16 +84,27 @@ class LogTraining(Callback):
         self.flops: float | None = flops
         self.peak_flops: float | None = peak_flops
         self._speed: Throughput | None = None
+        self._means: dict[str, IntervalMean] = {}
 
     def listeners(self) -> list[Listener]:
-        own = [*super().listeners(), periodic(self.every, self.log)]
+        own = [*super().listeners(), *self._collecting(), periodic(self.every, self.log)]
         if isinstance(self.throughput, tuple) and "mfu" in self.throughput and self.flops is None:
             first = Until(lambda: math.inf if self._speed is not None and self._speed.counts else 0)
             own += [Listener(Callback.on_batch_start, self._before_batch, first, asks=False)]
             own += [Listener(Callback.on_batch_end, self._after_batch, first, asks=False)]
         return own
 
+    def _collecting(self) -> list[Listener]:
+        own = [Listener(Callback.on_load, self._take_over)]
+        if {*self.outputs} - {"loss"}:
+            own += [Listener(Callback.on_batch_end, self._add_batch, asks=False)]
+            own += [Listener(Callback.on_step_end, self._add_step, asks=False)]
+        return inner(own)
+
     def on_setup(self, run: Run) -> None:
+        self._means = {}
+        for name in self.outputs:
+            self._begin(run, name)
         if self.throughput:
             self._speed = Throughput(run, self.throughput, self.flops, self.peak_flops)
 
@@ -94,11 +115,10 @@ class LogTraining(Callback):
     def log(self, run: Run) -> None:
         """Log now. Every rank must call this, because the loss is a mean over all ranks."""
         prefix, session = self.prefix, session_of(run)
+        for name, mean in self._means.items():
+            self._log_mean(run, name, mean)
+            mean.begin(run.progress.step)
         values: dict[str, Any] = {}
-        for name in self.outputs:
-            value = session.sync.loss_to_log() if name == "loss" else self._output(run, name)
-            if value is not None:
-                values[f"{prefix}/{name}"] = value
         if self.lr:
             rates = session.rates.of(run)
             for index, rate in enumerate(rates):
@@ -108,8 +128,51 @@ class LogTraining(Callback):
                 values[f"{prefix}/{name}"] = value
         run.log(values)
 
-    def _output(self, run: Run, name: str) -> Any:
-        return run.outputs.get(name) if session_of(run).step.skipping else run.outputs[name]
+    def state_dict(self) -> dict[str, Any]:
+        sums = {name: mean.state_dict() for name, mean in self._means.items()}
+        sums = {name: one for name, one in sums.items() if one["weight"]}
+        return {"sums": sums} if sums else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, sums in state.get("sums", {}).items():
+            if name in self._means:
+                self._means[name].load_state_dict(sums)
+
+    def _begin(self, run: Run, name: str) -> IntervalMean:
+        buffer = session_of(run).metrics.losses.buffer if name == "loss" else LossBuffer()
+        self._means[name] = mean = IntervalMean(buffer, run.progress.step)
+        return mean
+
+    def _log_mean(self, run: Run, name: str, mean: IntervalMean) -> None:
+        total, weight = mean.sums()
+        if isinstance(weight, Tensor) or weight:
+            session_of(run).metrics.buffer.add_mean(f"{self.prefix}/{name}", total, weight)
+
+    def _add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
+        if not session_of(run).step.discarded:
+            self._add(outputs, run.progress.step + 1)
+
+    def _add(self, outputs: Outputs, step: int) -> None:
+        weight = dict.get(outputs, "weight")
+        for name, mean in self._means.items():
+            if name != "loss":
+                mean.add(step, checked_number(name, outputs[name]), weight)
+
+    def _add_step(self, run: Run) -> None:
+        """Add the outputs of a step that has no batches: a loop of ``cadenza.attach`` may not say where they are."""
+        if not session_of(run).step.last_window.seen:
+            self._add(run.outputs, run.progress.step)
+
+    def _take_over(self, run: Run, checkpoint: Any) -> None:
+        """On another number of ranks, continue with the sums of all that wrote the checkpoint, on the first one."""
+        states = [one.get("callbacks of the rank", {}).get(hooks_of(run).name_of(self), {}) for one in checkpoint.by_rank]
+        if len(states) == run.driver.world_size:
+            return
+        together = max(1, len(states) // checkpoint.state["config"].get("ranks", 1))
+        for name, mean in self._means.items():
+            sums = [state["sums"][name] for state in states[::together] if name in state.get("sums", {})]
+            own = sums if run.driver.data_rank == 0 else []
+            mean.load_state_dict({part: sum(one[part] for one in own) for part in ("total", "weight")})
 
     def _before_batch(self, run: Run, batch: Any) -> None:
         if self._speed is not None:
