@@ -13,6 +13,7 @@ from torch import nn
 from cadenza.adapters.beforehand import beforehand
 from cadenza.adapters.lightning.before_fit import scheduled
 from cadenza.adapters.recognition import AnyCallback, adapted, adapted_list
+from cadenza.callbacks.epoch_means import with_epoch_means
 from cadenza.checkpoint.chosen_weights import Choice
 from cadenza.checkpoint.finding import Which
 from cadenza.drivers import Driver, driver_of
@@ -121,7 +122,7 @@ class Trainer(Fitting):
         ends_itself = not getattr(loader, "has_epochs", True)  # the data of cadenza.attach
         limits = checked_lengths(ends_itself=ends_itself, max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens)
         check_recipe(precision, seed)
-        given, notes = listed(adapted(callbacks)), list[str]()
+        given, notes = with_epoch_means(listed(adapted(callbacks)), loader), list[str]()
         if progress:
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 

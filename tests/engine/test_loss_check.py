@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cadenza import Callback, Run, attach, on
 from cadenza.callbacks import Alert, Checkpoint, Evaluate, FindLearningRate, LogTraining, Recover, StopOnNonFinite
 from cadenza.engine.loss_check import LossBuffer, StepLoss
-from cadenza.engine.window import AccumulationWindow
 from cadenza.profiling.host_reads import observed_reads
 from cadenza.status.decisions import Decision
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer

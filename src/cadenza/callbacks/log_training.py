@@ -6,10 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from cadenza.engine.interval_means import IntervalMean, checked_number
-from cadenza.engine.loss_check import LossBuffer
+from cadenza.engine.interval_means import IntervalMeans
 from cadenza.engine.session import session_of
 from cadenza.engine.throughput import Throughput, checked_parts
 from cadenza.hooks.dispatch import hooks_of
@@ -60,6 +57,8 @@ class LogTraining(Callback):
     _reads_totals = False
     each_rank: bool = True
 
+    logs_training = True
+
     def __init__(
         self,
         every: Interval = "50 steps",
@@ -84,7 +83,7 @@ class LogTraining(Callback):
         self.flops: float | None = flops
         self.peak_flops: float | None = peak_flops
         self._speed: Throughput | None = None
-        self._means: dict[str, IntervalMean] = {}
+        self._means: IntervalMeans | None = None
 
     def listeners(self) -> list[Listener]:
         own = [*super().listeners(), *self._collecting(), periodic(self.every, self.log)]
@@ -102,9 +101,7 @@ class LogTraining(Callback):
         return inner(own)
 
     def on_setup(self, run: Run) -> None:
-        self._means = {}
-        for name in self.outputs:
-            self._begin(run, name)
+        self._means = IntervalMeans(session_of(run), self.outputs)
         if self.throughput:
             self._speed = Throughput(run, self.throughput, self.flops, self.peak_flops)
 
@@ -115,9 +112,9 @@ class LogTraining(Callback):
     def log(self, run: Run) -> None:
         """Log now. Every rank must call this, because the loss is a mean over all ranks."""
         prefix, session = self.prefix, session_of(run)
-        for name, mean in self._means.items():
-            self._log_mean(run, name, mean)
-            mean.begin(run.progress.step)
+        if self._means is not None:
+            self._means.log(prefix)
+            self._means.begin(run.progress.step)
         values: dict[str, Any] = {}
         if self.lr:
             rates = session.rates.of(run)
@@ -129,50 +126,24 @@ class LogTraining(Callback):
         run.log(values)
 
     def state_dict(self) -> dict[str, Any]:
-        sums = {name: mean.state_dict() for name, mean in self._means.items()}
-        sums = {name: one for name, one in sums.items() if one["weight"]}
-        return {"sums": sums} if sums else {}
+        return {} if self._means is None else self._means.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, sums in state.get("sums", {}).items():
-            if name in self._means:
-                self._means[name].load_state_dict(sums)
+        if self._means is not None:
+            self._means.load_state_dict(state)
 
-    def _begin(self, run: Run, name: str) -> IntervalMean:
-        buffer = session_of(run).metrics.losses.buffer if name == "loss" else LossBuffer()
-        self._means[name] = mean = IntervalMean(buffer, run.progress.step)
-        return mean
-
-    def _log_mean(self, run: Run, name: str, mean: IntervalMean) -> None:
-        total, weight = mean.sums()
-        if isinstance(weight, Tensor) or weight:
-            session_of(run).metrics.buffer.add_mean(f"{self.prefix}/{name}", total, weight)
+    def _take_over(self, run: Run, checkpoint: Any) -> None:
+        if self._means is not None:
+            take_over(self, self._means, run, checkpoint)
 
     def _add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
-        if not session_of(run).step.discarded:
-            self._add(outputs, run.progress.step + 1)
-
-    def _add(self, outputs: Outputs, step: int) -> None:
-        weight = dict.get(outputs, "weight")
-        for name, mean in self._means.items():
-            if name != "loss":
-                mean.add(step, checked_number(name, outputs[name]), weight)
+        if self._means is not None:
+            self._means.add(session_of(run), outputs, self.outputs, run.progress.step + 1)
 
     def _add_step(self, run: Run) -> None:
         """Add the outputs of a step that has no batches: a loop of ``cadenza.attach`` may not say where they are."""
-        if not session_of(run).step.last_window.seen:
-            self._add(run.outputs, run.progress.step)
-
-    def _take_over(self, run: Run, checkpoint: Any) -> None:
-        """On another number of ranks, continue with the sums of all that wrote the checkpoint, on the first one."""
-        states = [one.get("callbacks of the rank", {}).get(hooks_of(run).name_of(self), {}) for one in checkpoint.by_rank]
-        if len(states) == run.driver.world_size:
-            return
-        together = max(1, len(states) // checkpoint.state["config"].get("ranks", 1))
-        for name, mean in self._means.items():
-            sums = [state["sums"][name] for state in states[::together] if name in state.get("sums", {})]
-            own = sums if run.driver.data_rank == 0 else []
-            mean.load_state_dict({part: sum(one[part] for one in own) for part in ("total", "weight")})
+        if self._means is not None and not session_of(run).step.last_window.seen:
+            self._means.add(session_of(run), run.outputs, self.outputs, run.progress.step)
 
     def _before_batch(self, run: Run, batch: Any) -> None:
         if self._speed is not None:
@@ -181,3 +152,10 @@ class LogTraining(Callback):
     def _after_batch(self, run: Run, batch: Any, outputs: Any) -> None:
         if self._speed is not None:
             self._speed.after_batch()
+
+
+def take_over(callback: Callback, means: IntervalMeans, run: Run, checkpoint: Any) -> None:
+    """On another number of ranks than wrote the checkpoint, continue with the sums of all of them."""
+    name = hooks_of(run).name_of(callback)
+    states = [one.get("callbacks of the rank", {}).get(name, {}) for one in checkpoint.by_rank]
+    means.take_over(session_of(run), states, checkpoint.state["config"].get("ranks", 1))

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, takewhile
+from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -114,8 +114,8 @@ class LossCheck:
         return outcome if first is None else replace(outcome, reason=f"{outcome.reason}; {first[1]}")
 
     def _look_at_step(self, one: StepLoss) -> None:
-        if one.loss is not None:
-            self._look(_TRAINING, one.loss, one.step)
+        if (loss := one.loss) is not None:
+            self._look(_TRAINING, loss, one.step)
         if one.of_ranks:
             return
         if not self._weightless and not self.quiet and self._driver.is_main:
@@ -170,14 +170,8 @@ class StepLoss(NamedTuple):
         return self.total / self.weight if self.weight else None
 
 
-class KeptLosses(NamedTuple):
-    """The losses of a step that are not on the host yet."""
-
-    step: int
-    losses: list[Tensor]
-    weights: list[float | Tensor]
-    of_ranks: float | Tensor | None
-    """The weight of all ranks, if it is known."""
+KeptLosses = tuple[int, list[Tensor], list[float | Tensor], float | Tensor | None]
+"""A step, its losses and weights that are not on the host yet, and the weight of all ranks, if it is known."""
 
 
 class LossBuffer:
@@ -213,11 +207,11 @@ class LossBuffer:
         self._last = losses[-1]
         if before is not None and not self._overwritten and _is_overwritten(before, losses[-1]):
             self._overwritten = True
-            if self._kept and self._kept[-1].losses[-1] is before:
+            if self._kept and self._kept[-1][1][-1] is before:
                 self._kept.pop()
         if before is None or self._overwritten:
             losses = [one.clone() for one in losses]
-        self._kept.append(KeptLosses(step, losses, weights, of_ranks))
+        self._kept.append((step, losses, weights, of_ranks))
 
     @property
     def is_sent(self) -> bool:
@@ -226,8 +220,13 @@ class LossBuffer:
 
     def kept_since(self, step: int) -> list[KeptLosses]:
         """Return the losses of the steps after `step` that no reader has received yet."""
-        kept = chain(reversed(self._kept), *(reversed(sent.kept) for sent in reversed(self._sent)))
-        return [*takewhile(lambda one: one.step > step, kept)][::-1]
+        later: list[KeptLosses] = []
+        for kept in (self._kept, *(sent.kept for sent in reversed(self._sent))):
+            for one in reversed(kept):
+                if one[0] <= step:
+                    return later[::-1]
+                later.append(one)
+        return later[::-1]
 
     def send(self) -> None:
         """Start the copy of the losses that are kept."""
@@ -250,8 +249,8 @@ class _Sent:
 
     def __init__(self, kept: list[KeptLosses]) -> None:
         self.kept = kept
-        self._losses = ArrivingNumbers([loss for one in kept for loss in one.losses])
-        weights = (weight for one in kept for weight in (*one.weights, one.of_ranks))
+        self._losses = ArrivingNumbers([loss for _, losses, *_ in kept for loss in losses])
+        weights = [weight for _, _, given, of_ranks in kept if given for weight in (*given, of_ranks)]
         self._weights = ArrivingNumbers([weight for weight in weights if isinstance(weight, Tensor)])
 
     @property
@@ -260,12 +259,16 @@ class _Sent:
 
     def losses(self) -> Iterator[StepLoss]:
         numbers, others = iter(self._losses), iter(self._weights)
-        for one in self.kept:
-            losses = list(islice(numbers, len(one.losses)))
-            weights = [next(others) if isinstance(weight, Tensor) else weight for weight in one.weights]
+        for step, tensors, given, of_ranks in self.kept:
+            losses = list(islice(numbers, len(tensors)))
+            if not given:
+                count = len(losses)
+                yield StepLoss(step, sum(losses), count, count)
+                continue
+            weights = [next(others) if isinstance(one, Tensor) else one for one in given]
             total, weight = weighted_total(losses, weights)
-            of_ranks = next(others) if isinstance(one.of_ranks, Tensor) else one.of_ranks
-            yield StepLoss(one.step, total, weight, weight if of_ranks is None or not weights else of_ranks)
+            counted = next(others) if isinstance(of_ranks, Tensor) else of_ranks
+            yield StepLoss(step, total, weight, weight if counted is None else counted)
 
 
 def weighted_total(losses: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

@@ -279,8 +279,9 @@ class MetricBuffer:
     def _close(self, at: Counters) -> None:
         """Close the open record at these counters, if it holds anything."""
         if self._open:
-            kind = Record if self._plain else _OnTheWay
             content = self._open if self._plain else {name: _final(value) for name, value in self._open.items()}
+            arrived = self._plain or not any(isinstance(value, Tensor | Media) for value in content.values())
+            kind = Record if arrived else _OnTheWay
             self._closed.append(kind(at, time.time(), cast("dict[str, float]", content)))
             self._open, self._plain = {}, True
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 class FirstCallback(Callback):
     """Calls the hooks of the trainer, each before the event of the same name."""
 
+    logs_training = True
+
     def __init__(self, trainer: Overridable) -> None:
         self.name: str = f"{type(trainer).__name__}'s hooks"
         self.trainer = trainer

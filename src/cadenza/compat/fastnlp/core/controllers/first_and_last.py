@@ -87,6 +87,7 @@ class FirstCallback(Callback):
     """Runs first at each moment: starts the run at the counters of the trainer, and evaluates at the end of an epoch."""
 
     name: str = "fastNLP"
+    logs_training = True
 
     def __init__(self, trainer: SteppingTrainer, plan: Plan) -> None:
         self._trainer, self._plan = trainer, plan
