@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from cadenza.callbacks.log_training import take_over
 from cadenza.engine.interval_means import IntervalMeans
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import checked
+from cadenza.hooks.dispatch import checked, hooks_of
 from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.status.outputs import Outputs
@@ -38,7 +37,8 @@ class EpochMeans(Callback):
     def listeners(self) -> list[Listener]:
         own = [Listener(Callback.on_setup, self._begin), Listener(Callback.on_load, self._take_over)]
         own += [Listener(Callback.on_batch_end, self._add_batch, asks=False)]
-        return [*inner(own), Listener(Callback.on_epoch_end, self._end_epoch, note="every epoch, added")]
+        # All ranks are there, and a save at the last step can wait for this record.
+        return [*inner(own), Listener(Callback.on_epoch_end, self._end_epoch, note="every epoch, added", asks=False)]
 
     def _begin(self, run: Run) -> None:
         self._means, self._replaced = IntervalMeans(session_of(run), ["loss"]), set()
@@ -54,19 +54,20 @@ class EpochMeans(Callback):
         self._replaced.update(means.logged_by_hooks("train"))
         if session.sync.together:
             self._replaced.update(chain(*session.driver.gather(sorted(self._replaced))))
-        means.log("train", self._replaced)
+        means.log(session, "train", self._replaced)
         if not run.progress.batch_in_epoch:  # else the run ends here, and may continue in this epoch
             means.begin(run.progress.step)
 
     def _take_over(self, run: Run, checkpoint: Any) -> None:
         if self._means is not None:
-            take_over(self, self._means, run, checkpoint)
+            self._means.take_over(session_of(run), hooks_of(run).name_of(self), checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         if self._means is None:
             return {}
         replaced = self._replaced.union(self._means.logged_by_hooks("train"))
-        return self._means.state_dict() | ({"replaced": sorted(replaced)} if replaced else {})
+        state = self._means.state_dict()
+        return state | {"replaced": sorted(replaced), "since": self._means.since} if replaced else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._replaced = {*state.get("replaced", ())}

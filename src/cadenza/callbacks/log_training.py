@@ -113,7 +113,7 @@ class LogTraining(Callback):
         """Log now. Every rank must call this, because the loss is a mean over all ranks."""
         prefix, session = self.prefix, session_of(run)
         if self._means is not None:
-            self._means.log(prefix)
+            self._means.log(session, prefix)
             self._means.begin(run.progress.step)
         values: dict[str, Any] = {}
         if self.lr:
@@ -134,7 +134,7 @@ class LogTraining(Callback):
 
     def _take_over(self, run: Run, checkpoint: Any) -> None:
         if self._means is not None:
-            take_over(self, self._means, run, checkpoint)
+            self._means.take_over(session_of(run), hooks_of(run).name_of(self), checkpoint)
 
     def _add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
         if self._means is not None:
@@ -152,10 +152,3 @@ class LogTraining(Callback):
     def _after_batch(self, run: Run, batch: Any, outputs: Any) -> None:
         if self._speed is not None:
             self._speed.after_batch()
-
-
-def take_over(callback: Callback, means: IntervalMeans, run: Run, checkpoint: Any) -> None:
-    """On another number of ranks than wrote the checkpoint, continue with the sums of all of them."""
-    name = hooks_of(run).name_of(callback)
-    states = [one.get("callbacks of the rank", {}).get(name, {}) for one in checkpoint.by_rank]
-    means.take_over(session_of(run), states, checkpoint.state["config"].get("ranks", 1))

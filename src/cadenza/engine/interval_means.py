@@ -36,7 +36,9 @@ class IntervalMeans:
 
     def __init__(self, session: Session, names: Iterable[str] = ()) -> None:
         self._losses = ref(session.metrics.losses.buffer)  # a callback keeps no part of a run that is over
-        self._records, self._since = session.metrics.buffer, session.progress.step
+        self._records = session.metrics.buffer
+        self.since: int = session.progress.step
+        """The step after which the interval begins."""
         self._means: dict[str, _Mean] = {}
         for name in names:
             self._mean(name)
@@ -68,7 +70,7 @@ class IntervalMeans:
         for name, value in outputs.items():
             if name in _NO_MEANS or (type(value) is Tensor and value.ndim):
                 continue
-            number = value.item() if type(value) is Tensor and value.is_cpu else value
+            number = host_number(value)
             if name in means and type(number) is float and weight is None:  # most numbers
                 means[name].add_sums(number, 1)
             elif self._is_mean(name, outputs) and (known := real_number(number)) is not None:
@@ -78,16 +80,17 @@ class IntervalMeans:
         """Return the names in records under which a hook of this rank has logged numbers."""
         return self._records.logged_by_hooks(f"{prefix}/{name}" for name in self._means)
 
-    def log(self, prefix: str, left_out: Collection[str] = ()) -> None:
+    def log(self, session: Session, prefix: str, left_out: Collection[str] = ()) -> None:
         """Add the means to the record of this step; none where no batch counts. Every rank must call this."""
         for name, mean in self._means.items():
-            total, weight = mean.sums()
+            is_step = name == "loss" and session.progress.step == self.since + 1
+            total, weight = _of_step(session) if is_step else mean.sums()
             if (isinstance(weight, Tensor) or weight) and f"{prefix}/{name}" not in left_out:
                 self._records.add_mean(f"{prefix}/{name}", total, weight)
 
     def begin(self, step: int) -> None:
         """Begin another interval after this step."""
-        self._since = step
+        self.since = step
         for mean in self._means.values():
             mean.start(step)
 
@@ -95,25 +98,28 @@ class IntervalMeans:
         """Return the sums of this rank. Waits for the device."""
         sums = {name: mean.on_host() for name, mean in self._means.items()}
         weighted = {name: [total, weight] for name, (total, weight) in sums.items() if weight}
-        return {"sums": weighted} if weighted else {}
+        return {"since": self.since, "sums": weighted} if weighted else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the sums of a checkpoint."""
         for name, sums in state.get("sums", {}).items():
             self._mean(name).add_sums(*sums)
 
-    def take_over(self, session: Session, states: Sequence[Mapping[str, Any]], data_ranks: int) -> None:
-        """Continue with the sums of all ranks that wrote a checkpoint, on the first rank, if their number was another one.
+    def take_over(self, session: Session, callback: str, checkpoint: Any) -> None:
+        """On another number of ranks than wrote the checkpoint, continue with the sums of all of them on the first rank.
 
         Args:
             session: The session of the run.
-            states: What `state_dict` returned on each rank.
-            data_ranks: The number of ranks with data of their own.
+            callback: The name of the callback that has the means.
+            checkpoint: What ``on_load`` receives.
         """
+        states = [one.get("callbacks of the rank", {}).get(callback, {}) for one in checkpoint.by_rank]
+        since = max((state["since"] for state in states if state), default=session.progress.step)
         if len(states) == session.driver.world_size:
+            self.since = since
             return
-        self.begin(session.progress.step)
-        together = max(1, len(states) // data_ranks)
+        self.begin(since)
+        together = max(1, len(states) // checkpoint.state["config"].get("ranks", 1))
         for state in states[::together] if session.driver.data_rank == 0 else ():
             self.load_state_dict(state)
 
@@ -124,7 +130,7 @@ class IntervalMeans:
     def _mean(self, name: str) -> _Mean:
         if name not in self._means:
             own = LossBuffer()
-            self._means[name] = _Mean(self._losses if name == "loss" else lambda: own, self._since)
+            self._means[name] = _Mean(self._losses if name == "loss" else lambda: own, self.since)
         return self._means[name]
 
 
@@ -194,6 +200,14 @@ class _Mean:
     def _add_step(self, one: StepLoss) -> None:
         if one.step > self._since:
             self.add_sums(one.total, one.weight)
+
+
+def _of_step(session: Session) -> Sums:
+    """Return the loss of the last step as it is reported, to the bit, with the weight 1. Every rank must call this."""
+    loss, weight = session.sync.loss_to_log(), session.step.last_window.total
+    if loss is None or not (isinstance(weight, Tensor) or weight):
+        return 0.0, 0.0
+    return host_number(loss if loss.is_cpu else loss.clone()), 1.0  # a graph may write the next loss into its memory
 
 
 def real_number(value: object) -> float | Tensor | None:

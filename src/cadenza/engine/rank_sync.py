@@ -154,6 +154,10 @@ class RankSync:
         """Return the (weighted) mean loss of the last step; None before the first. Communicates: every rank must call this."""
         return self._step.last_window.mean_loss()
 
+    def loss_to_log(self) -> Tensor | None:
+        """Return a loss of which the record holds the value of `mean_loss`. Communicates: every rank must call this."""
+        return self.mean_loss()
+
     def depends_on(self, units: Collection[str]) -> None:
         """Keep the counters of these units exact in each step, as the run depends on them. Every rank must call this."""
 

@@ -370,6 +370,10 @@ class SharedSync(RankSync):
             return self._mean_loss()
         return rank_loss.mean_over_ranks(self._step.last_window, self._driver, uneven=self._uneven)
 
+    def loss_to_log(self) -> Tensor | None:
+        window = self._step.last_window
+        return window.mean_loss() if rank_loss.is_number(window, uneven=self._uneven) else self.mean_loss()
+
     def _exchange_requests(self) -> None:
         requests = self.requests
         self._note_signal()
