@@ -13,7 +13,6 @@ from torch import nn
 from cadenza.adapters.beforehand import beforehand
 from cadenza.adapters.lightning.before_fit import scheduled
 from cadenza.adapters.recognition import AnyCallback, adapted, adapted_list
-from cadenza.callbacks.epoch_means import with_epoch_means
 from cadenza.checkpoint.chosen_weights import Choice
 from cadenza.checkpoint.finding import Which
 from cadenza.drivers import Driver, driver_of
@@ -37,6 +36,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
+from cadenza.loops.epoch_means import with_epoch_means
 from cadenza.loops.fitting import Fitting
 from cadenza.loops.handle import Handle
 from cadenza.loops.steps import Steps
@@ -73,7 +73,8 @@ class Trainer(Fitting):
             seeded from torch's global generator, so ``torch.manual_seed`` fixes it. The initial weights are drawn before
             the trainer exists: call ``torch.manual_seed`` before you build the model.
         directory: The local directory of the run, relative to the current working directory. None writes nothing.
-        callbacks: Called in this order; see `Callback` and `on`. Those of Hugging Face, Lightning and Keras may be in it.
+        callbacks: Called in this order; see `Callback` and `on`. Those of Hugging Face, Lightning and Keras may be in it. Without a
+            `LogTraining` or one of those, the mean loss of each epoch is logged as ``train/loss``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, or a ``torch.device``. None takes the best device that exists.
         driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, or a `Driver`: how tensors and processes are run.
         progress: Show a progress bar on stderr, or plain lines without a terminal. A callback such as `Console` replaces it.

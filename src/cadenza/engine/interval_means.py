@@ -25,7 +25,7 @@ Sums = tuple[float | Tensor, float | Tensor]
 
 
 class IntervalMeans:
-    """The means of outputs over the batches of an interval, by name. The loss is that of the steps, as it is trained.
+    """The means of outputs over the batches of an interval, by name. The loss is that of the steps, which is trained.
 
     Batches count by the output ``weight``, or as one. Skipped batches and those of weight 0 do not count.
 
@@ -203,7 +203,7 @@ class _Mean:
 
 
 def _of_step(session: Session) -> Sums:
-    """Return the loss of the last step as it is reported, to the bit, with the weight 1. Every rank must call this."""
+    """Return the loss of the last step, equal to ``run.loss`` to the bit, with the weight 1. Every rank must call this."""
     loss, weight = session.sync.loss_to_log(), session.step.last_window.total
     if loss is None or not (isinstance(weight, Tensor) or weight):
         return 0.0, 0.0

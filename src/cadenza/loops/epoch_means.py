@@ -34,6 +34,9 @@ class EpochMeans(Callback):
         self._means: IntervalMeans | None = None
         self._replaced: set[str] = set()
 
+    def __repr__(self) -> str:
+        return "LogTraining('1 epoch')"
+
     def listeners(self) -> list[Listener]:
         own = [Listener(Callback.on_setup, self._begin), Listener(Callback.on_load, self._take_over)]
         own += [Listener(Callback.on_batch_end, self._add_batch, asks=False)]
