@@ -73,8 +73,8 @@ class Trainer(Fitting):
             seeded from torch's global generator, so ``torch.manual_seed`` fixes it. The initial weights are drawn before
             the trainer exists: call ``torch.manual_seed`` before you build the model.
         directory: The local directory of the run, relative to the current working directory. None writes nothing.
-        callbacks: Called in this order; see `Callback` and `on`. Those of Hugging Face, Lightning and Keras may be in it. Without a
-            `LogTraining` or one of those, the mean loss of each epoch is logged as ``train/loss``.
+        callbacks: Called in this order; see `Callback` and `on`. Those of Hugging Face, Lightning and Keras may be in it.
+            Without a `LogTraining` or one of those, the mean loss of each epoch is logged as ``train/loss``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, or a ``torch.device``. None takes the best device that exists.
         driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, or a `Driver`: how tensors and processes are run.
         progress: Show a progress bar on stderr, or plain lines without a terminal. A callback such as `Console` replaces it.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cadenza.engine.interval_means import IntervalMeans
+from cadenza.engine.metric_tally import IntervalMetrics
 from cadenza.engine.session import session_of
 from cadenza.engine.throughput import Throughput, checked_parts
 from cadenza.hooks.dispatch import hooks_of
@@ -14,6 +15,7 @@ from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule, Until
 from cadenza.hooks.subscription import periodic
+from cadenza.loading.metrics import Metrics, by_name, check_state
 from cadenza.status.outputs import Outputs
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ class LogTraining(Callback):
         outputs: Names of outputs: numbers, or tensors of shape (). Each is the mean over the batches since the last time, on
             all ranks, weighted by the output ``weight`` if there is one. Skipped batches do not count; without a batch that
             counts, there is no value. A number that a hook logs under the same name replaces it.
+        metrics: Metrics of the outputs, in the forms of `Evaluate`. Each is computed over the batches since the last time, on
+            all ranks, and is exact after a resume on the same number of ranks. It needs ``state_dict`` and
+            ``load_state_dict``. Skipped batches and those of weight 0 do not count.
         lr: Log ``train/lr``, the rate of the next update, with the factor of `Warmup`. Several parameter groups, over all
             optimizers, are logged as ``train/lr/0``, ``train/lr/1``, ...
         throughput: Log ``train/samples_per_s`` and ``train/steps_per_s`` since the last time, of all ranks and without the time
@@ -44,7 +49,8 @@ class LogTraining(Callback):
             16 bits and the usual data-centre GPUs: from NVIDIA's data sheets, 312e12 for an A100 and 989e12 for an H100.
 
     Raises:
-        TypeError: `outputs` is a text, or `throughput` is neither a bool nor a sequence of names.
+        TypeError: `outputs` is a text, `metrics` has an object that is no such metric, or `throughput` is neither a bool nor a
+            sequence of names.
         ValueError: `throughput` has an unknown name; `flops` or `peak_flops` is not above 0; at the start of a run, the peak of
             the device is not known; or nothing counts tokens.
 
@@ -64,6 +70,7 @@ class LogTraining(Callback):
         every: Interval = "50 steps",
         *,
         outputs: Sequence[str] = ("loss",),
+        metrics: Metrics | None = None,
         lr: bool = True,
         throughput: bool | Sequence[str] = True,
         prefix: str = "train",
@@ -74,6 +81,9 @@ class LogTraining(Callback):
             raise TypeError(f'outputs must be a sequence of names, such as ("loss",); got {outputs!r}')
         self.every: Schedule = Schedule.parse(every)
         self.outputs: tuple[str, ...] = tuple(outputs)
+        self.metrics: dict[str, Any] = by_name(metrics)
+        check_state(metrics)
+        self._given_metrics = metrics
         self.lr: bool = lr
         self.throughput: bool | tuple[str, ...] = checked_parts(throughput)
         self.prefix: str = prefix
@@ -84,6 +94,7 @@ class LogTraining(Callback):
         self.peak_flops: float | None = peak_flops
         self._speed: Throughput | None = None
         self._means: IntervalMeans | None = None
+        self._tally: IntervalMetrics | None = None
 
     def listeners(self) -> list[Listener]:
         own = [*super().listeners(), *self._collecting(), periodic(self.every, self.log)]
@@ -95,13 +106,15 @@ class LogTraining(Callback):
 
     def _collecting(self) -> list[Listener]:
         own = [Listener(Callback.on_load, self._take_over)]
-        if {*self.outputs} - {"loss"}:
+        if {*self.outputs} - {"loss"} or self.metrics:
             own += [Listener(Callback.on_batch_end, self._add_batch, asks=False)]
             own += [Listener(Callback.on_step_end, self._add_step, asks=False)]
         return inner(own)
 
     def on_setup(self, run: Run) -> None:
         self._means = IntervalMeans(session_of(run), self.outputs)
+        if self.metrics:
+            self._tally = IntervalMetrics(session_of(run), self._given_metrics, self.prefix)
         if self.throughput:
             self._speed = Throughput(run, self.throughput, self.flops, self.peak_flops)
 
@@ -115,7 +128,7 @@ class LogTraining(Callback):
         if self._means is not None:
             self._means.log(session, prefix)
             self._means.begin(run.progress.step)
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {} if self._tally is None else {**self._tally.take()}
         if self.lr:
             rates = session.rates.of(run)
             for index, rate in enumerate(rates):
@@ -126,24 +139,37 @@ class LogTraining(Callback):
         run.log(values)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._means is None else self._means.state_dict()
+        state = {} if self._means is None else self._means.state_dict()
+        metrics = {} if self._tally is None else self._tally.state_dict()
+        return state | ({"metrics": metrics} if metrics else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._means is not None:
             self._means.load_state_dict(state)
+        if self._tally is not None:
+            self._tally.load_state_dict(state.get("metrics", {}))
 
     def _take_over(self, run: Run, checkpoint: Any) -> None:
         if self._means is not None:
             self._means.take_over(session_of(run), hooks_of(run).name_of(self), checkpoint)
+        if self._tally is not None and len(checkpoint.by_rank) != run.driver.world_size:
+            self._tally.begin()
 
     def _add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
-        if self._means is not None:
-            self._means.add(session_of(run), outputs, self.outputs, run.progress.step + 1)
+        self._add(run, batch, outputs, run.progress.step + 1)
 
     def _add_step(self, run: Run) -> None:
         """Add the outputs of a step that has no batches: a loop of ``cadenza.attach`` may not say where they are."""
-        if self._means is not None and not session_of(run).step.last_window.seen:
-            self._means.add(session_of(run), run.outputs, self.outputs, run.progress.step)
+        if not session_of(run).step.last_window.seen:
+            self._add(run, None, run.outputs, run.progress.step)
+
+    def _add(self, run: Run, batch: Any, outputs: Outputs, step: int) -> None:
+        session = session_of(run)
+        if session.step.discarded or self._means is None:
+            return
+        self._means.add(outputs, self.outputs, step)
+        if self._tally is not None:
+            self._tally.add(batch, outputs)
 
     def _before_batch(self, run: Run, batch: Any) -> None:
         if self._speed is not None:

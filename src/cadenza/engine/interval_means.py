@@ -43,15 +43,13 @@ class IntervalMeans:
         for name in names:
             self._mean(name)
 
-    def add(self, session: Session, outputs: Outputs, names: Iterable[str], step: int) -> None:
+    def add(self, outputs: Outputs, names: Iterable[str], step: int) -> None:
         """Add these outputs of a batch that belongs to `step`.
 
         Raises:
             OutputError: The batch does not have one of them.
             TypeError: One of them is no real number.
         """
-        if session.step.discarded:
-            return
         for name in names:
             if name == "loss":
                 continue
@@ -114,7 +112,7 @@ class IntervalMeans:
             checkpoint: What ``on_load`` receives.
         """
         states = [one.get("callbacks of the rank", {}).get(callback, {}) for one in checkpoint.by_rank]
-        since = max((state["since"] for state in states if state), default=session.progress.step)
+        since = max((state["since"] for state in states if "since" in state), default=session.progress.step)
         if len(states) == session.driver.world_size:
             self.since = since
             return

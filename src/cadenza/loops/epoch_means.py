@@ -70,7 +70,7 @@ class EpochMeans(Callback):
             return {}
         replaced = self._replaced.union(self._means.logged_by_hooks("train"))
         state = self._means.state_dict()
-        return state | {"replaced": sorted(replaced), "since": self._means.since} if replaced else state
+        return state | ({"replaced": sorted(replaced)} if replaced else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._replaced = {*state.get("replaced", ())}
