@@ -134,6 +134,24 @@ def test_a_long_interval_has_the_mean_of_all_steps_whenever_their_losses_reach_t
         assert run.history["train/index"][0] == (count, (count - 1) / 2)
 
 
+@pytest.mark.parametrize("weights", [None, [1.0, 3.0, 0.0, 2.0]])
+def test_numbers_that_stay_on_a_device_give_the_same_means(weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, count = [float(index % 17) for index in range(480)], 480
+    factors = None if weights is None else weights * (count // 4)
+    more = {"correct": [float(index % 5) for index in range(count)]}
+
+    def fit(every: str) -> Any:
+        log = LogTraining(every, outputs=("loss", "correct"), throughput=False, lr=False)
+        history = trained(log, losses, factors, accumulate=2, more=more).history
+        return history["train/loss"], history["train/correct"]
+
+    everys = ("240 steps", "70 steps", "3 steps")
+    alike = [fit(every) for every in everys]
+    monkeypatch.setattr("cadenza.engine.interval_means.host_number", lambda value: value)  # as for one that is not on the host
+    assert [fit(every) for every in everys] == alike
+    assert alike[0] == ([(240, mean(losses, factors))], [(240, mean(more["correct"], factors))])
+
+
 # -- ranks --------------------------------------------------------------------------------------------
 
 

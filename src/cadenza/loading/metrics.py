@@ -120,7 +120,7 @@ def check_state(metrics: Metrics | None) -> None:
 
 
 def state_of(metric: Any) -> dict[str, Any]:
-    """Return the state of a metric that was updated; of torchmetrics, all of it and not only what is persistent."""
+    """Return the state of a metric that was updated; of torchmetrics, also the parts that are not persistent."""
     if not _is_torchmetrics(metric):
         return {"state": metric.state_dict()}
     parts = [part for part in metric.modules() if hasattr(part, "_update_count")]
