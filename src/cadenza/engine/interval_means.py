@@ -175,9 +175,6 @@ class _Mean:
         buffer = self._buffer()
         for one in [] if buffer is None else buffer.kept_since(self._since):
             _, tensors, given, _ = one
-            if not given and len(tensors) == 1 and tensors[0].is_cpu:  # most steps
-                total, weight = total + host_number(tensors[0]), weight + 1
-                continue
             losses, weights = [*map(host_number, tensors)], [*map(host_number, given)]
             if any(isinstance(number, Tensor) for number in (*losses, *weights)):
                 away.append(one)
@@ -196,8 +193,10 @@ class _Mean:
         return self._total, self._weight
 
     def _add_step(self, one: StepLoss) -> None:
-        if one.step > self._since:
-            self.add_sums(one.total, one.weight)
+        step, total, weight, _ = one
+        if step > self._since:
+            self._total += total
+            self._weight += weight
 
 
 def _of_step(session: Session) -> Sums:

@@ -47,7 +47,7 @@ class EpochMeans(Callback):
         self._means, self._replaced = IntervalMeans(session_of(run), ["loss"]), set()
 
     def _add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
-        if self._means is not None:
+        if len(outputs) > 1 and self._means is not None:  # else it is the loss
             self._means.add_all(session_of(run), outputs, run.progress.step + 1)
 
     def _end_epoch(self, run: Run) -> None:
