@@ -69,7 +69,7 @@ modules under 30 lines                 33      95
 PATHS = """
 path         functions   body
 forward              4     29
-checkpoint          81    681
+checkpoint          82    685
 record              21    205
 resume             139   1171
 stop                18    132
