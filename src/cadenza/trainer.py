@@ -45,6 +45,7 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.loading.sample_counts import batch_sizes
+from cadenza.loops.epoch_means import with_epoch_means
 from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, elsewhere
 from cadenza.loops.steps import Steps
@@ -84,6 +85,7 @@ class Trainer(Recipe):
             the trainer exists: call ``torch.manual_seed`` before you build the model.
         directory: The local directory of the run, relative to the current working directory. None writes nothing.
         callbacks: Called in this order; see `Callback` and `on`. Those of Hugging Face, Lightning and Keras may be in it.
+            Without a `LogTraining` or one of those, the mean loss of each epoch is logged as ``train/loss``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, or a ``torch.device``. None takes the best device that exists.
         driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, or a `Driver`: how tensors and processes are run.
         progress: Show a progress bar on stderr, or plain lines without a terminal. A callback such as `Console` replaces it.
@@ -134,7 +136,7 @@ class Trainer(Recipe):
         ends_itself = not getattr(loader, "has_epochs", True)  # the data of cadenza.attach
         limits = checked_lengths(ends_itself=ends_itself, max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens)
         check_recipe(precision, seed)
-        given, notes = listed(adapted(callbacks)), list[str]()
+        given, notes = with_epoch_means(listed(adapted(callbacks)), loader), list[str]()
         if progress:
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 

@@ -215,7 +215,7 @@ def test_a_trainer_shows_its_arguments() -> None:
     )
     assert repr(trainer) == (
         "Trainer(model=Linear of 3 parameters, optimizer=AdamW(lr=0.01), loader=list of 3 batches, max_epochs=2, "
-        "precision=fp32, driver=SingleDriver('cpu'), callbacks=[Ema(decay=0.5)])"
+        "precision=fp32, driver=SingleDriver('cpu'), callbacks=[LogTraining('1 epoch'), Ema(decay=0.5)])"
     )
     assert "Linear of 3 parameters" in trainer._repr_html_()
 

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cadenza import Callback, Run, attach, on
 from cadenza.callbacks import Alert, Checkpoint, Evaluate, FindLearningRate, LogTraining, Recover, StopOnNonFinite
 from cadenza.engine.loss_check import LossBuffer, StepLoss
-from cadenza.engine.window import AccumulationWindow
 from cadenza.profiling.host_reads import observed_reads
 from cadenza.status.decisions import Decision
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
@@ -111,10 +110,9 @@ def test_to_keep_a_loss_launches_no_kernel_and_all_are_read_at_once() -> None:
     losses.readers.append(got.append)
     with Operators():  # type: ignore[no-untyped-call]
         for step in range(1, 100):
-            window = AccumulationWindow(1)
-            window.losses = [torch.full((), float(step))]
+            loss = torch.full((), float(step))
             launched.clear()
-            losses.keep(step, window)
+            losses.keep(step, [loss], [])
             assert launched == (["aten::clone"] if step == 1 else [])
     with observed_reads(lambda how, tensor: reads.append(how)):
         losses.deliver(wait=True)

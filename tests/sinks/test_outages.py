@@ -329,4 +329,4 @@ def test_on_several_ranks_the_sink_of_the_main_process_is_tried_again(tmp_path: 
 
     assert launch(training) == [["failed", "recovered"], []]
     with (tmp_path / "own.csv").open() as file:
-        assert [line.split(",")[1] for line in file] == ["step", *"123456"]
+        assert [*dict.fromkeys(line.split(",")[1] for line in file)] == ["step", *"123456"]

@@ -134,10 +134,10 @@ class ReadsSeldom(Callback):
 
 
 class Depends(Callback):
-    """Replaces what `LogTraining` logged, if that was called before."""
+    """Replaces the learning rate that `LogTraining` logged, if that was called before."""
 
     def on_step_end(self, run: Run) -> None:
-        run.log("train/loss", 0.0)
+        run.log("train/lr", 0.0)
 
 
 class DependsAsDeclared(Depends):
@@ -189,7 +189,7 @@ EARLIER_RUN = "gives another result than a new one: runs.*"
         (
             Depends,
             AssertionError,
-            r"Depends gives other results at the start of the list than at its end.*train/loss.*Declare after",
+            r"Depends gives other results at the start of the list than at its end.*train/lr.*Declare after",
         ),
     ],
 )

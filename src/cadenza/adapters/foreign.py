@@ -41,6 +41,7 @@ class ForeignCallback(BaseCallback):
         base: The base class of the other system.
     """
 
+    logs_training = True  # it sees the logs that its own trainer would give
     system: ClassVar[str]
     """The name of the other system: that of its adapter in `cadenza.adapters`, and the key in ``Session.adapters``."""
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cadenza.engine.interval_means import IntervalMeans
+from cadenza.engine.metric_tally import IntervalMetrics
 from cadenza.engine.session import session_of
 from cadenza.engine.throughput import Throughput, checked_parts
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule, Until
 from cadenza.hooks.subscription import periodic
+from cadenza.loading.metrics import Metrics, by_name, check_state
+from cadenza.status.outputs import Outputs
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -22,8 +27,12 @@ class LogTraining(Callback):
 
     Args:
         every: The interval: ``50`` (steps), ``"1 epoch"``, ``"30 s"``.
-        outputs: Names of outputs of the last batch: numbers, or tensors of shape (). ``"loss"`` is the (weighted) mean over the
-            step and all ranks; the others are means over the ranks. An output that a skipped batch does not have is left out.
+        outputs: Names of outputs: numbers, or tensors of shape (). Each is the mean over the batches since the last time, on
+            all ranks, weighted by the output ``weight`` if there is one. Skipped batches do not count; without a batch that
+            counts, there is no value. A number that a hook logs under the same name replaces it.
+        metrics: Metrics of the outputs, in the forms of `Evaluate`. Each is computed over the batches since the last time, on
+            all ranks, and is exact after a resume on the same number of ranks. It needs ``state_dict`` and
+            ``load_state_dict``. Skipped batches and those of weight 0 do not count.
         lr: Log ``train/lr``, the rate of the next update, with the factor of `Warmup`. Several parameter groups, over all
             optimizers, are logged as ``train/lr/0``, ``train/lr/1``, ...
         throughput: Log ``train/samples_per_s`` and ``train/steps_per_s`` since the last time, of all ranks and without the time
@@ -40,7 +49,8 @@ class LogTraining(Callback):
             16 bits and the usual data-centre GPUs: from NVIDIA's data sheets, 312e12 for an A100 and 989e12 for an H100.
 
     Raises:
-        TypeError: `outputs` is a text, or `throughput` is neither a bool nor a sequence of names.
+        TypeError: `outputs` is a text, `metrics` has an object that is no such metric, or `throughput` is neither a bool nor a
+            sequence of names.
         ValueError: `throughput` has an unknown name; `flops` or `peak_flops` is not above 0; at the start of a run, the peak of
             the device is not known; or nothing counts tokens.
 
@@ -50,11 +60,17 @@ class LogTraining(Callback):
     (['train/loss', 'train/lr'], [2, 4])
     """
 
+    _reads_totals = False
+    each_rank: bool = True
+
+    logs_training = True
+
     def __init__(
         self,
         every: Interval = "50 steps",
         *,
         outputs: Sequence[str] = ("loss",),
+        metrics: Metrics | None = None,
         lr: bool = True,
         throughput: bool | Sequence[str] = True,
         prefix: str = "train",
@@ -65,6 +81,9 @@ class LogTraining(Callback):
             raise TypeError(f'outputs must be a sequence of names, such as ("loss",); got {outputs!r}')
         self.every: Schedule = Schedule.parse(every)
         self.outputs: tuple[str, ...] = tuple(outputs)
+        self.metrics: dict[str, Any] = by_name(metrics)
+        check_state(metrics)
+        self._given_metrics = metrics
         self.lr: bool = lr
         self.throughput: bool | tuple[str, ...] = checked_parts(throughput)
         self.prefix: str = prefix
@@ -74,16 +93,28 @@ class LogTraining(Callback):
         self.flops: float | None = flops
         self.peak_flops: float | None = peak_flops
         self._speed: Throughput | None = None
+        self._means: IntervalMeans | None = None
+        self._tally: IntervalMetrics | None = None
 
     def listeners(self) -> list[Listener]:
-        own = [*super().listeners(), periodic(self.every, self.log)]
+        own = [*super().listeners(), *self._collecting(), periodic(self.every, self.log)]
         if isinstance(self.throughput, tuple) and "mfu" in self.throughput and self.flops is None:
             first = Until(lambda: math.inf if self._speed is not None and self._speed.counts else 0)
             own += [Listener(Callback.on_batch_start, self._before_batch, first, asks=False)]
             own += [Listener(Callback.on_batch_end, self._after_batch, first, asks=False)]
         return own
 
+    def _collecting(self) -> list[Listener]:
+        own = [Listener(Callback.on_load, self._take_over)]
+        if {*self.outputs} - {"loss"} or self.metrics:
+            own += [Listener(Callback.on_batch_end, self._add_batch, asks=False)]
+            own += [Listener(Callback.on_step_end, self._add_step, asks=False)]
+        return inner(own)
+
     def on_setup(self, run: Run) -> None:
+        self._means = IntervalMeans(session_of(run), self.outputs)
+        if self.metrics:
+            self._tally = IntervalMetrics(session_of(run), self._given_metrics, self.prefix)
         if self.throughput:
             self._speed = Throughput(run, self.throughput, self.flops, self.peak_flops)
 
@@ -94,11 +125,10 @@ class LogTraining(Callback):
     def log(self, run: Run) -> None:
         """Log now. Every rank must call this, because the loss is a mean over all ranks."""
         prefix, session = self.prefix, session_of(run)
-        values: dict[str, Any] = {}
-        for name in self.outputs:
-            value = session.sync.loss_to_log() if name == "loss" else self._output(run, name)
-            if value is not None:
-                values[f"{prefix}/{name}"] = value
+        if self._means is not None:
+            self._means.log(session, prefix)
+            self._means.begin(run.progress.step)
+        values: dict[str, Any] = {} if self._tally is None else {**self._tally.take()}
         if self.lr:
             rates = session.rates.of(run)
             for index, rate in enumerate(rates):
@@ -108,8 +138,38 @@ class LogTraining(Callback):
                 values[f"{prefix}/{name}"] = value
         run.log(values)
 
-    def _output(self, run: Run, name: str) -> Any:
-        return run.outputs.get(name) if session_of(run).step.skipping else run.outputs[name]
+    def state_dict(self) -> dict[str, Any]:
+        state = {} if self._means is None else self._means.state_dict()
+        metrics = {} if self._tally is None else self._tally.state_dict()
+        return state | ({"metrics": metrics} if metrics else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._means is not None:
+            self._means.load_state_dict(state)
+        if self._tally is not None:
+            self._tally.load_state_dict(state.get("metrics", {}))
+
+    def _take_over(self, run: Run, checkpoint: Any) -> None:
+        if self._means is not None:
+            self._means.take_over(session_of(run), hooks_of(run).name_of(self), checkpoint)
+        if self._tally is not None and len(checkpoint.by_rank) != run.driver.world_size:
+            self._tally.begin()
+
+    def _add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
+        self._add(run, batch, outputs, run.progress.step + 1)
+
+    def _add_step(self, run: Run) -> None:
+        """Add the outputs of a step that has no batches: a loop of ``cadenza.attach`` may not say where they are."""
+        if not session_of(run).step.last_window.seen:
+            self._add(run, None, run.outputs, run.progress.step)
+
+    def _add(self, run: Run, batch: Any, outputs: Outputs, step: int) -> None:
+        session = session_of(run)
+        if session.step.discarded or self._means is None:
+            return
+        self._means.add(outputs, self.outputs, step)
+        if self._tally is not None:
+            self._tally.add(batch, outputs)
 
     def _before_batch(self, run: Run, batch: Any) -> None:
         if self._speed is not None:

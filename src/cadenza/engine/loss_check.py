@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from cadenza.drivers.base import Driver
 from cadenza.engine.rank_sync import Decide
 from cadenza.engine.step_state import StepState
-from cadenza.engine.window import AccumulationWindow
 from cadenza.records.arriving import ArrivingNumbers
 from cadenza.records.record import Record
 from cadenza.status.decisions import Outcome
@@ -23,9 +22,6 @@ from cadenza.status.progress import Progress
 
 EVERY = 100  # steps, after which their losses are copied to the host
 _TRAINING = "the loss"  # the name of the training loss
-
-_Kept = tuple[int, list[Tensor], list[float | Tensor], list[float | Tensor]]
-"""A step, its losses and weights, and the weight of all ranks, if it is known."""
 
 
 class LossCheck:
@@ -62,7 +58,8 @@ class LossCheck:
     def end_step(self) -> None:
         """Keep the losses of the step that is complete."""
         step = self._progress.step
-        self.buffer.keep(step, self._step.last_window)
+        window = self._step.last_window
+        self.buffer.keep(step, window.losses, window.weights, window.weight_of_ranks)
         if step % EVERY == 0:
             self.buffer.send()
         if self.buffer.is_sent:
@@ -117,8 +114,8 @@ class LossCheck:
         return outcome if first is None else replace(outcome, reason=f"{outcome.reason}; {first[1]}")
 
     def _look_at_step(self, one: StepLoss) -> None:
-        if one.loss is not None:
-            self._look(_TRAINING, one.loss, one.step)
+        if (loss := one.loss) is not None:
+            self._look(_TRAINING, loss, one.step)
         if one.of_ranks:
             return
         if not self._weightless and not self.quiet and self._driver.is_main:
@@ -160,42 +157,51 @@ class StepLoss(NamedTuple):
     """The loss of a step, on the host."""
 
     step: int
-    loss: float | None
-    """The (weighted) mean over the batches of this rank; None if none of them counts."""
+    total: float
+    """The (weighted) sum over the batches of this rank."""
     weight: float
     """The weight of all of them: their number, if they have no weights."""
     of_ranks: float
     """The sum or mean of the weights of all ranks, if this rank knows it; else its own weight."""
+
+    @property
+    def loss(self) -> float | None:
+        """The (weighted) mean over the batches of this rank; None if none of them counts."""
+        return self.total / self.weight if self.weight else None
+
+
+KeptLosses = tuple[int, list[Tensor], list[float | Tensor], float | Tensor | None]
+"""A step, its losses and weights that are not on the host yet, and the weight of all ranks, if it is known."""
 
 
 class LossBuffer:
     """The losses of the steps since the last copy. To keep those of a step launches no kernel, and does not wait.
 
     >>> import torch
-    >>> losses, window = LossBuffer(), AccumulationWindow(size=2)
-    >>> for value, weight in ((1.0, 3), (float("nan"), 0)):
-    ...     scale = window.add(torch.tensor(value), weight)
+    >>> losses = LossBuffer()
     >>> losses.readers.append(print)
-    >>> losses.keep(1, window)
+    >>> losses.keep(1, [torch.tensor(1.0), torch.tensor(float("nan"))], [3, 0])
     >>> losses.deliver(wait=True)
-    StepLoss(step=1, loss=1.0, weight=3.0, of_ranks=3.0)
+    StepLoss(step=1, total=3.0, weight=3, of_ranks=3)
     """
 
     def __init__(self) -> None:
         self.readers: list[Callable[[StepLoss], object]] = []
         """Functions that get the loss of each step, in order."""
-        self._kept: list[_Kept] = []
+        self._kept: list[KeptLosses] = []
         self._sent: deque[_Sent] = deque()
         self._last: Tensor | None = None
         self._overwritten = False
 
-    def keep(self, step: int, window: AccumulationWindow) -> None:
+    def keep(
+        self, step: int, losses: list[Tensor], weights: list[float | Tensor], of_ranks: float | Tensor | None = None
+    ) -> None:
         """Keep references to the losses of a step.
 
         Of losses in memory that the next step overwrites, as of a CUDA graph, copies are kept. The second step shows whether
         they are such, so the first is always copied.
         """
-        losses, before = window.losses, self._last
+        before = self._last
         if not losses or losses[-1].is_meta:
             return
         self._last = losses[-1]
@@ -205,13 +211,22 @@ class LossBuffer:
                 self._kept.pop()
         if before is None or self._overwritten:
             losses = [one.clone() for one in losses]
-        weight = window.weight_of_ranks
-        self._kept.append((step, losses, window.weights, [] if weight is None else [weight]))
+        self._kept.append((step, losses, weights, of_ranks))
 
     @property
     def is_sent(self) -> bool:
         """Whether losses are on their way to the host."""
         return bool(self._sent)
+
+    def kept_since(self, step: int) -> list[KeptLosses]:
+        """Return the losses of the steps after `step` that no reader has received yet."""
+        later: list[KeptLosses] = []
+        for kept in (self._kept, *(sent.kept for sent in reversed(self._sent))):
+            for one in reversed(kept):
+                if one[0] <= step:
+                    return later[::-1]
+                later.append(one)
+        return later[::-1]
 
     def send(self) -> None:
         """Start the copy of the losses that are kept."""
@@ -232,10 +247,11 @@ class LossBuffer:
 class _Sent:
     """Losses that are on their way to the host."""
 
-    def __init__(self, kept: list[_Kept]) -> None:
-        self._kept = kept
-        self._losses = ArrivingNumbers([loss for _, losses, _, _ in kept for loss in losses])
-        self._weights = ArrivingNumbers([one for _, _, *weights in kept for one in chain(*weights) if isinstance(one, Tensor)])
+    def __init__(self, kept: list[KeptLosses]) -> None:
+        self.kept = kept
+        self._losses = ArrivingNumbers([loss for _, losses, *_ in kept for loss in losses])
+        weights = [weight for _, _, given, of_ranks in kept if given for weight in (*given, of_ranks)]
+        self._weights = ArrivingNumbers([weight for weight in weights if isinstance(weight, Tensor)])
 
     @property
     def arrived(self) -> bool:
@@ -243,17 +259,27 @@ class _Sent:
 
     def losses(self) -> Iterator[StepLoss]:
         numbers, others = iter(self._losses), iter(self._weights)
-        for step, tensors, given, of_ranks in self._kept:
+        for step, tensors, given, of_ranks in self.kept:
             losses = list(islice(numbers, len(tensors)))
             if not given:
                 count = len(losses)
-                yield StepLoss(step, sum(losses) / count, count, count)
+                yield StepLoss(step, sum(losses), count, count)
                 continue
             weights = [next(others) if isinstance(one, Tensor) else one for one in given]
-            total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-            weight = sum(weights)
-            (counted,) = [next(others) if isinstance(one, Tensor) else one for one in of_ranks] or [weight]
-            yield StepLoss(step, total / weight if weight else None, weight, counted)
+            total, weight = weighted_total(losses, weights)
+            counted = next(others) if isinstance(of_ranks, Tensor) else of_ranks
+            yield StepLoss(step, total, weight, weight if counted is None else counted)
+
+
+def weighted_total(losses: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Return the weighted sum of losses, and the sum of their weights; without weights, their sum and number.
+
+    >>> weighted_total([1.0, float("nan")], [3, 0]), weighted_total([1.0, 2.0], [])
+    ((3.0, 3), (3.0, 2))
+    """
+    if not weights:
+        return sum(losses), len(losses)
+    return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight), sum(weights)
 
 
 def _is_overwritten(before: Tensor, after: Tensor) -> bool:

@@ -13,7 +13,7 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 
 _ADDS = {"on_setup", "on_fit_start", "on_eval_start", "on_eval_batch_start", "on_eval_batch_end", "on_eval_end"}
-_OWN = (["cadenza", "callbacks"], ["cadenza", "sinks"])
+_OWN = (["cadenza", "callbacks"], ["cadenza", "sinks"], ["cadenza", "loops"])
 _STAND_INS = "cadenza.timetravel.outside"  # they have the monitors of the callbacks for which they stand
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import zip_longest
 from typing import Any
-from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
 
 from cadenza.drivers import Driver
-from cadenza.engine.outputs import count_in, on_host, predictions_in, targets_in
+from cadenza.engine.metric_tally import MetricTally
+from cadenza.engine.outputs import count_in
 from cadenza.engine.session import Session
-from cadenza.errors import DataError, LossError, nearest
-from cadenza.loading.batches import moved
+from cadenza.errors import DataError, LossError
 from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.metrics import Updated, reduced_over, reduces_itself, share_states, updated_together
 from cadenza.records.scalars import as_numbers, weighted_sum
 from cadenza.status.outputs import Outputs, scalar
 from cadenza.status.tensor_parts import is_array
@@ -59,24 +55,13 @@ class TallyBySource:
         return {name: value for results in (*each, self._all.results()) for name, value in results.items()}
 
 
-class Tally:
+class Tally(MetricTally):
     """Adds up numbers and metrics. Numbers leave the device once, at the end."""
 
     def __init__(self, driver: Driver, evaluation: Evaluation) -> None:
-        self._driver, self._evaluation = driver, evaluation
+        super().__init__(driver, evaluation)
         self._means = WeightedMeans(driver.device)
         self._left_out: frozenset[object] = NOT_AVERAGED
-        self._gathered: list[dict[tuple[str, ...], Any]] = []
-        self._metrics = updated_together(evaluation.given_metrics)
-        for one in self._metrics:
-            if hasattr(one.metric, "to"):
-                one.metric.to(driver.device)
-            one.metric.reset()
-        alone = driver.world_size == 1
-        self._here = [one for one in self._metrics if alone or reduces_itself(one.metric)]
-        self._later = [one for one in self._metrics if not (alone or reduces_itself(one.metric))]
-        """The metrics that must see the inputs of all ranks, because their states cannot be added up over ranks."""
-        self._needed = {one.inputs: one for one in self._metrics}
         self.unused: Outputs | None = None
         """The outputs of the last batch, if no batch had a number so far; for the warning of an evaluation without a result."""
 
@@ -102,7 +87,7 @@ class Tally:
         if not self._evaluation.batch % _PENDING:
             self._means.add_up()
         if self._metrics:
-            self._update(batch, outputs)
+            self.update(batch, outputs)
 
     def _number(self, name: object, value: Any) -> float | Tensor | None:
         number = number_of(name, value, self._evaluation.name)
@@ -116,14 +101,6 @@ class Tally:
             weight = self._evaluation.size_of(batch)
         return weight if type(weight) is int else self._means.kept(weight)
 
-    def _update(self, batch: Any, outputs: Outputs) -> None:
-        given = {names: _inputs(one, self._evaluation, batch, outputs) for names, one in self._needed.items()}
-        for one in self._here:
-            update, arguments = one.metric.update, given[one.inputs]
-            update(*arguments)
-        if self._later:
-            self._gathered.append({one.inputs: [on_host(value) for value in given[one.inputs]] for one in self._later})
-
     def results(self) -> dict[str, float]:
         """Return the weighted means and the metrics, reduced over ranks. Every rank must call this.
 
@@ -135,23 +112,7 @@ class Tally:
             if not weight:
                 raise DataError(_weighs_nothing(name, key))
             results[f"{name}/{key}"] = total / weight
-        if self._later:
-            self._update_with_all_ranks()
-        self._check_states()
-        metrics = [one.metric for one in self._metrics]
-        share_states(metrics)
-        for key, metric in self._evaluation.metrics.items():
-            with catch_warnings(), reduced_over([metric], self._driver.data_group()):
-                if not self._evaluation.batch:  # the other ranks have batches
-                    filterwarnings("ignore", message="The ``compute`` method of metric")
-                value = metric.compute()
-            prefix = name if getattr(metric, "flat", False) else f"{name}/{key}"  # a flat metric returns a mapping of results
-            for result, number in _numbers(prefix, value):
-                if result in results:
-                    raise DataError(f"two results of {name!r} have the name {result!r}. Give the metric {key!r} another name.")
-                results[result] = number
-        for metric in metrics:
-            metric.reset()
+        self.add_metrics(results)
         return results
 
     def _begun(self, name: Any) -> tuple[list[Any], list[Any]]:
@@ -169,27 +130,6 @@ class Tally:
             self._left_out |= {name}
             return [], []
         return self._means.pending.setdefault(name, ([], []))
-
-    def _check_states(self) -> None:
-        """Raise `DataError` if a rank has no batch, and a metric of torchmetrics cannot gather the lists of the others."""
-        driver, evaluation = self._driver, self._evaluation
-        if driver.world_size == 1 or not self._here or not driver.any_rank(not evaluation.batch):
-            return
-        for key, metric in evaluation.metrics.items():
-            if any(isinstance(state, list) for state in getattr(metric, "_defaults", {}).values()):
-                raise DataError(
-                    f"the metric {key!r} of {evaluation.name!r} keeps a list on each rank, which torchmetrics can gather only "
-                    "if each rank has a batch; the loader has fewer batches than ranks. Use smaller batches or fewer ranks."
-                )
-
-    def _update_with_all_ranks(self) -> None:
-        device = self._driver.device
-        everyone, first = self._driver.gather_data(self._gathered), self._evaluation.first_rank
-        for turn in zip_longest(*everyone[first:], *everyone[:first]):  # the order of one process
-            for given in filter(None, turn):
-                for one in self._later:
-                    update = one.metric.update
-                    update(*(moved(value, device) for value in given[one.inputs]))
 
 
 class WeightedMeans:
@@ -253,50 +193,6 @@ def number_of(name: object, value: Any, owner: str) -> float | Tensor | None:
         what = "the loss" if name == "loss" else f"outputs[{name!r}]"
         raise LossError(f"{what} of {owner!r} is complex: expected a real number of shape (); return its abs(), say")
     return value if number else None
-
-
-def _inputs(one: Updated, evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, ...]:
-    """Return the values with which a metric is updated.
-
-    Raises:
-        DataError: The outputs, and a batch with names, do not have one of them.
-    """
-    if not one.inputs:
-        return _predictions_and_targets(evaluation, batch, outputs)
-    named = batch if isinstance(batch, Mapping) else {}
-    for name in one.inputs:
-        if name not in outputs and name not in named:
-            also = f", and the batch has {[*named]}" if named else ""
-            raise DataError(
-                f"{one.where} of {evaluation.name!r} needs {name!r}, but compute returned only {[*outputs]}{also}."
-                f"{nearest(name, [*outputs, *named])} Return it from compute, or give the metric another name of an input."
-            )
-    return tuple(outputs[name] if name in outputs else named[name] for name in one.inputs)
-
-
-def _predictions_and_targets(evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, Any]:
-    predictions, targets = predictions_in(outputs), targets_in(batch, outputs)
-    if predictions is None or targets is None:
-        raise DataError(
-            f"the metrics of {evaluation.name!r} need 'predictions' and 'targets' from compute; it returned {list(outputs)}."
-            f"{nearest('predictions', outputs)} Give Evaluate(compute=...) that returns a mapping with both, name other "
-            "outputs as in metrics={'acc': (metric, 'logits', 'labels')}, or train with supervised(loss_fn)."
-        )
-    return predictions, targets
-
-
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield what a metric computed as plain numbers: one, or one for each entry."""
-    if isinstance(value, Mapping):
-        for part, one in value.items():
-            yield from _numbers(f"{name}/{part}", one)
-    elif isinstance(value, list | tuple):
-        for index, one in enumerate(value):
-            yield from _numbers(f"{name}/{index}", one)
-    elif is_array(value) and value.ndim:
-        yield from ((f"{name}/{index}", number) for index, number in enumerate(value.flatten().tolist()))
-    else:
-        yield name, float(value)
 
 
 def _weighs_nothing(evaluation: str, name: str) -> str:

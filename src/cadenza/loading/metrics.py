@@ -109,6 +109,38 @@ def reduced_over(metrics: Iterable[Any], group: Any) -> Iterator[None]:
             part.process_group = None
 
 
+def check_state(metrics: Metrics | None) -> None:
+    """Raise `TypeError` for a metric of which a checkpoint cannot hold the state."""
+    for one in updated_together(metrics):
+        if not all(callable(getattr(one.metric, name, None)) for name in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"{one.where} must have state_dict and load_state_dict, so that a run can continue inside of an interval; got "
+                f"{one.metric!r}. Use a metric of torchmetrics, or add these methods."
+            )
+
+
+def state_of(metric: Any) -> dict[str, Any]:
+    """Return the state of a metric that was updated; of torchmetrics, also the parts that are not persistent."""
+    if not _is_torchmetrics(metric):
+        return {"state": metric.state_dict()}
+    parts = [part for part in metric.modules() if hasattr(part, "_update_count")]
+    for part in parts:
+        part.persistent(True)
+    return {"state": dict(metric.state_dict()), "updates": [part._update_count for part in parts]}
+
+
+def load_state(metric: Any, state: Mapping[str, Any], device: Any) -> None:
+    """Restore what `state_of` returned."""
+    parts = [part for part in metric.modules() if hasattr(part, "_update_count")] if _is_torchmetrics(metric) else []
+    for part in parts:
+        part.persistent(True)
+    metric.load_state_dict(state["state"])
+    for part, count in zip(parts, state.get("updates", ()), strict=True):
+        part._update_count, part._computed = count, None
+    if hasattr(metric, "to"):
+        metric.to(device)
+
+
 def reduces_itself(metric: object) -> bool:
     """Return whether ``compute`` reduces over all ranks: torchmetrics, and metrics with ``reduces_itself = True``."""
     return bool(getattr(metric, "reduces_itself", False)) or _is_torchmetrics(metric)

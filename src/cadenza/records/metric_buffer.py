@@ -7,7 +7,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, cast
 
@@ -16,7 +16,16 @@ from torch import Tensor
 
 from cadenza.records.arriving import ArrivingNumbers
 from cadenza.records.record import RESERVED, Loggable, Media, Record
-from cadenza.records.reductions import EXTREMES, Reduce, Reduced, checked_reduce, extremes, mixed, put_extremes
+from cadenza.records.reductions import (
+    EXTREMES,
+    IntervalSums,
+    Reduce,
+    Reduced,
+    checked_reduce,
+    extremes,
+    mixed,
+    put_extremes,
+)
 from cadenza.records.scalars import as_numbers, widened
 from cadenza.status.progress import Counters
 
@@ -86,17 +95,26 @@ class MetricBuffer:
             raise ValueError(f"weight= is for reduce='mean'; got it for {name!r} with reduce={way!r}")
         if isinstance(value, Media):
             raise TypeError(f"reduce= is for numbers; got {name!r} with a {type(value).__name__}")
-        known = self._open.get(name)
-        if known is None:
-            self._ways.setdefault(name, way)
-        if self._ways[name] != way:
+        if self._ways.setdefault(name, way) != way:
             raise mixed(name, self._ways[name], way)
+        known = self._open.get(name)
         number, weight = _loggable(name, value), 1 if weight is None else _loggable(f"weight of {name}", weight)
         if not isinstance(weight, Tensor) and not cast("float", weight) >= 0:
             raise ValueError(f"the weight of {name!r} must be at least 0; got {weight!r}")
-        reduced = known if isinstance(known, Reduced) else Reduced(way)
+        reduced = known if type(known) is Reduced else Reduced(way)
         reduced.add(number, weight)
         self._open[name], self._plain, self.idle = reduced, False, False
+
+    def add_mean(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
+        """Add the sums of a mean over several steps, unless a hook logs a number with this name in the open record."""
+        logged = self._open.get(name)
+        if logged is None or isinstance(logged, IntervalSums):
+            self._open[name] = IntervalSums("mean", total, weight)
+            self._plain = self.idle = False
+
+    def logged_by_hooks(self, names: Iterable[str]) -> list[str]:
+        """Return those of the names under which a hook has logged a number, on this rank."""
+        return [name for name in names if name in self._ways]
 
     @property
     def holds_numbers(self) -> bool:
@@ -202,6 +220,7 @@ class MetricBuffer:
         for name in dict.fromkeys(name for one in everyone for name in one):
             values = [one[name] for ranks in (everyone[::together], everyone) for one in ranks if name in one]
             values = values[: sum(name in one for one in everyone[::together])] or values
+            values = [value for value in values if not isinstance(value, IntervalSums)] or values
             ways = list(dict.fromkeys(value.how if isinstance(value, Reduced) else None for value in values))
             if len(ways) > 1:
                 raise mixed(name, *ways[:2])
@@ -221,13 +240,15 @@ class MetricBuffer:
         """Remove the numbers from the open record, and return them as plain values, for `put_numbers`."""
         numbers = self._numbers()
         self._open = {name: value for name, value in self._open.items() if name not in numbers}
-        parts = {name: (one.how, one.total, one.weight) for name, one in numbers.items() if isinstance(one, Reduced)}
+        parts = {name: (one.kind, one.total, one.weight) for name, one in numbers.items() if isinstance(one, Reduced)}
         return {**numbers, **parts}  # type: ignore[dict-item]  # no `Reduced` is left
 
     def put_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Add the numbers that `take_numbers` returned."""
         for name, value in numbers.items():
-            if isinstance(value, tuple | list):
+            if isinstance(value, tuple | list) and value[0] == "interval":
+                self.add_mean(name, *value[1:])
+            elif isinstance(value, tuple | list):
                 self._ways[name], self._open[name] = value[0], Reduced(*value)
                 self._plain, self.idle = False, False
             else:
@@ -258,8 +279,9 @@ class MetricBuffer:
     def _close(self, at: Counters) -> None:
         """Close the open record at these counters, if it holds anything."""
         if self._open:
-            kind = Record if self._plain else _OnTheWay
             content = self._open if self._plain else {name: _final(value) for name, value in self._open.items()}
+            arrived = self._plain or not any(isinstance(value, Tensor | Media) for value in content.values())
+            kind = Record if arrived else _OnTheWay
             self._closed.append(kind(at, time.time(), cast("dict[str, float]", content)))
             self._open, self._plain = {}, True
 
@@ -293,7 +315,7 @@ def _terms(value: Any, first: bool) -> list[Any]:
 
 def _mark(name: str, value: object) -> str:
     """Return a text that is equal on two ranks if they can exchange sums of the terms of a value."""
-    how = value.how if isinstance(value, Reduced) else ""
+    how = value.kind if isinstance(value, Reduced) else ""
     return f"{name}\1{how}\1{'device' * _on_device(value)}"  # type: ignore[arg-type]
 
 

@@ -41,6 +41,11 @@ class Reduced:
             self.total = self.total + value
 
     @property
+    def kind(self) -> str:
+        """What plain values of it name: `how`, but for sums of an interval."""
+        return self.how
+
+    @property
     def on_device(self) -> bool:
         """Whether the number is on a device."""
         return any(isinstance(part, Tensor) for part in (self.total, self.weight))
@@ -50,7 +55,7 @@ class Reduced:
         """The number: a float, or a tensor of shape () on the device. A mean of which all weights are 0 is NaN."""
         if self.how != "mean":
             return self.total
-        if not self.on_device:
+        if not isinstance(self.weight, Tensor):
             return self.total / self.weight if self.weight else float("nan")
         like = next(part for part in (self.total, self.weight) if isinstance(part, Tensor))
         total, weight = (as_number(part, like.device, like.dtype) for part in (self.total, self.weight))
@@ -96,7 +101,17 @@ class Reduced:
 
     def on_host(self) -> Reduced:
         """Return a copy with plain numbers. Waits for the device."""
-        return Reduced(self.how, float(self.total), float(self.weight))
+        return type(self)(self.how, float(self.total), float(self.weight))
+
+
+class IntervalSums(Reduced):
+    """The sums of a mean over several steps. A number that a hook logs under the same name replaces it."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> str:
+        return "interval"
 
 
 def extremes(numbers: Sequence[Reduced]) -> Tensor:

@@ -19,6 +19,11 @@ def widened(value: Tensor) -> Tensor:
     return value if value.dtype is torch.float64 else value.float()
 
 
+def host_number(value: Any) -> Any:
+    """Return a tensor of shape () on the host as a number, and all else unchanged."""
+    return value.item() if isinstance(value, Tensor) and value.is_cpu else value
+
+
 def as_number(value: float | Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a `dtype` of shape () on `device`. A number is filled in there: a copy would wait for the device."""
     if isinstance(value, Tensor):
@@ -30,6 +35,9 @@ def as_numbers(like: Tensor, values: list[Any]) -> Tensor:
     """Return numbers and tensors of shape () as one tensor of shape (N,), with the dtype and the device of `like`."""
     if like.is_cpu and values:  # four times as fast as torch.tensor
         return torch.frombuffer(array("d", values), dtype=torch.float64).to(like.dtype)
-    if any(issubclass(kind, Tensor) for kind in set(map(type, values))):
-        return torch.stack([as_number(value, like.device, like.dtype) for value in values])
-    return torch.tensor(values, dtype=like.dtype, device=like.device)
+    if any(isinstance(value, Tensor) for value in values):
+        alike = len({(value.device, value.dtype) if isinstance(value, Tensor) else None for value in values}) == 1
+        numbers = values if alike else [as_number(value, like.device, like.dtype) for value in values]
+        return torch.stack(numbers).detach().to(like.device, like.dtype)  # for numbers that are alike, two kernels
+    # From pinned memory, the copy does not wait for the device.
+    return torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda).to(like.device, non_blocking=like.is_cuda)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.adapters.recognition import AnyCallback
+from cadenza.loops.epoch_means import EpochMeans
 from cadenza.run import Run
 from cadenza.trainer import Trainer
 
@@ -57,7 +58,8 @@ def tiny_trainer(
         batches: Batches in an epoch.
         losses: The loss of each batch, instead of a computed one; their number replaces `batches`.
         loader: A loader to use instead of `tiny_loader`.
-        arguments: Further arguments of `Trainer`. Nothing is shown unless you pass ``progress=True``.
+        arguments: Further arguments of `Trainer`. Nothing is shown unless you pass ``progress=True``, and no mean of each epoch
+            is logged, so that records have what the callbacks log.
 
     >>> trainer = tiny_trainer(losses=[3.0, 2.0, 1.0])
     >>> trainer.fit().progress.step
@@ -74,7 +76,7 @@ def tiny_trainer(
 
     if "step_fn" not in arguments:
         arguments.setdefault("compute_loss", scripted if losses else squared_error)
-    return Trainer(
+    trainer = Trainer(
         tiny_model() if (model := arguments.pop("model", None)) is None else model,  # a module may be false: it has a length
         arguments.pop("optimizer", _sgd),
         tiny_loader(len(losses) if losses else batches) if loader is None else loader,
@@ -83,6 +85,8 @@ def tiny_trainer(
         callbacks=callbacks,
         **{"progress": False, **({} if "driver" in arguments else {"driver": "single", "device": "cpu"}), **arguments},
     )
+    trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, EpochMeans)]
+    return trainer
 
 
 def tiny_run(**arguments: Any) -> Run:

@@ -21,6 +21,7 @@ class Given(BaseCallback):
     """
 
     name: str | None = "TrainingArguments"
+    logs_training = True
 
     def __init__(self, arguments: Any, processing_class: Any = None) -> None:
         self.arguments: Any = arguments

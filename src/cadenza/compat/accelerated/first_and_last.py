@@ -33,6 +33,7 @@ class FirstCallback(Callback):
     """Calls the hooks of the trainer, each before the event of the same name."""
 
     trainer: Weak[Overridable] = Weak()  # it refers to the run, which has this callback
+    logs_training = True
 
     def __init__(self, trainer: Overridable) -> None:
         self.name: str = f"{type(trainer).__name__}'s hooks"

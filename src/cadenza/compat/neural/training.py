@@ -28,6 +28,8 @@ Pair = tuple[Optimizer, Sequence[NmTensor]]
 class Attach(Callback):
     """Makes the graph, and the current one of several optimizers, available to the callbacks of a run."""
 
+    logs_training = True
+
     def __init__(self, graph: Graph, pairs: Sequence[Pair] = ()) -> None:
         self.graph: Graph = graph
         self.pairs: Sequence[Pair] = pairs

@@ -92,8 +92,8 @@ FIELDS: Mapping[str, Field] = {
     "auto_find_batch_size": _refused("Add `FindBatchSize` to a native trainer, or give a smaller batch size"),
     "logging_strategy": _used("`LogTraining(every=...)`"),
     "logging_steps": _used(
-        "`LogTraining(every=...)`. `train/loss` is that of the step; the logs of their callbacks have the mean since "
-        "the last one"
+        "`LogTraining(every=...)`. `train/loss` is the mean since the last log, weighted by labels; the logs of their "
+        "callbacks have the mean over the steps"
     ),
     "logging_first_step": _used("the first step is logged too"),
     "log_on_each_node": _warns("The main process logs"),

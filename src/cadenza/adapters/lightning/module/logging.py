@@ -271,6 +271,7 @@ class _LogPart(BaseCallback):
 class LogStart(_LogPart):
     """Prepare ``self.log`` before any callback is called."""
 
+    logs_training = True
     name: str | None = "self.log"
     before: Relation = (Phase.LENGTH, Phase.CLIP, Phase.SCHEDULE, Phase.EVALUATE)
 

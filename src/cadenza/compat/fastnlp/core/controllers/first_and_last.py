@@ -89,6 +89,7 @@ class FirstCallback(Callback):
 
     name: str = "fastNLP"
     _trainer: Weak[SteppingTrainer] = Weak()  # it refers to the run, which has this callback
+    logs_training = True
 
     def __init__(self, trainer: SteppingTrainer, plan: Plan) -> None:
         self._trainer, self._plan = trainer, plan

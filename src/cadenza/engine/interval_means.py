@@ -1,0 +1,229 @@
+"""Means of the loss and of other outputs over the batches since the last record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from cadenza.drivers.sharding import is_sharded
+from cadenza.engine.loss_check import EVERY, KeptLosses, LossBuffer, StepLoss, weighted_total
+from cadenza.engine.session import Session
+from cadenza.engine.tally import NOT_AVERAGED
+from cadenza.records.scalars import as_numbers, host_number, weighted_sum
+from cadenza.status.outputs import Outputs
+from cadenza.status.shown import brief
+from cadenza.status.tensor_parts import is_array
+
+_NO_MEANS = NOT_AVERAGED | {"loss"}  # the loss is that of the steps
+
+Sums = tuple[float | Tensor, float | Tensor]
+"""A weighted sum and the sum of the weights: numbers, or tensors of shape () on the device."""
+
+
+class IntervalMeans:
+    """The means of outputs over the batches of an interval, by name. The loss is that of the steps, which is trained.
+
+    Batches count by the output ``weight``, or as one. Skipped batches and those of weight 0 do not count.
+
+    Args:
+        session: The session of the run.
+        names: The outputs.
+    """
+
+    def __init__(self, session: Session, names: Iterable[str] = ()) -> None:
+        self._losses = ref(session.metrics.losses.buffer)  # a callback keeps no part of a run that is over
+        self._records = session.metrics.buffer
+        self.since: int = session.progress.step
+        """The step after which the interval begins."""
+        self._means: dict[str, _Mean] = {}
+        for name in names:
+            self._mean(name)
+
+    def add(self, outputs: Outputs, names: Iterable[str], step: int) -> None:
+        """Add these outputs of a batch that belongs to `step`.
+
+        Raises:
+            OutputError: The batch does not have one of them.
+            TypeError: One of them is no real number.
+        """
+        for name in names:
+            if name == "loss":
+                continue
+            if (number := real_number(value := outputs[name])) is None:
+                raise TypeError(
+                    f"LogTraining(outputs=...) takes real numbers and tensors of shape (); got outputs[{name!r}], "
+                    f"{brief(value)}. Return its mean from compute_loss."
+                )
+            self._mean(name).add(step, number, dict.get(outputs, "weight"))
+
+    def add_all(self, session: Session, outputs: Outputs, step: int) -> None:
+        """Add all numbers that ``compute_loss`` returned for a batch that belongs to `step`, but those with another meaning."""
+        if session.step.discarded:
+            return
+        weight, means = dict.get(outputs, "weight"), self._means
+        for name, value in outputs.items():
+            if name in _NO_MEANS or (type(value) is Tensor and value.ndim):
+                continue
+            number = host_number(value)
+            if name in means and type(number) is float and weight is None:  # most numbers
+                means[name].add_sums(number, 1)
+            elif self._is_mean(name, outputs) and (known := real_number(number)) is not None:
+                self._mean(name).add(step, known, weight)
+
+    def logged_by_hooks(self, prefix: str) -> list[str]:
+        """Return the names in records under which a hook of this rank has logged numbers."""
+        return self._records.logged_by_hooks(f"{prefix}/{name}" for name in self._means)
+
+    def log(self, session: Session, prefix: str, left_out: Collection[str] = ()) -> None:
+        """Add the means to the record of this step; none where no batch counts. Every rank must call this."""
+        for name, mean in self._means.items():
+            is_step = name == "loss" and session.progress.step == self.since + 1
+            total, weight = _of_step(session) if is_step else mean.sums()
+            if (isinstance(weight, Tensor) or weight) and f"{prefix}/{name}" not in left_out:
+                self._records.add_mean(f"{prefix}/{name}", total, weight)
+
+    def begin(self, step: int) -> None:
+        """Begin another interval after this step."""
+        self.since = step
+        for mean in self._means.values():
+            mean.start(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of this rank. Waits for the device."""
+        sums = {name: mean.on_host() for name, mean in self._means.items()}
+        weighted = {name: [total, weight] for name, (total, weight) in sums.items() if weight}
+        return {"since": self.since, "sums": weighted} if weighted else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the sums of a checkpoint."""
+        for name, sums in state.get("sums", {}).items():
+            self._mean(name).add_sums(*sums)
+
+    def take_over(self, session: Session, callback: str, checkpoint: Any) -> None:
+        """On another number of ranks than wrote the checkpoint, continue with the sums of all of them on the first rank.
+
+        Args:
+            session: The session of the run.
+            callback: The name of the callback that has the means.
+            checkpoint: What ``on_load`` receives.
+        """
+        states = [one.get("callbacks of the rank", {}).get(callback, {}) for one in checkpoint.by_rank]
+        since = max((state["since"] for state in states if "since" in state), default=session.progress.step)
+        if len(states) == session.driver.world_size:
+            self.since = since
+            return
+        self.begin(since)
+        together = max(1, len(states) // checkpoint.state["config"].get("ranks", 1))
+        for state in states[::together] if session.driver.data_rank == 0 else ():
+            self.load_state_dict(state)
+
+    def _is_mean(self, name: object, outputs: Outputs) -> bool:
+        """Return whether an output of any name can be one that ``compute_loss`` returned to be reported."""
+        return isinstance(name, str) and name[:1] != "_" and name not in outputs.derived
+
+    def _mean(self, name: str) -> _Mean:
+        if name not in self._means:
+            own = LossBuffer()
+            self._means[name] = _Mean(self._losses if name == "loss" else lambda: own, self.since)
+        return self._means[name]
+
+
+class _Mean:
+    """The sums of one mean, on this rank.
+
+    Numbers on the host are added in the order of the steps, so a run that resumes inside of an interval has the same bits.
+    Those on a device stay there, and are added at the record: nothing waits for them.
+
+    Args:
+        buffer: Returns what receives the numbers, of which those of later steps than `since` are added.
+        since: The step after which the interval begins.
+    """
+
+    def __init__(self, buffer: Callable[[], LossBuffer | None], since: int) -> None:
+        self._buffer = buffer
+        self._kept = 0
+        self.start(since)
+        if (held := buffer()) is not None:
+            held.readers.append(self._add_step)
+
+    def start(self, since: int) -> None:
+        self._since, self._total, self._weight = since, 0.0, 0.0
+
+    def add(self, step: int, value: float | Tensor, weight: float | Tensor | None) -> None:
+        value = host_number(value)
+        weights: list[Any] = [] if weight is None else [host_number(weight)]
+        if not isinstance(value, Tensor) and not any(isinstance(one, Tensor) for one in weights):
+            self.add_sums(*weighted_total([value], weights))
+        elif (buffer := self._buffer()) is not None:
+            buffer.keep(step, [torch.as_tensor(value).detach()], weights)
+            self._kept += 1
+            if not self._kept % EVERY:
+                buffer.send()
+            buffer.deliver(wait=False)
+
+    def add_sums(self, total: float, weight: float) -> None:
+        self._total, self._weight = self._total + total, self._weight + weight
+
+    def sums(self) -> Sums:
+        """Return the sums without a wait."""
+        total, weight = self._total, self._weight
+        away: list[KeptLosses] = []
+        buffer = self._buffer()
+        for one in [] if buffer is None else buffer.kept_since(self._since):
+            _, tensors, given, _ = one
+            losses, weights = [*map(host_number, tensors)], [*map(host_number, given)]
+            if any(isinstance(number, Tensor) for number in (*losses, *weights)):
+                away.append(one)
+            else:
+                own, counted = weighted_total(losses, weights)
+                total, weight = total + own, weight + counted
+        if not away:
+            return total, weight
+        own_total, own_weight = _sums_on_device(away)
+        return own_total + total, own_weight + weight
+
+    def on_host(self) -> tuple[float, float]:
+        """Return the sums on the host."""
+        if (buffer := self._buffer()) is not None:
+            buffer.deliver(wait=True)
+        return self._total, self._weight
+
+    def _add_step(self, one: StepLoss) -> None:
+        step, total, weight, _ = one
+        if step > self._since:
+            self._total += total
+            self._weight += weight
+
+
+def _of_step(session: Session) -> Sums:
+    """Return the loss of the last step, equal to ``run.loss`` to the bit, with the weight 1. Every rank must call this."""
+    loss, weight = session.sync.loss_to_log(), session.step.last_window.total
+    if loss is None or not (isinstance(weight, Tensor) or weight):
+        return 0.0, 0.0
+    return host_number(loss if loss.is_cpu else loss.clone()), 1.0  # a graph may write the next loss into its memory
+
+
+def real_number(value: object) -> float | Tensor | None:
+    """Return a value if it is a real number or a tensor of shape (); None for all else."""
+    if isinstance(value, Tensor):
+        whole = type(value) is Tensor or not is_sharded(value)
+        return value if not value.ndim and whole and not value.is_complex() else None
+    if is_array(value) and not cast("Any", value).ndim:
+        value = cast("Any", value).item()
+    return value if isinstance(value, int | float) else None
+
+
+def _sums_on_device(kept: Sequence[KeptLosses]) -> Sums:
+    losses = [loss for _, losses, *_ in kept for loss in losses]
+    like = next((loss for loss in losses if not loss.is_cpu), losses[0])
+    # A sum of float32 in float64 is exact, in any order, unless they differ widely. MPS has no float64.
+    like = torch.zeros((), dtype=torch.float32 if like.device.type == "mps" else torch.float64, device=like.device)
+    numbers = as_numbers(like, losses)
+    if not any(weights for _, _, weights, _ in kept):
+        return numbers.sum(), len(losses)
+    factors = as_numbers(like, [weight for _, own, weights, _ in kept for weight in weights or [1.0] * len(own)])
+    return weighted_sum(numbers, factors), factors.sum()
