@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cadenza.sinks.mlflow import _import as import_quietly
 
 from cadenza import Callback, Run, on
 from cadenza.records import read_info
 from cadenza.sinks import Mlflow
 from cadenza.testing import tiny_run
+from cadenza.trackers.mlflow import _import as import_quietly
 from tests.sinks.readers import MLFLOW, services
 from tests.sinks.samples import failing, logging
 
