@@ -197,3 +197,8 @@ def test_comments_strings_and_names_are_read() -> None:
 
 if __name__ == "__main__":
     sys.stdout.write(listed(hit for path in files(*(sys.argv[1:] or ["src"])) for hit in hits(path)) + "\n")
+
+
+def test_the_changes_of_a_version_can_be_read_in_five_minutes() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert len(changes.split()) <= 1_500
