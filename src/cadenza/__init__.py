@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cadenza.checkpoint.weights import save_weights as save_weights
     from cadenza.drivers import Driver as Driver
     from cadenza.drivers import SingleDriver as SingleDriver
-    from cadenza.engine.calendar import Calendar as Calendar
+    from cadenza.engine.course import Calendar as Calendar
     from cadenza.engine.monitor import Monitor as Monitor
     from cadenza.engine.objective import supervised as supervised
     from cadenza.engine.plan import Plan as Plan
@@ -81,7 +81,7 @@ else:
             "cadenza.hooks.subscription": "on",
             "cadenza.hooks.listener": "Listener",
             "cadenza.hooks.moments": "Callback",
-            "cadenza.engine.calendar": "Calendar",
+            "cadenza.engine.course": "Calendar",
             "cadenza.engine.monitor": "Monitor",
             "cadenza.engine.objective": "supervised",
             "cadenza.callbacks.derive": "Derive",

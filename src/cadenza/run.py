@@ -22,12 +22,11 @@ from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Loggable
 from cadenza.records.reductions import Reduce
 from cadenza.records.writer import Writer
-from cadenza.status.decisions import Decision, Outcome, why
+from cadenza.status.decisions import Decision, Outcome, WhyNot, why
 from cadenza.status.outputs import Outputs
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo
 from cadenza.status.state import State
-from cadenza.status.waiting import WhyNot
 from cadenza.status.window import Window
 from cadenza.text.hints import advised, instead_of_setting
 

@@ -30,9 +30,8 @@ from cadenza.engine.arguments import (
     given_by,
     listed,
 )
-from cadenza.engine.calendar import Calendar
 from cadenza.engine.compiling import Compile, options_of
-from cadenza.engine.course import Beginning, calendar_of
+from cadenza.engine.course import Beginning, Calendar, calendar_of
 from cadenza.engine.loop import Training, fit
 from cadenza.engine.monitor_checks import check_monitors
 from cadenza.engine.objective import ModelsOwnLoss, no_loss

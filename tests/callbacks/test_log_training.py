@@ -37,7 +37,7 @@ from tests.waiting import until
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr("cadenza.callbacks.timer.perf_counter", clock := Clock())
-    monkeypatch.setattr("cadenza.status.training_clock.time.perf_counter", clock)
+    monkeypatch.setattr("cadenza.status.progress.time.perf_counter", clock)
     return clock
 
 

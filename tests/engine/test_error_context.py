@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Evaluate
-from cadenza.engine.known_errors import InUse, cure_of
+from cadenza.engine.error_context import InUse, cure_of
 from cadenza.errors import DataError
 from cadenza.loading import TensorBatches
 from cadenza.loading.rng import RNGState

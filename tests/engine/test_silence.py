@@ -13,7 +13,7 @@ from cadenza import Callback, Run, on
 from cadenza.drivers.posts import Waits
 from cadenza.drivers.tree import Tree
 from cadenza.engine.session import Session, session_of
-from cadenza.engine.silence import Silence
+from cadenza.engine.shared_sync import Silence
 from cadenza.engine.whereabouts import whereabouts
 from cadenza.testing import launch, tiny_run
 from tests.waiting import until

@@ -20,13 +20,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # where t
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, Recover
+from cadenza.callbacks.profile import rank_times
 from cadenza.drivers import SingleDriver, group
 from cadenza.drivers.base import Reduction
 from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.posts import Post, Posts, Waits, culprit, interval
 from cadenza.drivers.tree import Tree
 from cadenza.engine.rank_checks import check_alike
-from cadenza.engine.rank_times import rank_times
 from cadenza.errors import DistributedError
 from cadenza.profiling.timings import CallbackTime, PhaseTime, Timings
 from cadenza.testing import launch

@@ -13,7 +13,7 @@ import pytest
 
 from cadenza import Callback, Loop, Run, Step, Steps, Trainer
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
-from cadenza.engine.known_errors import _BUILT
+from cadenza.engine.error_context import _BUILT
 from cadenza.hooks.moments import moments_of
 from cadenza.optim.precision import PRECISIONS
 from cadenza.text.hints import answered, data, hints

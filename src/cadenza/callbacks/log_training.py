@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cadenza.engine.interval_means import IntervalMeans
-from cadenza.engine.metric_tally import IntervalMetrics
 from cadenza.engine.session import session_of
+from cadenza.engine.tally import IntervalMetrics
 from cadenza.engine.throughput import Throughput, checked_parts
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener, inner

@@ -19,7 +19,7 @@ from cadenza.checkpoint.store import Branch, Loaded
 from cadenza.checkpoint.store.link_names import LAST
 from cadenza.drivers import Driver
 from cadenza.engine import lost_directory, rank_checks
-from cadenza.engine.plan_changes import plan_changes
+from cadenza.engine.plan import plan_changes
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError
 from cadenza.files.paths import local_text

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cadenza.checkpoint import gradients
 from cadenza.checkpoint.changed_shapes import CHANGED, add_groups, as_at_start, changed_buffers, changed_of
 from cadenza.checkpoint.frozen import LEFT_OUT, left_out_of, unchanged
-from cadenza.checkpoint.other_batch_size import rebatched
-from cadenza.checkpoint.other_ranks import Written, data_of
+from cadenza.checkpoint.other_ranks import Written, data_of, rebatched
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.checkpoint.store.content import JoinedFiles
 from cadenza.checkpoint.store.state_fields import check_moments
-from cadenza.drivers.sharding import is_sharded, local, optimizer_laid_out
+from cadenza.drivers.sharding import is_sharded, laid_out, local, optimizer_laid_out
 from cadenza.engine import accumulating
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
 from cadenza.errors import CadenzaError, CheckpointMismatchError, StateError
 from cadenza.loading.rng import RNGState
 from cadenza.optim import settings
@@ -118,7 +116,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "streams": RNGState.capture().to_plain(),
         "loader": session.cursor.source.state_dict(),
         "evaluations due": session.due.state,
-        **gradients.of_the_rank(session),
+        **gradients_of_the_rank(session),
         **({"callbacks of the rank": states} if (states := _states_of_callbacks(session, each_rank=True)) else {}),
     }
     session.metrics.deliver(session.run, wait=True)  # a record with numbers that are still on the device would be lost
@@ -137,7 +135,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         "model_extra": {name: value for name, value in weights.items() if name not in tensors},
         "optimizers": [optimizer.state_dict() for optimizer in session.optimizers],
         "outside": session.extra_parameters.state_dict(),
-        **gradients.of_the_run(session),
+        **gradients_of_the_run(session),
         "switched": session.module_flags.changed(),
         "data_seed": session.data_seed,
         "course": session.cursor.course.to_plain(),
@@ -226,7 +224,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
         session.warn(f"{loaded.name} was written elsewhere, so the result may not be bit-identical: {difference}")
     settings.tell(session, loaded.name, found, given)
     written.warn(session)
-    session.restored.put(rng_state=RNGState.from_plain(own["streams"]), gradients=gradients.saved(session, loaded, own))
+    session.restored.put(rng_state=RNGState.from_plain(own["streams"]), gradients=saved_gradients(session, loaded, own))
     session.hooks.on_load(session.run, loaded)
 
 
@@ -439,3 +437,45 @@ def _naming(checkpoint: str, field: str) -> Iterator[None]:
             f"{checkpoint}: the field {field!r} of state.json cannot be restored: {type(error).__name__}: {error}. Give "
             "the callbacks and optimizers that wrote it, or another checkpoint with fit(resume=PATH)."
         ) from error
+
+
+# -- gradients between two updates -----------------------------------------------------------------
+
+
+def left(session: Session) -> dict[int, Tensor]:
+    """Return the gradients of this rank, by the index of their parameter."""
+    return {i: p.grad for i, p in enumerate(parameters_of(session.optimizers)) if p.grad is not None}
+
+
+def gradients_of_the_run(session: Session) -> dict[str, Any]:
+    """Return the gradients of the main process, and what scales gradients."""
+    scaled = {"precision": session.precision.state_dict(), "weight_unit": session.step.weight_unit}
+    return {"gradients": left(session), **scaled}
+
+
+def gradients_of_the_rank(session: Session) -> dict[str, Any]:
+    """Return the part of the state of this rank that holds its gradients, if each rank has its own: in an attached loop.
+
+    The update of the loop averages them. Those of a ``step_fn`` are averaged with each batch.
+    """
+    apart = session.loop is Loops.ATTACHED and session.driver.reduces and not session.driver.shards
+    return {"gradients": left(session)} if apart else {}
+
+
+def saved_gradients(session: Session, loaded: Loaded, own: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Return the parameters and their gradients in a checkpoint; `own` is the state of this rank.
+
+    On another number of ranks, each rank gets the mean of the ranks that wrote them.
+    """
+    gradients = own.get("gradients", loaded.state["gradients"])
+    ranks, by_rank = len(loaded.by_rank), loaded.by_rank
+    if session.loop is Loops.ATTACHED and ranks not in (1, session.driver.world_size) and "gradients" in by_rank[1]:
+        gradients = _mean([one["gradients"] for one in by_rank])
+    parameters = list(parameters_of(session.optimizers))
+    return [(parameters[i], laid_out(one, parameters[i]).to(parameters[i].device)) for i, one in gradients.items()]
+
+
+def _mean(by_rank: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
+    """Return the mean of the gradients of ranks. A rank without a gradient counts as zeros."""
+    indices = sorted({i for gradients in by_rank for i in gradients})
+    return {i: torch.stack([one[i] for one in by_rank if i in one]).sum(0) / len(by_rank) for i in indices}

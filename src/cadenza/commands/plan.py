@@ -7,7 +7,7 @@ from types import ModuleType
 
 from cadenza.commands.importing import guarded, imported, nothing_on_stdout
 from cadenza.commands.output import add_json, print_json, say
-from cadenza.engine.calendar import Calendar
+from cadenza.engine.course import Calendar
 from cadenza.engine.plan import Plan
 from cadenza.errors import CadenzaError, nearest
 from cadenza.status.signatures import signature_of

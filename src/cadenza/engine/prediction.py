@@ -17,8 +17,7 @@ from torch import nn
 
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import by_main
-from cadenza.engine.evaluation import each_batch, undisturbed
-from cadenza.engine.evaluation_batches import NONE
+from cadenza.engine.evaluation import NONE, each_batch, undisturbed
 from cadenza.engine.outputs import joined, on_host
 from cadenza.engine.rank_checks import main_only
 from cadenza.engine.session import Session

@@ -17,8 +17,7 @@ from cadenza.engine import accumulating, rank_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_debugging
 from cadenza.engine.compiling import breaks_so_far, compile_model
 from cadenza.engine.module_flags import in_evaluation_mode
-from cadenza.engine.plan import Plan
-from cadenza.engine.plan_changes import plan_changes, plan_in
+from cadenza.engine.plan import Plan, plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import (

@@ -25,11 +25,10 @@ from cadenza.engine.due_evaluations import DueEvaluations
 from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.metric_log import MetricLog
 from cadenza.engine.module_flags import ModuleFlags
-from cadenza.engine.rank_sync import RankSync
+from cadenza.engine.rank_sync import RankSync, TokenCount
 from cadenza.engine.save_blocks import SaveBlocks, Saver
 from cadenza.engine.shared_sync import SharedSync
 from cadenza.engine.step_state import Cursor, Restored, StepState
-from cadenza.engine.token_count import TokenCount
 from cadenza.engine.why_not import why_not
 from cadenza.engine.window import AccumulationWindow
 from cadenza.errors import drop_tracebacks
@@ -50,12 +49,11 @@ from cadenza.records.logs import RankLog
 from cadenza.run import Run, Verbs
 from cadenza.status.branches import Branch
 from cadenza.status.counting import counted
-from cadenza.status.decisions import Decision, Outcome
+from cadenza.status.decisions import Decision, Outcome, WhyNot
 from cadenza.status.folding import for_screen
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo, working_directory
 from cadenza.status.state import State
-from cadenza.status.waiting import WhyNot
 from cadenza.status.window import Window
 
 P = ParamSpec("P")

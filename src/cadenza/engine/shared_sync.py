@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine import rank_loss
 from cadenza.engine.accumulating import units_of
 from cadenza.engine.outputs import count_in
-from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress
-from cadenza.engine.silence import Silence
+from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress, TokenCount
 from cadenza.engine.step_state import Cursor, StepState
-from cadenza.engine.token_count import TokenCount
-from cadenza.engine.window import number_on_host
+from cadenza.engine.window import AccumulationWindow, number_on_host
 from cadenza.errors import LossError
 from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks
@@ -28,8 +25,135 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.metric_buffer import MetricBuffer
+from cadenza.records.scalars import as_number, weighted_sum, widened
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters, Progress
+
+# -- quiet steps -----------------------------------------------------------------------------------
+
+STEPS = (2, 8, 32, 128)
+"""The numbers of steps for which ranks that expect different calls may agree to exchange nothing."""
+
+LONGEST_S = 0.25
+"""The longest time without an exchange, in seconds: a signal waits for so long."""
+
+_MOST = 1 << 16  # of the steps that a rank says it expects without a call: the sum of their squares stays small
+
+
+class Silence:
+    """The quiet windows of a run: steps in which ranks exchange nothing, because no listener is due on any rank.
+
+    All numbers are those that the ranks have exchanged, so that all ranks come to the same result.
+    """
+
+    def __init__(self) -> None:
+        self._until = 0
+        self._measured: tuple[int, float] | None = None
+        self._pace_s = float("inf")
+
+    def covers(self, step: int) -> bool:
+        """Return whether nothing is exchanged after so many complete steps."""
+        return step < self._until
+
+    @staticmethod
+    def votes(quiet: float) -> list[int]:
+        """Return what a rank sends that expects `quiet` steps without a call: their number, its square, the `STEPS` within."""
+        expected = int(max(0, min(quiet, _MOST)))
+        return [expected, expected * expected, *(expected >= steps for steps in STEPS)]
+
+    def measure(self, step: int, elapsed_s: float) -> None:
+        """Note the seconds since the fit began, by the clock of all ranks, at a number of complete steps."""
+        if self._measured is None or step > self._measured[0]:
+            before, then_s = self._measured or (step - 1, 0.0)
+            self._pace_s = (elapsed_s - then_s) / (step - before)  # since the last exchange: a pause is soon forgotten
+            self._measured = step, elapsed_s
+
+    def agree(self, votes: Sequence[float], ranks: int, first: int) -> None:
+        """Start the longest quiet window that all ranks voted for and that is short enough at the pace of the last steps.
+
+        Ranks that expect the same number of steps get a window of this length. Others get one of `STEPS`.
+
+        Args:
+            votes: The sums of the votes of all ranks.
+            ranks: The number of ranks.
+            first: The number of complete steps at which the window starts.
+        """
+        total, squares, *each = votes
+        if total * total == squares * ranks:  # only if all numbers are equal
+            agreed = total // ranks
+        else:
+            agreed = max((steps for steps, sure in zip(STEPS, each, strict=True) if sure == ranks), default=0)
+        steps = int(min(agreed, LONGEST_S / self._pace_s if self._pace_s else agreed))
+        self._until = first + steps if steps else 0
+
+
+# -- the loss over the ranks -----------------------------------------------------------------------
+
+
+def mean_over_ranks(window: AccumulationWindow, driver: Driver, *, uneven: bool) -> Tensor | None:
+    """Return the (weighted) mean loss of a step over all ranks; None if there is none, NaN if all weights are 0.
+
+    Every rank must call this.
+
+    Args:
+        window: The batches of this rank.
+        driver: Reduces over the ranks.
+        uneven: Whether ranks may have different numbers of batches.
+    """
+    own = window.mean_loss()
+    differ = uneven or window.left_out > 0
+    if driver.world_size == 1 or (own is None and not differ):
+        return own
+    if not uneven and not window.counts(driver.data_world_size):
+        return None
+    if own is not None and is_number(window, uneven=uneven):
+        return driver.reduce(own.double(), "sum") / driver.data_world_size
+    own = torch.zeros((), device=driver.device) if own is None else widened(own)
+    weight = as_number(window.total if window.weights or differ else 1.0, own.device, own.dtype)
+    total = driver.reduce(torch.stack([weighted_sum(own, weight), weight]), "sum")
+    return total[0] / total[1]
+
+
+def mean_on_its_way(step: StepState, weight: Any, driver: Driver) -> Callable[[], Tensor | None] | None:
+    """Start the exchange of `mean_over_ranks` before the backward pass of the last batch of a step. Every rank must call this.
+
+    Args:
+        step: The step, with the batches before this one in its window.
+        weight: The weight of the batch.
+        driver: Reduces over the ranks.
+
+    Returns:
+        A function that waits for the mean; None if the window is not full or its numbers are on a device, on all ranks.
+    """
+    window, loss = step.window, dict.get(step.outputs, "loss")
+    if window.seen < window.size or not isinstance(loss, Tensor) or loss.numel() != 1:  # no number: an error of this rank
+        return None
+    loss = loss.detach()
+    weights = [*window.weights, *([] if weight is None else [0.0 if step.dropped else weight])]
+    losses = [*window.losses, *([] if step.dropped and weight is None else [loss])]
+    on_host = [number for one in (*losses, *weights) if (number := number_on_host(one)) is not None]
+    if not loss.is_cpu or len(on_host) < len(losses) + len(weights):
+        return None
+    factors = on_host[len(losses) :] if weights else [1.0] * len(losses)
+    terms = [value * factor for value, factor in zip(on_host, factors, strict=False) if factor]
+    arrives = driver.reduce_later(torch.tensor([sum(terms), sum(factors)], dtype=torch.float64) * driver.counts)
+
+    def mean() -> Tensor | None:
+        total, count = arrives()
+        return total / count if weights or count else None
+
+    return mean
+
+
+def is_number(window: AccumulationWindow, *, uneven: bool) -> bool:
+    """Return whether `mean_over_ranks` is the mean of the losses of all ranks as a record reduces it. All ranks agree.
+
+    A record that holds the loss of this rank then saves an exchange. A sum of float32 in float64 is exact, in any order, unless
+    they differ by a factor of 2^29 / ranks or more: so the bits are the same in a record and in a replay.
+    """
+    own = window.mean_loss()
+    is_mean = not uneven and not window.left_out and not window.weights
+    return is_mean and own is not None and own.is_cpu and own.dtype is not torch.float64
 
 
 class SharedSync(RankSync):
@@ -172,7 +296,7 @@ class SharedSync(RankSync):
         if self._announces_at_loss and not self._announces_late and self._announced is None:
             self._announce()
         if self._shows_losses:
-            self._mean_loss = rank_loss.mean_on_its_way(self._step, weight, self._driver)
+            self._mean_loss = mean_on_its_way(self._step, weight, self._driver)
         return None if own is None else self._step.weight_unit or 1.0
 
     def _weigh(self, weight: float) -> None:
@@ -368,11 +492,11 @@ class SharedSync(RankSync):
     def mean_loss(self) -> Tensor | None:
         if self._mean_loss is not None:
             return self._mean_loss()
-        return rank_loss.mean_over_ranks(self._step.last_window, self._driver, uneven=self._uneven)
+        return mean_over_ranks(self._step.last_window, self._driver, uneven=self._uneven)
 
     def loss_to_log(self) -> Tensor | None:
         window = self._step.last_window
-        return window.mean_loss() if rank_loss.is_number(window, uneven=self._uneven) else self.mean_loss()
+        return window.mean_loss() if is_number(window, uneven=self._uneven) else self.mean_loss()
 
     def _exchange_requests(self) -> None:
         requests = self.requests

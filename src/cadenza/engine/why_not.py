@@ -15,9 +15,8 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, moments_of
 from cadenza.loading.evaluation import Evaluation
 from cadenza.status.counting import counted
-from cadenza.status.decisions import Decision, Outcome
+from cadenza.status.decisions import Decision, Outcome, WhyNot
 from cadenza.status.progress import Progress
-from cadenza.status.waiting import WhyNot
 
 _OF_THE_RUN = ("stopped", "epoch ended", "batch skipped", "saved", "evaluated")
 _LOGGED = "logged "

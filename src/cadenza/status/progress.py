@@ -4,15 +4,54 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
 from cadenza.status.accumulation import Accumulation
 from cadenza.status.counting import counted
-from cadenza.status.training_clock import TrainingClock
+
+# -- the clock -------------------------------------------------------------------------------------
+
+
+class TrainingClock:
+    """Counts seconds, except inside of `paused`.
+
+    >>> clock = TrainingClock()
+    >>> with clock.paused():
+    ...     before = clock.elapsed_s
+    ...     clock.elapsed_s == before
+    True
+    """
+
+    __slots__ = ("_began", "_paused_at", "_paused_s", "_pauses")
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._paused_s = self._paused_at = 0.0
+        self._pauses = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the clock was made, without pauses."""
+        now = self._paused_at if self._pauses else time.perf_counter()
+        return now - self._began - self._paused_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the clock does not count. Pauses may be nested."""
+        if not self._pauses:
+            self._paused_at = time.perf_counter()
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                self._paused_s += time.perf_counter() - self._paused_at
+
 
 Unit = Literal["epoch", "step", "batch"]
 

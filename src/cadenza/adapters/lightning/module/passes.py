@@ -10,8 +10,7 @@ from typing import Any
 from cadenza.adapters.lightning.module.module_evaluation import ModuleEvaluation
 from cadenza.adapters.lightning.moments import LightningMoments
 from cadenza.adapters.lightning.trainer_view import STEP_OUTPUT
-from cadenza.engine.evaluation import record_evaluated, undisturbed
-from cadenza.engine.evaluation_batches import NONE, batches_of, check_some
+from cadenza.engine.evaluation import NONE, batches_of, check_some, record_evaluated, undisturbed
 from cadenza.engine.outputs import on_host
 from cadenza.engine.session import Session
 from cadenza.hooks.moments import Callback
