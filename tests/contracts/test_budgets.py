@@ -1,6 +1,6 @@
 """The budget of each room, and of each path through the house: what grows in one place shrinks in another.
 
-The figures in the tables are limits. A change may lower them; a decision in docs/decisions raises one, and says why.
+The figures in the tables are limits. A change may lower them; decision 3 in docs/decisions says how one may rise.
 ``python benchmarks/house.py --names`` lists what the paths consist of.
 """
 

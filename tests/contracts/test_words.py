@@ -195,10 +195,16 @@ def test_comments_strings_and_names_are_read() -> None:
     ]  # fmt: skip
 
 
-if __name__ == "__main__":
-    sys.stdout.write(listed(hit for path in files(*(sys.argv[1:] or ["src"])) for hit in hits(path)) + "\n")
-
-
 def test_the_changes_of_a_version_can_be_read_in_five_minutes() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert len(changes.split()) <= 1_500
+
+
+def test_a_new_engineer_can_read_all_decisions() -> None:
+    pages = files("docs/decisions")
+    assert len(pages) <= 25, "put the decision on the page of its subject"
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 8_000
+
+
+if __name__ == "__main__":
+    sys.stdout.write(listed(hit for path in files(*(sys.argv[1:] or ["src"])) for hit in hits(path)) + "\n")

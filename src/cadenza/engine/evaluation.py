@@ -195,7 +195,7 @@ def alone(act: Callable[[Session, Evaluation], T], session: Session, evaluation:
 def undisturbed(session: Session) -> Iterator[None]:
     """Evaluation mode without gradient; then every module's mode and every random stream as before."""
     modes = [(module, module.training) for module in session.model.modules()]
-    # Not inference_mode: what a module keeps of its first forward pass could not be trained with. See docs/decisions/0018.
+    # Not inference_mode: what a module keeps of its first forward pass could not be trained with. See docs/decisions/0011.
     with session.progress.aside(), explained(session), preserve_rng_state(), torch.no_grad():
         session.model.eval()
         try:
