@@ -236,7 +236,7 @@ class Trainer(Recipe):
         >>> print(tiny_trainer(epochs=2, callbacks=[LogTraining("3 steps")]).calendar())
         calendar of 2 epochs, 10 steps
         on_step_end  LogTraining  every 3 steps  3 times: steps 3, 6, 9
-        called each time, by moment: on_setup 1, on_fit_start 1
+        called each time, by moment: on_setup 1, on_fit_start 1, on_load 1
         """
         check_resume(resume)
         hooks, progress, several = self._hooks(), self._limits(self.loader), self.driver.world_size > 1

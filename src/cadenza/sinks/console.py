@@ -42,8 +42,8 @@ class Console(Callback):
     >>> from cadenza.testing import tiny_run
     >>> log = LogTraining(every="2 steps", throughput=False)
     >>> run = tiny_run(callbacks=[log, Console()], steps=4)  # doctest: +ELLIPSIS
-    epoch 0  step 2  train/loss 0.2087  train/lr 0.1  ... s
-    epoch 0  step 4  train/loss 2.092   train/lr 0.1  ... s
+    epoch 0  step 2  train/loss 0.1738  train/lr 0.1  ... s
+    epoch 0  step 4  train/loss 1.541   train/lr 0.1  ... s
     finished after 0 epochs, 4 steps, ... s: the limit is reached
     >>> run = tiny_run(callbacks=[Console(epochs=True)], epochs=2, batches=3)  # doctest: +ELLIPSIS
     epoch 1 of 2 begins
