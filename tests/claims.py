@@ -26,6 +26,7 @@ CHECKED_BY = {
         "the final weights are bit-identical": EXACT,
         "loader workers, dropout, gradient accumulation and bf16": "exact_with_workers",
         "Kill the process at any instant": KILLS,
+        "the training ends with the same bits": KILLS,
         "An error in a callback says which callback raised it": (
             "an_error_keeps_its_traceback_and_gains_one_line_that_names_the_inner_callback_where_and_when"
         ),

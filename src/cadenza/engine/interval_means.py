@@ -37,10 +37,9 @@ class IntervalMeans:
     def __init__(self, session: Session, names: Iterable[str] = ()) -> None:
         self._losses = ref(session.metrics.losses.buffer)  # a callback keeps no part of a run that is over
         self._records = session.metrics.buffer
-        self._progress = session.progress
         self.since: int = session.progress.step
         """The step after which the interval begins: the same on all ranks."""
-        self._continues = False
+        self._is_first = session.driver.rank == 0
         self._means: dict[str, _Mean] = {}
         for name in names:
             self._mean(name)
@@ -98,12 +97,10 @@ class IntervalMeans:
         """Return the sums of this rank. Waits for the device."""
         sums = {name: mean.on_host() for name, mean in self._means.items()}
         weighted = {name: [total, weight] for name, (total, weight) in sums.items() if weight}
-        return {"since": self.since, "sums": weighted} if self._progress.step > self.since else {}
+        return {"since": self.since, "sums": weighted} if weighted or (self.since and self._is_first) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the sums of a checkpoint."""
-        if "since" in state:
-            self.since, self._continues = state["since"], True
         for name, sums in state.get("sums", {}).items():
             self._mean(name).add_sums(*sums)
 
@@ -115,13 +112,12 @@ class IntervalMeans:
             callback: The name of the callback that has the means.
             checkpoint: What ``on_load`` receives.
         """
-        step = session.progress.step
-        if len(checkpoint.by_rank) == session.driver.world_size:
-            if not self._continues:
-                self.begin(step)
+        by_rank = checkpoint.by_rank
+        self.since = by_rank[0].get("callbacks of the rank", {}).get(callback, {}).get("since", 0)
+        if len(by_rank) == session.driver.world_size:
             return
-        states = [one.get("callbacks of the rank", {}).get(callback, {}) for one in checkpoint.by_rank]
-        self.begin(states[0].get("since", step))
+        self.begin(self.since)
+        states = [one.get("callbacks of the rank", {}).get(callback, {}) for one in by_rank]
         together = max(1, len(states) // checkpoint.state["config"].get("ranks", 1))
         for state in states[::together] if session.driver.data_rank == 0 else ():
             self.load_state_dict(state)
