@@ -101,6 +101,7 @@ class IntervalMeans:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the sums of a checkpoint."""
+        self.since = state.get("since", self.since)
         for name, sums in state.get("sums", {}).items():
             self._mean(name).add_sums(*sums)
 
