@@ -32,20 +32,20 @@ text              84      2       1
 status          1194     21       1
 files            344      4       0
 profiling        336      4       1
-loading         2866     28       2
+loading         2857     26       2
 records         2118     19       6
 hooks           1709     15       7
-drivers         2161     23       5
+drivers         2108     18       5
 optim           1291     14       6
 sinks           1262     16       7
-engine          5379     41      12
-checkpoint      4174     33      10
+engine          5375     40      12
+checkpoint      4168     32      10
 callbacks       3635     35      15
 loops            684      6      11
 testing          982     11      15
 commands         694      8      10
 report          2176     23       8
-timetravel      3112     27      20
+timetravel      3140     28      20
 adapters        8761    102      12
 compat         17257    280      17
 trackers         841      7       6
@@ -57,12 +57,12 @@ WINGS = ("adapters", "compat", "report", "timetravel", "trackers")
 
 SUMS = """
 sum                                  core   wings
-files                                 289     439
-lines                               29725   32147
-words                              206357  212889
+files                                 280     440
+lines                               29653   32175
+words                              205914  213033
 words a line                         6.95    6.63
 data files and long literals          391     538
-modules under 30 lines                 29      93
+modules under 30 lines                 28      94
 """
 """Words are tokens without brackets, commas and colons. Data files are toml and json; a long literal has over 40 lines. An
 ``__init__`` is a table of contents, and does not count as a module under 30 lines."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cadenza import Callback, Run, on
+from cadenza.drivers.group import Tree
 from cadenza.drivers.posts import Waits
-from cadenza.drivers.tree import Tree
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.shared_sync import Silence
 from cadenza.engine.whereabouts import whereabouts

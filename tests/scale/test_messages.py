@@ -24,8 +24,8 @@ from cadenza.callbacks.profile import rank_times
 from cadenza.drivers import SingleDriver, group
 from cadenza.drivers.base import Reduction
 from cadenza.drivers.comparing import Comparison
+from cadenza.drivers.group import Tree
 from cadenza.drivers.posts import Post, Posts, Waits, culprit, interval
-from cadenza.drivers.tree import Tree
 from cadenza.engine.rank_checks import check_alike
 from cadenza.errors import DistributedError
 from cadenza.profiling.timings import CallbackTime, PhaseTime, Timings

@@ -21,7 +21,7 @@ from cadenza.checkpoint.store import Loaded, Store
 from cadenza.checkpoint.store.link_names import is_link_name
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import agreed
-from cadenza.drivers.weight_files import tensors_in_file
+from cadenza.drivers.materializing import tensors_in_file
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError, CheckpointMismatchError, nearest
 from cadenza.files.paths import local_text

@@ -2,21 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from inspect import signature
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.drivers.checking import check_above_zero, check_switches
-from cadenza.drivers.comm_hooks import CommHook, state_and_hook
 from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.materializing import materialize
-from cadenza.drivers.nothing import backward_of_nothing, leaves_of, sparse_in
+from cadenza.errors import DistributedError
+from cadenza.status.counting import counted
+
+# -- batches without a loss ------------------------------------------------------------------------
+
+
+def backward_of_nothing(parameters: Sequence[Tensor], sparse: set[Tensor]) -> None:
+    """Add a gradient of zeros to each parameter, through autograd, so that hooks of the gradients are called.
+
+    Args:
+        parameters: The parameters, which require a gradient.
+        sparse: Those that have a sparse gradient.
+    """
+    if parameters:
+        marks = [parameter in sparse for parameter in parameters]
+        torch.autograd.backward([_Nothing.apply(marks, *parameters)])  # type: ignore[no-untyped-call]
+
+
+def leaves_of(loss: Tensor) -> set[Tensor]:
+    """Return the tensors without a history to which the gradient of `loss` flows. Numbers are not read."""
+    found: set[Tensor] = set()
+    seen: set[Any] = set()
+    ways = [loss.grad_fn]
+    while ways:
+        node = ways.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            found.add(leaf)
+        ways += [following for following, _ in node.next_functions]
+    return found
+
+
+def sparse_in(model: nn.Module) -> set[Tensor]:
+    """Return the weights of embeddings with sparse gradients."""
+    embeddings = (one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+    return {one.weight for one in embeddings if one.sparse}
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sparse: list[bool], *parameters: Tensor) -> Tensor:
+        ctx.sparse, ctx.parameters = sparse, parameters
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *(_zeros(one, sparse=sparse) for one, sparse in zip(ctx.parameters, ctx.sparse, strict=True))
+
+
+def _zeros(like: Tensor, *, sparse: bool) -> Tensor:
+    if not sparse:
+        return torch.zeros_like(like)
+    rows = torch.zeros(1, 0, dtype=torch.long, device=like.device)
+    values = like.new_zeros(0, *like.shape[1:])
+    return torch.sparse_coo_tensor(rows, values, like.shape, is_coalesced=True, check_invariants=False)
+
+
+# -- communication hooks ---------------------------------------------------------------------------
+
+CommHook = Callable[[Any, Any], Any]
+"""A communication hook of DDP: called with its state and a ``GradBucket``; returns a ``torch.futures.Future[Tensor]``."""
+_LOCAL = ("post_localSGD_hook", "noop_hook")
+_REDUCES = "Pass a hook that reduces each gradient over all ranks, such as bf16_compress_hook, or none."
+
+
+def state_and_hook(given: Any) -> tuple[object, CommHook] | None:
+    """Return the state and the function of a communication hook; None if there is none.
+
+    Raises:
+        TypeError: It is no function and no pair.
+        ValueError: It is a hook of torch that does not reduce gradients over all ranks.
+    """
+    if given is None:
+        return None
+    state, hook = given if isinstance(given, tuple) and len(given) == 2 else (None, given)
+    if not callable(hook):
+        raise TypeError(f"comm_hook must be a function hook(state, bucket), or a pair (state, hook); got {given!r}")
+    if (name := getattr(hook, "__name__", "")) in _LOCAL and hook.__module__.startswith("torch."):
+        raise ValueError(
+            f"comm_hook={name} does not reduce gradients over all ranks, so the weights of the ranks differ, and a checkpoint "
+            f"holds those of rank 0 alone. {_REDUCES}"
+        )
+    compare = _Comparison()
+
+    @wraps(hook, assigned=["__name__"], updated=())  # torch rejects annotations that are strings, as in many files
+    def called(state, bucket):  # type: ignore[no-untyped-def]
+        compare(bucket)
+        return hook(state, bucket)
+
+    del called.__wrapped__
+    return state, called
+
+
+class _Comparison:
+    """Compares the weights of a bucket over the ranks at calls 2, 4, 8, and so on: a hook may begin late to differ."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, int] = {}
+
+    def __call__(self, bucket: Any) -> None:
+        index = bucket.index()
+        self._calls[index] = calls = self._calls.get(index, 0) + 1
+        if calls > 1 and not calls & (calls - 1):
+            _check_same(bucket.parameters(), calls)
+
+
+def _check_same(parameters: list[nn.Parameter], call: int) -> None:
+    lowest = torch.stack([_sum_of_bytes(one) for one in parameters])
+    highest = lowest.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    differing = int((lowest != highest).sum())
+    if differing:
+        raise DistributedError(
+            f"the weights of the ranks differ in {differing} of {counted(len(parameters), 'parameter')} at call {call} of "
+            f"comm_hook, and a checkpoint holds those of rank 0 alone. {_REDUCES}"
+        )
+
+
+def _sum_of_bytes(parameter: Tensor) -> Tensor:
+    return parameter.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64)
 
 
 class DdpDriver(GroupDriver):

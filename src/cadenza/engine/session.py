@@ -26,9 +26,8 @@ from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.metric_log import MetricLog
 from cadenza.engine.module_flags import ModuleFlags
 from cadenza.engine.rank_sync import RankSync, TokenCount
-from cadenza.engine.save_blocks import SaveBlocks, Saver
 from cadenza.engine.shared_sync import SharedSync
-from cadenza.engine.step_state import Cursor, Restored, StepState
+from cadenza.engine.step_state import Cursor, Restored, SaveBlocks, Saver, StepState
 from cadenza.engine.why_not import why_not
 from cadenza.engine.window import AccumulationWindow
 from cadenza.errors import drop_tracebacks

@@ -4,28 +4,99 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from itertools import count, islice
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from cadenza.errors import DataError
 from cadenza.loading.loaders import Limited, length_of, set_loader_epoch
 from cadenza.loading.mixed_loader import MixedLoader, num_mixed_batches
 from cadenza.loading.mixture import Mixture
 from cadenza.loading.orders import PERMUTED
-from cadenza.loading.persistent_workers import PersistentWorkers, has_persistent_workers
 from cadenza.loading.resumable_base import LimitedLoader, Located, ResumableLoader, read_with_seeds
-from cadenza.loading.rng import derive_seed, isolated_rng, seeds_below
+from cadenza.loading.rng import derive_seed, isolated_rng, seed_host, seeds_below
 from cadenza.loading.rounds import PositionBatches, batches_of_rank
-from cadenza.loading.sample_counts import uses_torch_iteration, with_sample_counts
+from cadenza.loading.sample_counts import CountingCollate, uses_torch_iteration, with_sample_counts
 from cadenza.loading.seeded import ResumableSampler, SeededCollate, SeededDataset, SeededWorkerInit, may_draw
 from cadenza.loading.shards import Shard
 from cadenza.loading.streams import ShardedStream, is_sharded_stream
 from cadenza.loading.tensors import TensorBatches
 from cadenza.loading.workers import end_workers, is_worker_death, started
+
+# -- workers that stay -----------------------------------------------------------------------------
+
+
+class PersistentWorkers:
+    """A `DataLoader` over a stream with ``persistent_workers=True``. Each epoch depends only on its number.
+
+    torch seeds a worker only when it starts. Random numbers in a later epoch then depend on all earlier draws, which no
+    checkpoint holds. This class seeds each worker at the start of every epoch, after `worker_init_fn`, and calls ``set_epoch``
+    of its copy of the dataset. Attributes that the copy changes are not reset.
+
+    torch seeds the workers of an `IterDataPipe` only in part, so these workers are restarted in each epoch.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._given, self._loader, self._epoch = loader, copy(loader), 0
+        self.generator: torch.Generator | None = loader.generator
+        self._stream: _Stream | None = None
+        changed = vars(self._loader)  # the class rejects assignments to these attributes
+        changed["_iterator"] = None
+        if loader.batch_sampler is not None:
+            changed["collate_fn"] = CountingCollate(loader.collate_fn)
+        if isinstance(loader.dataset, IterDataPipe):
+            changed["persistent_workers"] = False
+        else:
+            changed["dataset"] = self._stream = _Stream(loader.dataset)
+            changed["worker_init_fn"] = SeededWorkerInit(loader.worker_init_fn)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass."""
+        set_loader_epoch(self._given, epoch)
+        self._epoch = epoch
+
+    def close(self) -> None:
+        """End the workers."""
+        end_workers(self._loader._iterator, persistent=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._stream is not None:
+            drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.generator)
+            self._stream.begin(int(drawn.item()), self._epoch)
+        return iter(self._loader)
+
+
+def has_persistent_workers(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader has persistent workers that read a stream."""
+    return loader.persistent_workers and isinstance(loader.dataset, IterableDataset)
+
+
+class _Stream(IterableDataset[Any]):
+    """The dataset in a worker."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        current = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._current = current.share_memory_()  # seed and epoch, in memory that running workers read
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """Send the seed and the epoch of the next pass to the workers."""
+        self._current.copy_(torch.tensor([seed, epoch], dtype=torch.int64, device="cpu"))
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        seed, epoch = self._current.tolist()
+        own = seed + (0 if info is None else info.id)
+        if info is not None:
+            object.__setattr__(info, "seed", own)  # the class rejects assignments
+        seed_host(own)
+        set_loader_epoch(self, epoch)
+        return iter(self.dataset)
+
 
 MAX_DEATHS = 5  # workers that may die in one epoch before the error is raised
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza.drivers.alone import alone
 from cadenza.drivers.sharding import is_sharded
 from cadenza.engine.error_context import raised_by_loader
 from cadenza.engine.session import Loops, Session, session_of
@@ -28,6 +27,7 @@ from cadenza.optim.finite import all_finite, first_not_finite
 from cadenza.optim.model_state import load_into, plain_name, state_of
 from cadenza.records.arriving import Arriving, arriving
 from cadenza.status.decisions import decide
+from cadenza.timetravel.alone import alone
 from cadenza.timetravel.capsule_files import FOLDER, write_capsule
 from cadenza.timetravel.locating import Located, locate, located_in
 from cadenza.timetravel.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign

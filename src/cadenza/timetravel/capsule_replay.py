@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from cadenza.drivers.alone import alone
 from cadenza.drivers.single import SingleDriver
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
@@ -23,6 +22,7 @@ from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.model_state import load_into, state_of
 from cadenza.status.plain import same
 from cadenza.status.progress import Counters
+from cadenza.timetravel.alone import alone
 from cadenza.timetravel.capsule_files import CapsuleContent, read_capsule
 from cadenza.timetravel.locating import Located, locate
 

@@ -16,8 +16,8 @@ from cadenza.drivers.single import SingleDriver
 from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.loop import Training
-from cadenza.engine.save_blocks import Saver
 from cadenza.engine.session import Session, session_of
+from cadenza.engine.step_state import Saver
 from cadenza.errors import CallbackError
 from cadenza.hooks.counting import exchanged, kept
 from cadenza.hooks.dispatch import Hooks, hooks_of
