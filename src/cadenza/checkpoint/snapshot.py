@@ -442,7 +442,7 @@ def _naming(checkpoint: str, field: str) -> Iterator[None]:
 # -- gradients between two updates -----------------------------------------------------------------
 
 
-def left(session: Session) -> dict[int, Tensor]:
+def unused_gradients(session: Session) -> dict[int, Tensor]:
     """Return the gradients of this rank, by the index of their parameter."""
     return {i: p.grad for i, p in enumerate(parameters_of(session.optimizers)) if p.grad is not None}
 
@@ -450,7 +450,7 @@ def left(session: Session) -> dict[int, Tensor]:
 def gradients_of_the_run(session: Session) -> dict[str, Any]:
     """Return the gradients of the main process, and what scales gradients."""
     scaled = {"precision": session.precision.state_dict(), "weight_unit": session.step.weight_unit}
-    return {"gradients": left(session), **scaled}
+    return {"gradients": unused_gradients(session), **scaled}
 
 
 def gradients_of_the_rank(session: Session) -> dict[str, Any]:
@@ -459,7 +459,7 @@ def gradients_of_the_rank(session: Session) -> dict[str, Any]:
     The update of the loop averages them. Those of a ``step_fn`` are averaged with each batch.
     """
     apart = session.loop is Loops.ATTACHED and session.driver.reduces and not session.driver.shards
-    return {"gradients": left(session)} if apart else {}
+    return {"gradients": unused_gradients(session)} if apart else {}
 
 
 def saved_gradients(session: Session, loaded: Loaded, own: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:

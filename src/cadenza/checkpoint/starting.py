@@ -15,7 +15,7 @@ from torch import Tensor
 from cadenza.checkpoint.catalogue import Catalogue, Listed
 from cadenza.checkpoint.finding import checkpoint_at
 from cadenza.checkpoint.reader import Reader
-from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
+from cadenza.checkpoint.store import Branch, Loaded, Store
 from cadenza.checkpoint.store.checkpoints import only_branch
 from cadenza.checkpoint.store.files import absolute_path
 from cadenza.errors import CheckpointError
@@ -209,7 +209,7 @@ def _catalogue(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike
     """
     own = [Store(directory.checkpoints)] if directory is not None else []
     others = [store for store in map(Store, elsewhere) if str(store.files) not in map(str, own)]
-    return Catalogue([*own, *others], _present(directory, own[0].entries() if own else []))
+    return Catalogue([*own, *others], _present(directory))
 
 
 def _are_used(known: Catalogue, directory: RecordedRun | None) -> bool:
@@ -236,12 +236,12 @@ def _begins(branch: Branch, one: Listed) -> bool:
     return bool(wrote and branch.ancestors and wrote.point(one.name) == branch.ancestors[-1])
 
 
-def _present(directory: RecordedRun | None, entries: list[Entry]) -> Branch:
+def _present(directory: RecordedRun | None) -> Branch:
     """Return the present branch of the run; without a ``run.json``, the branch of the checkpoints in its directory."""
     previous: Mapping[str, Any] | None = directory.previous if directory is not None else None
     if previous is not None:
         return Branch.of(previous.get("branch") or {}, str(previous.get("id", "")))
-    found = only_branch(entries, str(directory.checkpoints)) if directory is not None else Branch()
+    found = Branch() if directory is None else only_branch(Store(directory.checkpoints).entries(), str(directory.checkpoints))
     return found if found.run else Branch(uuid.uuid4().hex)
 
 

@@ -75,7 +75,7 @@ def _until(requests: Requests, evaluation: Evaluation, source: Iterator[Any]) ->
 
 
 def _agreed(driver: Driver, evaluation: Evaluation, source: Iterator[Any], requests: Requests) -> Iterator[Any]:
-    """Do the same on several ranks with different numbers of batches. They agree while they compute."""
+    """Do the same on multiple ranks with different numbers of batches. They agree while they compute."""
     arrived, due, round_, sent_at = None, 0, 0, 0
     began = time.monotonic_ns()
     while True:

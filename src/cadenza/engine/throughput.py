@@ -38,7 +38,7 @@ class FlopCount:
         self.total: int = 0
         """The operations counted so far."""
         self._own: tuple[Any, Any] | None = None
-        self._whole = ExitStack()  # in a loop of the user's own: the forward pass is outside of the engine
+        self._whole = ExitStack()  # in a custom loop: the forward pass is outside of the engine
 
     def begin(self) -> None:
         """Count from now on what the loop computes."""
