@@ -12,7 +12,7 @@ else
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: demo test test-quick test-long test-matrix check docs package format clean
+.PHONY: demo test test-gpu test-quick test-long test-matrix check docs package format clean
 
 demo: .venv/.demo
 	$(BIN)/cadenza demo
@@ -42,6 +42,10 @@ QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/co
 test-quick: .venv/.dev
 	@echo "Lint and a part of the tests: under 60 seconds on two cores. All tests: make test"
 	@$(BIN)/ruff check . && $(PYTHON_OF_TESTS) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(QUICK); $(TOOK)
+
+# What needs a GPU, in under 100 seconds; each test is skipped where there is none.
+test-gpu: .venv/.dev
+	@CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON_OF_TESTS) -m pytest tests/gpu tests/profiling/test_no_waiting.py -rs; $(TOOK)
 
 check: .venv/.dev
 	$(LINT) && $(BIN)/mypy

@@ -183,6 +183,7 @@ CHECKED_BY = {
     "docs/reliability.md": {
         "Kill the process at any instant": KILLS,
         "the final weights are bit-identical": EXACT,
+        "runs with CUDA graphs then resumed bit-identically": "a_run_that_a_signal_ended_continues_to_the_same_bits",
         "records and history as an uninterrupted run, bit for bit": EXACT,
         "It never starts from the beginning without a message": (
             "a_damaged_newest_is_skipped_with_its_reason_and_where_all_are_damaged_nothing_is_started"

@@ -86,6 +86,7 @@ class Trainer(Recipe):
         callbacks: Called in this order; see `Callback` and `on`. Those of Hugging Face, Lightning and Keras may be in it.
             Without a `LogTraining` or one of those, the mean loss of each epoch is logged as ``train/loss``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, or a ``torch.device``. None takes the best device that exists.
+            A model that has parts on several devices is not moved.
         driver: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"``, or a `Driver`: how tensors and processes are run.
         progress: Show a progress bar on stderr, or plain lines without a terminal. A callback such as `Console` replaces it.
         step_fn: Instead of `compute_loss`: ``step_fn(run, batch)`` does the whole step with ``run.backward`` and

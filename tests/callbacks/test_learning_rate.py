@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Callback, Run, Trainer, on
 from cadenza import callbacks as shipped
 from cadenza.callbacks import Checkpoint, Evaluate, FindBatchSize, FindLearningRate, LearningRate, Limit, Warmup
+from cadenza.drivers import DdpDriver
 from cadenza.errors import CallbackError, DataError
-from cadenza.testing import prove_resume, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.testing import launch, prove_resume, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from cadenza.timetravel.find_batch_size import is_out_of_memory
 from cadenza.timetravel.find_learning_rate import suggested
 from tests.callbacks.parts import halving, two_optimizers
@@ -495,9 +496,45 @@ def test_not_even_the_first_size_is_an_error_that_says_so_and_another_error_stay
         tiny_run(compute_loss=broken, callbacks=[FindBatchSize(samples, max_size=8)])
 
 
+class _RunsOut(torch.autograd.Function):
+    """Passes its input on; the backward pass of a batch that is too large runs out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if len(gradient) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return gradient
+
+
+class HalfBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 4), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.last(_RunsOut.apply(self.first(inputs)))  # type: ignore[no-untyped-call]
+
+
+def test_ddp_trains_with_the_size_that_fits_after_a_backward_pass_that_ran_out_of_memory() -> None:
+    def found() -> tuple[int | None, int]:
+        find = FindBatchSize(samples, max_size=64)
+        run = tiny_run(model=HalfBackward(), callbacks=[find], driver=DdpDriver("cpu"))
+        return find.size, run.progress.samples
+
+    assert launch(found, ranks=1) == [(8, 64)]
+
+
 def test_what_says_that_memory_ran_out() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     assert is_out_of_memory(RuntimeError("MPS backend out of memory"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"))
+    not_contiguous = "CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+    assert is_out_of_memory(RuntimeError(not_contiguous))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(ValueError("out of memory"))
 

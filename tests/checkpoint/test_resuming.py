@@ -199,6 +199,20 @@ def test_another_environment_is_named_and_no_error(tmp_path: Path, caplog: pytes
     assert "the result may not be bit-identical" in caplog.text
 
 
+def test_settings_of_torch_that_change_bits_are_named_if_they_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory, precision = interrupted(tmp_path / "a", 5), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with caplog.at_level(logging.WARNING, "cadenza"):
+            trainer(directory).fit(resume="auto")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision(precision)
+    assert "deterministic algorithms: saved False, now True" in caplog.text
+    assert "float32 products: saved " in caplog.text
+
+
 # -- callbacks ----------------------------------------------------------------------------------------
 
 

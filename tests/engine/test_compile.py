@@ -80,3 +80,45 @@ def test_on_two_ranks_it_learns_the_same_as_without() -> None:
     first, second = launch(lambda: learned(compile={"backend": "eager"}))
     plain, _ = launch(learned)
     assert first == second == pytest.approx(plain)
+
+
+class _Reusing(torch.autograd.Function):
+    """Multiplies by a weight, and returns gradients in the same memory in each backward pass, as a CUDA graph does."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, inputs: Tensor, memory: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, memory)
+        return weight * inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        inputs, memory = ctx.saved_tensors
+        return memory.copy_((gradient * inputs).sum(0)), None, None
+
+
+class Reusing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("memory", torch.zeros(1))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, inputs: Tensor) -> Tensor:
+        product: Tensor = _Reusing.apply(self.weight, inputs, self.memory)  # type: ignore[no-untyped-call]
+        return product
+
+
+def uncompiled(graph: Any, inputs: Any, **options: Any) -> Any:
+    return graph.forward
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_gradients_accumulate_although_cuda_graphs_use_their_memory_again(accumulate: int) -> None:
+    options = {"backend": uncompiled, "mode": "reduce-overhead"}
+    once = [(torch.tensor([[float(number)]]), torch.tensor([[0.0]])) for number in range(1, 7)]
+    weights = [
+        tiny_run(model=model, loader=once, accumulate=accumulate, compile=compile).model.get_parameter("weight")
+        for model, compile in ((Reusing(), options), (nn.Linear(1, 1, bias=False), False))
+        if model.get_parameter("weight").data.fill_(1.0) is not None
+    ]
+    assert weights[0].item() == pytest.approx(weights[1].item())

@@ -229,6 +229,18 @@ class Movable:
         return Movable(self.inputs.to(device))
 
 
+class Slotted:
+    """A user's object without a ``__dict__``, which need not wait for a copy."""
+
+    __slots__ = ("inputs", "quietly", "unset")
+
+    def __init__(self, inputs: Tensor, quietly: bool = False) -> None:
+        self.inputs, self.quietly = inputs, quietly
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Slotted:
+        return Slotted(self.inputs.to(device), non_blocking)
+
+
 class Stuck:
     def to(self, device: torch.device) -> Stuck:
         raise RuntimeError("cannot")
@@ -247,8 +259,16 @@ BATCHES: dict[str, Any] = {
     "named tuple": Pair(two(), two()),
     "dataclass": Sample(two(), "cat"),
     "object": Movable(two()),
+    "object with slots": Slotted(two()),
     "nested": {"a": [Pair(two(), {"b": (two(), Sample(two(), "cat"))}), Movable(two())]},
 }
+
+
+def test_an_object_that_need_not_wait_for_the_copy_does_not() -> None:
+    there = moved([Slotted(two()), Movable(two())], META, non_blocking=True)
+    assert there[0].quietly
+    assert there[1].inputs.device == META
+    assert not moved([Slotted(two())], META)[0].quietly
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -263,7 +283,7 @@ def test_every_tensor_of_a_batch_is_moved_and_all_else_is_kept(name: str) -> Non
         assert there[1:] == ["text", 3]
     if name == "dict":
         assert {**there, "x": 0} == {"x": 0, "note": None, "bytes": b"x", "set": {1}}
-    if name not in ("object", "nested"):
+    if name not in ("object", "object with slots", "nested"):
         assert moved(batch, CPU) is batch, "what is on the device already is the same object"
 
 

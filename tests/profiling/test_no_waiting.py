@@ -75,15 +75,21 @@ def usual() -> list[Callback]:
     ]
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 1e-3)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-3, fused=True)
+
+
 def trainer(*callbacks: Callback, device: str, compute: Function[..., Any] = squared, **arguments: Any) -> Trainer:
     loader = TensorBatches(torch.randn(88, 4), torch.randn(88, 1), batch_size=4, shuffle=True, device=device)  # 22 batches
     given = {"max_epochs": 1, "seed": 0, **arguments}
 
-    def adamw(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, 1e-3, fused=True)
-
+    optimizer = given.pop("optimizer", adamw)
     network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    return Trainer(network, adamw, loader, compute, callbacks=callbacks, device=device, progress=False, **given)
+    return Trainer(network, optimizer, loader, compute, callbacks=callbacks, device=device, progress=False, **given)
 
 
 SETTINGS: Mapping[str, dict[str, Any]] = {
@@ -111,6 +117,18 @@ def test_no_step_reads_a_tensor_on_the_host(setting: str, callbacks: Function[[]
     if setting == "weighted by a tensor":  # one on the host is read; that one on a device is not, is tested on a GPU
         seen = [one for one in seen if " at cadenza.engine.window:" not in one]
     assert seen == []
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_a_step_in_fp16_reads_one_number(optimizer: Function[..., torch.optim.Optimizer]) -> None:
+    waits, so_far = Waits(), list[int]()
+    count = on(Callback.on_step_end)(lambda run: so_far.append(len(waits.seen)))
+    one = trainer(count, device="cpu", precision="fp16", optimizer=optimizer)
+    with observed_reads(waits.note), waits:
+        one.fit()
+    late = waits.seen[so_far[11] : so_far[21]]  # the scale of the loss has found its size
+    assert len(late) == 20, late  # ten steps; each read is seen by both
+    assert all(" at cadenza.optim.precision:" in one for one in late)
 
 
 def test_a_step_that_reads_is_noticed() -> None:

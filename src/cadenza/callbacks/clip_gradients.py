@@ -128,7 +128,9 @@ class ClipGradients(Callback, Compared):
         if self.max_norm is not None or self.log is not None:
             self._note(run, total_norm(gradients, self.norm_type))
         if self.max_norm is not None and self.norm is not None:
-            torch._foreach_mul_(parts, _factor(self.norm, self.max_norm))
+            factor = _factor(self.norm, self.max_norm)
+            for device in {one.device for one in parts}:  # the host, for parameters that FSDP keeps there
+                torch._foreach_mul_([one for one in parts if one.device == device], factor.to(device))
         elif self.max_value is not None:
             torch._foreach_clamp_min_(parts, -self.max_value)
             torch._foreach_clamp_max_(parts, self.max_value)

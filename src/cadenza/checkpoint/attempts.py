@@ -17,6 +17,7 @@ from cadenza.checkpoint.frozen import LEFT_OUT
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.content import JoinedFiles
 from cadenza.drivers.agreeing import ALONE, Meeting
+from cadenza.status.plain import host_copy
 from cadenza.status.progress import Counters
 
 PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -66,6 +67,7 @@ class Attempts:
             whole checkpoint, its weights are written first.
         meeting: The ranks that write a `Save` together. Then each rank must start and stop, and all ranks make the same number
             of attempts.
+        fetched: Returns the content of a checkpoint on the host; called on the thread that writes.
         written: Called with the tensors of a checkpoint when it is written, on the thread that writes. Nothing here reads
             them any more.
     """
@@ -81,6 +83,7 @@ class Attempts:
         repeats: bool = True,
         grace_s: float | None = None,
         meeting: Meeting = ALONE,
+        fetched: Callable[[Content], Content] = lambda content: content,
         written: Callable[[list[Tensor]], object] = list,
     ) -> None:
         self.store: Store = store
@@ -88,7 +91,7 @@ class Attempts:
         self._prune = prune
         self._notify = notify
         self._background, self._repeats, self._grace_s = background, repeats, grace_s
-        self._meeting, self._written = meeting, written
+        self._meeting, self._fetched, self._written = meeting, fetched, written
         self.results: deque[Result] = deque()
         self._unsaved: Save | None = None  # the newest checkpoint while it is not written
         self._stopped = threading.Event()
@@ -113,7 +116,7 @@ class Attempts:
             if self._attempt(save):
                 return
             if self._repeats:
-                save.content = save.content.kept()  # the training goes on and changes the tensors
+                save.content = save.content.mapped(host_copy)  # the training goes on and changes the tensors
         first = [0.0] if self._background else []
         pauses_s = chain(first, PAUSES_S, repeat(PAUSES_S[-1])) if self._repeats else first
         # No daemon: the process must not end while a checkpoint is half written.
@@ -145,6 +148,7 @@ class Attempts:
             with suppress(OSError):
                 self._sync()
         try:
+            save.content = self._fetched(save.content)
             saved = self._write(save)
         except Exception as error:
             save.error = error

@@ -164,8 +164,10 @@ class Written(NamedTuple):
     def environments(
         self, session: Session, saved: Mapping[str, Any], now: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return both, with the same ranks if the parts of the data differ: `warn` tells that."""
-        return saved, now if session.driver.data_world_size == self.ranks else {**now, "ranks": saved.get("ranks")}
+        """Return the facts that both have, with the same ranks if the parts of the data differ: `warn` tells that."""
+        if session.driver.data_world_size != self.ranks:
+            now = {**now, "ranks": saved.get("ranks")}
+        return {name: saved[name] for name in now if name in saved}, {name: now[name] for name in now if name in saved}
 
     def warn(self, session: Session) -> None:
         """Warn if the number of ranks differs."""

@@ -326,13 +326,29 @@ def config_of(session: Session) -> dict[str, Any]:
 
 def environment_of(session: Session) -> dict[str, Any]:
     """Return the environment. It must be the same for a bit-identical result."""
-    return {
+    kind, cudnn = session.device.type, torch.backends.cudnn
+    facts = {
         "torch": torch.__version__,
-        "device": session.device.type,
+        "device": kind,
         "threads": torch.get_num_threads(),
         "ranks": session.driver.world_size,
         "machine": platform.machine(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 products": _float32_products(kind),
     }
+    if kind == "cuda":
+        facts |= {"GPU": torch.cuda.get_device_name(session.device), "CUDA": torch.version.cuda}
+        facts |= {"cuDNN": cudnn.version(), "cuDNN benchmark": cudnn.benchmark}
+    return facts
+
+
+def _float32_products(kind: str) -> str:
+    """Return the precision in which a device multiplies float32, such as ``ieee`` or ``tf32``: matrices, then cuDNN."""
+    cudnn: Any = torch.backends.cudnn
+    if not hasattr(torch.backends, "fp32_precision"):  # before torch 2.9
+        return f"{torch.get_float32_matmul_precision()}, {'tf32' if cudnn.allow_tf32 else 'ieee'}"
+    of_matrices = (torch.backends.cuda if kind == "cuda" else torch.backends.mkldnn).matmul.fp32_precision
+    return f"{of_matrices}, {cudnn.conv.fp32_precision}" if kind == "cuda" else str(of_matrices)
 
 
 def _of_steps(session: Session, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[settings.Difference]:

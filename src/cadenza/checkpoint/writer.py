@@ -97,6 +97,7 @@ class CheckpointWriter:
             repeats=not self.strict,
             grace_s=self.grace_s,
             meeting=session.driver.aside() if self._together else ALONE,
+            fetched=self._buffers.fetched,
             written=self._buffers.take_back if self.background else list,
         )
         for member in self.retention.members.values():
@@ -294,7 +295,7 @@ class CheckpointWriter:
             averaged = retention.averaged(self._saved_at.step)
             copy = self._buffers.copy if self.background else host_view  # nothing changes while this thread writes
             content = taken.content(weights_only=self.weights_only, averaged=averaged, copy=copy)
-            self._buffers.clear()  # what this checkpoint does not need
+            self._buffers.copied()
             self._add_facts(content, asking)
             self.attempts.start(Save(content, self._saved_at, together, session.sync.requests.signalled_at))
 

@@ -379,6 +379,8 @@ def _device(device: str | None, local_rank: int, kind: str) -> torch.device:
     there = torch.cuda.device_count()
     if device != "cuda":
         raise ValueError(f"device must be 'cpu', 'cuda' or None: each rank uses the device of its local rank; got {device!r}")
+    if there == 1:  # the launcher shows each process its own, such as srun --gpus-per-task=1; NCCL refuses one that ranks share
+        return torch.device("cuda", 0)
     if local_rank >= there:
         raise DistributedError(
             f"local rank {local_rank} has no CUDA device: this machine has {there}. Start as many processes on this machine as "

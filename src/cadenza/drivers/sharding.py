@@ -218,12 +218,15 @@ def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
         raise StateError("expected sharded gradients; got none")
     device = next(iter(meshes)).device_type
     whole_ones = [one for one in tensors if not is_sharded(one)]
-    # A sum of powers could overflow in single precision.
-    norms = [torch.as_tensor(get_total_norm(whole_ones, norm_type) if whole_ones else 0.0, dtype=torch.float64, device=device)]
+
+    def norm_of(some: list[Tensor]) -> Tensor:  # a sum of powers could overflow in single precision
+        nothing = torch.zeros((), dtype=torch.float64, device=device)  # a number of the host would wait for the device
+        return get_total_norm(some, norm_type).to(nothing) if some else nothing
+
+    norms = [norm_of(whole_ones)]
     for mesh, sharded in meshes.items():
         parts = [part for one in sharded if _is_first_in_mesh(one) and (part := local(one)).numel()]
-        own = torch.as_tensor(get_total_norm(parts, norm_type) if parts else 0.0, dtype=torch.float64, device=device)
-        norms.append(_over(mesh, own, norm_type))
+        norms.append(_over(mesh, norm_of(parts), norm_type))
     together: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return together.float()
 

@@ -17,6 +17,8 @@ from cadenza.loading.batches import Mover
 class SingleDriver(Driver):
     """One process, one device.
 
+    A model goes to this device, unless its parameters are on several devices already: then it is not moved.
+
     Args:
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; None takes the best that exists.
 
@@ -34,8 +36,9 @@ class SingleDriver(Driver):
         self.to_device: Callable[[Any], Any] = Mover(self.device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
+        split = len(devices_of(model)) > 1
         materialize(model, self.device, self.meeting)
-        return model if _is_on(self.device, model) else model.to(self.device)
+        return model if split or _is_on(self.device, model) else model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -66,6 +69,11 @@ class SingleDriver(Driver):
 
     def __repr__(self) -> str:
         return f"SingleDriver({str(self.device)!r})"
+
+
+def devices_of(model: nn.Module) -> set[str]:
+    """Return the devices of the parameters of a model, such as ``{"cpu", "cuda:0"}``. A model on several stays there."""
+    return {str(one.device) for one in model.parameters()} - {"meta"}
 
 
 def _is_on(device: torch.device, model: nn.Module) -> bool:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from cadenza.optim.precision import BackwardPass
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -42,6 +44,31 @@ def compile_model(model: nn.Module, options: Mapping[str, Any]) -> None:
     """
     if model._compiled_call_impl is None:
         model.compile(**options)
+
+
+def has_graphs(options: Mapping[str, Any]) -> bool:
+    """Return whether a model compiled with these options runs in CUDA graphs, which use their memory again in each pass."""
+    named = options.get("options") or {}
+    return options.get("mode") in ("reduce-overhead", "max-autotune") or bool(named.get("triton.cudagraphs"))
+
+
+class BackwardOfGraphs(BackwardPass):
+    """A backward pass with gradients in memory of their own. A CUDA graph writes those of the next batch over its own.
+
+    Args:
+        model: The model that runs in CUDA graphs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters = list(model.parameters())
+
+    def __call__(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
+        new = [one for one in self._parameters if one.grad is None]
+        super().__call__(loss, scale)
+        for one in new:
+            if one.grad is not None:
+                one.grad = one.grad.clone()
 
 
 def breaks_so_far() -> int:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from cadenza.drivers import Driver
 from cadenza.engine import accumulating, rank_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_debugging
-from cadenza.engine.compiling import breaks_so_far, compile_model
+from cadenza.engine.compiling import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs
 from cadenza.engine.module_flags import in_evaluation_mode
 from cadenza.engine.plan import Plan, plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
@@ -205,6 +205,9 @@ class Recipe:
         check_evaluation_loaders(session)
         warn_of_doubts(session, own_optimizer=self._own_optimizer)
         if self._compile is not None:
+            one_pass = self.accumulate == 1 and self.step_fn is None and session.loop is Loops.FIT  # in each step
+            if has_graphs(self._compile) and not one_pass:
+                session.precision.backward_pass = BackwardOfGraphs(session.module)
             session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))
 
     def _in_effect(self, given: settings.Given) -> tuple[int, Iterable[Any]]:

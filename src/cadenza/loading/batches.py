@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from inspect import signature
 from operator import is_
 from typing import Any
 
@@ -78,8 +80,9 @@ class Mover:
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._stream)
         for tensor in tensors_in(batch):
-            if tensor.is_cuda:  # its memory must not be reused before the current stream has finished with it
-                tensor.record_stream(current)
+            for part in _stored(tensor):
+                if part.is_cuda:  # its memory must not be reused before the current stream has finished with it
+                    part.record_stream(current)
         return batch
 
 
@@ -102,6 +105,19 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
+def _stored(tensor: Tensor) -> Iterable[Tensor]:
+    """Return the tensors that hold the numbers of a tensor. A sparse one has no memory of its own."""
+    match tensor.layout:
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+        case _:
+            return (tensor,)
+
+
 def _sizes_in(part: Any) -> Iterator[int]:
     """Yield the size of the first dimension of each tensor and array in a nested batch that has dimensions."""
     if isinstance(part, PackedSequence):
@@ -121,7 +137,10 @@ def _parts(batch: object) -> Iterable[Any]:
         return batch
     if is_dataclass(batch):
         return (getattr(batch, field.name) for field in fields(batch))
-    return vars(batch).values() if hasattr(batch, "__dict__") and hasattr(batch, "to") else ()
+    if not hasattr(batch, "to"):
+        return ()
+    slots = (name for kind in type(batch).__mro__ for name in vars(kind).get("__slots__", ()))
+    return (*getattr(batch, "__dict__", {}).values(), *(getattr(batch, name) for name in slots if hasattr(batch, name)))
 
 
 def _moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
@@ -136,8 +155,21 @@ def _moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)
     if callable(to := getattr(value, "to", None)):
-        return to(device)
+        # mypy holds that a class cannot be hashed
+        quietly = non_blocking and _takes_non_blocking(kind)  # type: ignore[arg-type]
+        return to(device, non_blocking=True) if quietly else to(device)
     return _rebuilt(value, lambda part: _moved(part, device, non_blocking))
+
+
+@cache
+def _takes_non_blocking(kind: Any) -> bool:
+    """Return whether the method ``to`` of a class takes ``non_blocking``, and does not wait for the copy then."""
+    try:
+        parameters = signature(kind.to).parameters
+    except (AttributeError, TypeError, ValueError):  # an attribute of the object alone, or a function without a signature
+        return False
+    # One with *args and **kwargs, such as that of a PackedSequence, may pass all to the tensors or refuse it.
+    return "non_blocking" in parameters or kind is PackedSequence
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:

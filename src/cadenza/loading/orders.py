@@ -93,7 +93,9 @@ class KeyedOrder(Order):
         indices = self._mapped(positions)
         while len(outside := (indices >= self._samples).nonzero()[:, 0]):
             indices[outside] = self._mapped(indices[outside])
-        return indices if self._device is None else indices.to(self._device)
+        if self._device is None or self._device.type != "cuda":
+            return indices if self._device is None else indices.to(self._device)
+        return indices.pin_memory().to(self._device, non_blocking=True)  # else the host waits for the device
 
     def _mapped(self, positions: Tensor) -> Tensor:
         """Return a bijection of ``range(rows * columns)``, shape (N,) -> (N,)."""

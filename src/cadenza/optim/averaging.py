@@ -244,8 +244,11 @@ def _put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:  # torch refuses an empty list
-        torch._foreach_copy_(locals_of(targets), locals_of(sources))
+    alike: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}  # torch copies the tensors of a mixed list one by one
+    for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        alike.setdefault((target.dtype, source.dtype), []).append(index)
+    for some in alike.values():
+        torch._foreach_copy_(locals_of(targets[one] for one in some), locals_of(sources[one] for one in some))
 
 
 def _computed_in(model: nn.Module) -> dict[int, Tensor]:

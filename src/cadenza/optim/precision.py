@@ -159,15 +159,16 @@ class Scaled(Autocast):
 
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         left_out = [one for one in self._unscaled if self._overflowed(one)]
-        for optimizer in _with_gradients(self._unscaled):  # a callback may have removed gradients
-            self.scaler.step(optimizer)
+        for optimizer in self._unscaled:  # not by the scaler, which would wait for the device once more
+            if not _is_in(left_out, optimizer):
+                stepping.step(optimizer)
         self._done += self._unscaled
         self._unscaled = []
         torch.clear_autocast_cache()
         return left_out
 
     def _overflowed(self, optimizer: Optimizer) -> bool:
-        """Return whether a gradient of this optimizer is not finite. The scaler then skips its update."""
+        """Return whether a gradient of this optimizer is not finite. Its update is skipped then."""
         return any(found.item() for found in self.scaler._found_inf_per_device(optimizer).values())
 
     def _set_scale(self) -> None:

@@ -29,8 +29,7 @@ class Arriving:
         self._value = value = value.detach()
         if value.is_cuda:
             self._value = value.to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = torch.cuda.current_stream(value.device).record_event()  # of its device, not of the current one
 
     @property
     def arrived(self) -> bool:

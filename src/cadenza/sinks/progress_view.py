@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
 from torch import Tensor
 
+from cadenza.records.arriving import Arriving
 from cadenza.records.formats import amount, clock, number
 from cadenza.sinks.best_kept import best_lines
 from cadenza.status.counting import counted, plural
@@ -81,18 +81,16 @@ class LossReader:
     def __init__(self) -> None:
         self.known: tuple[int, float] | None = None
         """The step and its loss."""
-        self._coming: tuple[int, Tensor, torch.cuda.Event] | None = None
+        self._coming: tuple[int, Arriving] | None = None
 
     def visit(self, step: int, loss: Tensor | None) -> bool:
         """Read the loss of a step, or start its copy to the host. Return whether another visit is needed."""
         if self._coming is not None:
-            of, host, event = self._coming
-            if event.query():
-                self.known, self._coming = (of, float(host)), None
+            of, number = self._coming
+            if number.arrived:
+                self.known, self._coming = (of, float(number)), None
         elif loss is not None and loss.is_cuda:
-            host, event = loss.to("cpu", non_blocking=True), torch.cuda.Event()
-            event.record()
-            self._coming = step, host, event
+            self._coming = step, Arriving(loss)
         elif loss is not None:
             self.known = step, float(loss)
         return self._coming is not None

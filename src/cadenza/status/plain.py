@@ -19,6 +19,8 @@ from torch import Tensor
 from cadenza.errors import CheckpointFormatError, StateError
 from cadenza.status.tensor_parts import allowed, built, is_built_of_tensors, parts_of_tensor
 
+PIECE = 1 << 25  # bytes
+
 
 def host_copy(tensor: Tensor, into: Tensor | None = None) -> Tensor:
     """Return a contiguous copy on the host that shares memory with nothing. The numbers are copied once.
@@ -31,7 +33,19 @@ def host_copy(tensor: Tensor, into: Tensor | None = None) -> Tensor:
     if detached.layout is not torch.strided:
         return detached.to("cpu", copy=True)
     new = torch.empty(detached.shape, dtype=detached.dtype, device="cpu") if into is None else into
-    return new.copy_(detached)
+    return new.copy_(detached) if not detached.is_cuda or detached.nbytes < PIECE // 32 else _in_pieces(detached, new)
+
+
+def _in_pieces(source: Tensor, target: Tensor) -> Tensor:
+    """Copy from the device through a piece of pinned memory, several times as fast as to memory that is not pinned."""
+    pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)  # torch keeps it for the next time
+    bytes_of, bytes_to = (
+        one.contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for one in (source, target)
+    )
+    for at in range(0, bytes_to.numel(), PIECE):
+        piece = bytes_of[at : at + PIECE]
+        bytes_to[at : at + PIECE] = pinned[: piece.numel()].copy_(piece)
+    return target
 
 
 def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, dict[str, Any]]:

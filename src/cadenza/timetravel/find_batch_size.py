@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,7 @@ class FindBatchSize(Callback):
                 error.add_note(f"raised while FindBatchSize tried start={size}, which does not fit. Lower it.")
                 raise
             short = f"out of memory ({type(error).__name__})"
+            session_of(run).driver.renew(session_of(run).model)  # DDP refuses another batch after half a backward pass
         # The error held references to the tensors computed so far.
         gc.collect()
         if run.device.type == "cuda":
@@ -142,6 +144,10 @@ class FindBatchSize(Callback):
         self.size = state.get("size", self.size)
 
 
+# cuDNN says that an input is not contiguous where it finds no algorithm for the memory that is left.
+_TEXTS = re.compile("(?i)out of memory|can't allocate memory|ALLOC(ATION)?_FAILED|CUDNN_STATUS_NOT_SUPPORTED.*non-contiguous")
+
+
 class _Sizes(Callback):
     """Record the size of the largest batch."""
 
@@ -154,10 +160,9 @@ class _Sizes(Callback):
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the device or the host ran out of memory.
 
-    >>> is_out_of_memory(RuntimeError("CUDA error: out of memory")), is_out_of_memory(RuntimeError("shapes differ"))
+    >>> is_out_of_memory(RuntimeError("CUDNN_STATUS_ALLOC_FAILED")), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None

@@ -86,7 +86,8 @@ class Content:
             facts: Facts for the manifest.
             own: The state that only this rank has, if it is not the main process.
             whole: Copy the tensors that are not in shards: the main process writes them.
-            copy: Copies a tensor to the host. With `host_view`, the content must be written, or `kept`, before it changes.
+            copy: Copies a tensor; `HostBuffers` may leave the copy on the device. With `host_view`, the content must be
+                written, or `mapped` with `host_copy`, before it changes.
 
         Raises:
             StateError: A value in `state` or `own` cannot be saved.
@@ -108,13 +109,13 @@ class Content:
             self.finite = all_finite([*self.model.values(), *(one.part for one in self.model_shards.values())])
         return self.finite
 
-    def kept(self) -> Content:
-        """Return it with copies of all tensors, so that it may be written later."""
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Content:
+        """Return it with each tensor replaced. With `host_copy`, it may be written later."""
         shards, other = (
-            {name: replace(one, part=host_copy(one.part)) for name, one in some.items()}
+            {name: replace(one, part=change(one.part)) for name, one in some.items()}
             for some in (self.model_shards, self.shards)
         )
-        model, tensors = ({name: host_copy(one) for name, one in some.items()} for some in (self.model, self.tensors))
+        model, tensors = ({name: change(one) for name, one in some.items()} for some in (self.model, self.tensors))
         return replace(self, model=model, tensors=tensors, model_shards=shards, shards=other)
 
     def emptied(self) -> list[Tensor]:
