@@ -38,18 +38,23 @@ class HostBuffers:
         """Return a copy, which holds the numbers after `copied`: on the device, if it has room; else contiguous on the host."""
         if not tensor.is_cuda or tensor.layout is not torch.strided or not self._takes(tensor):
             return self._on_host(tensor)
+        try:
+            copy = torch.empty_like(tensor, requires_grad=False)
+        except torch.OutOfMemoryError:  # what is free is not in one piece
+            return self._on_host(tensor)
         sources, copies = self._pairs.setdefault(tensor.dtype, ([], []))
         sources.append(tensor.detach())
-        copies.append(torch.empty_like(sources[-1]))
-        return copies[-1]
+        copies.append(copy)
+        return copy
 
     def copied(self) -> None:
-        """Copy what stays on a device for now, as all tensors are known. Clear the memory that the checkpoint does not need."""
+        """Copy what stays on a device for now, as all tensors are known. Clear the memory that nothing needs any more."""
         for sources, copies in self._pairs.values():
             torch._foreach_copy_(copies, sources)
         self._ready = {device: torch.cuda.current_stream(device).record_event() for device in self._room}
         self._pairs, self._room = {}, {}
-        self.clear()
+        if not self._ready:
+            self.clear()
 
     def fetched(self, content: Content) -> Content:
         """Return the content on the host. The thread that writes calls this; the devices do their work beside it."""
@@ -63,7 +68,10 @@ class HostBuffers:
             with torch.cuda.stream(streams[tensor.device]):
                 return self._on_host(tensor)
 
-        return content.mapped(on_host) if streams else content
+        if self._ready:
+            content, self._ready = content.mapped(on_host), {}
+            self.clear()
+        return content
 
     def _takes(self, tensor: Tensor) -> bool:
         """Return whether a copy may stay on the device, and count its bytes then."""
