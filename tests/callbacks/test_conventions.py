@@ -391,7 +391,7 @@ def test_a_result_that_no_evaluation_reports_is_an_error_before_the_first_step(
     callback: Callable[[], Callback], name: str, tmp_path: Path
 ) -> None:
     recorder = Recorder(Callback.on_step_start)
-    for others in ([], [Evaluate(tiny_loader(1))]):
+    for others in ([], [Evaluate(tiny_loader(1)), shipped.Capsule(), shipped.Recover()]):
         with pytest.raises(MonitorError, match=f"{name} watches 'valid/acc', but no evaluation will report it"):
             tiny_run(callbacks=[recorder, *others, callback()], directory=tmp_path)
     assert recorder.names == []

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, attach, on, supervised
-from cadenza.callbacks import Alert, AlertMessage, Checkpoint, Evaluate, LearningRate, Limit, LogTraining, Timer, alert_targets
+from cadenza.callbacks import Alert, AlertMessage, Checkpoint, Evaluate, LearningRate, Limit, LogTraining, Timer
 from cadenza.callbacks.device_stats import DeviceStats, _of_device
 from cadenza.callbacks.time_limit import TimeLimit
 from cadenza.engine.session import session_of
@@ -28,6 +28,7 @@ from cadenza.records import read_decisions
 from cadenza.records.record import Record
 from cadenza.report.story import story_at
 from cadenza.testing import Recorder, launch, tiny_loader, tiny_run, tiny_trainer
+from cadenza.trackers import alert_targets
 from tests.callbacks.parts import Clock, failing, halving, own_step, two_optimizers
 from tests.distributed.parts import driver
 from tests.distributed.parts import trainer as trainer_on_ranks

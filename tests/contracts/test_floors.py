@@ -151,7 +151,7 @@ def test_no_adapter_of_foreign_callbacks_imports_another() -> None:
 
 
 HELPERS = {  # they hold no callback
-    f"callbacks.{name}" for name in ("alert_rules", "alert_targets", "best")
+    f"callbacks.{name}" for name in ("best",)
 }
 
 

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
-    from cadenza.callbacks.alert import Alert as Alert
-    from cadenza.callbacks.alert_targets import AlertMessage as AlertMessage
     from cadenza.callbacks.best_weights import BestWeights as BestWeights
     from cadenza.callbacks.checkpoint import Checkpoint as Checkpoint
     from cadenza.callbacks.clip_gradients import ClipGradients as ClipGradients
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from cadenza.callbacks.log_training import LogTraining as LogTraining
     from cadenza.callbacks.move_modules import MoveModules as MoveModules
     from cadenza.callbacks.omit_frozen import OmitFrozen as OmitFrozen
-    from cadenza.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
     from cadenza.callbacks.profile import Profile as Profile
     from cadenza.callbacks.sample_images import SampleImages as SampleImages
     from cadenza.callbacks.save_predictions import SavePredictions as SavePredictions
@@ -49,14 +46,17 @@ if TYPE_CHECKING:
     from cadenza.timetravel.recover import LowerRate as LowerRate
     from cadenza.timetravel.recover import Recover as Recover
     from cadenza.timetravel.replay_check import ReplayCheck as ReplayCheck
+    from cadenza.trackers.alert import Alert as Alert
+    from cadenza.trackers.alert_targets import AlertMessage as AlertMessage
+    from cadenza.trackers.optuna_pruning import OptunaPruning as OptunaPruning
 
     __all__: list[str]
 else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
-            "cadenza.callbacks.alert": "Alert",
-            "cadenza.callbacks.alert_targets": "AlertMessage",
+            "cadenza.trackers.alert": "Alert",
+            "cadenza.trackers.alert_targets": "AlertMessage",
             "cadenza.callbacks.best_weights": "BestWeights",
             "cadenza.timetravel.capsule": "Capsule",
             "cadenza.callbacks.checkpoint": "Checkpoint",
@@ -78,7 +78,7 @@ else:
             "cadenza.timetravel.loss_signs": "NonFinite Spike",
             "cadenza.callbacks.move_modules": "MoveModules",
             "cadenza.callbacks.omit_frozen": "OmitFrozen",
-            "cadenza.callbacks.optuna_pruning": "OptunaPruning",
+            "cadenza.trackers.optuna_pruning": "OptunaPruning",
             "cadenza.callbacks.profile": "Profile",
             "cadenza.timetravel.recover": "LowerRate Recover",
             "cadenza.timetravel.replay_check": "ReplayCheck",

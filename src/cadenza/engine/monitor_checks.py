@@ -13,8 +13,7 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 
 _ADDS = {"on_setup", "on_fit_start", "on_eval_start", "on_eval_batch_start", "on_eval_batch_end", "on_eval_end"}
-_OWN = (["cadenza", "callbacks"], ["cadenza", "sinks"], ["cadenza", "loops"])
-_STAND_INS = "cadenza.timetravel.outside"  # they have the monitors of the callbacks for which they stand
+_OWN = ("callbacks", "sinks", "loops", "trackers", "timetravel")
 
 
 def check_monitors(hooks: Hooks, compute_loss: object) -> None:
@@ -72,12 +71,12 @@ def _only_own(hooks: Hooks) -> bool:
 
 
 def _part(callback: BaseCallback, name: str) -> Any:
-    own = _is_own(callback) or type(callback).__module__ == _STAND_INS
-    return getattr(callback, name, None) if own else None
+    return getattr(callback, name, None) if _is_own(callback) else None
 
 
 def _is_own(callback: BaseCallback) -> bool:
-    return type(callback).__module__.split(".")[:2] in _OWN
+    package, room, *_ = *type(callback).__module__.split("."), ""
+    return package == "cadenza" and room in _OWN and not type(callback).__name__.startswith("_")  # a player adds evaluations
 
 
 def _check_name(monitor: Monitor, evaluations: Mapping[str, Evaluation], compute_loss: object) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cadenza.adapters.foreign import ForeignCallback
-from cadenza.callbacks.alert import Alert
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.callbacks.optuna_pruning import OptunaPruning
 from cadenza.callbacks.save_predictions import SavePredictions
 from cadenza.callbacks.slurm_requeue import SlurmRequeue
 from cadenza.engine.monitor import Monitor
@@ -16,6 +14,8 @@ from cadenza.engine.session import session_of
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.run import Run
 from cadenza.sinks.sink import Sink
+from cadenza.trackers.alert import Alert
+from cadenza.trackers.optuna_pruning import OptunaPruning
 
 _NATIVE = (Sink, Alert, Checkpoint, OptunaPruning, SavePredictions, SlurmRequeue)
 _MODULES = ("loggers", "integrations")

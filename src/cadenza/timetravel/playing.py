@@ -42,7 +42,7 @@ PLAYED = (
 )
 """The moments of a run that its records hold; and those that do not come, so a hook in them does no harm."""
 
-_NATIVE = ("cadenza.callbacks.", "cadenza.compat.", "cadenza.sinks.")
+_NATIVE = tuple(f"cadenza.{room}." for room in ("callbacks", "compat", "sinks", "timetravel", "trackers"))
 
 ABSENT = ("model", "optimizers", "loader", "batch", "outputs", "loss", "profile")
 """The attributes of a run that its records do not hold."""

@@ -1,1 +1,1 @@
-"""Sinks that write to trackers of experiments. `cadenza.sinks` has their public names."""
+"""What writes to trackers and other services. `cadenza.sinks` and `cadenza.callbacks` have the public names."""

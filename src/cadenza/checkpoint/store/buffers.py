@@ -40,7 +40,7 @@ class HostBuffers:
             return self._on_host(tensor)
         try:
             copy = torch.empty_like(tensor, requires_grad=False)
-        except torch.OutOfMemoryError:  # what is free is not in one piece
+        except torch.OutOfMemoryError:  # no single piece is large enough
             return self._on_host(tensor)
         sources, copies = self._pairs.setdefault(tensor.dtype, ([], []))
         sources.append(tensor.detach())

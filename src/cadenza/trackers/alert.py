@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.callbacks.alert_rules import Function, Rule, Silence, parse_rule
-from cadenza.callbacks.alert_targets import LEVELS, AlertMessage, Console, Courier, Level, Target, targets_of
 from cadenza.errors import MonitorError, nearest
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.status.decisions import decide
+from cadenza.trackers.alert_rules import Function, Rule, Silence, parse_rule
+from cadenza.trackers.alert_targets import LEVELS, AlertMessage, Console, Courier, Level, Target, targets_of
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
