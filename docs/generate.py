@@ -13,7 +13,7 @@ from absent import absent, absent_fastnlp, absent_nemo, of_0_5
 from counterparts import COUNTERPARTS
 from own_loop import parts as parts_of_own_loop
 from picture import moments_svg
-from reference import counterparts, reference
+from reference import contents, counterparts, reference
 
 import cadenza.callbacks
 import cadenza.sinks
@@ -51,15 +51,6 @@ def moments() -> str:
     return "\n".join(rows) + "\n"
 
 
-def contents() -> str:
-    """Return the first sentence of each callback and sink, as a table of links."""
-    rows = ["| | what it does |", "|---|---|"]
-    for one in (*shipped_callbacks(), *(getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__)):
-        said = " ".join((one.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
-        rows.append(f"| [{one.__name__}](#{one.__name__.lower()}) | {said} |")
-    return "\n".join(rows) + "\n"
-
-
 def decisions() -> str:
     """Return the list of design decisions, by their titles."""
     pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
@@ -79,13 +70,18 @@ def shipped_callbacks() -> list[type[Callback]]:
     return [one for one in named if isinstance(one, type) and issubclass(one, Callback)]
 
 
+def shipped_sinks() -> list[type[Callback]]:
+    """Return the classes of sinks in ``cadenza.sinks``."""
+    return [getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__]
+
+
 PARTS = {
-    "contents": contents,
+    "contents": lambda: contents([*shipped_callbacks(), *shipped_sinks()]),
     "decisions": decisions,
     "diagram": diagram,
     "moments": moments,
     "callbacks": lambda: reference(shipped_callbacks()),
-    "sinks": lambda: reference(getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__),
+    "sinks": lambda: reference(shipped_sinks()),
     "counterparts": lambda: counterparts(COUNTERPARTS),
     "absent_accelerated": lambda: absent("accelerated"),
     "absent_fastnlp": lambda: absent_fastnlp(of_0_5=False),

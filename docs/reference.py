@@ -6,61 +6,58 @@ import inspect
 import re
 from collections.abc import Iterable
 
+from purposes import EXPLAINED, PURPOSES, RELATED
 from ranks import RANKS
 
 SECTION = re.compile(r"^(Args|Raises|Returns|Attributes|Yields):$")
-ENTRY = re.compile(r"^    (?P<names>[\w*][\w*., ]*?):\s+(?P<text>.*)$")
+
+
+def contents(classes: Iterable[type]) -> str:
+    """Return a table of links with the first sentence of each class, grouped by purpose."""
+    left = {one.__name__: one for one in classes}
+    rows = ["| | what it does |", "|---|---|"]
+    for purpose, names in PURPOSES.items():
+        rows += [f"| **{purpose}** | |", *(f"| [{name}](#{name.lower()}) | {summary(left.pop(name))} |" for name in names)]
+    if left:
+        raise ValueError(f"docs/purposes.py must group all callbacks and sinks; missing: {sorted(left)}")
+    return "\n".join(rows) + "\n"
+
+
+def summary(one: type) -> str:
+    """Return the first paragraph of a docstring in one line."""
+    return as_markdown(" ".join((one.__doc__ or "").split("\n\n")[0].split()))
+
+
+def as_markdown(text: str) -> str:
+    """Return text with code in single backticks."""
+    return re.sub(r"``(.+?)``", r"`\1`", text)
 
 
 def reference(classes: Iterable[type]) -> str:
-    """Return a section for each class: signature, description, arguments, example."""
+    """Return a section for each class: signature, description, example, ranks. Its own page has arguments and errors."""
     return "\n".join(section(one) for one in classes)
 
 
 def section(one: type) -> str:
-    """Return the section of a class. Its example is a doctest in the source and is tested there."""
+    """Return the section of a class, only its first paragraph if another page explains it."""
+    name = one.__name__
+    prose, example = described(one)
+    shown = [f"### {name}", f"`{called(one)}`"]
+    if name in EXPLAINED:
+        shown += [f"{summary(one)} See {EXPLAINED[name]}."]
+    else:
+        shown += [as_markdown(prose), *([f"See also {RELATED[name]}."] if name in RELATED else []), *example]
+    shown += [f"On several ranks: {RANKS[name]}"] if name in RANKS else []
+    return "\n\n".join(shown) + "\n"
+
+
+def described(one: type) -> tuple[str, list[str]]:
+    """Return the prose of a docstring before its arguments, and its example, which is tested in the source."""
     lines = inspect.cleandoc(one.__doc__ or "").splitlines()
-    parts: list[str] = [f"### {one.__name__}\n", f"`{called(one)}`\n"]
-    block: list[str] = []
-    heading = ""
-    for line in [*lines, ""]:
-        if (start := SECTION.match(line)) is not None:
-            parts += told(heading, block)
-            heading, block = start[1], []
-        elif line.startswith(">>> ") and heading != "example":
-            parts += told(heading, block)
-            heading, block = "example", [line]
-        else:
-            block.append(line)
-    ranks = [f"On several ranks: {RANKS[one.__name__]}\n"] if one.__name__ in RANKS else []
-    return "\n".join([*parts, *told(heading, block), *ranks])
-
-
-def told(heading: str, block: list[str]) -> list[str]:
-    """Return a part of a docstring as Markdown."""
-    text = "\n".join(block).strip("\n")
-    if not text:
-        return []
-    if heading == "example":
-        shown = re.sub(r"\s+# doctest: \S+", "", text)
-        return [f"```pycon\n{shown}\n```\n"]
-    if heading in ("Args", "Raises", "Returns", "Attributes", "Yields"):
-        title = {"Args": "Arguments"}.get(heading, heading)
-        return [f"{title}:\n", *entries(block), ""]
-    return [re.sub(r"``(.+?)``", r"`\1`", text) + "\n"]
-
-
-def entries(block: list[str]) -> list[str]:
-    """Return the entries of a section as a list, with continuation lines joined."""
-    rows: list[str] = []
-    for line in block:
-        if (entry := ENTRY.match(line)) is not None:
-            rows.append(f"- `{entry['names']}`: {entry['text']}")
-        elif line.strip() and rows:
-            rows[-1] += f" {line.strip()}"
-        elif line.strip():
-            rows.append(f"- {line.strip()}")
-    return [re.sub(r"``(.+?)``", r"`\1`", row) for row in rows]
+    start = next((at for at, line in enumerate(lines) if line.startswith(">>> ")), len(lines))
+    end = next((at for at, line in enumerate(lines[:start]) if SECTION.match(line)), start)
+    example = re.sub(r"\s+# doctest: \S+", "", "\n".join(lines[start:]).strip("\n"))
+    return "\n".join(lines[:end]).strip("\n"), [f"```pycon\n{example}\n```"] if example else []
 
 
 def called(one: type) -> str:

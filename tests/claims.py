@@ -40,14 +40,7 @@ CHECKED_BY = {
     "docs/callbacks.md": {
         "so that it never reaches the weights": "a_loss_that_is_not_finite_never_reaches_the_weights",
         "A step only queues its record, and never waits": NO_WAIT,
-        "it never stops the run": "a_target_that_fails_is_tried_again_then_reported_and_never_stops_the_run",
-        "A checkpoint appears whole or not at all": KILLED_SAVE,
-        "It is never guessed from the name": NO_GUESS,
-        "a run that is killed in the middle and resumed ends with the same bits": KILLED_ROLLBACK,
-        "the run continues with the same bits as without the check": "a_run_has_the_same_bits_with_and_without_the_check",
         "schedulers and checkpoints never see a scaled rate": "a_schedule_never_sees_a_scaled_rate",
-        "the sink never asks for a login": NO_LOGIN,
-        "The sink never asks for a login": NO_LOGIN,
     },
     "docs/capsule.md": {
         "are equal to those of the run to the bit": CAPSULE,
