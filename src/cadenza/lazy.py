@@ -26,7 +26,9 @@ def contents(
         if name in modules:
             return import_module(f"{package}.{name}")  # the import makes it an attribute
         if name not in home_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+            known = modules and not name.startswith("_")  # imported here: programs that are right build no error
+            said = import_module("cadenza.text.hints").instead_of_name(name, [package, *modules]) if known else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{said}", name=name, obj=sys.modules[package])
         value = getattr(import_module(home_of[name]), name)
         setattr(sys.modules[package], name, value)  # later reads do not come here
         return value

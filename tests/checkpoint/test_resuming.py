@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
-from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, Swa, TimeLimit
+from cadenza.callbacks import BestWeights, Checkpoint, ClipGradients, EarlyStopping, Ema, Evaluate, LearningRate, Swa, TimeLimit
 from cadenza.checkpoint.store import Store
 from cadenza.drivers.sharding import whole
 from cadenza.errors import CheckpointError, CheckpointMismatchError, DataError, DirectoryError
@@ -355,6 +355,22 @@ def test_a_stopped_run_continues_at_a_named_checkpoint_as_if_it_had_not_stopped(
     with caplog.at_level(logging.WARNING, "cadenza"):
         assert trainer(directory).fit(resume="last").progress.step == 10
     assert "is over (finished: the limit is reached). To continue, increase max_epochs=2" in caplog.text
+
+
+def test_the_start_of_a_changed_script_after_the_end_of_its_run_says_what_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(rate: float, *more: Callback) -> None:
+        callbacks = [Checkpoint(), *more]
+        one = tiny_trainer(directory=tmp_path / "a", optimizer=lambda those: torch.optim.SGD(those, rate), callbacks=callbacks)
+        one.fit(resume="auto")
+
+    start(0.1)
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        start(0.1)
+        assert "other arguments" not in caplog.text
+        start(0.5, ClipGradients(1.0))
+    assert "other arguments, which changed nothing: callbacks + ClipGradients; lr 0.1 -> 0.5. To train with them" in caplog.text
 
 
 def test_auto_continues_after_a_time_limit_and_after_a_stop_if_a_limit_is_larger(tmp_path: Path) -> None:

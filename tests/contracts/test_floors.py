@@ -232,6 +232,23 @@ def test_a_name_that_a_package_does_not_have_is_an_error() -> None:
         _ = cadenza.Trainr  # type: ignore[attr-defined]  # wrong on purpose
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("Trainr", "Did you mean 'Trainer'?"),
+        ("EarlyStopping", "Write cadenza.callbacks.EarlyStopping."),
+        ("TensorBatches", "Write cadenza.loading.TensorBatches."),
+        ("ModelCheckpoint", "Add Checkpoint(...) to callbacks, and give directory=."),
+        ("seed_everything", "Give Trainer(seed=...)."),
+        ("_private", "has no attribute '_private'"),
+    ],
+)
+def test_a_name_that_stands_elsewhere_or_that_other_trainers_have_is_answered(name: str, answer: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(cadenza, name)
+    assert str(caught.value).endswith(answer)
+
+
 TRAINER = "from cadenza import Callback, Trainer, on, supervised"
 PACKAGE, SINKS_ROOM = "import cadenza", "import cadenza; cadenza.sinks"
 README = f"""{TRAINER}

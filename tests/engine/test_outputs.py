@@ -281,6 +281,9 @@ def test_the_best_goes_round_a_save_and_a_load_and_is_forgotten_on_request() -> 
         ("evl/acc", ["eval", "far"], "Did you mean 'eval/acc'?"),
         ("evaluation/f1", ["eval"], "Did you mean 'eval/f1'?"),
         ("acc", ["eval"], "Did you mean 'eval/acc'?"),
+        ("val_acc", ["eval"], "Did you mean 'eval/acc'?"),
+        ("eval_loss", ["eval"], "Did you mean 'eval/loss'?"),
+        ("test_loss", ["eval", "test"], "Did you mean 'test/loss'?"),
         ("train/grad_norm", ["eval"], "watch a name of one that is there."),
     ],
 )

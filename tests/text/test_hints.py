@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import cadenza
 from cadenza import Callback, Loop, Run, Step, Steps, Trainer
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
 from cadenza.engine.error_context import _BUILT
@@ -43,6 +44,7 @@ def test_an_answer_about_an_attribute_is_for_a_name_that_does_not_exist(table: s
 
 def test_moments_and_precisions_of_the_answers_exist() -> None:
     moments = moments_of(Callback)
+    assert not [name for name in hints("names") if name in cadenza.__all__ or name in cadenza.callbacks.__all__]
     assert set(hints("moments").values()) <= set(moments)
     assert not set(hints("moments")) & set(moments)
     assert set(hints("precision").values()) == {f"Did you mean {name!r}?" for name in PRECISIONS}

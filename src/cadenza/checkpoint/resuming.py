@@ -23,7 +23,7 @@ from cadenza.checkpoint.store.link_names import LAST
 from cadenza.drivers import Driver
 from cadenza.engine import lost_directory, rank_checks
 from cadenza.engine.course import Beginning
-from cadenza.engine.plan import plan_changes
+from cadenza.engine.plan import argument_changes, plan_changes
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError
 from cadenza.files.paths import local_text
@@ -178,6 +178,10 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
     if session.is_main:
         text = "nothing to do: the run in %s is over (%s: %s)%s"
         more = _how_to_continue(session.progress) if _is_whole(loaded) else ""
+        before = {} if directory is None else (directory.previous or {}).get("arguments", {})
+        if changes := argument_changes(before, session.arguments):
+            more += f". This start has other arguments, which changed nothing: {'; '.join(changes)}. To train with them, give"
+            more += " another directory="
         logger.warning(text, session.directory, printable(outcome.kind), printable(outcome.reason), more)
         if loaded is None:
             logger.warning("no checkpoint of the run in %s is there, so the model does not have its weights", session.directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
@@ -144,6 +145,7 @@ class Monitor:
             return
         if isinstance(self.watched, str) and self.watched.partition("/")[0] not in known:
             name, _, rest = self.watched.partition("/")
+            name, rest = _parted(name) if not rest else (name, rest)
             alike = [one for one in known if nearest(name, [one], cutoff=0.5)] if rest else known[:1]
             meant = f" Did you mean {f'{alike[0]}/{rest or name}'!r}?" if len(alike) == 1 else ""
             raise MonitorError(
@@ -184,6 +186,12 @@ class Monitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         self.best = state["best"]
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """Return the name of the evaluation and of the result in a name such as ``val_loss``, of other trainers."""
+    found = re.fullmatch(r"(val|valid|validation|eval|test|dev)[_-](\w+)", name)
+    return (found[1], found[2]) if found else (name, "")
 
 
 def _may_report(evaluations: Iterable[Evaluation], watched: str) -> bool:

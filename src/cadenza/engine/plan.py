@@ -25,6 +25,8 @@ from cadenza.status.counting import counted
 from cadenza.status.folding import folded
 from cadenza.status.progress import Progress
 
+LIMITS = ("max_epochs", "max_steps", "max_tokens")
+
 _RARE = {"on_stop", "on_exception", "on_save", "on_load", "on_sanity_start", "on_sanity_end"}  # most runs never fire these
 _FACTS = {"on": "device", "in": "precision", "into": "directory"}  # in data; the headline has the short names
 
@@ -285,6 +287,37 @@ def plan_changes(before: str, now: str) -> list[str]:
             pairs = [("-", [*(Counter(gone) - Counter(new)).elements()]), ("+", [*(Counter(new) - Counter(gone)).elements()])]
         lines += [f"{sign} {name}: {text}" for sign, texts in pairs for text in texts]
     return lines
+
+
+def argument_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a trainer that differ from those of an earlier run, limits left out.
+
+    >>> before = {"optimizer": [{"name": "SGD", "lr": 0.1}], "callbacks": ["Ema"], "max_epochs": 2}
+    >>> argument_changes(before, {"optimizer": [{"name": "SGD", "lr": 0.5}], "callbacks": ["Ema", "Swa"], "max_epochs": 2})
+    ['callbacks + Swa', 'lr 0.1 -> 0.5']
+    """
+    found: dict[str, None] = {}  # two optimizers may change alike
+
+    def compare(name: str, old: Any, new: Any) -> None:
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            for one in {**old, **new}:
+                compare(one, old.get(one), new.get(one))
+        elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and any(map(_is_mapping, old)):
+            for pair in zip(old, new, strict=True):
+                compare(name, *pair)
+        elif isinstance(old, list) and isinstance(new, list) and {*map(str, old)} != {*map(str, new)}:
+            signed = [("-", one) for one in old if one not in new] + [("+", one) for one in new if one not in old]
+            found[f"{name} {' '.join(f'{sign} {one}' for sign, one in signed)}"] = None
+        elif old != new:
+            found[f"{name} {old} -> {new}"] = None
+
+    for name in before.keys() & now.keys() - {*LIMITS}:
+        compare(name, before[name], now[name])
+    return sorted(found)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _rows(plan: str) -> Iterator[tuple[str, list[str]]]:

@@ -17,7 +17,7 @@ from cadenza.engine import accumulating, rank_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_debugging
 from cadenza.engine.compiling import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs
 from cadenza.engine.module_flags import in_evaluation_mode
-from cadenza.engine.plan import Plan, plan_changes, plan_in
+from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import (
@@ -49,8 +49,6 @@ from cadenza.status.counting import counted
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.run_info import working_directory
 from cadenza.status.shown import brief
-
-LIMITS = ("max_epochs", "max_steps", "max_tokens")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

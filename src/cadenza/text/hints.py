@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -43,6 +44,20 @@ def moment_meant(name: str, known: Collection[str]) -> str:
     """
     habit = hints("moments").get(name)
     return f" Did you mean {habit!r}?" if habit in known else nearest(name, known)
+
+
+def instead_of_name(name: str, packages: Sequence[str]) -> str:
+    """Return where a name is that the first of `packages` does not have, or what to use for it; else an empty string.
+
+    >>> instead_of_name("TensorBatches", ["cadenza", "loading"]), instead_of_name("seed_everything", ["cadenza"])
+    ('. Write cadenza.loading.TensorBatches.', '. Give Trainer(seed=...).')
+    """
+    package, *rooms = packages
+    for room in rooms:
+        if name in getattr(import_module(f"{package}.{room}"), "__all__", ()):
+            return f". Write {package}.{room}.{name}."
+    answer = hints("names").get(name)
+    return f". {answer}" if answer else nearest(name, import_module(package).__all__).replace(" Did", ". Did")
 
 
 def instead_of_setting(name: str, known: Collection[str]) -> str:
