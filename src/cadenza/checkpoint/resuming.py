@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from cadenza.engine import lost_directory, rank_checks
 from cadenza.engine.course import Beginning
 from cadenza.engine.plan import argument_changes, plan_changes
 from cadenza.engine.session import Session
+from cadenza.engine.start_checks import tell
 from cadenza.errors import CheckpointError
 from cadenza.files.paths import local_text
 from cadenza.hooks.dispatch import Hooks
@@ -34,6 +36,7 @@ from cadenza.loading.shards import Shard
 from cadenza.optim.settings import limits_of
 from cadenza.records import branch_files
 from cadenza.records.directory import RecordedRun, RunDirectory
+from cadenza.records.formats import clock
 from cadenza.records.history import History
 from cadenza.records.lost_rows import write_again
 from cadenza.records.reading import read_records
@@ -198,6 +201,18 @@ def _how_to_continue(progress: Progress) -> str:
     )
 
 
+def tell_how_to_go_on(session: Session, resume: object) -> None:
+    """Tell, after a run that a signal ended, where it is saved and how it goes on."""
+    saved = next((one.data for one in reversed(session.decisions) if one.what == "saved"), None)
+    if saved is None:
+        tell(session, "nothing of this run is saved. Add Checkpoint(...) to callbacks, and give directory=.")
+        return
+    lost = session.progress.step - saved["step"]
+    more = f", without the last {counted(lost, 'step')}" if lost else ""
+    how = "the same command again goes on" if resume == "auto" else 'fit(resume="auto") goes on'
+    tell(session, f"the run is saved as {saved['checkpoint']}{more}: {how} there")
+
+
 def begin(session: Session, directory: RunDirectory | None, start: Start, facts: Mapping[str, Any]) -> None:
     """Write ``run.json``. If the run starts again, copy the rows of its first attempt and warn."""
     kept = []
@@ -226,6 +241,9 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
     snapshot.restore(session, loaded, strict=strict)
     kept = rank_checks.main_only(session.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
     session.decide("resumed", f"at {loaded.name}", who="the trainer", data={"checkpoint": loaded.name})
+    if session.advises:
+        now, ago = session.progress.now(), clock(max(0.0, time.time() - loaded.manifest.get("time", 0)))
+        tell(session, f"resumed at {loaded.name}: step {now.step}, epoch {now.epoch + 1}; it was written {ago} ago")
     _tell_plan_changes(session, directory)
     own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):

@@ -298,13 +298,14 @@ def argument_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """
     found: dict[str, None] = {}  # two optimizers may change alike
 
-    def compare(name: str, old: Any, new: Any) -> None:
+    def compare(name: str, *pair: Any) -> None:
+        old, new = (list(one) if isinstance(one, tuple) else one for one in pair)  # a file has lists
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             for one in {**old, **new}:
                 compare(one, old.get(one), new.get(one))
         elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and any(map(_is_mapping, old)):
-            for pair in zip(old, new, strict=True):
-                compare(name, *pair)
+            for inner in zip(old, new, strict=True):
+                compare(name, *inner)
         elif isinstance(old, list) and isinstance(new, list) and {*map(str, old)} != {*map(str, new)}:
             signed = [("-", one) for one in old if one not in new] + [("+", one) for one in new if one not in old]
             found[f"{name} {' '.join(f'{sign} {one}' for sign, one in signed)}"] = None

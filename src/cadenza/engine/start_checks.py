@@ -73,9 +73,14 @@ def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
         for note in [*notes(session.optimizers, session.module, own=own_optimizer), *loader_hints(session.loader)]:
             if note.startswith("! "):
                 session.warn(note[2:])
-        if any(getattr(one, "shows_progress", False) for one in session.hooks.callbacks.values()):
-            for note in fused_by_choice(session.optimizers):
-                print(for_screen(note, sys.stderr), file=sys.stderr)  # noqa: T201
+        for note in fused_by_choice(session.optimizers):
+            tell(session, note)
+
+
+def tell(session: Session, text: str) -> None:
+    """Show a line to a person who watches the run: on the main process, if a callback shows the progress."""
+    if session.is_main and any(getattr(one, "shows_progress", False) for one in session.hooks.callbacks.values()):
+        print(for_screen(text, sys.stderr), file=sys.stderr)  # noqa: T201
 
 
 def warn_of_trained_weights(session: Session, before: Progress | None) -> None:

@@ -80,7 +80,10 @@ class Part:
         with self._ending:
             if self._training.open != OVER:
                 self._training.finish()
-        exit_after_signal(self._training.session.sync.requests.signal)
+        session = self._training.session
+        if session.sync.requests.signal is not None:
+            resuming.tell_how_to_go_on(session, self._resume)
+        exit_after_signal(session.sync.requests.signal)
 
     # -- how it begins -----------------------------------------------------------------------------
 
