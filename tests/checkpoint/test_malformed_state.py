@@ -21,8 +21,9 @@ from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, Learning
 from cadenza.checkpoint.store.manifest import canonical
 from cadenza.checkpoint.store.tensor_files import facts_of
 from cadenza.errors import CadenzaError, CheckpointError, CheckpointMismatchError
+from cadenza.loading import Mixture
 from cadenza.run import Run
-from cadenza.testing import tiny_loader, tiny_model
+from cadenza.testing import tiny_loader, tiny_model, tiny_trainer
 from tests.long import seeds
 
 NEWEST, BEFORE = "step-00000004", "step-00000002"
@@ -100,6 +101,8 @@ WRONG: dict[str, tuple[tuple[Any, ...], object]] = {
     "callbacks.Ema": (("callbacks", "Ema"), True),
     "streams": (("streams", "torch", "$tensor"), "history.eval/loss[1]"),
     "evaluations due": (("evaluations due",), 5),
+    "losses": (("losses",), [[]]),
+    "losses.first": (("losses", "first"), "word"),
 }
 
 
@@ -117,6 +120,29 @@ def test_a_field_of_another_kind_is_named_and_the_save_before_is_taken(
         done = fitted(run, 6)
     assert f"skipped a checkpoint: {said}" in caplog.text
     assert [one.why for one in done.decisions if one.what == "resumed"][-1:] == [f"at {BEFORE}"]
+
+
+IN_LOADER: dict[str, tuple[tuple[Any, ...], object]] = {
+    "loader": ((), 5),
+    "loader.ranks": (("ranks",), 0),
+    "loader.source": (("source",), GONE),
+    "loader.loaders.list": (("loaders", "list"), [1]),
+    "loader.loaders.list.passes": (("loaders", "list", "passes"), [[]]),
+    "loader.loaders.inner.consumed[0]": (("loaders", "inner", "consumed"), [1]),
+    "loader.loaders.inner.state.loaders.a.read": (("loaders", "inner", "state", "loaders", "a", "read"), "word"),
+}
+
+
+@pytest.mark.parametrize("field", IN_LOADER)
+def test_a_field_of_a_position_in_a_mixture_is_named(tmp_path: Path, field: str) -> None:
+    inner = Mixture({"a": tiny_loader(4), "b": tiny_loader(4)}, "cycle")
+    loader = Mixture({"list": tiny_loader(5), "inner": inner}, "cycle")
+    saves = Checkpoint("2 steps", background=False)
+    tiny_trainer(loader=loader, steps=4, directory=tmp_path, callbacks=[saves]).fit()
+    changed = put(state_in(tmp_path), ("loader", *IN_LOADER[field][0]), IN_LOADER[field][1])
+    forge(tmp_path, "state.json", json.dumps(changed).encode())
+    with pytest.raises(CheckpointError, match=re.escape(f"the field {field!r} must ")):
+        tiny_trainer(loader=loader, steps=6, directory=tmp_path, callbacks=[saves]).fit(resume=NEWEST)
 
 
 OF_PARAMETER = ("optimizers", 0, "state", "$dict", 0)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint
+from cadenza.testing import tiny_trainer
 from cadenza.timetravel import replay_step
 
 FORMATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int64, torch.bool]
@@ -147,3 +148,29 @@ def test_a_repeated_step_has_the_loss_of_the_record(name: str, tmp_path: Path) -
     trainer(tmp_path, *OPTIMIZERS[name], note).fit()
     with replay_step(trainer(tmp_path, *OPTIMIZERS[name]), tmp_path, 8) as again:
         assert again.step_once() == losses[7]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_a_loop_keeps_has_the_formats_and_the_bits_too(name: str, tmp_path: Path) -> None:
+    make, weights = OPTIMIZERS[name]
+
+    def trained(directory: Path, steps: int) -> tuple[Any, Tensor]:
+        beside = nn.Linear(1, 1, bias=False, dtype=weights)
+        nn.init.zeros_(beside.weight)
+        optimizer = make(beside.parameters())
+        with tiny_trainer(steps=steps, directory=directory, callbacks=[Checkpoint("1 step")]).steps(resume="auto") as loop:
+            loop.keep("beside", beside)
+            loop.keep("optimizer", optimizer)
+            for step in loop:
+                for inputs, targets in step:
+                    step.backward(nn.functional.mse_loss(step.run.model(inputs), targets))
+                optimizer.zero_grad()
+                (beside.weight - 3).square().sum().backward()
+                optimizer.step()
+        return formats(optimizer.state_dict()), beside.weight
+
+    expected, weight = trained(tmp_path / "whole", 7)
+    trained(tmp_path / "cut", 4)
+    found, resumed = trained(tmp_path / "cut", 7)
+    assert found == expected
+    assert torch.equal(resumed, weight)

@@ -295,12 +295,11 @@ def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[st
 
 def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[History, Counters, Outcome]:
     previous = directory.previous or {}
-    if loaded is not None and _is_whole(loaded):
+    history = History(limit)
+    for record in read_records(directory.path / "metrics.jsonl"):  # a checkpoint lacks the records after it
+        history.add(record)
+    if not history.names and loaded is not None and _is_whole(loaded):
         history = History.from_state(loaded.state["history"], limit)
-    else:
-        history = History(limit)
-        for record in read_records(directory.path / "metrics.jsonl"):
-            history.add(record)
     return history, _reached(directory, loaded), Outcome(previous["outcome"]["kind"], previous["outcome"]["reason"])
 
 

@@ -416,7 +416,10 @@ class Session:
         self.reach_boundary()
 
     def finish_epoch(self) -> None:
-        """Count the epoch if it is whole: all batches seen, or ended on request; and no evaluation before its end is due."""
+        """Count the epoch if it is whole: all batches seen, or ended on request; and no evaluation before its end is due.
+
+        A run that a limit ends inside an epoch is saved now, as at a stop: a longer run continues in this epoch.
+        """
         progress, cursor = self.progress, self.cursor
         if self.due.state is not None:
             return
@@ -425,6 +428,9 @@ class Session:
             accumulating.change(self)
             self.hooks.measure(progress)
             cursor.at_boundary = False  # until the hooks of on_epoch_end are called
+        elif self.outcome is None:
+            for saver in self.savers:
+                saver.request("the end of the run")
 
     def close_of(self, owner: str) -> None:
         """Close what one callback opened, the last one first: it leaves the run before its end."""

@@ -58,7 +58,7 @@ class Trigger:
         self.last_step: int = last_step  # in which it was due, if it has two moments
         self.owed: bool = owed  # it is due at the next firing, by what came before a checkpoint
         self._ask_anew()
-        if before is not None and self._of is not None and not owed and lengths_in(self.schedule):
+        if before is not None and before.begun and self._of is not None and not owed and lengths_in(self.schedule):
             self._take(*self.schedule.steady(before))  # it asks where it would have asked without the resume
 
     def change_length(self, at: Progress) -> None:
@@ -112,12 +112,12 @@ class Trigger:
 
     def next_step(self, at: Progress) -> float:
         """Return how many steps are complete, at the earliest, when it is due; those complete now if that is not known."""
-        if self.before is None:
-            self.before = self.between(at.origin, at)
-            self._take(*self.schedule.steady(self.before))
-        if self._answer or self.owed or self._counter(at) >= self._until:
+        answer, bound = self._answer, self._bound
+        if self.before is None or not self.before.begun:  # it asks at its first firing, resumed or not
+            answer, bound = self.schedule.steady(self.before or self.between(at.origin, at))
+        if answer or self.owed or COUNTERS[bound[0]].read(at) >= bound[1]:
             return at.step
-        return steps_until(self._bound, at)
+        return steps_until(bound, at)
 
     def leave_out_the_past(self, at: Progress) -> None:
         """Have the points that the run has passed not be due: the listeners come to a run under way."""

@@ -125,6 +125,8 @@ class DataCourse:
         # Before an epoch's end is carried out, the last batch of it is the same position as the first of the next.
         if points and points[-1].after(at.step) == at.after(at.step) and points[-1][4:] == at[4:]:
             return False
+        if len(points) > 1 and points[-1].step == at.step:
+            points.pop()  # no step follows from it: a run was resumed at the end of an epoch
         points.append(at)
         return True
 
@@ -172,10 +174,8 @@ class DataCourse:
         """Return the course from the result of `to_plain`."""
         segments = []
         for one in plain:
-            points, consumed = (
-                [Point(*point) for point in one["points"]],
-                tuple((ranks, done) for ranks, done in one["consumed"]),
-            )
+            points = [Point(*point) for point in one["points"]]
+            consumed = tuple((ranks, done) for ranks, done in one["consumed"])
             segments.append(Segment(**{**one, "points": points, "consumed": consumed}))
         return DataCourse(segments)
 

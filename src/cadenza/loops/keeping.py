@@ -6,12 +6,15 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from cadenza.errors import CheckpointMismatchError, add_note
 from cadenza.hooks.moments import Callback
+from cadenza.optim.optimizers import load_state
 from cadenza.run import Run
 from cadenza.status.plain import encode
 from cadenza.status.shown import brief
@@ -125,6 +128,8 @@ def _pair_of(call: str, name: str, held: Any) -> Pair:
         return lambda: _listed(held.get_state(legacy=False)), held.set_state
     if isinstance(held, tuple) and len(held) == 2 and all(map(callable, held)):
         return held
+    if isinstance(held, Optimizer):
+        return held.state_dict, partial(load_state, held)
     has_state = callable(getattr(held, "state_dict", None)) and callable(getattr(held, "load_state_dict", None))
     if has_state and not isinstance(held, type):
         return held.state_dict, held.load_state_dict

@@ -173,6 +173,13 @@ def _schedule(value: Any, path: str) -> None:
     _check(value, {"last_epoch?": int, "_step_count?": int, **rates, "_schedulers?": [_schedule]}, path)
 
 
+def _loader(value: Any, path: str) -> None:
+    """Check the position in a stream or a mixture, of which the loaders have positions of their own."""
+    _check(value, {"stream?": _STREAM, "loaders?": {str: {**_IN_MIXTURE, "state": _or_none(_loader)}}}, path)
+    if "loaders" in value:
+        _check(value, {"ranks": _above_0, "source": str | None}, path)
+
+
 def _numbers_of_groups(optimizers: Sequence[Mapping[str, Any]]) -> list[list[list[Any]] | None]:
     """Return for each optimizer the parameters of its groups; None if its state has another form than torch's."""
     of_torch = [{"state", "param_groups"} <= one.keys() for one in optimizers]
@@ -248,9 +255,12 @@ _SEGMENT = {
     "loader": Mapping,
     "points": [(*[_count] * 5, _or_none(_count), _or_none(_count))],
 }
+_STREAM = {"workers": _above_0, "turn": _count, "reached": [(_count, _count, _count, _count)]}
+_IN_MIXTURE = {"passes": _count, "read": _count, "ended": bool, "consumed": _TURNS}
 _RANK = {
     "streams": _streams,
-    "loader": Mapping,
+    "loader": _loader,
+    "losses?": {"lasting": {str: (_count, float, _count)}, "first": _or_none((_count, str))},
     "gradients?": {int: Tensor | Stored},
     "callbacks of the rank?": {str: Mapping},
     "evaluations due?": _or_none(_DUE),
