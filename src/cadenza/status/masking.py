@@ -12,7 +12,9 @@ _KEYS = ("api-key", "access-key", "secret-key")
 _PART = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 _KEY = re.compile(r"\b(?:hf_|sk-|ghp_)[A-Za-z0-9_-]{6,}|\bAKIA[0-9A-Z]{6,}")
 _USER = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
-_SET = re.compile(r"""(?P<name>[\w.-]*[A-Za-z][\w.-]*)(?P<is>=)(?P<value>"[^"]*"|'[^']*'|[^\s,;)\]}]+)""")
+_HEADER = re.compile(r"\b(Bearer|Basic) +[\w.~+/=-]{8,}")
+_IS = r"""=|["']?\s*:\s*(?=["']?[^\s"',;)\]}]*[A-Za-z_])"""  # behind a colon a number is shown: it may be a result
+_SET = re.compile(rf"""(?P<name>[\w.-]*[A-Za-z][\w.-]*)(?P<is>{_IS})(?![{{\[])(?P<value>"[^"]*"|'[^']*'|[^\s,;)\]}}]+)""")
 
 
 def is_secret(name: str) -> bool:
@@ -28,13 +30,15 @@ def is_secret(name: str) -> bool:
 
 
 def masked_text(text: str) -> str:
-    """Return a text without known keys, users of URLs, and values behind a secret name and ``=``.
+    """Return a text without known keys, users of URLs, and values behind a secret name and ``=`` or ``:``.
 
     >>> masked_text("train.py hub.token=abc s3://me:pass@bucket/a hf_AbCdEfGh lr=0.1")
     'train.py hub.token=*** s3://***@bucket/a *** lr=0.1'
+    >>> masked_text('--cfg={"api_key": "abc", "lr": 0.1} Authorization: Bearer abcdefgh password:x1 secret: 0.5')
+    '--cfg={"api_key": ***, "lr": 0.1} Authorization: Bearer *** password:*** secret: 0.5'
     """
-    text = _KEY.sub(MASK, _USER.sub(MASK, text))
-    return _SET.sub(lambda found: f"{found['name']}={MASK}" if is_secret(found["name"]) else found[0], text)
+    text = _HEADER.sub(rf"\1 {MASK}", _KEY.sub(MASK, _USER.sub(MASK, text)))
+    return _SET.sub(lambda found: f"{found['name']}{found['is']}{MASK}" if is_secret(found["name"]) else found[0], text)
 
 
 def masked_command(arguments: Sequence[str]) -> list[str]:
