@@ -22,6 +22,9 @@ from cadenza.loading import TensorBatches
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*TensorFloat32.*")
+"""torch.compile warns of old functions of torch that it imports, and of TF32, which these tests leave off."""
+
 DRAW = torch.Generator().manual_seed(1)
 INPUTS, LABELS = torch.randn(192, 16, generator=DRAW), torch.randint(0, 4, (192,), generator=DRAW)
 
@@ -49,6 +52,7 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
+@COMPILES
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("compile", [None, True, "reduce-overhead"])
 def test_a_run_that_a_signal_ended_continues_to_the_same_bits(tmp_path: Path, precision: str, compile: Any) -> None:
@@ -79,6 +83,7 @@ def test_a_checkpoint_that_is_copied_beside_the_training_holds_the_weights_of_it
         assert_equal(load_file(tmp_path / f"checkpoints/step-{step:08d}/model.safetensors"), expected)
 
 
+@COMPILES
 def test_accumulation_is_right_with_cuda_graphs_which_use_their_memory_again() -> None:
     def trained(**given: Any) -> Tensor:
         one = trainer(model=network(0.0), accumulate=3, optimizer=lambda those: torch.optim.SGD(those, 1e-2), **given)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cadenza.drivers.checking import check_above_zero, check_switches
 from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.materializing import materialize
+from cadenza.drivers.single import devices_of
 from cadenza.errors import DistributedError
 from cadenza.status.counting import counted
 
@@ -221,13 +222,15 @@ class DdpDriver(GroupDriver):
                 f"process_group must have all ranks ({self.world_size}), since all train one model; got a group of "
                 f"{max(0, dist.get_world_size(process_group))}. Leave it out, or make it with dist.new_group()."
             )
+        self._split = False  # whether the model has parts on several devices
         self._wrappers: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._run += 1
         self.check_trainable(model)
+        self._split = len(devices_of(model)) > 1
         materialize(model, self.device, self.meeting)
-        model = model.to(self.device)
+        model = model if self._split else model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         wrapper = self._wrappers[id(model)] = _Steady(model, **self._options())
@@ -245,7 +248,7 @@ class DdpDriver(GroupDriver):
             self._register_hook(model)
 
     def _options(self) -> dict[str, Any]:
-        options = {"device_ids": [self.device] if self.device.type == "cuda" else None, **self._given}
+        options = {"device_ids": [self.device] if self.device.type == "cuda" and not self._split else None, **self._given}
         if not self._broadcast_buffers:
             named = signature(DistributedDataParallel.__init__).parameters
             options["forward_sync_buffers" if "forward_sync_buffers" in named else "broadcast_buffers"] = False  # before 2.13
