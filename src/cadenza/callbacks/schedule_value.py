@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from cadenza.engine.run_length import planned_total, takes_total
 from cadenza.errors import nearest
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -19,6 +18,7 @@ from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import Interval
 from cadenza.hooks.schedule import Schedule as Due
 from cadenza.hooks.subscription import periodic
+from cadenza.optim.rates import planned_total, takes_total
 from cadenza.optim.settings import Compared
 
 if TYPE_CHECKING:

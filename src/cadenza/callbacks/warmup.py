@@ -6,15 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.engine.run_length import planned_total
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.length import Length
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Until
-from cadenza.optim.rates import optimizer_of
+from cadenza.optim.rates import optimizer_of, planned_total
 from cadenza.optim.settings import Compared
 from cadenza.status.progress import Progress
 
@@ -104,16 +102,12 @@ class Warmup(Callback, Compared):
     def on_fit_start(self, run: Run) -> None:
         if self.steps is None:  # otherwise it is restored
             self.steps = self._steps_in(run)
-        # The first warm-up of an optimizer scales for all of them: two could restore each other's scaled rates.
-        callbacks = hooks_of(run).callbacks.values()
-        first = next(one for one in callbacks if isinstance(one, Warmup) and one.optimizer == self.optimizer)
-        first._until = max(first._until, self.steps)
+        self._until = self.steps
 
     def _scale_rates(self, run: Run) -> None:
-        step = run.progress.step
         optimizer = run.optimizers[self.optimizer]
         if any(optimizer is one for one in session_of(run).step.updating):
-            session_of(run).rates.apply(self.optimizer, optimizer, step + 1)
+            session_of(run).rates.apply(self.optimizer, optimizer, run.progress.step + 1)
 
     def _put_rates_back(self, run: Run) -> None:
         session_of(run).rates.put_back(self.optimizer)
