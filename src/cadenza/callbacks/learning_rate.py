@@ -99,7 +99,7 @@ class LearningRate(Callback, SetsRates, Compared):
         if monitor is None and mode is not None:
             raise ValueError(f"LearningRate: mode={mode!r} needs monitor=, such as 'eval/loss'; got none")
         self.given: Any = given
-        self._used: Any = given  # in the current run, which may override it
+        self._used = given  # in the current run, which may override it
         self.per, self.optimizer, self.stretch = per, optimizer, stretch
         self._mode = monitor[1] if mode is None and is_pair(monitor) else mode
         # A plateau scheduler keeps its own best result. This monitor only finds the value, so its mode has no effect.
@@ -130,10 +130,13 @@ class LearningRate(Callback, SetsRates, Compared):
         return [*super().listeners(), Listener(Callback.on_after_optimizer_step, self._step_if_updated)]
 
     def on_setup(self, run: Run) -> None:
-        given, name = session_of(run).given, hooks_of(run).name_of(self)
-        check_one_each(hooks_of(run).callbacks, run.optimizers)
-        saved = session_of(run).restored.callback_states.get(name, {})
-        self.total, self.made_anew, self._override = None, False, given.override
+        hooks, session = hooks_of(run), session_of(run)
+        check_one_each(hooks.callbacks, run.optimizers)
+        name, given = hooks.name_of(self), session.given
+        saved = session.restored.callback_states.get(name, {})
+        self.total = None
+        self.made_anew = False
+        self._override = given.override
         self._used = _function_in(given, name) or self.given
         given.note("scheduler", brief(self.given), brief(self._used))
         if not isinstance(self._used, LRScheduler) and takes_total(self._used):
@@ -151,7 +154,8 @@ class LearningRate(Callback, SetsRates, Compared):
 
     def _set_total(self, run: Run, saved: Mapping[str, Any]) -> None:
         """Set the total of the schedule. `saved` is the state in the checkpoint, empty for a new run."""
-        now = self.total = self._plan = self._made_for = self._planned(run)
+        now = self._planned(run)
+        self.total = self._plan = self._made_for = now
         total = saved.get("total")
         then = saved.get("planned", total)
         self._total_before = int(total or now)
@@ -207,7 +211,8 @@ class LearningRate(Callback, SetsRates, Compared):
         """
         optimizer, made = optimizer_of(run, self.optimizer, needed_by="LearningRate"), self._used
         if not isinstance(made, LRScheduler):
-            made = CountedSchedule.around(made(optimizer) if self.total is None else made(optimizer, self.total))
+            made = made(optimizer) if self.total is None else made(optimizer, self.total)
+            made = CountedSchedule.around(made)
             if not isinstance(made, LRScheduler):
                 raise TypeError(
                     f"the function of LearningRate must return a scheduler of torch, transformers or timm; got {made!r}"
@@ -237,7 +242,8 @@ class LearningRate(Callback, SetsRates, Compared):
     def _make_anew(self, run: Run) -> None:
         """Make the schedule again, for the new total if `stretch`, and step it to the position of the run."""
         assert self.scheduler is not None, "on_setup comes first"
-        self.made_anew, position = False, self._position
+        self.made_anew = False
+        position = self._position
         if self.stretch:
             self.total = max(1, run.progress.total(self.per) or self._plan)
         if self.stretch == "rest":
@@ -259,8 +265,7 @@ class LearningRate(Callback, SetsRates, Compared):
         if not isinstance(self.scheduler, OneCycleLR) or session_of(run).step_fn is not None:
             return  # a step_fn may update more rarely
         total, cycle = run.progress.total(self.per), self.scheduler.total_steps
-        left = None if total is None else total - getattr(run.progress, self.per)
-        if left is not None and self.scheduler.last_epoch + left > cycle:
+        if total is not None and self.scheduler.last_epoch + total - getattr(run.progress, self.per) > cycle:
             raise ValueError(
                 f"the OneCycleLR of LearningRate has total_steps={cycle}, and the run has {total} {self.per}s: torch would "
                 f"raise an error at {self.per} {cycle + 1}. Take the total of the run, which also works for a longer run: "
@@ -293,21 +298,23 @@ class LearningRate(Callback, SetsRates, Compared):
 
     def _step_if_updated(self, run: Run) -> None:
         step = session_of(run).step
-        if step.updated and any(map(self.drives, step.updating)) and not any(map(self.drives, step.left_out)):
+        if not step.updated or any(map(self.drives, step.left_out)):
+            return
+        if any(map(self.drives, step.updating)):
             self._step(run)
 
     def _step_with_result(self, run: Run, evaluation: Evaluation) -> None:
-        assert self.monitor is not None, "only then is this a listener"
-        value = self.monitor.value_of(run, evaluation)
-        if value is not None:
-            assert self.scheduler is not None, "on_setup comes first"
+        value = None if self.monitor is None else self.monitor.value_of(run, evaluation)
+        if value is not None and self.scheduler is not None:
             self.scheduler.step(value)  # type: ignore[arg-type]  # torch types the argument as an epoch
 
     def aim(self, optimizers: Sequence[Optimizer] | None) -> object:
         """Return the optimizer that it changes, or the index of the optimizer if the optimizers are not made yet."""
         if isinstance(self.given, LRScheduler):
             return self.given.optimizer
-        return optimizers[self.optimizer] if optimizers and 0 <= self.optimizer < len(optimizers) else self.optimizer
+        if optimizers and 0 <= self.optimizer < len(optimizers):
+            return optimizers[self.optimizer]
+        return self.optimizer
 
     def drives(self, optimizer: Optimizer) -> bool:
         """Return whether it changes the rates of `optimizer` in the current run."""
@@ -316,8 +323,10 @@ class LearningRate(Callback, SetsRates, Compared):
     def state_dict(self) -> dict[str, Any]:
         if self.scheduler is None:
             return {}
-        total = {} if self.total is None else {"total": self.total, "planned": self._made_for}
-        return {"scheduler": self.scheduler.state_dict(), **total}
+        state: dict[str, Any] = {"scheduler": self.scheduler.state_dict()}
+        if self.total is not None:
+            state |= {"total": self.total, "planned": self._made_for}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.scheduler is None or "scheduler" not in state or self.made_anew:
@@ -339,11 +348,13 @@ _IN_GROUPS: tuple[str, ...] = ("max_lr", "min_lr", "max_momentum", "base_momentu
 
 def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:
     """Return the plain arguments of a scheduler. Call it before the first step of the scheduler."""
-    options, state = scheduler.optimizer.param_groups[0], scheduler.state_dict()
+    options = scheduler.optimizer.param_groups[0]
     of_cycle = {name: options[name] for name in _IN_GROUPS if name in options}
-    fixed = {name: one for name, one in state.items() if name not in (*_MOVES, *_MOVES_OF_TIMM) and not name.startswith("_")}
+    state = {name: value for name, value in scheduler.state_dict().items() if not name.startswith("_")}
+    for name in (*_MOVES, *_MOVES_OF_TIMM):
+        state.pop(name, None)
     kind = type(scheduler.schedule if isinstance(scheduler, CountedSchedule) else scheduler)
-    return {"scheduler": kind.__name__, **plain(of_cycle), **plain(fixed)}
+    return {"scheduler": kind.__name__, **plain(of_cycle), **plain(state)}
 
 
 def _steps_of(scheduler: Mapping[str, Any]) -> int:

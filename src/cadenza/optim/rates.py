@@ -45,13 +45,10 @@ class Rates:
         """Multiply the rates of an optimizer by their factor, once, until `put_back`."""
         if index in self._kept:
             return
-        rates = [(group, group["lr"]) for group in optimizer.param_groups]
-        # All are copied before one is scaled, because two groups may share a tensor.
-        self._kept[index] = kept = [
-            (group, rate.detach().clone() if isinstance(rate, Tensor) else rate) for group, rate in rates
-        ]
         factor = self.factor(index, step)
-        for group, rate in kept:
+        # All are copied before one is scaled, because two groups may share a tensor.
+        self._kept[index] = [(group, _copy_of(group["lr"])) for group in optimizer.param_groups]
+        for group, rate in self._kept[index]:
             set_option(group, "lr", rate * factor)
 
     def put_back(self, index: int) -> None:
@@ -67,6 +64,10 @@ class Rates:
             for index, optimizer in enumerate(run.optimizers)
             for group in optimizer.param_groups
         ]
+
+
+def _copy_of(rate: Any) -> Any:
+    return rate.detach().clone() if isinstance(rate, Tensor) else rate
 
 
 def optimizer_of(run: Run, index: int, *, needed_by: str) -> Optimizer:
@@ -111,7 +112,8 @@ def check_one_each(callbacks: Mapping[str, object], optimizers: Sequence[Optimiz
     """
     names: dict[object, str] = {}
     for name, one in callbacks.items():
-        if isinstance(one, SetsRates) and (other := names.setdefault(one.aim(optimizers), name)) != name:
+        other = names.setdefault(one.aim(optimizers), name) if isinstance(one, SetsRates) else name
+        if other != name:
             raise CallbackError(
                 f"{other} and {name} set the learning rate of the same optimizer, and their schedules would multiply. Keep "
                 "one: torch's SequentialLR runs schedules one after the other, ChainedScheduler multiplies them, and Warmup "
@@ -145,7 +147,8 @@ def planned_total(run: Run, unit: Unit, *, needed_by: str) -> int:
     """
     # In on_setup the counters are not yet those of a loader that was replaced.
     batches = num_batches(run.loader, run.driver.data_shard())
-    total = Progress(**limits_of(run.progress), batches_per_epoch=batches).total(unit, run.info.accumulate)
+    limits = Progress(**limits_of(run.progress), batches_per_epoch=batches)
+    total = limits.total(unit, run.info.accumulate)
     if total is None:
         raise ValueError(f"{needed_by} needs a run of known length: {why_unknown(run.progress, unit)}")
     return total
@@ -210,9 +213,9 @@ class CountedSchedule(LRScheduler):
                 "LearningRate cannot resume timm's PlateauLRScheduler, because it does not save its counters. Use "
                 'LearningRate(lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), monitor="eval/loss").'
             )
-        self.schedule: Counted = schedule
+        self.schedule = schedule
         self.optimizer: Optimizer = schedule.optimizer
-        self.last_epoch: int = 0
+        self.last_epoch = 0
 
     @staticmethod
     def around(schedule: Any) -> Any:
@@ -226,7 +229,8 @@ class CountedSchedule(LRScheduler):
 
     def step(self, epoch: int | None = None) -> None:
         self.last_epoch += 1
-        (self.schedule.step if self.schedule.t_in_epochs else self.schedule.step_update)(self.last_epoch)
+        step = self.schedule.step if self.schedule.t_in_epochs else self.schedule.step_update
+        step(self.last_epoch)
 
     def get_last_lr(self) -> list[float | Tensor]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -235,5 +239,6 @@ class CountedSchedule(LRScheduler):
         return {**self.schedule.state_dict(), "last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.last_epoch = state_dict["last_epoch"]
-        self.schedule.load_state_dict({name: value for name, value in state_dict.items() if name != "last_epoch"})
+        state = dict(state_dict)
+        self.last_epoch = state.pop("last_epoch")
+        self.schedule.load_state_dict(state)

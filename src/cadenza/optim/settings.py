@@ -81,8 +81,10 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {}  # a schedule has changed "lr"
-    return plain({name: value for name, value in {**group, **rate}.items() if name not in _NOT_SETTINGS})
+    options = {name: value for name, value in group.items() if name not in _NOT_SETTINGS}
+    if "initial_lr" in group:  # a schedule has changed "lr"
+        options["lr"] = group["initial_lr"]
+    return plain(options)
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         parts = [_plain(part) for part in value]
         return None if None in parts else parts
-    return value if isinstance(value, bool | int | float | str) else None
+    return value if isinstance(value, int | float | str) else None
 
 
 def set_option(group: dict[str, Any], name: str, value: Any) -> None:
@@ -234,7 +236,9 @@ class Settings:
         now = self.table(run)
         groups = [group for groups in now["optimizers"] for group in groups]
         schedules = [settings for settings in now["callbacks"].values() if "scheduler" in settings]
-        takes = {"accumulate", *({"batch_size"} & {*now["loader"]})}.union(*groups, *schedules)
+        takes = {"accumulate"}.union(*groups, *schedules)
+        if "batch_size" in now["loader"]:
+            takes.add("batch_size")
         known = takes.union(now["loader"], *now["callbacks"].values())
         for name in self.override:
             if name not in known:
@@ -270,8 +274,9 @@ class Settings:
     def _of_optimizers(self, saved: Sequence[Any], now: Sequence[Any]) -> Iterator[Difference]:
         for index, (before, after) in enumerate(zip(saved, now, strict=False)):
             of = f" of optimizer {index}" if len(now) > 1 else ""
+            groups = [*zip(before, after, strict=False)]
             for name in after[0] if after else ():
-                pairs = [(b[name], a[name]) for b, a in zip(before, after, strict=False) if name in b and name in a]
+                pairs = [(old[name], new[name]) for old, new in groups if name in old and name in new]
                 other = [(group, pair) for group, pair in enumerate(pairs) if pair[0] != pair[1]]
                 alike = len({str(pair) for pair in pairs}) == 1
                 for group, (old, new) in other[:1] if alike else other:
@@ -297,9 +302,11 @@ class Settings:
 
     def tell(self, run: Run, name: str, found: Sequence[Difference], saved: Mapping[str, Any]) -> None:
         """Record each difference as a decision, and issue one warning for all that are not in `override`."""
-        for limit, now in limits_of(run.progress).items():  # a larger one is the usual reason to continue a run
-            one = Difference(limit, "", saved.get("limits", {}).get(limit, now), now, present=True)
-            if one.saved != now:
+        limits = limits_of(run.progress)
+        before = limits | saved.get("limits", {})
+        for limit, now in limits.items():  # a larger one is the usual reason to continue a run
+            one = Difference(limit, "", before[limit], now, present=True)
+            if before[limit] != now:
                 decide(run, "limit changed", str(one), who="the trainer", data=one.data)
         unexpected = []
         for one in found:
@@ -307,7 +314,8 @@ class Settings:
             declared = one.name in self.override
             who = "override" if declared and one.present else "the trainer"
             decide(run, "setting differs", line, who=who, data=one.data)
-            unexpected += [] if declared else [line]
+            if not declared:
+                unexpected.append(line)
         if unexpected:
             old = [one.name for one in found if not one.present]
             hint = f". fit(resume=..., override={tuple(dict.fromkeys(old))!r}) takes the present values instead" if old else ""
@@ -335,12 +343,14 @@ def _listed(value: Any) -> Any:
 
 def _spread(name: str, value: Any, holders: Sequence[Group]) -> list[tuple[Group, Any]]:
     """Return the value for each parameter group: one for all, one for each, or those of the groups that a mapping names."""
-    if holders and isinstance(value, Mapping):
+    if not holders:
+        return []
+    if isinstance(value, Mapping):
         return [(_group(name, key, holders), one) for key, one in value.items()]
     each = isinstance(value, list | tuple)
-    if holders and isinstance(holders[0].settings[name], list):  # such as betas: only a list of lists has one for each group
+    if isinstance(holders[0].settings[name], list):  # such as betas: only a list of lists has one for each group
         each = each and bool(value) and all(isinstance(one, list | tuple) for one in value)
-    if not holders or not each:
+    if not each:
         return [(group, value) for group in holders]
     if len(value) != len(holders):
         raise ValueError(
@@ -391,4 +401,4 @@ def _shown(value: Any) -> Any:
         return {str(key): _shown(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_shown(one) for one in value]
-    return value if isinstance(value, bool | int | float | str | None) else brief(value)
+    return value if isinstance(value, int | float | str | None) else brief(value)
