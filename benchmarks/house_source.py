@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import io
 import linecache
 import sys
@@ -196,6 +197,7 @@ class Executed:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what is executed inside, and in threads that are started inside."""
+        gc.collect()  # else the end of an earlier run may be recorded, wherever its objects are collected
         threading.setprofile(self.profile)
         sys.setprofile(self.profile)
         try:

@@ -50,7 +50,7 @@ from cadenza.loops.part import Part, elsewhere
 from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.rates import check_one_each
-from cadenza.optim.settings import Given
+from cadenza.optim.settings import Settings
 from cadenza.run import Run
 from cadenza.status.requests import GoBack
 from cadenza.text.hints import advised, answered
@@ -401,7 +401,7 @@ class Trainer(Recipe):
         evaluation = Prediction(loader, compute, self.compute_loss, limit=limit, to=to)
         return self._alone(predict, evaluation, which, weights)
 
-    def _given(self, resume: object, override: object) -> Given:
+    def _given(self, resume: object, override: object) -> Settings:
         """Return the settings that a run is given, if it may begin.
 
         Raises:
@@ -418,7 +418,7 @@ class Trainer(Recipe):
     def _train(
         self,
         resume: bool | str | PathLike[str],
-        given: Given,
+        given: Settings,
         *,
         strict: bool = False,
         replay: bool = False,

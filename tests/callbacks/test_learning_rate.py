@@ -248,6 +248,17 @@ def test_the_rest_of_a_schedule_is_stretched_from_the_rate_at_which_the_run_stop
     assert rates[0] == pytest.approx(run.optimizers[0].param_groups[0]["initial_lr"] / 2)
 
 
+def test_the_rest_of_a_schedule_made_again_for_another_rate_has_its_position(tmp_path: Path) -> None:
+    """With the same total, for which there is nothing to stretch."""
+    rest: list[float] = []
+    look = on(Callback.on_step_start)(lambda run: rest.append(rate_of(run)))
+    for override, more in (({}, interrupting(4)), ({"lr": 1.0}, [look])):
+        callbacks = [LearningRate(TOTALS["LinearLR"], stretch="rest"), *more]
+        with suppress(KeyboardInterrupt):
+            tiny_trainer(callbacks=callbacks, steps=10, directory=tmp_path).fit(resume="auto", override=override)
+    assert rest == pytest.approx([0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+
+
 def test_a_run_that_is_cut_short_keeps_its_schedule_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[float] = []
     look = on(Callback.on_step_start)(lambda run: seen.append(rate_of(run)))

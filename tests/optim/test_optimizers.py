@@ -393,6 +393,15 @@ def test_parameters_that_no_optimizer_holds_or_that_the_loss_does_not_use_are_na
     assert caplog.text.count("holds 2 parameters outside of the model, such as one of shape (1, 1), that have no gradient") == 1
 
 
+def test_an_optimizer_that_got_a_group_after_a_run_trains_again() -> None:
+    trainer, loss = tiny_trainer(steps=1), Centered()
+    optimizer = trainer.fit().optimizers[0]
+    again = tiny_trainer(model=trainer.model, optimizer=optimizer, steps=1, compute_loss=supervised(loss))
+    optimizer.add_param_group({"params": [loss.center], "lr": 0.5})
+    assert [group["lr"] for group in again.fit().optimizers[0].param_groups] == [0.1, 0.5]
+    assert loss.center.item() != 0
+
+
 def test_clipping_and_accumulation_reach_parameters_outside_of_the_model() -> None:
     one, loss = center_trainer(steps=1, callbacks=[ClipGradients(max_norm=1e-3)], accumulate=2)
     one.fit()

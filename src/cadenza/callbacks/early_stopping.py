@@ -92,7 +92,7 @@ class EarlyStopping(Callback, Compared):
     @property
     def made_with(self) -> dict[str, Any]:
         monitor = {"monitor": self.monitor.name, "mode": self.monitor.mode}
-        return super().made_with | monitor  # a monitor shows its best value, which is no argument
+        return {**super().made_with, **monitor}  # a monitor shows its best value, which is no argument
 
     def on_setup(self, run: Run) -> None:
         self.seen = self.stale = 0

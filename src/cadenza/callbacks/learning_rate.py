@@ -12,28 +12,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, is_pair, watched_and_mode
-from cadenza.engine.run_length import planned_total, takes_total
 from cadenza.engine.session import Loops, session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Every
-from cadenza.optim.counted_schedule import Counted, CountedSchedule, is_counted
-from cadenza.optim.overriding import check_taken, schedule_given, with_arguments
-from cadenza.optim.rates import SetsRates, check_one_each, optimizer_of
-from cadenza.optim.settings import plain, set_option
+from cadenza.optim.rates import CountedSchedule, Scheduler, SetsRates, check_one_each, optimizer_of, planned_total, takes_total
+from cadenza.optim.settings import Compared, Settings, plain, set_option, settings_of
 from cadenza.status.decisions import decide
 from cadenza.status.shown import brief
+from cadenza.status.signatures import signature_of
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
-Scheduler = LRScheduler | Counted
 
-
-class LearningRate(Callback, SetsRates):
+class LearningRate(Callback, SetsRates, Compared):
     """Set the learning rate with a scheduler of torch, of transformers or of timm.
 
     Args:
@@ -75,6 +71,8 @@ class LearningRate(Callback, SetsRates):
 
     optimizer: int
     stretch: bool | Literal["rest"]
+    made_with: Mapping[str, Any] = {}
+    """The plain arguments of the scheduler, by name."""
 
     def __init__(
         self,
@@ -90,21 +88,20 @@ class LearningRate(Callback, SetsRates):
             raise ValueError(f"stretch must be True, False or 'rest'; got {stretch!r}")
         if per not in ("step", "epoch"):
             raise ValueError(f"per must be 'step' or 'epoch'; got {per!r}")
-        if is_counted(scheduler):
-            scheduler = CountedSchedule(scheduler)
-        if not callable(scheduler) and not isinstance(scheduler, LRScheduler):
+        given = CountedSchedule.around(scheduler)
+        if not callable(given) and not isinstance(given, LRScheduler):
             raise TypeError(f"expected a scheduler, or a function (optimizer) -> scheduler; got {scheduler!r}")
-        if stretch and (isinstance(scheduler, LRScheduler) or not takes_total(scheduler)):
+        if stretch and (isinstance(given, LRScheduler) or not takes_total(given)):
             raise ValueError(
                 "stretch=True makes the schedule again for another total: expected a function (optimizer, total) -> scheduler; "
                 f"got {scheduler!r}"
             )
-        self.given: Any = scheduler
-        self._used: Any = scheduler  # in the current run, which may override it
-        self.per, self.optimizer, self.stretch = per, optimizer, stretch
         if monitor is None and mode is not None:
             raise ValueError(f"LearningRate: mode={mode!r} needs monitor=, such as 'eval/loss'; got none")
-        self._mode = mode if mode is not None or not is_pair(monitor) else monitor[1]
+        self.given: Any = given
+        self._used = given  # in the current run, which may override it
+        self.per, self.optimizer, self.stretch = per, optimizer, stretch
+        self._mode = monitor[1] if mode is None and is_pair(monitor) else mode
         # A plateau scheduler keeps its own best result. This monitor only finds the value, so its mode has no effect.
         self.monitor: Monitor | None = None
         if monitor is not None:
@@ -116,11 +113,10 @@ class LearningRate(Callback, SetsRates):
         """The total of the schedule; None if the function takes no total."""
         self._plan = self._made_for = 0
         """The total by the current limits and loader, and by those of the schedule."""
-        self._total_before = 0
-        self._steps_before: int | None = None
-        """How often the scheduler was stepped before a resume that makes the schedule again."""
-        self.made_with: Mapping[str, Any] = {}
-        """The plain arguments of the scheduler, by name."""
+        self.made_anew = False
+        """Whether a run that continues makes the schedule again, from its current arguments, and steps it to its position."""
+        self._position = self._total_before = 0
+        """How often the scheduler was stepped before this resume, and the total that it had."""
         self._override: Sequence[str] = ()
         self._count: int | None = None
         """How often the scheduler was stepped in all, when this callback stepped it last."""
@@ -134,19 +130,21 @@ class LearningRate(Callback, SetsRates):
         return [*super().listeners(), Listener(Callback.on_after_optimizer_step, self._step_if_updated)]
 
     def on_setup(self, run: Run) -> None:
-        check_one_each(hooks_of(run).callbacks, run.optimizers)
-        self.total = self._steps_before = None
-        given = session_of(run).given
-        self._used = schedule_given(given, hooks_of(run).name_of(self)) or self.given
+        hooks, session = hooks_of(run), session_of(run)
+        check_one_each(hooks.callbacks, run.optimizers)
+        name, given = hooks.name_of(self), session.given
+        saved = session.restored.callback_states.get(name, {})
+        self.total = None
+        self.made_anew = False
+        self._override = given.override
+        self._used = _function_in(given, name) or self.given
         given.note("scheduler", brief(self.given), brief(self._used))
         if not isinstance(self._used, LRScheduler) and takes_total(self._used):
-            self._plan = self._made_for = self._planned(run)
-            self.total = self._total_of(run, session_of(run).restored.callback_states.get(hooks_of(run).name_of(self), {}))
+            self._set_total(run, saved)
         self.renew(run)
         assert self.scheduler is not None, "it was made"
-        self.made_with, self._override = arguments_of(self.scheduler), given.override
-        check_taken(given, self.made_with, self.scheduler.optimizer)
-        self._make_anew_for_override(run)
+        self.made_with = arguments_of(self.scheduler)
+        self._check_override(self.scheduler, given, saved)
         if not any(self.scheduler.optimizer is one for one in run.optimizers):
             raise ValueError(
                 "the scheduler of LearningRate belongs to an optimizer that this run does not have. Give a function "
@@ -154,55 +152,85 @@ class LearningRate(Callback, SetsRates):
             )
         self._check_monitor(self.scheduler)
 
-    @property
-    def made_anew(self) -> bool:
-        """Whether a run that continues makes the schedule again, from its current arguments."""
-        return self._steps_before is not None
+    def _set_total(self, run: Run, saved: Mapping[str, Any]) -> None:
+        """Set the total of the schedule. `saved` is the state in the checkpoint, empty for a new run."""
+        now = self._planned(run)
+        self.total = self._plan = self._made_for = now
+        total = saved.get("total")
+        then = saved.get("planned", total)
+        self._total_before = int(total or now)
+        if self.stretch and "scheduler" in saved and then != now:  # `on_fit_start` sets it, after the counters are restored
+            self.made_anew, self._position = True, _steps_of(saved["scheduler"])
+            if self.stretch == "rest" and self._position >= self._total_before:
+                raise ValueError(
+                    f"the schedule of LearningRate is over after {self._total_before} {self.per}s, so stretch='rest' has no "
+                    "rest to stretch. stretch=True makes the schedule for the new total."
+                )
+        elif total is not None:
+            self.total, self._made_for = int(total), then
+            if now > then and self.monitor is None:
+                raise ValueError(
+                    f"the run was made longer: the schedule of LearningRate was made for {then} {self.per}s, and the run now "
+                    f"has {now}. After the end of the schedule, its last rate, often 0, would stay. Make it for the new total "
+                    f"with LearningRate(..., stretch=True), or keep the run at {then} {self.per}s."
+                )
+            if now < then:
+                run.warn(
+                    f"the schedule was made for {then} {self.per}s, and the run now has {now}: the run ends before the "
+                    "schedule. LearningRate(..., stretch=True) makes the schedule for the new total."
+                )
 
-    def _make_anew_for_override(self, run: Run) -> None:
-        saved = session_of(run).restored.callback_states.get(hooks_of(run).name_of(self), {}).get("scheduler")
-        named = [name for name in session_of(run).given.override if name in ("lr", *self.made_with)]
-        if not named or saved is None or self.monitor is not None:  # a plateau scheduler changes the current rate
+    def _planned(self, run: Run) -> int:
+        # At least 1, because a schedule over nothing divides by zero.
+        return max(1, planned_total(run, self.per, needed_by="LearningRate(a function of the optimizer and the total)"))
+
+    def _check_override(self, scheduler: LRScheduler, given: Settings, saved: Mapping[str, Any]) -> None:
+        """Make the schedule anew if `override` names the rate or an argument; raise `ValueError` if that is not possible."""
+        for name, value in _values_for(scheduler, given).items():
+            if name in self.made_with and plain({name: value}).get(name) != self.made_with[name]:
+                raise ValueError(
+                    f"override gives {name}={value!r}, but the {self.made_with['scheduler']} of this run cannot be made again "
+                    "with it. Give the whole schedule: override={'scheduler': function}."
+                )
+        named = [name for name in self._override if name in ("lr", *self.made_with)]
+        if not named or "scheduler" not in saved or self.monitor is not None:  # a plateau scheduler changes the current rate
             return
         if isinstance(self._used, LRScheduler):
             raise ValueError(
                 f"override={tuple(named)!r} makes the schedule again, for which LearningRate needs a function (optimizer) -> "
                 f"scheduler; got a {type(self.given).__name__}. Give LearningRate(lambda optimizer: ...)."
             )
-        self._steps_before = _steps_of(saved)
+        self.made_anew, self._position = True, _steps_of(saved["scheduler"])
 
     def renew(self, run: Run) -> None:
         """Make the scheduler again, from the current rates of the optimizer. A scheduler instance is kept.
 
         Raises:
             TypeError: The function does not return a scheduler.
-        ValueError: A scheduler of timm counts epochs, and `per` is ``"step"``, or the reverse.
+            ValueError: A scheduler of timm counts epochs, and `per` is ``"step"``, or the reverse.
         """
-        optimizer = optimizer_of(run, self.optimizer, needed_by="LearningRate")
-        if isinstance(self._used, LRScheduler):
-            self.scheduler = self._used
-        else:
-            made = self._used(optimizer) if self.total is None else self._used(optimizer, self.total)
-            made = CountedSchedule(made) if is_counted(made) else made
-            self.scheduler = with_arguments(made, session_of(run).given.values) if isinstance(made, LRScheduler) else made
-        if not isinstance(self.scheduler, LRScheduler):
-            raise TypeError(
-                f"the function of LearningRate must return a scheduler of torch, transformers or timm; got {self.scheduler!r}"
-            )
-        if isinstance(self.scheduler, CountedSchedule) and self.scheduler.per != self.per:
-            counts = type(self.scheduler.schedule).__name__
+        optimizer, made = optimizer_of(run, self.optimizer, needed_by="LearningRate"), self._used
+        if not isinstance(made, LRScheduler):
+            made = made(optimizer) if self.total is None else made(optimizer, self.total)
+            made = CountedSchedule.around(made)
+            if not isinstance(made, LRScheduler):
+                raise TypeError(
+                    f"the function of LearningRate must return a scheduler of torch, transformers or timm; got {made!r}"
+                )
+            made = _with_arguments(made, session_of(run).given)
+        if isinstance(made, CountedSchedule) and made.per != self.per:
+            counts = type(made.schedule).__name__
             raise ValueError(
-                f"{counts} counts {self.scheduler.per}s, but LearningRate steps it after each {self.per}. Give "
-                f"LearningRate(..., per={self.scheduler.per!r}), or {counts}(..., t_in_epochs={self.per == 'epoch'}) with "
-                f"lengths in {self.per}s."
+                f"{counts} counts {made.per}s, but LearningRate steps it after each {self.per}. Give LearningRate(..., "
+                f"per={made.per!r}), or {counts}(..., t_in_epochs={self.per == 'epoch'}) with lengths in {self.per}s."
             )
-        self._count = getattr(self.scheduler, "_step_count", None)
+        self.scheduler = made
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
             self.monitor.check_reported_by(run.evaluations)
-        if self._steps_before is not None:
-            self._stretch_from(run, self._steps_before)
+        if self.made_anew:
+            self._make_anew(run)
         if self.total is not None and self._plan != (now := self._planned(run)):
             raise ValueError(
                 f"LearningRate made a schedule for {self._plan} {self.per}s, but then a callback replaced the loader: the run "
@@ -211,68 +239,33 @@ class LearningRate(Callback, SetsRates):
         self._check_one_cycle(run)
         self._count = getattr(self.scheduler, "_step_count", None)
 
-    def _total_of(self, run: Run, saved: Mapping[str, Any]) -> int:
-        """Return the total for the schedule. `saved` is the state in the checkpoint, empty for a new run."""
-        now, total = self._plan, saved.get("total")
-        then = saved.get("planned", total)
-        if self.stretch and "scheduler" in saved and then != now:
-            self._steps_before, self._total_before = _steps_of(saved["scheduler"]), int(total or now)
-            if self.stretch == "rest" and self._steps_before >= self._total_before:
-                raise ValueError(
-                    f"the schedule of LearningRate is over after {self._total_before} {self.per}s, so stretch='rest' has no "
-                    "rest to stretch. stretch=True makes the schedule for the new total."
-                )
-            return now  # `on_fit_start` corrects it, after the counters are restored
-        if total is None or then is None:
-            return now
-        self._made_for = then
-        if now > then and self.monitor is None:
-            raise ValueError(
-                f"the run was made longer: the schedule of LearningRate was made for {then} {self.per}s, and the run now has "
-                f"{now}. After the end of the schedule, its last rate, often 0, would stay. Make it for the new total with "
-                f"LearningRate(..., stretch=True), or keep the run at {then} {self.per}s."
-            )
-        if now < then:
-            run.warn(
-                f"the schedule was made for {then} {self.per}s, and the run now has {now}: the run ends before the schedule. "
-                "LearningRate(..., stretch=True) makes the schedule for the new total."
-            )
-        return int(total)
-
-    def _stretch_from(self, run: Run, steps: int) -> None:
+    def _make_anew(self, run: Run) -> None:
         """Make the schedule again, for the new total if `stretch`, and step it to the position of the run."""
         assert self.scheduler is not None, "on_setup comes first"
-        self._steps_before = None
+        self.made_anew = False
+        position = self._position
         if self.stretch:
             self.total = max(1, run.progress.total(self.per) or self._plan)
         if self.stretch == "rest":
             left = self.total - getattr(run.progress, self.per)
-            self.total = max(left, round(self._total_before * left / (self._total_before - steps)))
-            steps = self.total - left
-        for group in self.scheduler.optimizer.param_groups:
-            set_option(group, "lr", float(group.get("initial_lr", group["lr"])))
+            self.total = max(left, round(self._total_before * left / (self._total_before - position)))
+            position = self.total - left
+        _to_first_rates(self.scheduler.optimizer)
         self.renew(run)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns, because it has not seen the updates before the resume
-            for _ in range(steps):
+            for _ in range(position):
                 self.scheduler.step()
         if self.stretch:
-            why = f"to the new total of {self.total} {self.per}s; its position is {steps}"
-            decide(run, "schedule stretched", why, data={"total": self.total, "unit": self.per, "position": steps})
-
-    def _planned(self, run: Run) -> int:
-        who = "LearningRate(a function of the optimizer and the total)"
-        return max(1, planned_total(run, self.per, needed_by=who))  # a schedule over nothing divides by zero
+            why = f"to the new total of {self.total} {self.per}s; its position is {position}"
+            decide(run, "schedule stretched", why, data={"total": self.total, "unit": self.per, "position": position})
 
     def _check_one_cycle(self, run: Run) -> None:
         """Raise `ValueError` if the run is longer than its ``OneCycleLR``, which torch would find only at the end."""
-        if (
-            not isinstance(self.scheduler, OneCycleLR) or session_of(run).step_fn is not None
-        ):  # a step_fn may update more rarely
-            return
+        if not isinstance(self.scheduler, OneCycleLR) or session_of(run).step_fn is not None:
+            return  # a step_fn may update more rarely
         total, cycle = run.progress.total(self.per), self.scheduler.total_steps
-        left = None if total is None else total - getattr(run.progress, self.per)
-        if left is not None and self.scheduler.last_epoch + left > cycle:
+        if total is not None and self.scheduler.last_epoch + total - getattr(run.progress, self.per) > cycle:
             raise ValueError(
                 f"the OneCycleLR of LearningRate has total_steps={cycle}, and the run has {total} {self.per}s: torch would "
                 f"raise an error at {self.per} {cycle + 1}. Take the total of the run, which also works for a longer run: "
@@ -280,15 +273,14 @@ class LearningRate(Callback, SetsRates):
             )
 
     def _check_monitor(self, scheduler: LRScheduler) -> None:
-        if not isinstance(scheduler, ReduceLROnPlateau):
-            if self.monitor is not None:
-                raise ValueError(
-                    f"monitor= is for ReduceLROnPlateau; got a {type(scheduler).__name__}, which reads no result. Leave it out."
-                )
-            return
-        if self.monitor is None:
+        plateau = isinstance(scheduler, ReduceLROnPlateau)
+        if self.monitor is not None and not plateau:
+            raise ValueError(
+                f"monitor= is for ReduceLROnPlateau; got a {type(scheduler).__name__}, which reads no result. Leave it out."
+            )
+        if self.monitor is None and plateau:
             raise ValueError('ReduceLROnPlateau needs a result; got none. Give LearningRate(..., monitor="eval/loss").')
-        if self._mode not in (None, scheduler.mode):
+        if isinstance(scheduler, ReduceLROnPlateau) and self._mode not in (None, scheduler.mode):
             raise ValueError(
                 f"LearningRate has mode={self._mode!r}, but its ReduceLROnPlateau has mode={scheduler.mode!r}. Make both "
                 f"the same: ReduceLROnPlateau(optimizer, mode={self._mode!r})."
@@ -305,26 +297,24 @@ class LearningRate(Callback, SetsRates):
         self._count = getattr(self.scheduler, "_step_count", None)
 
     def _step_if_updated(self, run: Run) -> None:
-        if (
-            session_of(run).step.updated
-            and any(map(self.drives, session_of(run).step.updating))
-            and not any(map(self.drives, session_of(run).step.left_out))
-        ):
+        step = session_of(run).step
+        if not step.updated or any(map(self.drives, step.left_out)):
+            return
+        if any(map(self.drives, step.updating)):
             self._step(run)
 
     def _step_with_result(self, run: Run, evaluation: Evaluation) -> None:
-        assert self.monitor is not None, "only then is this a listener"
-        value = self.monitor.value_of(run, evaluation)
-        if value is not None:
-            assert self.scheduler is not None, "on_setup comes first"
+        value = None if self.monitor is None else self.monitor.value_of(run, evaluation)
+        if value is not None and self.scheduler is not None:
             self.scheduler.step(value)  # type: ignore[arg-type]  # torch types the argument as an epoch
 
     def aim(self, optimizers: Sequence[Optimizer] | None) -> object:
         """Return the optimizer that it changes, or the index of the optimizer if the optimizers are not made yet."""
         if isinstance(self.given, LRScheduler):
             return self.given.optimizer
-        known = optimizers is not None and 0 <= self.optimizer < len(optimizers)
-        return optimizers[self.optimizer] if known and optimizers else self.optimizer
+        if optimizers and 0 <= self.optimizer < len(optimizers):
+            return optimizers[self.optimizer]
+        return self.optimizer
 
     def drives(self, optimizer: Optimizer) -> bool:
         """Return whether it changes the rates of `optimizer` in the current run."""
@@ -333,11 +323,13 @@ class LearningRate(Callback, SetsRates):
     def state_dict(self) -> dict[str, Any]:
         if self.scheduler is None:
             return {}
-        total = {} if self.total is None else {"total": self.total, "planned": self._made_for}
-        return {"scheduler": self.scheduler.state_dict(), **total}
+        state: dict[str, Any] = {"scheduler": self.scheduler.state_dict()}
+        if self.total is not None:
+            state |= {"total": self.total, "planned": self._made_for}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.scheduler is None or "scheduler" not in state or self._steps_before is not None:
+        if self.scheduler is None or "scheduler" not in state or self.made_anew:
             return
         if self.monitor is not None and "scheduler" in self._override:
             return  # the saved state belongs to another class: the plateau scheduler starts from the current rate
@@ -346,31 +338,23 @@ class LearningRate(Callback, SetsRates):
         self.scheduler.load_state_dict(with_kinds({**state["scheduler"], **taken}, present))
 
 
-_MOVES_OF_TORCH = (
-    "last_epoch",
-    "_step_count",
-    "_last_lr",
-    "base_lrs",
-    "T_cur",
-    "T_i",
-    "best",
-    "num_bad_epochs",
-    "cooldown_counter",
-)
-_MOVES = (*_MOVES_OF_TORCH, "base_values", "warmup_steps", "metric")  # the last three are of timm
+# -- schedulers ---------------------------------------------------------------------------------------
+
+_MOVES = ("last_epoch", "base_lrs", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter")
+_MOVES_OF_TIMM = ("base_values", "warmup_steps", "metric")
+_IN_GROUPS: tuple[str, ...] = ("max_lr", "min_lr", "max_momentum", "base_momentum")
+"""The arguments of cycles of torch, which the parameter groups hold."""
 
 
 def arguments_of(scheduler: LRScheduler) -> dict[str, Any]:
     """Return the plain arguments of a scheduler. Call it before the first step of the scheduler."""
-    state = scheduler.state_dict()
     options = scheduler.optimizer.param_groups[0]
-    rates: dict[str, Any] = {
-        name: options[name] for name in ("max_lr", "min_lr", "max_momentum", "base_momentum") if name in options
-    }
-    named = {name: value for name, value in state.items() if name not in _MOVES and not name.startswith("_")}
-    named = {name: sorted(one.elements()) if isinstance(one, Counter) else one for name, one in named.items()}  # milestones
+    of_cycle = {name: options[name] for name in _IN_GROUPS if name in options}
+    state = {name: value for name, value in scheduler.state_dict().items() if not name.startswith("_")}
+    for name in (*_MOVES, *_MOVES_OF_TIMM):
+        state.pop(name, None)
     kind = type(scheduler.schedule if isinstance(scheduler, CountedSchedule) else scheduler)
-    return {"scheduler": kind.__name__, **plain(rates), **plain(named)}
+    return {"scheduler": kind.__name__, **plain(of_cycle), **plain(state)}
 
 
 def _steps_of(scheduler: Mapping[str, Any]) -> int:
@@ -397,3 +381,58 @@ def with_kinds(saved: Any, current: Any) -> Any:
         if isinstance(current, kind) and not isinstance(saved, kind):
             raise ValueError(f"its scheduler has {current!r} where the saved state has {saved!r}")
     return saved
+
+
+def _to_first_rates(optimizer: Optimizer) -> None:
+    """Give each group the rate from which its schedule started."""
+    for group in optimizer.param_groups:
+        set_option(group, "lr", float(group.get("initial_lr", group["lr"])))
+
+
+# -- values in `override` -----------------------------------------------------------------------------
+
+
+def _function_in(given: Settings, callback: str) -> Callable[..., Any] | None:
+    """Return the function for the schedule of a callback that ``override={"scheduler": ...}`` gives; None without one.
+
+    Raises:
+        TypeError: It is no function.
+    """
+    value = given.values.get("scheduler")
+    one = value.get(callback) if isinstance(value, Mapping) else value
+    if one is not None and (not callable(one) or isinstance(one, LRScheduler)):
+        raise TypeError(
+            f"override: scheduler must be a function (optimizer) -> scheduler or (optimizer, total) -> scheduler; got {one!r}"
+        )
+    return one
+
+
+def _values_for(scheduler: LRScheduler, given: Settings) -> dict[str, Any]:
+    """Return the values that no argument of the optimizer has taken."""
+    taken = {"scheduler", *settings_of(scheduler.optimizer)[0]}
+    return {name: value for name, value in given.values.items() if name not in taken}
+
+
+def _with_arguments(scheduler: LRScheduler, given: Settings) -> LRScheduler:
+    """Return the scheduler, made again with the given values of its arguments; the same one if there are none.
+
+    Raises:
+        ValueError: The scheduler does not hold all of its arguments, or does not take a value.
+    """
+    names = [name for name in signature_of(type(scheduler)).parameters if name not in ("optimizer", "last_epoch", "verbose")]
+    changes = {name: value for name, value in _values_for(scheduler, given).items() if name in names}
+    if not changes:
+        return scheduler
+    kind = type(scheduler).__name__
+    if missing := [name for name in names if not hasattr(scheduler, name)]:
+        raise ValueError(
+            f"override: {kind} does not keep its argument {missing[0]!r}, so it cannot be made again with {', '.join(changes)}."
+            f" Give the whole schedule: override={{'scheduler': lambda optimizer: {kind}(optimizer, ...)}}."
+        )
+    held = {name: getattr(scheduler, name) for name in names}
+    held = {name: sorted(one.elements()) if isinstance(one, Counter) else one for name, one in held.items()}  # milestones
+    _to_first_rates(scheduler.optimizer)
+    try:
+        return type(scheduler)(scheduler.optimizer, **{**held, **changes})
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"override: {kind} does not take {changes}: {error}") from None

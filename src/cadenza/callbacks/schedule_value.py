@@ -6,12 +6,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from cadenza.engine.run_length import planned_total, takes_total
 from cadenza.errors import nearest
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -19,6 +18,7 @@ from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import Interval
 from cadenza.hooks.schedule import Schedule as Due
 from cadenza.hooks.subscription import periodic
+from cadenza.optim.rates import planned_total, takes_total
 from cadenza.optim.settings import Compared
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ScheduleValue(Callback, Compared):
         self.every: Due = Due.parse(every)
         self.between = between
         self._set_at: int | None = None
-        self._value_at: Callable[[int], Any] = self._by_step
+        self._total: int | None = None
 
     def listeners(self) -> list[Listener]:
         return [*super().listeners(), periodic(self.every, self._set_now, str(self.key))]
@@ -82,14 +82,9 @@ class ScheduleValue(Callback, Compared):
         self._set_at = None
 
     def on_fit_start(self, run: Run) -> None:
-        if isinstance(self.schedule, Mapping):
-            self._value_at = self._by_step
-        elif takes_total(self.schedule):
-            total = planned_total(run, "step", needed_by="ScheduleValue with a function of the step and the total")
-            function: Any = self.schedule
-            self._value_at = lambda step: function(step, total)
-        else:
-            self._value_at = cast("Callable[[int], Any]", self.schedule)
+        self._total = None
+        if not isinstance(self.schedule, Mapping) and takes_total(self.schedule):
+            self._total = planned_total(run, "step", needed_by="ScheduleValue with a function of the step and the total")
         target = self._target_in(run)
         has = self.key in target if isinstance(target, Mapping) else hasattr(target, self.key)
         if not has:
@@ -119,10 +114,13 @@ class ScheduleValue(Callback, Compared):
     def _target_in(self, run: Run) -> Any:
         # A module is callable too, but is not a function of the run.
         function = isinstance(self.target, FunctionType | MethodType | BuiltinFunctionType | partial)
-        return cast("Callable[[Run], Any]", self.target)(run) if function else self.target
+        target: Any = self.target
+        return target(run) if function else target
 
-    def _by_step(self, step: int) -> Any:
-        values = cast("Mapping[int, Any]", self.schedule)
+    def _value_at(self, step: int) -> Any:
+        values: Any = self.schedule
+        if not isinstance(values, Mapping):
+            return values(step) if self._total is None else values(step, self._total)
         steps = sorted(values)
         index = bisect_right(steps, step)
         if index in (0, len(steps)) or self.between == "hold":

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cadenza.engine.run_length import why_unknown
 from cadenza.engine.session import Loops, session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
@@ -22,6 +21,7 @@ from cadenza.hooks.schedule import At, Interval, Schedule
 from cadenza.hooks.subscription import periodic, point
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging
+from cadenza.optim.rates import why_unknown
 from cadenza.optim.settings import Compared, set_option
 
 if TYPE_CHECKING:

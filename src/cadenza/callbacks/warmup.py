@@ -6,21 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.engine.run_length import planned_total
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.length import Length
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Until
-from cadenza.optim.rates import optimizer_of
+from cadenza.optim.rates import optimizer_of, planned_total
 from cadenza.optim.settings import Compared
 from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:
-    from fractions import Fraction
-
     from cadenza.run import Run
 
 Shape = Literal["linear", "constant", "cosine"]
@@ -67,29 +63,28 @@ class Warmup(Callback, Compared):
             raise ValueError(f"start must be a factor from 0 to 1; got {start!r}")
         if shape == "constant" and start == 0:
             raise ValueError("a constant warm-up with start=0 has a rate of 0 in all of its steps. Give start=, such as 0.1.")
-        self._given = length
         self.length: Length | float = _checked(length)
         self.shape = shape
         self.start: float = float(start)
         self.optimizer: int = optimizer
         self.steps: float | None = None
         """The number of steps in the current run; it can have a fractional part if `length` is a fraction."""
-        self._until = 0.0
 
     def factor(self, step: int) -> float:
         """Return the factor in a step, counted from 1."""
-        if self.steps is None or step > self.steps or (step == self.steps and self.shape != "constant"):
+        if self.steps is None or step > self.steps:
             return 1.0
-        match self.shape:
-            case "constant":
-                return self.start
-            case "linear":
-                return self.start + (1 - self.start) * (step / self.steps)
-            case "cosine":
-                return self.start + (1 - self.start) * (1 - math.cos(math.pi * step / self.steps)) / 2
+        if self.shape == "constant":
+            return self.start
+        if step == self.steps:
+            return 1.0
+        done = step / self.steps
+        if self.shape == "cosine":
+            done = (1 - math.cos(math.pi * step / self.steps)) / 2
+        return self.start + (1 - self.start) * done
 
     def listeners(self) -> list[Listener]:
-        lasting = Until(lambda: self._until)
+        lasting = Until(lambda: self.steps or 0.0)
         return [
             *super().listeners(),
             Listener(Callback.on_before_optimizer_step, self._scale_rates, lasting),
@@ -98,22 +93,17 @@ class Warmup(Callback, Compared):
 
     def on_setup(self, run: Run) -> None:
         optimizer_of(run, self.optimizer, needed_by="Warmup")
-        self.steps, self._until = None, 0.0
+        self.steps = None
         session_of(run).rates.factors.setdefault(self.optimizer, []).append(self.factor)
 
     def on_fit_start(self, run: Run) -> None:
         if self.steps is None:  # otherwise it is restored
             self.steps = self._steps_in(run)
-        # The first warm-up of an optimizer scales for all of them: two could restore each other's scaled rates.
-        callbacks = hooks_of(run).callbacks.values()
-        first = next(one for one in callbacks if isinstance(one, Warmup) and one.optimizer == self.optimizer)
-        first._until = max(first._until, self.steps)
 
     def _scale_rates(self, run: Run) -> None:
-        step = run.progress.step
         optimizer = run.optimizers[self.optimizer]
         if any(optimizer is one for one in session_of(run).step.updating):
-            session_of(run).rates.apply(self.optimizer, optimizer, step + 1)
+            session_of(run).rates.apply(self.optimizer, optimizer, run.progress.step + 1)
 
     def _put_rates_back(self, run: Run) -> None:
         session_of(run).rates.put_back(self.optimizer)
@@ -129,10 +119,13 @@ class Warmup(Callback, Compared):
         batches = run.progress.batches_said  # not the counted number, so that a resume does not change it
         if batches is None:
             raise ValueError(
-                f"Warmup({self._given!r}) needs a loader with __len__; this loader has none. Give the length in steps, such as "
-                '"500 steps".'
+                f"Warmup({self.length.text!r}) needs a loader with __len__; this loader has none. Give the length in steps, "
+                'such as "500 steps".'
             )
-        return _steps_of(self.length.count, batches, run.info.accumulate)
+        whole = int(self.length.count)
+        limits = (Progress(max_epochs=most, batches_per_epoch=batches) for most in (whole, whole + 1))
+        before, after = (one.total("step", run.info.accumulate) or 0 for one in limits)
+        return float(before + (self.length.count - whole) * (after - before))  # the last epoch may be a part
 
     def state_dict(self) -> dict[str, Any]:
         # A run that continues may have larger limits, which must not lengthen its warm-up.
@@ -140,16 +133,7 @@ class Warmup(Callback, Compared):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if isinstance(self.length, float):
-            self.steps = float(state["steps"]) if "steps" in state else None
-
-
-def _steps_of(epochs: Fraction | int, batches: int, accumulate: int) -> float:
-    """Return the number of steps in the first epochs, of which the last may be a part."""
-    whole = int(epochs)
-    before, after = (
-        Progress(max_epochs=most, batches_per_epoch=batches).total("step", accumulate) or 0 for most in (whole, whole + 1)
-    )
-    return float(before + (epochs - whole) * (after - before))
+            self.steps = state.get("steps")
 
 
 def _checked(length: object) -> Length | float:

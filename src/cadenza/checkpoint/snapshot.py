@@ -22,12 +22,12 @@ from cadenza.engine import accumulating
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import CadenzaError, CheckpointMismatchError, StateError
 from cadenza.loading.rng import RNGState
-from cadenza.optim import settings
 from cadenza.optim.finite import all_finite
 from cadenza.optim.held_weights import holders_in
 from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plain_name, state_of, untied
 from cadenza.optim.optimizers import changed_by_loading, is_of_torch, load_state, loadable
 from cadenza.optim.parameters import parameters_of
+from cadenza.optim.settings import Difference
 from cadenza.records.history import History
 from cadenza.status.counting import some
 from cadenza.status.plain import encode, host_copy
@@ -101,7 +101,7 @@ def check_states(session: Session) -> None:
 
 def fixed_facts(session: Session) -> dict[str, Any]:
     """Return the part of a snapshot that does not change during a run: its settings and its environment."""
-    return {"given": settings.given_to(session), "environment": environment_of(session)}
+    return {"given": session.given.table(session.run), "environment": environment_of(session)}
 
 
 def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) -> Snapshot:
@@ -184,7 +184,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     written = Written.read(loaded.name, state)
     given, config = state.get("given", {}), config_of(session)
     saved = as_at_start(session, state, config)
-    found = [*settings.differences(session, given), *_of_steps(session, saved, config)]
+    found = [*session.given.differences(session.run, given), *_of_steps(session, saved, config)]
     declared = {one.name for one in found} & {"accumulate", "batch_size"} & {*session.given.override}
     samples = [str(one) for one in found if one.samples and one.name not in declared]
     _check_schedules(loaded.name, found)
@@ -222,7 +222,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     _restore_callbacks(session, loaded.name, {**state, "callbacks": both}, strict)
     for difference in _differences(*written.environments(session, state["environment"], environment_of(session))):
         session.warn(f"{loaded.name} was written elsewhere, so the result may not be bit-identical: {difference}")
-    settings.tell(session, loaded.name, found, given)
+    session.given.tell(session.run, loaded.name, found, given)
     written.warn(session)
     session.restored.put(rng_state=RNGState.from_plain(own["streams"]), gradients=saved_gradients(session, loaded, own))
     session.hooks.on_load(session.run, loaded)
@@ -288,7 +288,7 @@ def _load_optimizers(session: Session, name: str, state: Mapping[str, Any]) -> N
             if fits:
                 check_moments(optimizer, saved, [one.shape for one in parameters])
             load_state(optimizer, optimizer_laid_out(saved, parameters) if fits else placed(session, saved))
-    settings.take_over(session, state.get("given", {}))
+    session.given.take_over(session.run, state.get("given", {}))
     with _naming(name, "outside"):
         session.extra_parameters.load_state_dict(state.get("outside", {}))
 
@@ -351,12 +351,12 @@ def _float32_products(kind: str) -> str:
     return f"{of_matrices}, {cudnn.conv.fp32_precision}" if kind == "cuda" else str(of_matrices)
 
 
-def _of_steps(session: Session, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[settings.Difference]:
+def _of_steps(session: Session, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return the declared change of the batches in a step, if there is one. Without a declaration it is refused."""
     before, after = saved["accumulate"], now["accumulate"]
     if "accumulate" not in session.given.override or before == after:
         return []
-    return [settings.Difference("accumulate", "", before, after, present=True)]
+    return [Difference("accumulate", "", before, after, present=True)]
 
 
 def _check_config(name: str, saved: Mapping[str, Any], current: Mapping[str, Any], samples: Sequence[str]) -> None:
@@ -375,7 +375,7 @@ def _may_be_declared(differences: Sequence[str]) -> str:
     return f" If you mean this change: fit(resume=..., override={tuple(meant)!r})."
 
 
-def _check_schedules(name: str, found: Sequence[settings.Difference]) -> None:
+def _check_schedules(name: str, found: Sequence[Difference]) -> None:
     """Refuse a schedule of another class: the saved one cannot continue in it."""
     if classes := [str(one) for one in found if one.name == "scheduler" and not one.present]:
         raise CheckpointMismatchError(
@@ -392,7 +392,7 @@ _STATE_OF = {
 """By option, the state that it needs, and a state that the optimizers with such an option always have."""
 
 
-def _check_override(name: str, found: Sequence[settings.Difference], optimizers: Sequence[Mapping[str, Any]]) -> None:
+def _check_override(name: str, found: Sequence[Difference], optimizers: Sequence[Mapping[str, Any]]) -> None:
     """Refuse to switch on an option that needs a state of each parameter that the checkpoint does not have."""
     known = [optimizer["state"] for optimizer in optimizers if is_of_torch(optimizer)]
     states = [state for held in known for state in held.values() if isinstance(state, Mapping)]

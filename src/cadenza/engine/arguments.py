@@ -25,9 +25,9 @@ from cadenza.loading.loaders import length_of
 from cadenza.loading.metrics import Metric
 from cadenza.loading.mixture import Mixture
 from cadenza.loading.shards import Shard, check_enough_batches
-from cadenza.optim.counted_schedule import is_counted
 from cadenza.optim.precision import check_precision
-from cadenza.optim.settings import Given
+from cadenza.optim.rates import is_counted
+from cadenza.optim.settings import Settings
 from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
 from cadenza.text.hints import hints, moment_meant
@@ -130,7 +130,7 @@ def checked_length(name: str, value: object) -> int:
     return number
 
 
-def given_by(override: object, resume: object) -> Given:
+def given_by(override: object, resume: object) -> Settings:
     """Return the settings that ``fit(override=...)`` names, and their values.
 
     Raises:
@@ -149,7 +149,7 @@ def given_by(override: object, resume: object) -> Given:
         raise ValueError(f"override={override!r} replaces settings of a checkpoint: expected resume=; got resume=False")
     if "batch_size" in values:
         values["batch_size"] = checked_length("override: batch_size", values["batch_size"])
-    return Given(names, values)
+    return Settings(names, values)
 
 
 def check_recipe(precision: object, seed: object) -> None:

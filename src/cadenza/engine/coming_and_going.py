@@ -11,7 +11,6 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
 from cadenza.hooks.order import Phase
-from cadenza.optim.rates import check_one_each
 from cadenza.run import Run
 from cadenza.status.shown import brief
 
@@ -31,7 +30,6 @@ def attach(session: Session, callback: BaseCallback, *, who: str) -> str:
         raise CallbackError(f"{hooks.name_of(callback)} is in the run already. Make a second instance to attach it as well.")
     name = hooks.add(callback)
     try:
-        check_one_each(hooks.callbacks, session.optimizers)
         for listener in _listeners(hooks, name):
             if listener.schedule is not None:
                 check_schedule(name, listener.schedule, session.progress)

@@ -36,12 +36,10 @@ from cadenza.loading.hints import loader_hints
 from cadenza.loading.rebuilding import with_batch_size
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
 from cadenza.optim import optimizers as updates
-from cadenza.optim import settings
-from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.optimizers import Optimizers
-from cadenza.optim.overriding import give_values
-from cadenza.optim.parameters import parameters_of
+from cadenza.optim.parameters import modules_of, parameters_of
 from cadenza.optim.precision import precision_of
+from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.run import Run
@@ -137,22 +135,22 @@ class Recipe:
         training: bool,
         files: RunDirectory | None = None,
         replay: bool = False,
-        given: settings.Given | None = None,
+        given: Settings | None = None,
         loop: Loops = Loops.FIT,
     ) -> Session:
-        given = given or settings.Given()
+        given = given or Settings()
         accumulate, loader = self._in_effect(given)
         hooks, several = self._hooks(), self.driver.world_size > 1
         rank_log = RankLog.of(self.directory if training else None, self.driver.rank)  # before the main process can print
         if training:
             if several:
-                facts = rank_checks.facts_of(self.model, loader) | {"override": settings.shown(given)}
+                facts = rank_checks.facts_of(self.model, loader) | {"override": given.shown()}
                 rank_checks.check_alike(self.driver, plain(self, hooks.callbacks) | facts | {"debug_ranks": self.debug_ranks})
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, rank) if (rank := self.driver.data_rank) else self.seed)
         model = self._prepared_model()
         optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
-        give_values(given, optimizers)
+        given.give_to(optimizers)
         if training and several:
             rank_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
         draws = training and loop is not Loops.ATTACHED  # what cadenza.attach trains draws as it would by hand
@@ -195,7 +193,7 @@ class Recipe:
         session.hooks.on_setup(session.run)
         check_loader(session.loader, "run.loader")
         session.extra_parameters.begin(session.run)
-        settings.check_override(session)
+        session.given.check(session.run)
         session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
         session.open_loader()
         check_schedules(session)
@@ -208,7 +206,7 @@ class Recipe:
                 session.precision.backward_pass = BackwardOfGraphs(session.module)
             session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))
 
-    def _in_effect(self, given: settings.Given) -> tuple[int, Iterable[Any]]:
+    def _in_effect(self, given: Settings) -> tuple[int, Iterable[Any]]:
         """Return the accumulation and the loader of a run, with the values that ``fit(override=...)`` gives."""
         accumulate, batch_size = given.values.get("accumulate", self.accumulate), given.values.get("batch_size")
         if "accumulate" in given.values:

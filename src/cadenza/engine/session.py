@@ -37,11 +37,10 @@ from cadenza.loading import Consumed, ResumableLoader, resumable
 from cadenza.loading.cutting import changed
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.mixture import set_source
-from cadenza.optim.extra_parameters import ExtraParameters
-from cadenza.optim.parameters import parameters_of
+from cadenza.optim.parameters import ExtraParameters, parameters_of
 from cadenza.optim.precision import Precision
 from cadenza.optim.rates import Rates
-from cadenza.optim.settings import Given
+from cadenza.optim.settings import Settings
 from cadenza.profiling.timings import Timings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
@@ -108,7 +107,7 @@ class Session:
     """The random order of the training data depends on this seed, the epoch and the batch alone."""
     replay: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    given: Given = field(default_factory=Given)
+    given: Settings = field(default_factory=Settings)
     directory: Path | None = None
     """The directory in which the main process writes; None if nothing is written."""
     files: RunDirectory | None = None

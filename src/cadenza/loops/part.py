@@ -25,7 +25,7 @@ from cadenza.engine.whereabouts import caller, whereabouts
 from cadenza.errors import add_note
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loops.steps import end_abandoned
-from cadenza.optim.settings import Given, shown, tell_given
+from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
 from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import exit_after_signal
@@ -48,7 +48,7 @@ class Part:
         self,
         trainer: Recipe,
         resume: bool | str | PathLike[str] | GoBack,
-        given: Given,
+        given: Settings,
         *,
         strict: bool,
         replay: bool,
@@ -146,7 +146,7 @@ class Part:
             "device": str(session.device),
             "plan": trainer._plan(session.optimizers, session.hooks, session).text(),
         }
-        facts |= {"override": shown(self._given)} if self._given.override else {}
+        facts |= {"override": self._given.shown()} if self._given.override else {}
         facts |= {"checkpoints": folders} if (folders := elsewhere(trainer.callbacks)) else {}
         facts |= {"monitors": monitors} if (monitors := monitors_in(session.hooks)) else {}
         return facts
@@ -168,7 +168,7 @@ class Part:
         session.restored.config = config_of(session)
         before, trainer._last_progress = trainer._last_progress, session.progress
         if start.loaded is None:
-            tell_given(session)
+            session.given.tell_values(session.run)
             warn_of_trained_weights(session, before)
         if resume or all(isinstance(one, Callback) for one in trainer.callbacks):  # adapters may write checkpoints of their own
             warn_of_no_checkpoint(session, resume)

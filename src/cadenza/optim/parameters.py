@@ -1,13 +1,20 @@
-"""The parameters of optimizers, and their gradients."""
+"""The parameters of optimizers: their gradients, and those that are not part of the model, such as a learned temperature."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from cadenza.drivers.sharding import laid_out
+from cadenza.errors import CheckpointMismatchError
+from cadenza.status.counting import counted
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
@@ -29,3 +36,114 @@ def distinct_gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
             dense = type(gradient) is Tensor and gradient.layout is torch.strided
             found[(gradient.data_ptr(), gradient.shape) if dense else id(gradient)] = gradient
     return list(found.values())
+
+
+class ExtraParameters:
+    """The parameters that the optimizers of a run hold and the model does not, and the modules of the loss.
+
+    On several ranks, this class gives these parameters the values of the main process and averages their gradients before each
+    update; the driver does both for the model only. Checkpoints hold their values and the buffers of the modules.
+    """
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        self.modules: list[nn.Module] = modules_of(compute)
+        self.parameters: list[Tensor] = []
+        """In the order of the optimizers, without duplicates. Empty until `begin`."""
+        self._unchecked: set[int] = set()
+
+    def begin(self, run: Run) -> None:
+        """Find the parameters, and give all ranks the same values. Every rank must call this."""
+        model = run.driver.unwrap(run.model)
+        own = {id(parameter) for parameter in model.parameters()}
+        self.parameters = list({id(one): one for one in parameters_of(run.optimizers) if id(one) not in own}.values())
+        self._unchecked = {id(one) for one in self.parameters}
+        buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        run.driver.share_tensors([*(parameter.detach() for parameter in self.parameters), *buffers])
+
+    def check_devices(self, run: Run) -> None:
+        """Raise `ValueError` if a parameter is on another device than the run. Call it after the hooks that move modules."""
+        for parameter in self.parameters:
+            if parameter.device != run.device:
+                raise ValueError(
+                    f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is outside of the model and on "
+                    f"{parameter.device}; expected it on {run.device}, as the run. Create it there, or make it part of "
+                    "a module that is moved: supervised(loss_module) or MoveModules(module)."
+                )
+
+    def before_update(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
+        """Average the gradients over all ranks. Warn once about parameters without gradient. Every rank must call this."""
+        held = {id(parameter) for parameter in parameters_of(optimizers)}
+        updated = [parameter for parameter in self.parameters if id(parameter) in held]
+        if run.driver.reduces:
+            run.driver.average_gradients(updated)
+        if not self._unchecked:
+            return
+        without = [one for one in updated if id(one) in self._unchecked and one.requires_grad and one.grad is None]
+        self._unchecked -= held
+        if without:
+            run.warn(
+                f"an optimizer holds {counted(len(without), 'parameter')} outside of the model, such as one of shape "
+                f"{tuple(without[0].shape)}, that have no gradient in their first update. If the loss does not use them, make "
+                "the optimizer of the parameters that it uses."
+            )
+
+    def doubts(self, held: set[int], model: nn.Module) -> Iterator[str]:
+        """Yield a warning if no optimizer holds a parameter of the loss. `held` has the ids of the held parameters."""
+        named = [pair for module in self.modules for pair in module.named_parameters()]
+        known = held | {id(parameter) for parameter in model.parameters()} if named else held
+        left = [name for name, one in named if one.requires_grad and id(one) not in known]
+        if left:
+            yield (
+                f"the loss has {counted(len(left), 'parameter')} that no optimizer holds, so they are not trained: "
+                f"{', '.join(left[:5])}"
+                f"{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
+            )
+
+    def shapes(self) -> list[list[int]]:
+        """Return the shapes of the parameters. A run that continues must have the same."""
+        return [list(parameter.shape) for parameter in self.parameters]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint; empty if there are no such parameters or buffers."""
+        buffers = [_buffers_of(module) for module in self.modules]
+        if not self.parameters and not any(buffers):
+            return {}
+        return {"parameters": [parameter.detach() for parameter in self.parameters], "buffers": buffers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned. An empty state changes nothing. Every rank must call this.
+
+        Raises:
+            CheckpointMismatchError: A name or a shape differs. Nothing is changed.
+        """
+        if not state:
+            return
+        if (before := [list(value.shape) for value in state["parameters"]]) != (now := self.shapes()):
+            raise CheckpointMismatchError(
+                f"parameters outside of the model: saved {before}, now {now}. Give the same optimizers."
+            )
+        pairs = list(zip(self.parameters, state["parameters"], strict=True))
+        for own, saved in zip([_buffers_of(module) for module in self.modules], state["buffers"], strict=False):
+            if (theirs := _shapes(saved)) != (ours := _shapes(own)):
+                raise CheckpointMismatchError(
+                    f"the buffers of the loss differ: saved {theirs}, now {ours}. Give the same loss."
+                )
+            pairs += [(own[name], value) for name, value in saved.items()]
+        with torch.no_grad():
+            for tensor, value in pairs:
+                tensor.copy_(laid_out(value, tensor))
+
+
+def modules_of(compute: object) -> list[nn.Module]:
+    """Return the known modules of a loss function: the function itself, or the loss in `supervised`."""
+    return [one for one in (compute, getattr(compute, "loss_fn", None)) if isinstance(one, nn.Module)]
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers in the ``state_dict`` of a module, by name."""
+    kept = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items()}

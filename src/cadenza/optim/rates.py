@@ -1,17 +1,23 @@
-"""The learning rates in effect: those of the optimizers, times the factors of warm-ups."""
+"""The learning rates in effect: those of the schedules of the optimizers, times the factors of warm-ups."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from cadenza.errors import CallbackError
+from cadenza.loading import num_batches
+from cadenza.optim.settings import limits_of, set_option
+from cadenza.status.progress import Progress, Unit
+from cadenza.status.signatures import signature_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -30,38 +36,25 @@ class Rates:
         self.factors: dict[int, list[Factor]] = {}
         """By the index of the optimizer in the run: functions of the step, counted from 1. Their product is applied."""
         self._kept: dict[int, list[tuple[dict[str, Any], Any]]] = {}
-        self._kept_tensors: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def factor(self, optimizer: int, step: int) -> float:
         """Return the factor on the rates of an optimizer in a step."""
-        factors = self.factors.get(optimizer)
-        return prod(factor(step) for factor in factors) if factors else 1.0
+        return prod((factor(step) for factor in self.factors.get(optimizer, ())), start=1.0)
 
     def apply(self, index: int, optimizer: Optimizer, step: int) -> None:
         """Multiply the rates of an optimizer by their factor, once, until `put_back`."""
         if index in self._kept:
             return
-        factor, groups = self.factor(index, step), optimizer.param_groups
-        self._kept[index] = kept = [(group, group["lr"]) for group in groups]
-        # Each tensor once, because two groups may share it; in place, because captured graphs read its memory.
-        tensors = {id(rate): rate for _, rate in kept if isinstance(rate, Tensor)}
-        self._kept_tensors[index] = [(rate, rate.detach().clone()) for rate in tensors.values()]
-        for group, rate in kept:
-            if not isinstance(rate, Tensor):
-                group["lr"] = rate * factor
-        if tensors:
-            with torch.no_grad():
-                for tensor in tensors.values():
-                    tensor.mul_(factor)
+        factor = self.factor(index, step)
+        # All are copied before one is scaled, because two groups may share a tensor.
+        self._kept[index] = [(group, _copy_of(group["lr"])) for group in optimizer.param_groups]
+        for group, rate in self._kept[index]:
+            set_option(group, "lr", rate * factor)
 
     def put_back(self, index: int) -> None:
         """Restore the rates before `apply`."""
         for group, rate in self._kept.pop(index, ()):
-            group["lr"] = rate
-        if tensors := self._kept_tensors.pop(index, ()):
-            with torch.no_grad():
-                for tensor, before in tensors:
-                    tensor.copy_(before)
+            set_option(group, "lr", rate)
 
     def of(self, run: Run) -> list[float]:
         """Return the rate of each parameter group, over all optimizers, in the next update."""
@@ -71,6 +64,24 @@ class Rates:
             for index, optimizer in enumerate(run.optimizers)
             for group in optimizer.param_groups
         ]
+
+
+def _copy_of(rate: Any) -> Any:
+    return rate.detach().clone() if isinstance(rate, Tensor) else rate
+
+
+def optimizer_of(run: Run, index: int, *, needed_by: str) -> Optimizer:
+    """Return an optimizer of the run by its index.
+
+    Raises:
+        ValueError: The run has no such optimizer.
+    """
+    if not 0 <= index < len(run.optimizers):
+        raise ValueError(f"{needed_by}: optimizer must be an index from 0 to {len(run.optimizers) - 1}; got {index}")
+    return run.optimizers[index]
+
+
+# -- schedules --------------------------------------------------------------------------------------
 
 
 class SetsRates(ABC):
@@ -92,17 +103,6 @@ class SetsRates(ABC):
         """Make the scheduler again, from the rates that the optimizer has now."""
 
 
-def optimizer_of(run: Run, index: int, *, needed_by: str) -> Optimizer:
-    """Return an optimizer of the run by its index.
-
-    Raises:
-        ValueError: The run has no such optimizer.
-    """
-    if not 0 <= index < len(run.optimizers):
-        raise ValueError(f"{needed_by}: optimizer must be an index from 0 to {len(run.optimizers) - 1}; got {index}")
-    return run.optimizers[index]
-
-
 def check_one_each(callbacks: Mapping[str, object], optimizers: Sequence[Optimizer] | None) -> None:
     """Raise `CallbackError` if two callbacks set the learning rate of one optimizer, because their schedules would multiply.
 
@@ -112,9 +112,133 @@ def check_one_each(callbacks: Mapping[str, object], optimizers: Sequence[Optimiz
     """
     names: dict[object, str] = {}
     for name, one in callbacks.items():
-        if isinstance(one, SetsRates) and (other := names.setdefault(one.aim(optimizers), name)) != name:
+        other = names.setdefault(one.aim(optimizers), name) if isinstance(one, SetsRates) else name
+        if other != name:
             raise CallbackError(
                 f"{other} and {name} set the learning rate of the same optimizer, and their schedules would multiply. Keep "
                 "one: torch's SequentialLR runs schedules one after the other, ChainedScheduler multiplies them, and Warmup "
                 "combines with any schedule. For several optimizers, choose one: LearningRate(..., optimizer=1)."
             )
+
+
+def takes_total(function: Callable[..., object]) -> bool:
+    """Return whether a function takes the total too, as a second argument without default.
+
+    A class, or a partial of one, does not: its second argument has another meaning.
+
+    >>> takes_total(lambda step: 0), takes_total(lambda step, total: 0), takes_total(lambda step, power=2: 0)
+    (False, True, False)
+    """
+    if isinstance(function.func if isinstance(function, partial) else function, type):
+        return False
+    try:
+        parameters = signature_of(function).parameters.values()
+    except ValueError:  # a function in C without a signature
+        return False
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 and positional[1].default is inspect.Parameter.empty
+
+
+def planned_total(run: Run, unit: Unit, *, needed_by: str) -> int:
+    """Return the number of `unit` that the run completes if nothing stops it; works in ``on_setup`` too.
+
+    Raises:
+        ValueError: The number is not known. `needed_by` is the subject of the message.
+    """
+    # In on_setup the counters are not yet those of a loader that was replaced.
+    batches = num_batches(run.loader, run.driver.data_shard())
+    limits = Progress(**limits_of(run.progress), batches_per_epoch=batches)
+    total = limits.total(unit, run.info.accumulate)
+    if total is None:
+        raise ValueError(f"{needed_by} needs a run of known length: {why_unknown(run.progress, unit)}")
+    return total
+
+
+def why_unknown(limits: Progress, unit: Unit) -> str:
+    """Return why a run has no known total of `unit`, and what to give."""
+    limit = "max_epochs" if unit == "epoch" else "max_steps"
+    if limits.max_tokens is not None:
+        return (
+            f"with max_tokens={limits.max_tokens} it ends when they are reached, and how many a step has is not known. Give "
+            f"Trainer {limit}= instead."
+        )
+    silent = "its loader does not say how many batches it has (no __len__), and"
+    if limits.max_epochs is None or limits.max_steps is None:
+        return f"{silent} {limit}= is not given. Give Trainer one of the two."
+    return (
+        f"{silent} with max_epochs={limits.max_epochs} and max_steps={limits.max_steps} either limit may come first. Give "
+        f"Trainer {limit}= alone, or a loader with __len__."
+    )
+
+
+# -- schedules of timm ------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A schedule of timm: its caller counts, and passes the count."""
+
+    optimizer: Optimizer
+    t_in_epochs: bool
+    """Whether it counts epochs. Otherwise it counts updates."""
+
+    def step(self, epoch: int, metric: float | None = None) -> None: ...
+    def step_update(self, num_updates: int, metric: float | None = None) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def is_counted(schedule: object) -> TypeGuard[Counted]:
+    """Return whether `schedule` has the interface of timm."""
+    return not isinstance(schedule, type) and isinstance(schedule, Counted)
+
+
+Scheduler = LRScheduler | Counted
+
+
+class CountedSchedule(LRScheduler):
+    """Counts for a schedule that must be given the count. The count is part of its state.
+
+    Args:
+        schedule: The schedule. ``step(1)`` or ``step_update(1)`` sets the rate after the first epoch or update.
+
+    Raises:
+        ValueError: It is a plateau schedule, which needs results and does not save its state.
+    """
+
+    def __init__(self, schedule: Counted) -> None:  # a scheduler of torch would set the rates here
+        name = type(schedule).__name__
+        if name == "PlateauLRScheduler":
+            raise ValueError(
+                "LearningRate cannot resume timm's PlateauLRScheduler, because it does not save its counters. Use "
+                'LearningRate(lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), monitor="eval/loss").'
+            )
+        self.schedule = schedule
+        self.optimizer: Optimizer = schedule.optimizer
+        self.last_epoch = 0
+
+    @staticmethod
+    def around(schedule: Any) -> Any:
+        """Return a schedule of timm in this form; any other object unchanged."""
+        return CountedSchedule(schedule) if is_counted(schedule) else schedule
+
+    @property
+    def per(self) -> str:
+        """The unit that it counts: ``"epoch"`` or ``"step"``."""
+        return "epoch" if self.schedule.t_in_epochs else "step"
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        step = self.schedule.step if self.schedule.t_in_epochs else self.schedule.step_update
+        step(self.last_epoch)
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.schedule.state_dict(), "last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = dict(state_dict)
+        self.last_epoch = state.pop("last_epoch")
+        self.schedule.load_state_dict(state)

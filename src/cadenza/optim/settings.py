@@ -1,62 +1,90 @@
-"""The settings of optimizers, schedules and the training loader, and how those in a checkpoint differ."""
+"""The settings of a run: what its optimizers, schedules, callbacks and loader were made with. Checkpoints hold them.
+
+=================  ================================================  ==========================  =======================
+settings of        which are                                         a resumed run uses          ``override`` takes
+=================  ================================================  ==========================  =======================
+a parameter group  its plain options, such as ``lr``                 the saved, or `override`    names, values
+a schedule         the arguments of the scheduler of `LearningRate`  the saved, or `override`    names, values
+another callback   its arguments, such as the length of `Warmup`     the present                 names
+the loader         its arguments, and the number of samples          the present                 names, ``batch_size=``
+the run            ``max_epochs``, ``max_steps``, ``max_tokens``     the present
+=================  ================================================  ==========================  =======================
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.drivers.base import Driver
 from cadenza.errors import nearest
-from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.length import Length
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.settings import CLASS_NAMES, loader_settings
 from cadenza.status.accumulation import Accumulation
+from cadenza.status.counting import counted
+from cadenza.status.decisions import decide
 from cadenza.status.progress import Progress
 from cadenza.status.shown import brief
 from cadenza.status.signatures import signature_of
 
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
 _NOT_SETTINGS = ("params", "param_names", "fused", "foreach", "initial_lr")
 _SEEN: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
+# -- parameter groups -------------------------------------------------------------------------------
 
-@dataclass(slots=True)
-class Given:
-    """The settings that are in effect when a run continues."""
 
-    override: Sequence[str] = ()
-    """The names of the settings that keep their present values, or get those in `values`."""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """The values that ``fit(override={...})`` gives, by the name of the setting."""
-    changed: list[tuple[str, Any, Any]] = field(default_factory=list)
-    """The settings that `values` changed: name, value of the trainer, value of the run."""
-    kept: set[tuple[int, int, str]] = field(default_factory=set)
-    """By optimizer, group and name: settings in `override` that keep their saved values, because other groups are named."""
-    optimizers: list[list[dict[str, Any]]] = field(default_factory=list)
-    """By optimizer and group, the arguments in effect; empty: the arguments that the optimizers were made with."""
+class Group(NamedTuple):
+    """A parameter group of an optimizer of the run."""
 
-    def note(self, name: str, before: Any, now: Any) -> None:
-        """Note that `values` changed a setting."""
-        if before != now:
-            self.changed.append((name, before, now))
+    number: int
+    """Its index over all optimizers."""
+    key: tuple[int, int]
+    """The index of the optimizer, and the index of the group in it."""
+    optimizer: Optimizer
+    options: dict[str, Any]
+    settings: dict[str, Any]
+    """The plain arguments; see `settings_of`."""
+
+    def set(self, name: str, value: Any) -> None:
+        """Set an option. The schedule of the group, if there is one, starts from a new rate."""
+        set_option(self.options, name, value)
+        if name == "lr" and "initial_lr" in self.options:
+            set_option(self.options, "initial_lr", value)
+
+
+def groups_of(optimizers: Sequence[Optimizer]) -> list[Group]:
+    """Return the parameter groups of all optimizers, in order."""
+    found: list[Group] = []
+    for index, optimizer in enumerate(optimizers):
+        for inner, settings in enumerate(settings_of(optimizer)):
+            found.append(Group(len(found), (index, inner), optimizer, optimizer.param_groups[inner], settings))
+    return found
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return, by parameter group, the plain arguments that an optimizer had at the first call of this function."""
-    if optimizer not in _SEEN:
-        _SEEN[optimizer] = [_settings(group) for group in optimizer.param_groups]
-    return _SEEN[optimizer]
+    """Return, by parameter group, the plain arguments that the group had when this function first saw it."""
+    seen = _SEEN.setdefault(optimizer, [])
+    seen += map(_settings, optimizer.param_groups[len(seen) :])
+    return seen
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {}  # a schedule has changed "lr"
-    return plain({name: value for name, value in {**group, **rate}.items() if name not in _NOT_SETTINGS})
+    options = {name: value for name, value in group.items() if name not in _NOT_SETTINGS}
+    if "initial_lr" in group:  # a schedule has changed "lr"
+        options["lr"] = group["initial_lr"]
+    return plain(options)
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,10 +96,12 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
+    if isinstance(value, Counter):  # the milestones of a schedule
+        return sorted(value.elements())
     if isinstance(value, list | tuple):
         parts = [_plain(part) for part in value]
         return None if None in parts else parts
-    return value if isinstance(value, bool | int | float | str) else None
+    return value if isinstance(value, int | float | str) else None
 
 
 def set_option(group: dict[str, Any], name: str, value: Any) -> None:
@@ -79,45 +109,28 @@ def set_option(group: dict[str, Any], name: str, value: Any) -> None:
 
     A tensor is filled and keeps its memory, which captured and compiled steps read. A list is stored as a tuple.
     """
-    if isinstance(group.get(name), Tensor) and isinstance(value, int | float):
+    held = group.get(name)
+    if isinstance(held, Tensor) and isinstance(value, int | float | Tensor):
         with torch.no_grad():
-            group[name].fill_(value)
+            held.copy_(value) if isinstance(value, Tensor) else held.fill_(value)
     else:
         group[name] = tuple(value) if isinstance(value, list) else value
 
 
-def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Have the schedule of a parameter group start from this rate, if it has one."""
-    if "initial_lr" in group:
-        set_option(group, "initial_lr", rate)
-
-
-@runtime_checkable
-class MadeWith(Protocol):
-    """A callback, such as `LearningRate`, that builds an object from arguments, which its saved state then overwrites."""
-
-    made_with: Mapping[str, Any]
-    """The arguments, by name."""
-
-    @property
-    def made_anew(self) -> bool:
-        """Whether the present arguments are in effect when the run continues."""
-
-
 class Compared:
-    """A callback with arguments that change the training. A run that continues reports different ones, and uses the present."""
+    """A callback with arguments that change the training. A run that continues reports different ones, and uses the present.
+
+    `LearningRate` differs: it builds an object from arguments, which its saved state then overwrites.
+    """
+
+    made_anew: bool = True
+    """Whether the present arguments are in effect when the run continues."""
 
     @property
-    def made_anew(self) -> bool:
-        """See `MadeWith`."""
-        return True
-
-    @property
-    def made_with(self) -> dict[str, Any]:
+    def made_with(self) -> Mapping[str, Any]:
         """The arguments that the callback holds under their names, as plain data or text."""
-        held = {name: getattr(self, name, None) for name in signature_of(type(self)).parameters if name in vars(self)}
-        texts = {name: str(one) if isinstance(one, Accumulation | Length | Schedule) else one for name, one in held.items()}
-        return {name: one if (one := _plain(value)) is not None else brief(value) for name, value in texts.items()}
+        held = vars(self)
+        return {name: _told(held[name]) for name in signature_of(type(self)).parameters if name in held}
 
 
 class Difference(NamedTuple):
@@ -137,151 +150,250 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name}{self.where}: saved {self.saved}, now {self.now}"
 
-
-class Configured(Protocol):
-    """The engine's session, as far as its settings are compared."""
-
-    given: Given
-    optimizers: list[Optimizer]
-    loader: Iterable[Any]
-    hooks: Hooks
-    driver: Driver
-    progress: Progress
-
-    def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> object: ...
-    def warn(self, text: str) -> None: ...
+    @property
+    def data(self) -> dict[str, Any]:
+        """The data of the decision about it."""
+        used = self.now if self.present else self.saved
+        return {"setting": f"{self.name}{self.where}", "saved": self.saved, "now": self.now, "used": used}
 
 
-def given_to(run: Configured) -> dict[str, Any]:
-    """Return the settings of a run, for a checkpoint."""
-    settings = run.given.optimizers or [settings_of(optimizer) for optimizer in run.optimizers]
-    return {
-        "optimizers": settings,
-        "loader": loader_settings(run.loader),
-        "callbacks": _made_with(run),
-        "limits": limits_of(run.progress),
-    }
-
-
-def limits_of(progress: Progress) -> dict[str, int | None]:
+def limits_of(progress: Progress) -> dict[str, Any]:
     """Return the limits of a run, by the names of the arguments."""
     return {name: getattr(progress, name) for name in ("max_epochs", "max_steps", "max_tokens")}
 
 
-def _made_with(run: Configured) -> dict[str, dict[str, Any]]:
-    return {name: dict(one.made_with) for name, one in run.hooks.callbacks.items() if isinstance(one, MadeWith)}
+def _told(value: Any) -> Any:
+    """Return an argument of a callback as plain data or text."""
+    if isinstance(value, Accumulation | Length | Schedule):
+        return str(value)
+    known = _plain(value)
+    return brief(value) if known is None else known
 
 
-def check_override(run: Configured) -> None:
-    """Raise `ValueError` if ``run.given`` has a name that no setting has, or a value for a setting that takes none."""
-    now = given_to(run)
-    takes = {name for groups in now["optimizers"] for group in groups for name in group} | {"accumulate"}
-    takes |= {"batch_size"} & set(now["loader"])
-    takes |= {name for settings in now["callbacks"].values() if "scheduler" in settings for name in settings}
-    known = takes | {name for settings in (now["loader"], *now["callbacks"].values()) for name in settings}
-    for name in run.given.override:
-        if name not in known:
-            raise ValueError(
-                f"override names {name!r}, which is no setting of this run.{nearest(name, known)} Use any of {sorted(known)}."
-            )
-        if name in run.given.values and name not in takes:
-            raise ValueError(
-                f"override gives {name!r} a value, but this setting is an argument of the loader or of a callback. Give it "
-                f"there, and fit(resume=..., override=({name!r},)). These take a value: {sorted(takes)}."
-            )
+# -- the settings of a run ------------------------------------------------------------------------
 
 
-def differences(run: Configured, saved: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences from the saved `given_to`; none if the checkpoint has no such part. Every rank must call this."""
-    now = run.driver.broadcast(given_to(run))  # a custom loader may differ from rank to rank
-    found = list(_of_optimizers(saved.get("optimizers", ()), now["optimizers"], run.given))
-    for name, made_with in saved.get("callbacks", {}).items():
-        callback = run.hooks.callbacks.get(name)
-        if isinstance(callback, MadeWith):
-            where = f" of {name}"
-            both = {key: now["callbacks"][name][key] for key in made_with if key in now["callbacks"][name]}
-            found += [
-                Difference(key, where, made_with[key], value, callback.made_anew or key in run.given.override)
-                for key, value in both.items()
-                if value != made_with[key]
-            ]
-    before, loader = saved.get("loader", now["loader"]), now["loader"]
-    for key in {**before, **loader}:
-        old, new = before.get(key, "nothing"), loader.get(key, "nothing")
-        if old != new:
-            found.append(Difference(key, "", old, new, present=True, samples=key not in CLASS_NAMES))
-    return found
+@dataclass(slots=True)
+class Settings:
+    """The settings that are in effect when a run continues."""
 
+    override: Sequence[str] = ()
+    """The names of the settings that keep their present values, or get those in `values`."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The values that ``fit(override={...})`` gives, by the name of the setting."""
+    changed: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """The settings that `values` changed: name, value of the trainer, value of the run."""
+    groups: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+    """By setting, the keys of the groups that a mapping in `values` names. The other groups keep their saved values."""
+    optimizers: list[list[dict[str, Any]]] = field(default_factory=list)
+    """By optimizer and group, the arguments in effect; empty: the arguments that the optimizers were made with."""
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By callback, the arguments in effect, if they may differ from those it was made with."""
 
-def _of_optimizers(saved: Sequence[Any], now: Sequence[Any], given: Given) -> Iterable[Difference]:
-    for index, (before, after) in enumerate(zip(saved, now, strict=False)):
-        of = f" of optimizer {index}" if len(now) > 1 else ""
-        for name in after[0] if after else ():
-            pairs = [(b[name], a[name]) for b, a in zip(before, after, strict=False) if name in b and name in a]
-            other = [(group, pair) for group, pair in enumerate(pairs) if pair[0] != pair[1]]
-            alike = len({str(pair) for pair in pairs}) == 1
-            for group, (old, new) in other[:1] if alike else other:
-                where = of if alike else f"{of} of group {group}"
-                yield Difference(name, where, old, new, name in given.override and (index, group, name) not in given.kept)
-
-
-def take_over(run: Configured, saved: Mapping[str, Any]) -> None:
-    """Set the overridden values in the loaded optimizers, and record the settings in effect."""
-    now = [settings_of(optimizer) for optimizer in run.optimizers]
-    run.given.optimizers = []
-    for index, (optimizer, settings, before) in enumerate(zip(run.optimizers, now, saved.get("optimizers", now), strict=True)):
-        taken = [
-            {name: one[name] for name in run.given.override if name in one and (index, group, name) not in run.given.kept}
-            for group, one in enumerate(settings)
-        ]
-        run.given.optimizers.append([{**one, **old, **new} for one, old, new in zip(settings, before, taken, strict=False)])
-        for group, new in zip(optimizer.param_groups, taken, strict=False):
-            for name, value in new.items():
-                set_option(group, name, value)
-                if name == "lr":
-                    set_rate(group, value)
-    for name, made_with in saved.get("callbacks", {}).items():
-        callback = run.hooks.callbacks.get(name)
-        if isinstance(callback, MadeWith) and not callback.made_anew:
-            callback.made_with = {**made_with, **{k: v for k, v in callback.made_with.items() if k in run.given.override}}
-
-
-def tell(run: Configured, name: str, found: Sequence[Difference], saved: Mapping[str, Any]) -> None:
-    """Record each difference as a decision, and issue one warning for all that are not in `override`."""
-    _tell_limits(run, saved)
-    unexpected = []
-    for one in found:
-        which, used = ("present", one.now) if one.present else ("saved", one.saved)
-        line = f"{one}; the run uses the {which} value"
-        who = "override" if one.present and one.name in run.given.override else "the trainer"
-        data = {"setting": f"{one.name}{one.where}", "saved": one.saved, "now": one.now, "used": used}
-        run.decide("setting differs", line, who=who, data=data)
-        unexpected += [] if one.name in run.given.override else [line]
-    if unexpected:
-        old = [one.name for one in found if not one.present]
-        hint = f". fit(resume=..., override={tuple(dict.fromkeys(old))!r}) takes the present values instead" if old else ""
-        run.warn(f"{name} was written with other settings: {'. '.join(unexpected)}{hint}")
-
-
-def _tell_limits(run: Configured, saved: Mapping[str, Any]) -> None:
-    """Record each limit that differs from the checkpoint as a decision. A larger one is the usual reason to continue a run."""
-    for name, now in limits_of(run.progress).items():
-        before = saved.get("limits", {}).get(name, now)
+    def note(self, name: str, before: Any, now: Any) -> None:
+        """Note that `values` changed a setting."""
         if before != now:
-            data = {"setting": name, "saved": before, "now": now, "used": now}
-            run.decide("limit changed", f"{name}: saved {before}, now {now}", who="the trainer", data=data)
+            self.changed.append((name, before, now))
+
+    def overrides(self, name: str, group: tuple[int, int]) -> bool:
+        """Return whether a parameter group continues with the present value of a setting. `group` is its key."""
+        return name in self.override and group in self.groups.get(name, (group,))
+
+    def give_to(self, optimizers: Sequence[Optimizer]) -> None:
+        """Set the given values in the optimizers, before a schedule or a checkpoint reads them. Other names are left alone.
+
+        Raises:
+            TypeError: A value has another type than the present one.
+            ValueError: A value is out of range, there is a wrong number of values, or a group does not exist.
+        """
+        groups = groups_of(optimizers)
+        for name, setting in self.values.items():
+            value = _listed(setting)
+            spread = _spread(name, value, [group for group in groups if name in group.settings])
+            for group, one in spread:
+                before = group.settings[name]
+                _check(name, one, before, group.optimizer)
+                group.set(name, one)
+                group.settings[name] = plain({name: one})[name]
+                self.note(f"{name} of group {group.number}" if len(groups) > 1 else name, before, group.settings[name])
+                if one is value and name in group.optimizer.defaults:  # for parameters that are added later
+                    group.optimizer.defaults[name] = group.options[name]
+            if isinstance(value, Mapping):
+                self.groups[name] = {group.key for group, _ in spread}
+
+    def table(self, run: Run) -> dict[str, Any]:
+        """Return the settings of a run, for a checkpoint."""
+        made_with = {name: dict(one.made_with) for name, one in hooks_of(run).callbacks.items() if isinstance(one, Compared)}
+        return {
+            "optimizers": self.optimizers or [settings_of(optimizer) for optimizer in run.optimizers],
+            "loader": loader_settings(run.loader),
+            "callbacks": {**made_with, **self.callbacks},
+            "limits": limits_of(run.progress),
+        }
+
+    def check(self, run: Run) -> None:
+        """Raise `ValueError` if `override` names no setting of the run, or gives a value to a setting that takes none."""
+        now = self.table(run)
+        groups = [group for groups in now["optimizers"] for group in groups]
+        schedules = [settings for settings in now["callbacks"].values() if "scheduler" in settings]
+        takes = {"accumulate"}.union(*groups, *schedules)
+        if "batch_size" in now["loader"]:
+            takes.add("batch_size")
+        known = takes.union(now["loader"], *now["callbacks"].values())
+        for name in self.override:
+            if name not in known:
+                raise ValueError(
+                    f"override names {name!r}, which is no setting of this run.{nearest(name, known)} Use any of "
+                    f"{sorted(known)}."
+                )
+            if name in self.values and name not in takes:
+                raise ValueError(
+                    f"override gives {name!r} a value, but this setting is an argument of the loader or of a callback. Give it "
+                    f"there, and fit(resume=..., override=({name!r},)). These take a value: {sorted(takes)}."
+                )
+
+    def differences(self, run: Run, saved: Mapping[str, Any]) -> list[Difference]:
+        """Return the differences from a saved `table`; none if the checkpoint has none. Every rank must call this."""
+        now = run.driver.broadcast(self.table(run))  # a custom loader may differ from rank to rank
+        found = [*self._of_optimizers(saved.get("optimizers", ()), now["optimizers"])]
+        for name, before in saved.get("callbacks", {}).items():
+            callback = hooks_of(run).callbacks.get(name)
+            if isinstance(callback, Compared):
+                for key, new in now["callbacks"][name].items():
+                    if before.get(key, new) != new:
+                        present = callback.made_anew or key in self.override
+                        found.append(Difference(key, f" of {name}", before[key], new, present))
+        loader = now["loader"]
+        before = saved.get("loader", loader)
+        for key in {**before, **loader}:
+            old, new = before.get(key, "nothing"), loader.get(key, "nothing")
+            if old != new:
+                found.append(Difference(key, "", old, new, present=True, samples=key not in CLASS_NAMES))
+        return found
+
+    def _of_optimizers(self, saved: Sequence[Any], now: Sequence[Any]) -> Iterator[Difference]:
+        for index, (before, after) in enumerate(zip(saved, now, strict=False)):
+            of = f" of optimizer {index}" if len(now) > 1 else ""
+            groups = [*zip(before, after, strict=False)]
+            for name in after[0] if after else ():
+                pairs = [(old[name], new[name]) for old, new in groups if name in old and name in new]
+                other = [(group, pair) for group, pair in enumerate(pairs) if pair[0] != pair[1]]
+                alike = len({str(pair) for pair in pairs}) == 1
+                for group, (old, new) in other[:1] if alike else other:
+                    where = of if alike else f"{of} of group {group}"
+                    yield Difference(name, where, old, new, self.overrides(name, (index, group)))
+
+    def take_over(self, run: Run, saved: Mapping[str, Any]) -> None:
+        """Set the overridden values in the loaded optimizers, and record the settings in effect."""
+        before = saved.get("optimizers", [()] * len(run.optimizers))
+        self.optimizers = [[] for _ in run.optimizers]
+        for group in groups_of(run.optimizers):
+            index, inner = group.key
+            old = before[index][inner] if inner < len(before[index]) else {}
+            present = {name: value for name, value in group.settings.items() if self.overrides(name, group.key)}
+            self.optimizers[index].append({**group.settings, **old, **present})
+            for name, value in present.items():
+                group.set(name, value)
+        for name, made_with in saved.get("callbacks", {}).items():
+            callback = hooks_of(run).callbacks.get(name)
+            if isinstance(callback, Compared) and not callback.made_anew:
+                present = {key: value for key, value in callback.made_with.items() if key in self.override}
+                self.callbacks[name] = {**made_with, **present}
+
+    def tell(self, run: Run, name: str, found: Sequence[Difference], saved: Mapping[str, Any]) -> None:
+        """Record each difference as a decision, and issue one warning for all that are not in `override`."""
+        limits = limits_of(run.progress)
+        before = limits | saved.get("limits", {})
+        for limit, now in limits.items():  # a larger one is the usual reason to continue a run
+            one = Difference(limit, "", before[limit], now, present=True)
+            if before[limit] != now:
+                decide(run, "limit changed", str(one), who="the trainer", data=one.data)
+        unexpected = []
+        for one in found:
+            line = f"{one}; the run uses the {'present' if one.present else 'saved'} value"
+            declared = one.name in self.override
+            who = "override" if declared and one.present else "the trainer"
+            decide(run, "setting differs", line, who=who, data=one.data)
+            if not declared:
+                unexpected.append(line)
+        if unexpected:
+            old = [one.name for one in found if not one.present]
+            hint = f". fit(resume=..., override={tuple(dict.fromkeys(old))!r}) takes the present values instead" if old else ""
+            run.warn(f"{name} was written with other settings: {'. '.join(unexpected)}{hint}")
+
+    def tell_values(self, run: Run) -> None:
+        """Record the values of `override` as decisions, in a run that starts without a checkpoint."""
+        for name, before, after in self.changed:
+            why = f"{name}: {before} in the trainer, now {after}"
+            data = Difference(name, "", None, after, present=True).data
+            decide(run, "setting differs", why, who="override", data=data)
+
+    def shown(self) -> dict[str, Any]:
+        """Return what `override` gives as plain data for ``run.json``: values by name, None for a name without a value."""
+        return {name: _shown(self.values.get(name)) for name in self.override}
 
 
-def tell_given(run: Configured) -> None:
-    """Record the values of `override` as decisions, in a run that starts without a checkpoint."""
-    for name, before, after in run.given.changed:
-        data = {"setting": name, "saved": None, "now": after, "used": after}
-        run.decide("setting differs", f"{name}: {before} in the trainer, now {after}", who="override", data=data)
+def _listed(value: Any) -> Any:
+    """Return a value with lists for the sequences of a configuration library, such as Hydra's ``ListConfig``."""
+    if isinstance(value, Mapping):
+        return {key: _listed(one) for key, one in value.items()}
+    foreign = isinstance(value, Sequence) and not isinstance(value, str | list | tuple)
+    return [*map(_listed, value)] if foreign else value
 
 
-def shown(given: Given) -> dict[str, Any]:
-    """Return what `override` gives as plain data for ``run.json``: values by name, None for a name without a value."""
-    return {name: _shown(given.values.get(name)) for name in given.override}
+def _spread(name: str, value: Any, holders: Sequence[Group]) -> list[tuple[Group, Any]]:
+    """Return the value for each parameter group: one for all, one for each, or those of the groups that a mapping names."""
+    if not holders:
+        return []
+    if isinstance(value, Mapping):
+        return [(_group(name, key, holders), one) for key, one in value.items()]
+    each = isinstance(value, list | tuple)
+    if isinstance(holders[0].settings[name], list):  # such as betas: only a list of lists has one for each group
+        each = each and bool(value) and all(isinstance(one, list | tuple) for one in value)
+    if not each:
+        return [(group, value) for group in holders]
+    if len(value) != len(holders):
+        raise ValueError(
+            f"override gives {name} {counted(len(value), 'value')}, but {counted(len(holders), 'parameter group')} of the "
+            f"optimizers have it. Give one for all of them, {len(holders)} in a list, or a mapping of groups to values."
+        )
+    return [*zip(holders, value, strict=True)]
+
+
+def _group(name: str, key: object, holders: Sequence[Group]) -> Group:
+    """Return the group that `key` names: an index over all optimizers, or the option ``name`` of a group."""
+    for group in holders:
+        if key == group.options.get("name") or (type(key) is int and key == group.number):
+            return group
+    known = [group.options.get("name", group.number) for group in holders]
+    meant = nearest(key, [str(one) for one in known]) if isinstance(key, str) else ""
+    raise ValueError(f"override gives {name} to the parameter group {key!r}, which does not exist.{meant} Use any of {known}.")
+
+
+def _check(name: str, value: Any, before: Any, optimizer: Optimizer) -> None:
+    """Raise `TypeError` or `ValueError` for a value that the optimizer cannot have."""
+    if isinstance(before, list):
+        fits = isinstance(value, list | tuple) and len(value) == len(before) and all(map(_is_number, value))
+        expected = f"{counted(len(before), 'number')}, such as {tuple(before)}"
+    elif isinstance(before, bool | str):
+        fits, expected = type(value) is type(before), f"a {type(before).__name__}, such as {before!r}"
+    else:
+        fits, expected = _is_number(value), f"a finite number, such as {before!r}"
+    if not fits:
+        raise TypeError(f"override: {name} must be {expected}; got {value!r}")
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim"):
+        options: dict[str, Any] = {"lr": 1e-3, name: tuple(value) if isinstance(value, list) else value}
+        try:
+            kind([nn.Parameter(torch.zeros(1))], **options)
+        except ValueError as error:
+            raise ValueError(f"override: {kind.__name__} does not take {name}={value!r}: {error}") from None
+        except TypeError:  # an option of a group that the class does not take
+            return
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _shown(value: Any) -> Any:
@@ -289,4 +401,4 @@ def _shown(value: Any) -> Any:
         return {str(key): _shown(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_shown(one) for one in value]
-    return value if isinstance(value, bool | int | float | str | None) else brief(value)
+    return value if isinstance(value, int | float | str | None) else brief(value)

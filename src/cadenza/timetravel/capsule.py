@@ -22,9 +22,9 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.subscription import steps_in
 from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import Parts, QuickState, quick_capture
-from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.finite import all_finite, first_not_finite
 from cadenza.optim.model_state import load_into, plain_name, state_of
+from cadenza.optim.parameters import modules_of
 from cadenza.records.arriving import Arriving, arriving
 from cadenza.status.decisions import decide
 from cadenza.timetravel.alone import alone

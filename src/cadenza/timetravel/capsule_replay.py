@@ -18,8 +18,8 @@ from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading.batches import moved
 from cadenza.loading.rng import RNGState, preserve_rng_state
-from cadenza.optim.extra_parameters import modules_of
 from cadenza.optim.model_state import load_into, state_of
+from cadenza.optim.parameters import modules_of
 from cadenza.status.plain import same
 from cadenza.status.progress import Counters
 from cadenza.timetravel.alone import alone
