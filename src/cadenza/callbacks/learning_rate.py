@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
+_LENGTHS = ("T_max", "milestones", "step_size", "total_iters")
+"""The attributes of torch's schedulers that count calls of ``step``."""
+
+
 class LearningRate(Callback, SetsRates, Compared):
     """Set the learning rate with a scheduler of torch, of transformers or of timm.
 
@@ -237,7 +241,24 @@ class LearningRate(Callback, SetsRates, Compared):
                 f"now has {now}. Put that callback before LearningRate."
             )
         self._check_one_cycle(run)
+        self._warn_of_epochs(run)
         self._count = getattr(self.scheduler, "_step_count", None)
+
+    def _warn_of_epochs(self, run: Run) -> None:
+        """Warn of a schedule that is stepped after each update, with lengths that fit the epochs of the run."""
+        steps, epochs = run.progress.total("step"), run.progress.total("epoch")
+        if self.per != "step" or self.monitor is not None or not steps or not epochs or not session_of(run).advises:
+            return
+        for scheduler in getattr(self.scheduler, "_schedulers", [self.scheduler]):
+            found = next((one for one in _LENGTHS if getattr(scheduler, one, None)), None)
+            if found is not None and _in_epochs(scheduler, found, steps, epochs):
+                length = getattr(scheduler, found)
+                run.warn(
+                    f"LearningRate steps {type(scheduler).__name__} after each of the {steps} updates, and "
+                    f"{found}={sorted(length) if isinstance(length, Mapping) else length} fits the {epochs} epochs: "
+                    "per='epoch' steps it once an epoch. Otherwise give it lengths in updates."
+                )
+                return
 
     def _make_anew(self, run: Run) -> None:
         """Make the schedule again, for the new total if `stretch`, and step it to the position of the run."""
@@ -436,3 +457,17 @@ def _with_arguments(scheduler: LRScheduler, given: Settings) -> LRScheduler:
         return type(scheduler)(scheduler.optimizer, **{**held, **changes})
     except (TypeError, ValueError) as error:
         raise type(error)(f"override: {kind} does not take {changes}: {error}") from None
+
+
+def _in_epochs(scheduler: Any, name: str, steps: int, epochs: int) -> bool:
+    """Return whether a length of a scheduler fits the epochs of a run, and ends in the first quarter of its steps."""
+    length = getattr(scheduler, name)
+    last = max(length) if isinstance(length, Mapping) else length
+    if last > epochs or 4 * last > steps:
+        return False
+    if name == "total_iters":  # a shorter one is often a warm-up
+        return bool(last == epochs)
+    return name != "step_size" or bool(scheduler.gamma ** (steps / last) < _NO_RATE)  # else a slow fall from step to step
+
+
+_NO_RATE = 1e-4  # of the first rate
