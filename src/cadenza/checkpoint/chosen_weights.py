@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from os import PathLike, fspath
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cadenza.checkpoint.catalogue import Catalogue, Which, check_which, find, is_path
 from cadenza.checkpoint.changed_shapes import changed_buffers
-from cadenza.checkpoint.finding import Found, Which, check_which, find, find_in, is_path
 from cadenza.checkpoint.frozen import left_out_of, unchanged
 from cadenza.checkpoint.reader import Reader, on_all_ranks
 from cadenza.checkpoint.store import Loaded, Store
@@ -31,6 +31,8 @@ from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
 from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plain_name, state_of, untied
 from cadenza.status.counting import some
 from cadenza.status.decisions import in_json
+
+T = TypeVar("T")
 
 MODEL = "model"
 """The name of the model's own weights."""
@@ -102,20 +104,20 @@ class Chosen:
         return kept, misfits
 
 
-def chosen_of(found: Found, loaded: Loaded, wanted: str | None = None) -> Chosen:
+def chosen_of(loaded: Loaded, path: str, best: Mapping[str, Any], wanted: str | None = None) -> Chosen:
     """Return weights of a checkpoint.
 
     Args:
-        found: The checkpoint.
         loaded: Its content, read lazily: the parts of the optimizers' states stay in their files.
+        path: Its path or URL.
+        best: If it was chosen as the best: see `Entry.best`.
         wanted: ``"model"``, or the name of averaged weights. None: the averaged ones if they had the best result for which the
             checkpoint was kept, else the model's own.
 
     Raises:
         CheckpointError: It does not hold weights of this name.
     """
-    told = found.best if found.best else loaded.manifest
-    name = wanted or told.get("weights") or MODEL
+    name = wanted or (best or loaded.manifest).get("weights") or MODEL
     if name == MODEL:
         tensors = loaded.model
     else:
@@ -123,14 +125,14 @@ def chosen_of(found: Found, loaded: Loaded, wanted: str | None = None) -> Chosen
         if name not in sets:
             there = [MODEL, *sets]
             raise CheckpointError(
-                f"{found.saved.name} holds no weights {name!r}. It holds {', '.join(map(repr, there))}.{nearest(name, there)}"
+                f"{loaded.name} holds no weights {name!r}. It holds {', '.join(map(repr, there))}.{nearest(name, there)}"
             )
         callback, *held = [sets[name], "average", "module."] if isinstance(sets[name], str) else sets[name]  # 0.1 wrote a name
         tensors = HeldWeights(*held).tensors_in(loaded.state["callbacks"][callback])
-    facts = {"checkpoint": found.saved.name, "step": found.saved.step, "weights": name, "path": found.path}
-    facts |= {"best": [{key: found.best[key] for key in ("monitor", "mode", "value", "step")}]} if found.best else {}
+    facts = {"checkpoint": loaded.name, "step": loaded.manifest["step"], "weights": name, "path": path}
+    facts |= {"best": [{key: best[key] for key in ("monitor", "mode", "value", "step")}]} if best else {}
     outside = dict(loaded.state.get("outside", {}))
-    return Chosen(found.path, tensors, name, left_out_of(loaded.state), changed_buffers(loaded.state), outside, facts)
+    return Chosen(path, tensors, name, left_out_of(loaded.state), changed_buffers(loaded.state), outside, facts)
 
 
 def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str | None = None) -> Chosen:
@@ -148,7 +150,7 @@ def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str
     if not is_weights_file(text):
         reader = Reader()
         found = find(text, which, reader.problem)
-        return chosen_of(found, reader.read(found.store, found.saved), wanted)
+        return chosen_of(reader.read(found), found.path, found.best, wanted)
     if wanted not in (None, MODEL) or which is not None:
         meant = f"which={which!r}" if which is not None else f"any that are called {wanted!r}"
         raise CheckpointError(
@@ -162,46 +164,44 @@ def is_weights_file(path: str) -> bool:
     return Path(path).is_file() and not is_link_name(Path(path).name)
 
 
+@dataclass(frozen=True, slots=True)
 class Choice:
     """The weights that an evaluation outside of a fit asks for: of a checkpoint, or averaged ones that a callback holds.
-
-    Args:
-        verb: ``"evaluate"`` or ``"predict"``, for messages.
-        which: The checkpoint; None: the weights in memory.
-        weights: ``"model"``, or the name of averaged ones. None: those of the model, or as `load_weights` chooses.
-        directory: The run directory of the trainer.
-        elsewhere: Further folders and URLs that it saves to.
 
     Raises:
         ValueError: `which` is no name of a checkpoint, or there is no directory in which it could be.
     """
 
-    def __init__(
-        self,
-        verb: str,
-        which: Which | None,
-        weights: str | None,
-        directory: Path | None,
-        elsewhere: Sequence[str | PathLike[str]],
-    ) -> None:
+    verb: str
+    """``"evaluate"`` or ``"predict"``, for messages."""
+    which: Which | None
+    """The checkpoint; None: the weights in memory."""
+    weights: str | None
+    """``"model"``, or the name of averaged ones. None: those of the model, or as `load_weights` chooses."""
+    directory: Path | None
+    """The run directory of the trainer."""
+    elsewhere: Sequence[str | PathLike[str]]
+    """Further folders and URLs that it saves to."""
+
+    def __post_init__(self) -> None:
+        which, weights = self.which, self.weights
         check_which(which)
         if weights is not None and (not isinstance(weights, str) or not weights):
             raise TypeError(f"weights must be 'model' or the name of averaged weights, such as 'ema'; got {weights!r}")
-        if which is not None and directory is None and not elsewhere and not is_path(which):
+        if which is not None and self.directory is None and not self.elsewhere and not is_path(which):
             raise ValueError(
-                f"{verb}(which={which!r}) looks for checkpoints in the directory of the run, and the trainer has none. Give "
-                "Trainer(directory=...), or the path of a checkpoint."
+                f"{self.verb}(which={which!r}) looks for checkpoints in the directory of the run, and the trainer has none. "
+                "Give Trainer(directory=...), or the path of a checkpoint."
             )
-        self.verb: str = verb
-        self.which: Which | None = which
-        self.weights: str | None = weights
-        self.directory: Path | None = directory
-        self.elsewhere: Sequence[str | PathLike[str]] = elsewhere
-        self.optimizers: Callable[[], Sequence[Optimizer]] = tuple
-        """Makes the optimizers. Those of the run tell the order of the parameters outside of the model."""
 
-    def during(self, act: Callable[[Session, Evaluation], T]) -> Callable[[Session, Evaluation], T]:
+    def during(
+        self, act: Callable[[Session, Evaluation], T], optimizers: Callable[[], Sequence[Optimizer]]
+    ) -> Callable[[Session, Evaluation], T]:
         """Return `act` with the model having these weights meanwhile. Every rank must call it.
+
+        Args:
+            act: Evaluates or predicts.
+            optimizers: Makes the optimizers. Those of the run tell the order of the parameters outside of the model.
 
         Raises:
             CheckpointError: There is no such checkpoint, or it cannot be used. Nothing is changed.
@@ -209,17 +209,19 @@ class Choice:
         """
 
         def acting(session: Session, evaluation: Evaluation) -> T:
-            with self._in_place(session, evaluation):
+            with self._in_place(session, evaluation, optimizers):
                 return act(session, evaluation)
 
         return acting
 
     @contextmanager
-    def _in_place(self, session: Session, evaluation: Evaluation) -> Iterator[None]:
+    def _in_place(
+        self, session: Session, evaluation: Evaluation, optimizers: Callable[[], Sequence[Optimizer]]
+    ) -> Iterator[None]:
         if self.which is not None:
             chosen = self._chosen(session.driver)
             evaluation.weights = None if chosen.weights == MODEL else chosen.weights
-            session.optimizers[:] = self.optimizers() if chosen.outside else ()
+            session.optimizers[:] = optimizers() if chosen.outside else ()
             with of_checkpoint(session, chosen):
                 yield
         elif self.weights not in (None, MODEL):
@@ -244,7 +246,7 @@ class Choice:
         """Read the weights on each rank; the main process chooses the checkpoint."""
         found, loaded = on_all_ranks(driver, self._found, keep=False)
         if found is not None and loaded is not None:
-            return chosen_of(found, loaded, self.weights)
+            return chosen_of(loaded, *found, self.weights)
         read: list[Chosen] = []
         agreed(
             driver.gather,
@@ -253,24 +255,20 @@ class Choice:
         )
         return read[0]
 
-    def _found(self, reader: Reader) -> tuple[Found | None, bool]:
-        """Find and read the checkpoint; return None for a file of weights."""
+    def _found(self, reader: Reader) -> tuple[tuple[str, dict[str, Any]] | None, bool]:
+        """Find and read the checkpoint; return its path and `Entry.best`, and None for a file of weights."""
         assert self.which is not None, "only a checkpoint is read"
-        text = fspath(self.which)
-        if is_path(self.which) and is_weights_file(text):
+        if is_path(self.which) and is_weights_file(fspath(self.which)):
             return None, False
         if is_path(self.which):
-            found = find(text, None, reader.problem)
+            found = find(self.which, None, reader.problem)
         elif self.directory is not None:
             found = find(self.directory, self.which, reader.problem, self.elsewhere)
         else:
             where = ", ".join(fspath(one) for one in self.elsewhere)
-            found = find_in([Store(one) for one in self.elsewhere], None, text, where, reader.problem)
-        reader.read(found.store, found.saved)
-        return found, True
-
-
-T = TypeVar("T")
+            found = Catalogue(map(Store, self.elsewhere), where=where).choose(fspath(self.which), reader.problem)
+        reader.read(found)
+        return (found.path, dict(found.best)), True
 
 
 @contextmanager

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -14,21 +12,17 @@ from typing import Any
 from weakref import proxy
 
 from cadenza.checkpoint import snapshot
-from cadenza.checkpoint.finding import find, is_name
 from cadenza.checkpoint.other_ranks import Written
-from cadenza.checkpoint.reader import Reader, on_all_ranks
 from cadenza.checkpoint.snapshot import check_whole
-from cadenza.checkpoint.starting import Start, at_newest, at_path, ended_in
+from cadenza.checkpoint.starting import Start, chosen, none_to_continue
 from cadenza.checkpoint.store import Branch, Loaded
 from cadenza.checkpoint.store.link_names import LAST
-from cadenza.drivers import Driver
 from cadenza.engine import lost_directory, rank_checks
 from cadenza.engine.course import Beginning
 from cadenza.engine.plan import argument_changes, plan_changes
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import tell
 from cadenza.errors import CheckpointError
-from cadenza.files.paths import local_text
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.held_weights import ReplacesWeights
 from cadenza.loading import resumable
@@ -44,86 +38,8 @@ from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
 from cadenza.status.folding import printable
 from cadenza.status.progress import Counters, Progress
-from cadenza.status.requests import GoBack
 
 logger: logging.Logger = logging.getLogger("cadenza")
-
-
-def chosen(
-    resume: bool | str | PathLike[str] | GoBack,
-    directory: RecordedRun | None,
-    elsewhere: Iterable[str | PathLike[str]] = (),
-    reader: Reader | None = None,
-) -> Start:
-    """Return the start of a run.
-
-    Args:
-        resume: As for ``fit``; or a request of the run itself.
-        directory: The run directory, if there is one.
-        elsewhere: Further folders and URLs that the run saves to.
-        reader: Reads checkpoints; see `on_all_ranks`.
-
-    Raises:
-        ValueError: `resume` is ``"auto"`` or the name of a checkpoint, and there is no directory.
-        CheckpointError: The run has checkpoints, but none can be used; or the named checkpoint cannot be used.
-    """
-    if resume is False:
-        return Start(Branch(uuid.uuid4().hex))
-    reader = reader or Reader()
-    if isinstance(resume, GoBack):
-        return at_path(resume.path, directory, elsewhere, reader, recovery=resume.recovery)
-    resume = "auto" if resume is True else resume
-    if resume in ("auto", LAST):
-        start = at_newest(_given(directory, str(resume)), elsewhere, reader)
-    elif isinstance(resume, str) and is_name(resume):
-        found = find(_given(directory, resume).path, resume, reader.problem, elsewhere)
-        start = at_path(found.path, directory, elsewhere, reader)
-    else:
-        start = at_path(local_text(resume), directory, elsewhere, reader)
-    start = replace(start, ended=ended_in(directory), named=resume != "auto")
-    if start.named and start.loaded is None:
-        raise CheckpointError(_none_to_continue(directory, start, f"is to continue with resume={resume!r}"))
-    return _without_stop(start)
-
-
-def chosen_on_all_ranks(
-    driver: Driver, resume: bool | str | PathLike[str] | GoBack, directory: RecordedRun | None, elsewhere: Iterable[str]
-) -> Start:
-    """Return the start of a run that the main process chooses, with what this rank has read. Every rank must call this.
-
-    Args:
-        driver: The driver of the run.
-        resume: As for ``fit``.
-        directory: The run directory, on the main process.
-        elsewhere: Further folders and URLs that the run saves to.
-
-    Raises:
-        CheckpointError: As `chosen`.
-        DistributedError: The main process could not choose.
-    """
-
-    def choose(reader: Reader) -> tuple[Start, bool]:
-        start = chosen(resume, directory, elsewhere, reader)
-        return replace(start, loaded=None), start.loaded is not None
-
-    start, loaded = on_all_ranks(driver, choose)
-    return _without_stop(replace(start, loaded=loaded))
-
-
-def _without_stop(start: Start) -> Start:
-    """Drop the stop that the checkpoint holds, unless a kill was faster than the stop."""
-    if start.loaded is not None and (start.named or start.ended):
-        start.loaded.state.get("requests", {}).pop("stop", None)
-    return start
-
-
-def _given(directory: RecordedRun | None, resume: str) -> RecordedRun:
-    if directory is None:
-        raise ValueError(
-            f"resume={resume!r} looks for checkpoints in the directory of the run, and the run has none. Give directory=..., "
-            "or leave out resume= to start a new run."
-        )
-    return directory
 
 
 def is_over(directory: RecordedRun | None, limits: Progress, start: Start) -> bool:
@@ -141,7 +57,7 @@ def is_over(directory: RecordedRun | None, limits: Progress, start: Start) -> bo
     if limits.finished or (start.ended == "stopped" and not start.named and not _is_longer(limits, start.loaded)):
         return True
     if not _is_whole(start.loaded):
-        raise CheckpointError(_none_to_continue(directory, start, f"{start.ended} at {now}, and this start asks for more"))
+        raise CheckpointError(none_to_continue(directory, start, f"{start.ended} at {now}, and this start asks for more"))
     return False
 
 
@@ -150,15 +66,6 @@ def _is_longer(limits: Progress, loaded: Loaded | None) -> bool:
     before = {} if loaded is None else loaded.state.get("given", {}).get("limits", {})
     longer = (before[name] is not None and (now is None or now > before[name]) for name, now in limits_of(limits).items())
     return bool(before) and any(longer)
-
-
-def _none_to_continue(directory: RecordedRun | None, start: Start, why: str) -> str:
-    where = "" if directory is None else f" in {str(directory.path)!r}"
-    found = "\n  ".join(start.lost) or "there is none"
-    return (
-        f"the run{where} {why}, but it has no checkpoint to continue at:\n  {found}\nGive another directory= to train from the "
-        "start, or a checkpoint with fit(resume=PATH)."
-    )
 
 
 def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) -> Session:

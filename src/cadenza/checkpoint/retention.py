@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from cadenza.checkpoint.catalogue import Catalogue
 from cadenza.checkpoint.keeping import Best, KeepRules, Kept
 from cadenza.checkpoint.rules import Known, Top, line_of
 from cadenza.checkpoint.store import Entry, Saved, Store
@@ -92,7 +93,7 @@ class Retention:
         self.began: float = 0.0
         """The time at which the run began."""
         self._joined: dict[str, set[str]] = {}
-        self._there: list[Entry] = []
+        self._catalogue = Catalogue([])
         self._notes: tuple[bytes, Notes] = b"", {}
         self._read: dict[str, tuple[Entry, Known]] = {}
         self._left: dict[str, list[dict[str, str]]] = {}
@@ -102,16 +103,15 @@ class Retention:
 
     def read(self) -> None:
         """Read the checkpoints of these callbacks, as far as they are new."""
-        self._there = self.store.known()
-        ranked = self.store.ranked(self._there)
-        times = [one for entry, _ in ranked if isinstance(one := (entry.manifest or {}).get("time"), int | float)]
-        began, before = min(times, default=0.0), self._read
-        self._read = {
-            entry.saved.name: held
-            if (held := before.get(entry.saved.name)) is not None and held[0] is entry
-            else (entry, self._with_earlier(Known.of(entry, rank, began, self._joined.get(entry.saved.name, ()))))
-            for entry, rank in ranked
-        }
+        self._catalogue = Catalogue([self.store], self.store.branch)
+        readable = [(rank, entry, entry.manifest) for rank, entry in self._catalogue.ranked if entry.manifest is not None]
+        began = min((one for _, _, facts in readable if isinstance(one := facts.get("time"), int | float)), default=0.0)
+        before, self._read = self._read, {}
+        for rank, entry, _ in readable:
+            held = before.get(entry.name)
+            if held is None or held[0] is not entry:
+                held = entry, self._with_earlier(Known.of(entry, rank, began, self._joined.get(entry.name, ())))
+            self._read[entry.name] = held
         self.known = [one for _, one in self._read.values() if one.owners & self.members.keys()]
 
     def begin(self) -> tuple[list[str], list[str]]:
@@ -226,7 +226,7 @@ class Retention:
         self.under_way = None
         self.read()
         kept = self.kept()
-        resumable, own = self.store.newest_whole(self._there), {one.saved.name for one in self.known}
+        resumable, own = self._catalogue.newest_whole, {one.saved.name for one in self.known}
         for one in (newest, resumable):
             if one is not None and one.name in own:
                 kept.setdefault(one.name, [{"callback": "", "rule": NEWEST}])

@@ -7,8 +7,8 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
+from cadenza.checkpoint.catalogue import Which
 from cadenza.checkpoint.chosen_weights import Chosen, chosen_at
-from cadenza.checkpoint.finding import Which
 from cadenza.drivers.sharding import is_sharded, whole
 from cadenza.files.paths import local_path
 from cadenza.optim.model_state import state_of
