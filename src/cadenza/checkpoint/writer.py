@@ -336,16 +336,14 @@ class CheckpointWriter:
         retention.sets = frozenset(
             link for link, first in ((LAST, [*whole, *beside][0]), (BEST, bests[0] if bests else None)) if first is self
         )
-        changed = retention.changed()
-        changes, missing = retention.begin()
-        changes += retention.leave([name for one in beside for name in one.names])
-        for sentence in changes:
+        changes, left, missing = retention.begin([name for one in beside for name in one.names])
+        for sentence in (*changes, *left):
             session.decide("rules changed", sentence, who=", ".join(self.names))
-        for sentence in (*changes, *missing):
+        for sentence in (*changes, *left, *missing):
             session.warn(sentence)
         newest = max(retention.known, key=lambda one: one.rank, default=None)
         self.store.trust(self.store.branch.at)
-        if newest is not None and newest.name == self.store.branch.at and not newest.abandoned and not changed:
+        if newest is not None and newest.name == self.store.branch.at and not newest.abandoned and not changes:
             retention.apply()
 
     def _report(self, save: Save, saved: Saved, pruned: list[str] | Exception) -> None:
