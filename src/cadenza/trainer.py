@@ -15,8 +15,8 @@ from cadenza.adapters.beforehand import beforehand
 from cadenza.adapters.lightning.before_fit import scheduled
 from cadenza.adapters.recognition import AnyCallback, adapted, adapted_list
 from cadenza.checkpoint.catalogue import Which
-from cadenza.checkpoint.chosen_weights import Choice
 from cadenza.checkpoint.resuming import beginning
+from cadenza.checkpoint.weights import Choice
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
 from cadenza.engine.accumulating import Accumulate, checked_accumulate

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.other_ranks import Written
 from cadenza.checkpoint.snapshot import check_whole
 from cadenza.checkpoint.starting import Start, chosen, none_to_continue
-from cadenza.checkpoint.store import Branch, Loaded
+from cadenza.checkpoint.store import Loaded
 from cadenza.checkpoint.store.link_names import LAST
 from cadenza.engine import lost_directory, rank_checks
 from cadenza.engine.course import Beginning
@@ -152,7 +153,7 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
         now, ago = session.progress.now(), clock(max(0.0, time.time() - loaded.manifest.get("time", 0)))
         tell(session, f"resumed at {loaded.name}: step {now.step}, epoch {now.epoch + 1}; it was written {ago} ago")
     _tell_plan_changes(session, directory)
-    own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
+    own = loaded.branch.run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):
         told = (
             f"{counted(lost, 'record')} of metrics.jsonl were lost, for example by a power cut, and are written again from "
@@ -184,8 +185,7 @@ def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[st
 
     A continued run writes dropped rows and media again. Those of an abandoned branch are not written again, so they are copied.
     """
-    wrote = Branch.of(loaded.manifest, loaded.manifest["run"])
-    own = wrote.run == start.branch.run
+    own = loaded.branch.run == start.branch.run
     offsets = loaded.state["offsets"] if own else {}  # the offsets of another session belong to its own files
     step = loaded.manifest["step"] if own else -1
     kept = []
@@ -193,8 +193,8 @@ def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[st
     if start.rolls_back and start.left is not None:
         kept = branch_files.keep(directory.path, start.left)
         directory.note(start.facts())
-    if own and wrote.number != start.branch.number:
-        branch_files.take_back(directory.path, wrote.number, offsets, step)
+    if own and loaded.branch.number != start.branch.number:
+        branch_files.take_back(directory.path, loaded.branch.number, offsets, step)
     else:
         directory.cut(offsets, step)
     return kept
@@ -217,11 +217,9 @@ def _reached(directory: RecordedRun, loaded: Loaded | None) -> Counters:
     told = (directory.previous or {}).get("progress")
     if told is not None:
         return Counters(**told)
-    return max((record.at for record in read_records(directory.path / "metrics.jsonl")), key=_batch, default=Counters())
-
-
-def _batch(at: Counters) -> int:
-    return at.batch
+    return max(
+        (record.at for record in read_records(directory.path / "metrics.jsonl")), key=attrgetter("batch"), default=Counters()
+    )
 
 
 def _is_whole(loaded: Loaded | None) -> bool:

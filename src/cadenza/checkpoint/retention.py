@@ -167,11 +167,11 @@ class Retention:
 
     def judges(self, step: int) -> bool:
         """Return whether a checkpoint of a step may be among the best, if its weights are finite."""
-        return bool(self._judging(step)) or (bool(self._watching) and any(one.saved.step == step for one in self.known))
+        return bool(self._judging(step)) or (bool(self.watching) and any(one.saved.step == step for one in self.known))
 
     def averaged(self, step: int) -> str | None:
         """Return the name of the averaged weights that were chosen after `step`. The first rule decides."""
-        return next((one.weights for _, one in self._watching if one.chosen_at == step), None)
+        return next((one.weights for _, one in self.watching if one.chosen_at == step), None)
 
     def write(self, saved: Saved, facts: Mapping[str, Any]) -> None:
         """Note a checkpoint that is about to be written."""
@@ -182,7 +182,7 @@ class Retention:
     def bests(self) -> list[dict[str, Any]]:
         """Return the best checkpoint by each rule as plain data: monitor, mode, value, step, checkpoint, averaged weights."""
         bests: list[dict[str, Any]] = []
-        for member, watching in self._watching:
+        for member, watching in self.watching:
             name = watching.best.name
             for best in best_of(watching.best, self._line_of(member))[:1]:
                 facts = watching.monitor.best_data(value=best.values[name], step=best.saved.step)
@@ -194,13 +194,13 @@ class Retention:
 
     def kept(self) -> dict[str, list[dict[str, str]]]:
         """Return the callbacks and rules that keep each checkpoint, by its name."""
-        own = {one.saved.name for one in self.known}
+        own = {one.name for one in self.known}
         kept = {name: list(by) for name, by in self._left.items() if by and name in own}
         for member in self.members.values():
             line = [one for one in self.known if member.name in one.owners] if member.keep.keeps_all else self._line_of(member)
             for text, keeps in member.rules:
                 for one in keeps(line):
-                    kept.setdefault(one.saved.name, []).append({"callback": member.name, "rule": text})
+                    kept.setdefault(one.name, []).append({"callback": member.name, "rule": text})
         return kept
 
     def apply(self, newest: Saved | None = None) -> list[str]:
@@ -217,11 +217,11 @@ class Retention:
         self.under_way = None
         self.read()
         kept = self.kept()
-        resumable, own = self._catalogue.newest_whole, {one.saved.name for one in self.known}
+        resumable, own = self._catalogue.newest_whole, {one.name for one in self.known}
         for one in (newest, resumable):
             if one is not None and one.name in own:
                 kept.setdefault(one.name, [{"callback": "", "rule": NEWEST}])
-        gone = [one.saved.name for one in self.known if one.saved.name not in kept]
+        gone = [one.name for one in self.known if one.name not in kept]
         problem = None
         try:
             set_links(self.store, self.links(kept), gone)
@@ -229,7 +229,7 @@ class Retention:
             problem = error
         self._note(kept, gone)
         self.store.delete(gone)
-        self.known = [one for one in self.known if one.saved.name in kept]
+        self.known = [one for one in self.known if one.name in kept]
         if problem is not None:
             raise problem
         return gone
@@ -239,9 +239,9 @@ class Retention:
 
         ``best`` is that of the first rule; of several rules, each has its own as well.
         """
-        line = [one.saved.name for one in line_of(self.known) if one.rank[0] and one.saved.name in kept]
+        line = [one.name for one in line_of(self.known) if one.rank[0] and one.name in kept]
         bests = [(one["monitor"], one["checkpoint"]) for one in self.bests() if one["checkpoint"] in kept]
-        links = {best_link(monitor): name for monitor, name in reversed(bests)} if len(self._watching) > 1 else {}
+        links = {best_link(monitor): name for monitor, name in reversed(bests)} if len(self.watching) > 1 else {}
         if bests and BEST in self.sets:
             links[BEST] = bests[0][1]
         return {**links, LAST: line[-1]} if line and LAST in self.sets else links
@@ -249,12 +249,13 @@ class Retention:
     # -- inside ------------------------------------------------------------------------------------
 
     @property
-    def _watching(self) -> list[tuple[Member, Watching]]:
+    def watching(self) -> list[tuple[Member, Watching]]:
+        """The `Best` rules of all callbacks."""
         return [(member, one) for member in self.members.values() for one in member.watching]
 
     def _judging(self, step: int) -> list[Watching]:
         """Return the rules that have a finite result of a step."""
-        return [one for _, one in self._watching if one.step == step and math.isfinite(one.value)]
+        return [one for _, one in self.watching if one.step == step and math.isfinite(one.value)]
 
     def _line_of(self, member: Member) -> list[Known]:
         known = self.known if self.under_way is None else [*self.known, self.under_way]

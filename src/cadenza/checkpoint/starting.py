@@ -6,8 +6,8 @@ import logging
 import os
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -169,7 +169,7 @@ def at_path(
         CheckpointError: The checkpoint cannot be used.
     """
     loaded, known = _read(path, reader), _catalogue(directory, elsewhere)
-    wrote, present = Branch.of(loaded.manifest, loaded.manifest["run"]), known.branch
+    wrote, present = loaded.branch, known.branch
     point = wrote.point(loaded.name)
     rank = present.rank(point.saved, wrote)
     is_newest = (
@@ -189,19 +189,20 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], 
         CheckpointError: No existing checkpoint can be used, and a new start would waste one.
     """
     known, path, begun_at = _catalogue(directory, elsewhere), path_in(directory), openable_in(directory, elsewhere)
-    branch, line, skipped = known.branch, known.line(), list[str]()
+    branch, line = known.branch, known.line()
     own = [one for one in line if one.branch is None or one.branch.number == branch.number]
-    begun = [one for one in line if one.branch and branch.ancestors[-1:] == (one.branch.point(one.name),)]
-    loaded = (
-        _first(own, skipped, reader)
-        or _at_beginning(begun_at, branch, reader)
-        or _first(begun, skipped, reader, exact=False)
-        or _first([one for one in line if one not in own and one not in begun], skipped, reader)
-    )
-    for reason in skipped:
+    # The checkpoint at which the branch began may be inexact, since the user named it.
+    begun = [
+        one
+        for one in (*begun_in(directory, elsewhere), *line)
+        if one.branch is not None and branch.ancestors[-1:] == (one.branch.point(one.name),)
+    ]
+    others = [one for one in line if one not in own and one not in begun]
+    newest, skipped = first_usable([*own, *begun, *others], lambda one: reader.problem(one, exact=one not in begun))
+    for reason in dict.fromkeys(skipped):
         logger.warning("skipped a checkpoint: %s", reason)
-    if loaded is not None:
-        return Start(replace(branch, at=loaded.name), loaded, path, recovery=recovery_in(directory))
+    if newest is not None:
+        return Start(replace(branch, at=newest.name), reader.read(newest), path, recovery=recovery_in(directory))
     unusable, is_over = [_unusable(one, reader) for _, one in known.ranked], ended_in(directory) is not None
     lost = tuple(why for why, _ in unusable)
     # After the end of the run only damage counts: there is no new start.
@@ -214,7 +215,8 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], 
         )
     if is_over:
         models = [one for one in line if one.manifest is not None and one.manifest.get("weights_only")]
-        return Start(branch, _first(models, [], reader, exact=False), path, lost=lost)
+        model, _ = first_usable(models, reader.problem)
+        return Start(branch, None if model is None else reader.read(model), path, lost=lost)
     if path is not None and (begun_at is None or branch.ancestors[-1].run != branch.run):
         why = "can no longer be used" if begun_at else "is at a URL, which only fit(resume=URL) opens"
         raise CheckpointError(
@@ -260,6 +262,15 @@ def openable_in(directory: RecordedRun | None, elsewhere: Iterable[str | PathLik
     return None
 
 
+def begun_in(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]]) -> list[Entry]:
+    """Return the checkpoint at which the present branch began, if it is there and may be opened."""
+    path = openable_in(directory, elsewhere)
+    with suppress(CheckpointError):
+        if path is not None and (entry := checkpoint_at(path)[1]) is not None:
+            return [entry]
+    return []
+
+
 def newest_good(
     directory: RecordedRun, elsewhere: Iterable[str], step: int, *, whole_epochs: bool = False
 ) -> tuple[str, Counters] | None:
@@ -288,8 +299,9 @@ def _catalogue(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike
     if directory is not None and directory.previous is not None:
         branch = Branch.of(_recorded(directory, "branch"), str(directory.previous.get("id", "")))
     else:
-        branch = Catalogue(own).branch
-    return Catalogue([*own, *map(Store, elsewhere)], branch if branch.run else Branch(uuid.uuid4().hex))
+        recorded = Catalogue(own).branch
+        branch = recorded if recorded.run else Branch(uuid.uuid4().hex)
+    return Catalogue([*own, *map(Store, elsewhere)], branch)
 
 
 def _are_used(known: Catalogue, directory: RecordedRun | None) -> bool:
@@ -307,25 +319,6 @@ def _unusable(entry: Entry, reader: Reader) -> tuple[str, str]:
     if problem := not_exact(entry.name, manifest):
         return problem, "weights only" if manifest.get("weights_only") else "not exact"
     return f"{entry.name}: abandoned when the run was rolled back", "abandoned"
-
-
-def _first(entries: Iterable[Entry], skipped: list[str], reader: Reader, *, exact: bool = True) -> Loaded | None:
-    """Return the first usable checkpoint. Append the reasons why earlier ones were skipped to `skipped`."""
-    entry, problems = first_usable(entries, partial(reader.problem, exact=exact))
-    skipped += problems
-    return None if entry is None else reader.read(entry)
-
-
-def _at_beginning(path: str | None, branch: Branch, reader: Reader) -> Loaded | None:
-    """Return the checkpoint at which a branch began. It may be inexact, since the user named it."""
-    if path is None or not branch.ancestors:
-        return None
-    try:
-        loaded = _read(path, reader)
-    except CheckpointError:
-        return None
-    point = Branch.of(loaded.manifest, loaded.manifest["run"]).point(loaded.name)
-    return loaded if point == branch.ancestors[-1] else None
 
 
 def _read(path: str, reader: Reader) -> Loaded:

@@ -305,7 +305,8 @@ class CheckpointWriter:
         content.facts |= retention.facts(progress.now(), asking, progress.batches_per_epoch)
         if retention.judges(progress.step):  # else the thread that writes looks
             content.facts["finite"] = content.is_finite()
-        if self.session.is_main:
+        content.facts["best"] = []
+        if self.session.is_main and retention.watching:
             saved = Saved(progress.step, 1, f"step-{progress.step:08d}")
             with suppress(Exception):  # if the folder cannot be read, the write reports the error
                 saved = self.store.next_name(progress.step)

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cadenza.checkpoint.catalogue import Catalogue, checked_name
-from cadenza.checkpoint.chosen_weights import MODEL, chosen_of
 from cadenza.checkpoint.reader import Reader
 from cadenza.checkpoint.retention import kept_by
 from cadenza.checkpoint.store import Entry, Store
 from cadenza.checkpoint.store.link_names import LAST
 from cadenza.checkpoint.store.links import set_links
 from cadenza.checkpoint.store.manifest import best_text, bytes_in
-from cadenza.checkpoint.weights import write_chosen
+from cadenza.checkpoint.weights import MODEL, chosen_of, write_chosen
 from cadenza.commands.output import add_json, complain, print_json, print_rows, say
-from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.errors import CheckpointError
 from cadenza.status import dates
 from cadenza.status.branches import newest_branches
 from cadenza.status.counting import counted
@@ -64,8 +63,8 @@ def show_list(arguments: argparse.Namespace) -> None:
     rows = [("name", "run", "written", "MB", "state", "kept by", "reason")]
     data = []
     for entry in catalogue.entries:
-        manifest, problem = _tried(entry)
-        if manifest is None or entry.branch is None:
+        manifest, problem = entry.manifest, _problem(entry)
+        if problem or manifest is None or entry.branch is None:
             rows.append((entry.name, "", "", "", "damaged", "", problem))
             data.append({"name": entry.name, "step": entry.saved.step, "state": "damaged", "problem": problem})
             continue
@@ -97,18 +96,16 @@ def verify_all(arguments: argparse.Namespace) -> None:
     Raises:
         CheckpointError: One is not.
     """
-    catalogue = _catalogue(arguments)
-    problems, data = [], []
-    for entry in catalogue.entries:
-        manifest, problem = _tried(entry)
-        data.append({"name": entry.name, "ok": manifest is not None, "problem": problem or None})
-        problems += [problem] if manifest is None else []
+    data = []
+    for entry in _catalogue(arguments).entries:
+        problem = _problem(entry)
+        data.append({"name": entry.name, "ok": not problem, "problem": problem or None})
         if not arguments.json:
             say(f"{entry.name}  {problem or 'ok'}")
     if arguments.json:
         print_json(data)
-    if problems:
-        raise CheckpointError(f"{len(problems)} of {counted(len(data), 'checkpoint')} cannot be used")
+    if damaged := sum(not one["ok"] for one in data):
+        raise CheckpointError(f"{damaged} of {counted(len(data), 'checkpoint')} cannot be used")
 
 
 def show_newest(arguments: argparse.Namespace) -> None:
@@ -196,11 +193,8 @@ def _rules_in(kept_by: Sequence[Mapping[str, str]]) -> str:
     return ", ".join(f"{one['callback']}: {one['rule']}" if several else one["rule"] for one in kept_by)
 
 
-def _tried(entry: Entry) -> tuple[dict[str, Any] | None, str]:
-    try:
-        return entry.store.verify(entry.saved), ""
-    except (CheckpointDamagedError, CheckpointFormatError) as error:
-        return None, str(error).removeprefix(f"{entry.name}: ")
+def _problem(entry: Entry) -> str:
+    return (entry.problem(exact=False) or "").removeprefix(f"{entry.name}: ")
 
 
 def _state(manifest: dict[str, Any], *, abandoned: bool) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cadenza.checkpoint.catalogue import Catalogue, checkpoint_at, first_usable
-from cadenza.checkpoint.starting import openable_in, recovery_in
+from cadenza.checkpoint.catalogue import Catalogue, first_usable
+from cadenza.checkpoint.starting import begun_in, recovery_in
 from cadenza.checkpoint.store import Entry
 from cadenza.errors import CheckpointError
 from cadenza.records.directory import RecordedRun
@@ -38,7 +38,8 @@ def newest_before(recorded: RecordedRun, step: int, elsewhere: Sequence[str] = (
         CheckpointError: There is none that can be continued. The message names those that exist.
     """
     catalogue = Catalogue.at(recorded.path, elsewhere)
-    line = [*catalogue.line(), *_beginning(recorded, elsewhere)]
+    line = catalogue.line()
+    line += [one for one in begun_in(recorded, elsewhere) if Path(one.path).parent != recorded.checkpoints.absolute()]
     newest, skipped = first_usable((entry for entry in line if entry.saved.step < step), Entry.problem)
     if newest is not None:
         return Before(newest.path, newest.saved.step, tuple(skipped), _recovery_at(recorded, step))
@@ -60,12 +61,3 @@ def _recovery_at(recorded: RecordedRun, step: int) -> Mapping[str, Any] | None:
     branch = Branch.of(facts.get("branch") or {}, run)
     first = min((point.saved.step for point in branch.ancestors if point.run == run), default=recovery["to"])
     return recovery if step > first else None
-
-
-def _beginning(recorded: RecordedRun, elsewhere: Sequence[str]) -> list[Entry]:
-    """Return the checkpoint at which the branch began, if it is in another folder."""
-    path = openable_in(recorded, elsewhere)
-    if path is None or Path(path).parent == recorded.checkpoints.absolute():
-        return []
-    _, entry = checkpoint_at(path)
-    return [] if entry is None else [entry]
