@@ -44,7 +44,7 @@ class DryRetention(Retention):
     def apply(self, newest: Saved | None = None) -> list[str]:
         """Drop the checkpoints that no rule keeps; return their names."""
         self.known += [] if self.under_way is None else [self.under_way]
-        self.under_way = None
+        self.under_way: Known | None = None
         kept = self.kept_by_rules()
         if newest is not None:
             kept.setdefault(newest.name, [])
