@@ -95,13 +95,10 @@ class _OnAllRanks(Reader):
         try:
             loaded = self._own(order)
         except (CheckpointDamagedError, CheckpointFormatError) as error:
-            kind = CheckpointDamagedError if isinstance(error, CheckpointDamagedError) else CheckpointFormatError
-            problem = kind, str(error)
+            problem = type(error), str(error)
         except Exception as error:
-            problem = (
-                CheckpointError,
-                f"rank {self._driver.rank} cannot read {order.saved.name}: {type(error).__name__}: {error}",
-            )
+            why = f"{type(error).__name__}: {error}"
+            problem = CheckpointError, f"rank {self._driver.rank} cannot read {order.saved.name}: {why}"
         return loaded, self._driver.gather_on_main(problem)
 
     def _own(self, order: _Order) -> Loaded:

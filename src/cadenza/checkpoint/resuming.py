@@ -9,7 +9,7 @@ from functools import partial
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import proxy
 
 from cadenza.checkpoint import snapshot
@@ -205,14 +205,14 @@ def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[
     history = History(limit)
     for record in read_records(directory.path / "metrics.jsonl"):  # a checkpoint lacks the records after it
         history.add(record)
-    if not history.names and loaded is not None and _is_whole(loaded):
+    if not history.names and _is_whole(loaded):
         history = History.from_state(loaded.state["history"], limit)
     return history, _reached(directory, loaded), Outcome(previous["outcome"]["kind"], previous["outcome"]["reason"])
 
 
 def _reached(directory: RecordedRun, loaded: Loaded | None) -> Counters:
     """Return the last counters of a run: from its last checkpoint, else from ``run.json``, else from the last record."""
-    if loaded is not None and _is_whole(loaded):
+    if _is_whole(loaded):
         return Counters(**loaded.state["progress"])
     told = (directory.previous or {}).get("progress")
     if told is not None:
@@ -222,7 +222,7 @@ def _reached(directory: RecordedRun, loaded: Loaded | None) -> Counters:
     )
 
 
-def _is_whole(loaded: Loaded | None) -> bool:
+def _is_whole(loaded: Loaded | None) -> TypeGuard[Loaded]:
     """Return whether a checkpoint holds the whole state. Else it holds weights only."""
     return loaded is not None and "config" in loaded.state
 
