@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from cadenza.checkpoint.store import Branch, Entry, Store
 from cadenza.checkpoint.store.link_names import BEST, LAST
-from cadenza.checkpoint.store.links import linked
 from cadenza.checkpoint.store.manifest import best_text, best_value
 from cadenza.errors import CheckpointError, nearest
 from cadenza.files.disk import read_object
@@ -312,7 +311,7 @@ def checkpoint_at(path: str) -> tuple[Store, Entry | None]:
         path = os.path.realpath(os.path.join(path, LINK))
     folder, _, name = path.rstrip("/").rpartition("/")
     store = Store(folder or ("/" if path.startswith("/") else "."))
-    saved = store.named(name) or linked(store, name)
+    saved = store.named(name) or store.linked(name)
     return store, None if saved is None else store.entry(saved)
 
 

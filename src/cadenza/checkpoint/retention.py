@@ -15,7 +15,6 @@ from cadenza.checkpoint.catalogue import Catalogue
 from cadenza.checkpoint.keeping import Best, KeepRules, Kept, Known, best_of, is_among_best, line_of
 from cadenza.checkpoint.store import Entry, Saved, Store
 from cadenza.checkpoint.store.link_names import BEST, LAST, best_link
-from cadenza.checkpoint.store.links import set_links
 from cadenza.engine.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ class Retention:
         gone = [one.name for one in self.known if one.name not in kept]
         problem = None
         try:
-            set_links(self.store, self.links(kept), gone)
+            self.store.set_links(self.links(kept), gone)
         except OSError as error:
             problem = error
         self._note(kept, gone)

@@ -11,7 +11,6 @@ from cadenza.checkpoint.reader import Reader
 from cadenza.checkpoint.retention import kept_by
 from cadenza.checkpoint.store import Entry, Store
 from cadenza.checkpoint.store.link_names import LAST
-from cadenza.checkpoint.store.links import set_links
 from cadenza.checkpoint.store.manifest import best_text, bytes_in
 from cadenza.checkpoint.weights import MODEL, chosen_of, write_chosen
 from cadenza.commands.output import add_json, complain, print_json, print_rows, say
@@ -158,7 +157,7 @@ def prune(arguments: argparse.Namespace) -> None:
     catalogue = _catalogue(arguments)
     catalogue.choose(LAST)  # or nothing is deleted
     gone = catalogue.prune([one.name for _, one in catalogue.ranked if one.manifest is not None][-arguments.keep_last :])
-    set_links(catalogue.stores[0], {})
+    catalogue.stores[0].set_links({})
     say(f"deleted {len(gone)}: {', '.join(gone)}" if gone else "nothing to delete")
 
 

@@ -23,7 +23,6 @@ from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.catalogue import checkpoint_at
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import RemoteFiles
-from cadenza.checkpoint.store.links import linked, set_links
 from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.files.disk import Unflushed
@@ -406,11 +405,11 @@ def test_a_link_is_set_and_moved_and_is_an_error_if_its_checkpoint_is_gone_until
     tmp_path: Path, scheme: str
 ) -> None:
     store, saved = filled(place(tmp_path, scheme), 2, 4)
-    set_links(store, {"last": "step-00000002", "best": "step-00000002"})
-    set_links(store, {"last": "step-00000004", "best-eval-acc": "step-00000002"})
+    store.set_links({"last": "step-00000002", "best": "step-00000002"})
+    store.set_links({"last": "step-00000004", "best-eval-acc": "step-00000002"})
     assert store.files.links() == {"best": "step-00000002", "best-eval-acc": "step-00000002", "last": "step-00000004"}
-    assert linked(store, "last") == Saved(4, 1, "step-00000004")
-    assert linked(store, "best-eval-loss") is None
+    assert store.linked("last") == Saved(4, 1, "step-00000004")
+    assert store.linked("best-eval-loss") is None
     assert store.saved() == saved
     assert latest(store)[0] == saved[1]
     _, best = checkpoint_at(f"{store.files}/best")
@@ -421,7 +420,7 @@ def test_a_link_is_set_and_moved_and_is_an_error_if_its_checkpoint_is_gone_until
     gone = r"the link 'best' in .* names step-00000002, which is gone\. There is step-00000004"
     with pytest.raises(CheckpointError, match=gone):
         checkpoint_at(f"{store.files}/best")
-    set_links(store, {"last": "step-00000004"})
+    store.set_links({"last": "step-00000004"})
     assert store.files.links() == {"last": "step-00000004"}
 
 

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from cadenza.checkpoint.store.content import Content
 from cadenza.checkpoint.store.files import Files, files_at
 from cadenza.checkpoint.store.layout import checksum_of
+from cadenza.checkpoint.store.link_names import is_link_name
 from cadenza.checkpoint.store.manifest import (
     FORMAT,
     MANIFEST,
@@ -31,7 +32,7 @@ from cadenza.checkpoint.store.reading import Loaded, files_of_ranks, loaded_from
 from cadenza.checkpoint.store.shards import layout_of
 from cadenza.checkpoint.store.writing import Part, facts_of_ranks, write_common, write_part, write_whole
 from cadenza.drivers.agreeing import Meeting, by_main, decided
-from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.files.disk import Unflushed
 from cadenza.status.branches import Branch, Saved, owner_of
 from cadenza.status.folding import printable
@@ -128,6 +129,39 @@ class Store:
     def named(self, name: str) -> Saved | None:
         """Return the checkpoint of this name, verified or not; None if there is none."""
         return next((saved for saved in self.saved() if saved.name == name), None)
+
+    def linked(self, name: str) -> Saved | None:
+        """Return the checkpoint that a link such as ``last`` or ``best`` names; None if there is no such link.
+
+        Raises:
+            CheckpointError: The checkpoint is gone.
+        """
+        target = self.files.links().get(name) if is_link_name(name) else None
+        if target is None:
+            return None
+        if (saved := self.named(target)) is None:
+            there = ", ".join(saved.name for saved in self.saved()) or "no other"
+            raise CheckpointError(
+                f"the link {name!r} in {self.files} names {target}, which is gone. There is {there}: give the path of one. The "
+                "next save of the run sets the link again."
+            )
+        return saved
+
+    def set_links(self, targets: Mapping[str, str], gone: Collection[str] = ()) -> None:
+        """Point links to checkpoints, by name, and delete the others if their checkpoint is gone, or is among `gone`.
+
+        Raises:
+            OSError: A link cannot be set.
+        """
+        present = self.files.links()
+        for name, target in targets.items():
+            if present.get(name) != target:
+                self.files.link(name, target)
+        if others := present.keys() - targets.keys():
+            there = {saved.name for saved in self.saved()} - {*gone}
+            for name in others:
+                if present[name] not in there:
+                    self.files.unlink(name)
 
     def next_name(self, step: int) -> Saved:
         """Return the next checkpoint of a step. Its name is new: earlier checkpoints of the step stay."""
