@@ -33,7 +33,8 @@ import torch
 from kill_instants import Instant, began_of, watch
 
 from cadenza import Run
-from cadenza.checkpoint.store import Store
+from cadenza.checkpoint.catalogue import Catalogue, first_usable
+from cadenza.checkpoint.store import Entry, Store
 from cadenza.status.plain import first_difference
 
 JOBS = {"mixed": ("kill_jobs", "Job"), "features": ("kill_features", "FeatureJob")}
@@ -181,7 +182,7 @@ def one_run(job: Job, folder: Path, signals: list[str], dice: random.Random, tal
             tally.failed += 1
             tally.faults.append(f"{job}: {number.name} at {place}: status {status}\n  {_last_lines(directory)}")
             return
-        _, skipped = Store(directory / "checkpoints").latest()
+        _, skipped = _newest(directory)
         skipped = [reason for reason in skipped if "middle of a step" not in reason]
         tally.unreadable += len(skipped)
         tally.faults += skipped
@@ -207,12 +208,16 @@ def difference(whole: Path, killed: Path, *, names: bool = False) -> str | None:
     return None
 
 
+def _newest(directory: Path) -> tuple[Entry | None, list[str]]:
+    """Return the newest checkpoint at which the run can continue, and why newer ones were skipped."""
+    return first_usable(Catalogue([Store(directory / "checkpoints")]).line(), Entry.problem)
+
+
 def _last_checkpoint(directory: Path) -> dict[str, Any]:
-    store = Store(directory / "checkpoints")
-    newest, _ = store.latest()
+    newest, _ = _newest(directory)
     if newest is None:  # stopped before the first one
         return {}
-    loaded = store.read(newest)
+    loaded = newest.store.read(newest.saved)
     state = {name: part for name, part in loaded.state.items() if name not in NOT_COMPARED}
     saves = [state["callbacks"].pop(name) for name in sorted(state["callbacks"]) if name.startswith("Checkpoint")]
     state["callbacks"].get("Recover", {}).pop("plan", None)  # it may have gone back to a checkpoint that a signal wrote

@@ -30,6 +30,7 @@ from cadenza.sinks import Csv
 from cadenza.status.run_info import RunInfo
 from cadenza.testing import tiny_loader, tiny_trainer
 from cadenza.timetravel import replay_step
+from tests.checkpoint.store.contents import latest, prune
 
 FACTS = {"step": 5, "epoch": 0, "reason": "a test", "exact": True}
 
@@ -238,7 +239,7 @@ def test_a_manifest_cannot_name_a_file_elsewhere(tmp_path: Path, name: str) -> N
     forge(tmp_path / "place", saved, lambda manifest: sharded(manifest, **{"shards.json": none, name: none}))
     with pytest.raises(CheckpointFormatError, match="which is not a file of a checkpoint"):
         store.verify(saved)
-    assert store.latest()[0] is None
+    assert latest(store)[0] is None
 
 
 IMPOSSIBLE: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -257,7 +258,7 @@ def test_a_manifest_of_impossible_facts_is_refused(tmp_path: Path, change: Calla
     forge(tmp_path, saved, change)
     with pytest.raises(CheckpointError):
         store.verify(saved)
-    assert store.latest()[0] is None
+    assert latest(store)[0] is None
 
 
 def listen(path: Path) -> None:
@@ -285,7 +286,7 @@ def test_what_is_no_regular_file_is_damage(tmp_path: Path, monkeypatch: pytest.M
     replace(path)
     with pytest.raises(CheckpointDamagedError, match=f"{name} cannot be read: "):
         store.verify(saved)
-    assert store.latest()[0] is None
+    assert latest(store)[0] is None
 
 
 @pytest.mark.timeout(120)
@@ -330,7 +331,7 @@ def test_of_a_checkpoint_that_is_a_link_the_link_is_removed_and_never_its_target
         (place / name).rename(large_disk / name)
         (place / name).symlink_to(large_disk / name)
     (place / ".trash-step-00000001-own-0123abcd").symlink_to(tmp_path / "gone")  # left by an older version
-    assert store.prune(["step-00000006"]) == ["step-00000005"]
+    assert prune(store, ["step-00000006"]) == ["step-00000005"]
     store.sweep()
     assert sorted(path.name for path in place.iterdir()) == ["step-00000006", "step-00000007"]
     assert (large_disk / "step-00000005" / "manifest.json").exists()

@@ -14,9 +14,9 @@ from torch import nn
 from cadenza.adapters.beforehand import beforehand
 from cadenza.adapters.lightning.before_fit import scheduled
 from cadenza.adapters.recognition import AnyCallback, adapted, adapted_list
-from cadenza.checkpoint.chosen_weights import Choice
-from cadenza.checkpoint.finding import Which
+from cadenza.checkpoint.catalogue import Which
 from cadenza.checkpoint.resuming import beginning
+from cadenza.checkpoint.weights import Choice
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
 from cadenza.engine.accumulating import Accumulate, checked_accumulate
@@ -444,11 +444,11 @@ class Trainer(Recipe):
         self, act: Callable[[Session, Evaluation], T], evaluation: Evaluation, which: Which | None, weights: str | None
     ) -> T:
         """Return the result of `evaluate` or `predict` outside of a fit, with the weights that were chosen."""
-        chosen = Choice(act.__name__, which, weights, self.directory, elsewhere(self.callbacks))
+        choice = Choice(act.__name__, which, weights, self.directory, elsewhere(self.callbacks))
         with self.driver.entering(f"in {act.__name__}"):
             session = self._new_session(training=False)
-            chosen.optimizers = lambda: made(self.optimizer, session.model, own_step=self.step_fn is not None)
-            return evaluating.alone(chosen.during(act), session, evaluation)
+            optimizers = partial(made, self.optimizer, session.model, own_step=self.step_fn is not None)
+            return evaluating.alone(choice.during(act, optimizers), session, evaluation)
 
     def _hooks(self) -> Hooks:
         self.callbacks: list[BaseCallback] = adapted_list(self.callbacks)  # with those of other systems that were added to it

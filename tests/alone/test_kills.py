@@ -36,6 +36,7 @@ from cadenza.status.run_info import RunInfo
 from cadenza.testing import launch, launching, tiny_loader, tiny_run, tiny_trainer
 from tests.alone import test_preemption as preempted
 from tests.callbacks.test_recover import decided, equal, recorded, trainer_in, weights_of
+from tests.checkpoint.store.contents import latest
 from tests.forked import start
 from tests.long import seeds
 from tests.sinks.readers import CSV, QUIET, TENSORBOARD, OfMlflow
@@ -52,7 +53,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_run_that_is_killed_in_a_save_goes_on_at_the_one_before(tmp_path: Path) -> None:
     assert preempted.started(tmp_path / "killed", "a save", signal.SIGKILL).ended() == -signal.SIGKILL
     folder = tmp_path / "killed" / "checkpoints"
-    newest, skipped = Store(folder).latest()
+    newest, skipped = latest(Store(folder))
     assert (newest and newest.step, skipped) == (8, [])
     assert list(folder.glob(".tmp-step-00000012-*"))
     assert first_difference(preempted.final(tmp_path / "killed"), preempted.final(tmp_path / "whole")) is None

@@ -33,6 +33,7 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.evaluation import Evaluation
 from cadenza.status.plain import first_difference
+from tests.checkpoint.store.contents import latest
 from tests.engine.test_calendar import continued
 from tests.long import LONG
 
@@ -178,7 +179,7 @@ def test_it_is_left_at_the_next_batch_and_repeated_to_the_same_bits(
         step,
         f"{evaluation!r} was left after 2 batches; it is repeated when the run continues",
     )
-    newest, skipped = Store(directory / "checkpoints").latest()
+    newest, skipped = latest(Store(directory / "checkpoints"))
     assert newest is not None
     assert (newest.step, skipped) == (step, [])
     assert first_difference(ended(trainer(directory, every=CADENCES[cadence])), whole) is None
@@ -189,7 +190,7 @@ def test_it_may_be_left_again_and_again(tmp_path: Path) -> None:
     for step, batch, evaluation in ((6, 0, "eval"), (6, 5, "eval"), (6, 1, "averaged"), (18, 2, "averaged")):
         with pytest.raises(SystemExit):
             trainer(directory, Signals(step, batch, evaluation=evaluation)).fit(resume="auto")
-        newest, _ = Store(directory / "checkpoints").latest()
+        newest, _ = latest(Store(directory / "checkpoints"))
         assert newest is not None
         assert newest.step == step
     assert first_difference(ended(trainer(directory)), whole) is None
@@ -223,7 +224,7 @@ def test_a_prediction_that_a_hook_makes_with_the_trainer_is_completed_before_the
         first.fit()
     assert (rows, len(signals.seen)) == ([12], 6)
     assert directory.with_suffix(".csv").exists()
-    newest, _ = Store(directory / "checkpoints").latest()
+    newest, _ = latest(Store(directory / "checkpoints"))
     assert newest is not None
     assert newest.step == 5
     again, rows = predicting(directory)
@@ -267,7 +268,7 @@ def test_inside_a_step_and_at_the_very_end_an_evaluation_is_completed(tmp_path: 
     with pytest.raises(SystemExit):
         one.fit()
     assert [set(found) for found in results] == [{"inside/loss"}]
-    newest, _ = Store(tmp_path / "run" / "checkpoints").latest()
+    newest, _ = latest(Store(tmp_path / "run" / "checkpoints"))
     assert newest is not None
     assert newest.step == (18 if moment is Callback.on_fit_end else 5)
 
@@ -293,7 +294,7 @@ def test_what_the_repeated_evaluation_gave_rise_to_is_saved_though_no_step_follo
         one.callbacks.append(Checkpoint("100 steps"))  # none that saves because a result is the best
         ended(one)
         store = Store(directory / "checkpoints")
-        saved, _ = store.latest()
+        saved, _ = latest(store)
         assert saved is not None
         state = store.read(saved).state
         return {"requests": state["requests"], "step": state["progress"]["step"], "history": state["history"]["eval/loss"]}

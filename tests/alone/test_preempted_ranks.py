@@ -24,6 +24,7 @@ from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointLostError
 from cadenza.loading.evaluation import Evaluation
 from cadenza.testing import launch, tiny_trainer
+from tests.checkpoint.store.contents import latest
 from tests.distributed.drivers import ddp, fsdp
 from tests.distributed.parts import Batch, judged, loader, network, rank, trainer, weights_of
 from tests.ports import free_port
@@ -224,7 +225,7 @@ def test_two_tasks_of_srun_end_at_sigterm_with_a_checkpoint_and_the_next_job_end
         os.kill(process.pid, signal.SIGTERM)
     (tmp_path / "sent").touch()
     assert ended(first) == [128 + signal.SIGTERM] * 2
-    newest, skipped = Store(tmp_path / "run" / "checkpoints").latest()
+    newest, skipped = latest(Store(tmp_path / "run" / "checkpoints"))
     assert newest is not None
     assert (newest.step, skipped) == (3, [])
 

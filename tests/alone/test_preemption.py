@@ -34,6 +34,7 @@ from cadenza.status.plain import first_difference
 from cadenza.status.preemption import HANDLED, handle_signals
 from cadenza.testing import tiny_model, tiny_run, tiny_trainer
 from tests import forked
+from tests.checkpoint.store.contents import latest
 from tests.compat.fastnlp.toy import Hooks, live, trained
 from tests.forked import Forked
 
@@ -184,7 +185,7 @@ def outcome(directory: Path) -> Any:
 
 def step_of_newest(directory: Path) -> int:
     """Return the step of the newest checkpoint; no other one is damaged, and nothing is half written."""
-    newest, skipped = Store(directory / "checkpoints").latest()
+    newest, skipped = latest(Store(directory / "checkpoints"))
     assert newest is not None
     assert skipped == []
     assert not list((directory / "checkpoints").glob(".t*"))
@@ -346,7 +347,7 @@ def test_in_a_notebook_ctrl_c_makes_fit_return_the_run(
         with pytest.raises(SystemExit) as end:
             trainer.fit()
         assert end.value.code == status
-    assert Store(tmp_path / "checkpoints").latest()[0] == Saved(3, 1, "step-00000003")
+    assert latest(Store(tmp_path / "checkpoints"))[0] == Saved(3, 1, "step-00000003")
 
 
 def test_without_a_checkpoint_ctrl_c_is_what_it_always_was() -> None:
@@ -460,7 +461,7 @@ def test_only_if_the_time_may_be_too_short_the_weights_come_first_and_the_whole_
     for name, grace_s in (("none", None), ("long", 60.0)):
         assert names_written(tmp_path / name, grace_s) == [("step 2", False), ("step 4", False)]
     assert names_written(tmp_path, 0.05) == [("step 2", False), ("step 4", True), ("step 4", False)]
-    newest, skipped = Store(tmp_path / "checkpoints").latest()
+    newest, skipped = latest(Store(tmp_path / "checkpoints"))
     assert newest is not None
     assert (newest.step, skipped) == (4, [])
     assert len(Store(tmp_path / "checkpoints").saved()) == 2  # of steps 2 and 4
@@ -468,7 +469,7 @@ def test_only_if_the_time_may_be_too_short_the_weights_come_first_and_the_whole_
 
 def test_who_is_killed_in_between_has_the_weights_and_continues_at_the_checkpoint_before(tmp_path: Path) -> None:
     assert names_written(tmp_path, 0.05, fails=True) == [("step 2", False), ("step 4", True)]
-    newest, [skipped] = Store(tmp_path / "checkpoints").latest()
+    newest, [skipped] = latest(Store(tmp_path / "checkpoints"))
     assert newest is not None
     assert newest.step == 2
     assert "it holds weights only" in skipped

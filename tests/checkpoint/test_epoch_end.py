@@ -21,6 +21,7 @@ from cadenza.hooks.moments import Moment
 from cadenza.loading import TensorBatches
 from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_trainer
+from tests.checkpoint.store.contents import latest
 
 PLANS: list[Any] = [3, {0: 1, "4 steps": 2, "1 epoch": 5}, {"0.5 epoch": 3, "30 batches": 2, "50%": 4}]
 
@@ -116,7 +117,7 @@ def tokens(batch: tuple[Tensor, Tensor]) -> int:
 def last_state(directory: Path) -> dict[str, Any]:
     """Return all that the last checkpoint of a run holds, but times and the state of the saves."""
     store = Store(directory / "checkpoints")
-    newest, _ = store.latest()
+    newest, _ = latest(store)
     assert newest is not None
     loaded = store.read(newest)
     state = {name: part for name, part in loaded.state.items() if name not in ("offsets", "environment", "given")}

@@ -14,9 +14,8 @@ import pytest
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Best, Checkpoint, Evaluate
-from cadenza.checkpoint.keeping import Keep, parts_of, rule_of
+from cadenza.checkpoint.keeping import Keep, Known, line_of, parts_of, rule_of
 from cadenza.checkpoint.retention import kept_by
-from cadenza.checkpoint.rules import Known, line_of
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.checkpoint.store.manifest import MANIFEST
@@ -43,14 +42,14 @@ def known(step: int, **facts: Any) -> Known:
         "tokens": 7 * step,
     }
     whole = {"exact": True, "asked_by": ["Checkpoint"], "began": 1e9, "time": 1e9 + 60 * step}
-    return Known.of_facts(Saved(step, rank[3], f"step-{step:08d}"), rank, {**counters, **whole, **facts})
+    return Known.of(Saved(step, rank[3], f"step-{step:08d}"), rank, {**counters, **whole, **facts})
 
 
 LINE = [known(step) for step in (2, 4, 6, 8, 11, 12)]
 
 
 def steps(rule: Any, line: Sequence[Known] = LINE, limits: Any = LIMITS) -> list[int]:
-    return sorted(one.saved.step for one in rule_of(rule, limits, 2).keeps(line_of(line)))
+    return sorted(one.saved.step for one in rule_of(rule, limits, 2)(line_of(line)))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from cadenza.status.plain import same
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.callbacks.test_checkpoint import bests, decided
 from tests.checkpoint.blocked import Blocked
+from tests.checkpoint.store.contents import latest
 from tests.waiting import until
 
 
@@ -374,7 +375,7 @@ def test_while_checkpoints_cannot_be_written_the_training_goes_on_and_the_next_s
     warnings = [m for m in caplog.messages if "could not be written, and the training goes on" in m]
     assert [m.split(" could")[0] for m in warnings] == ["the checkpoint of step 4", "the checkpoint of step 6"]
     assert not list(folder.glob(".t*"))
-    assert Store(folder).latest()[1] == []
+    assert latest(Store(folder))[1] == []
 
 
 # -- callbacks that raise -----------------------------------------------------------------------------

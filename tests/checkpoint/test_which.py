@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, export_weights, load_weights, on, supervised
 from cadenza.callbacks import Checkpoint, Ema, Evaluate, OmitFrozen
-from cadenza.checkpoint.finding import find
+from cadenza.checkpoint.catalogue import find
 from cadenza.checkpoint.store import Store
 from cadenza.commands.main import main
 from cadenza.errors import CallbackError, CheckpointDamagedError, CheckpointError, CheckpointMismatchError

@@ -31,7 +31,7 @@ from cadenza.status.plain import same
 from cadenza.status.progress import Counters
 from cadenza.testing import tiny_run
 from tests.callbacks.test_checkpoint import Scripted, bests, failing, manifest, names
-from tests.checkpoint.store.contents import content
+from tests.checkpoint.store.contents import content, latest
 from tests.waiting import until
 
 
@@ -410,7 +410,7 @@ def test_weights_that_are_not_finite_are_the_last_and_never_the_best(
         "best": "02",
     }
     assert {*looked} == {"MainThread"}
-    assert Store(tmp_path / "checkpoints").latest()[0] == Saved(5, 1, "step-00000005")  # a resume takes it, and says nothing
+    assert latest(Store(tmp_path / "checkpoints"))[0] == Saved(5, 1, "step-00000005")  # a resume takes it, and says nothing
 
 
 def test_without_a_result_the_thread_that_writes_reads_the_weights(tmp_path: Path, looked: list[str]) -> None:

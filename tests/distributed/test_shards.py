@@ -29,6 +29,7 @@ from cadenza.errors import CheckpointFormatError, CheckpointLostError, Directory
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.testing import launch, tiny_trainer
 from tests.checkpoint.blocked import Blocked
+from tests.checkpoint.store.contents import latest
 from tests.distributed.drivers import blocks, ddp, fsdp, sharded, single
 from tests.distributed.parts import adamw, loader, network, trainer, vector, weights_of, whole
 from tests.distributed.standing import on_ranks
@@ -79,7 +80,7 @@ def passed_on(make: Callable[[], Driver], source: Path, target: Path) -> tuple[d
     prepared = driver.prepare(blocks())
     model, optimizer = driver.unwrap(prepared), adamw(prepared.parameters())
     store = Store(source)
-    newest, _ = store.latest()
+    newest, _ = latest(store)
     assert newest is not None
     loaded = store.read(newest, lazily=True)
     model.load_state_dict(all_laid_out(loaded.model, model.state_dict()))

@@ -1,38 +1,35 @@
-"""The checkpoints of a run in the order of the run, from all folders and URLs that it saves to."""
+"""The checkpoints of a run, in all folders and URLs that it saves to: listed, in the order of the run, verified and chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from functools import cached_property, partial
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from cadenza.checkpoint.store import Branch, Entry, Store
-from cadenza.status.branches import Rank
+from cadenza.checkpoint.store.link_names import BEST, LAST
+from cadenza.checkpoint.store.manifest import best_text, best_value
+from cadenza.errors import CheckpointError, nearest
+from cadenza.files.disk import read_object
+from cadenza.files.paths import local_text
+from cadenza.status.branches import Rank, present
+from cadenza.status.counting import counted, some
 
+Which = str | PathLike[str]
+"""``"last"``, ``"best"``, ``"best:eval/acc"``, the name of a checkpoint such as ``"step-500"``, or a path."""
 
-class Listed(NamedTuple):
-    """A checkpoint in a catalogue."""
+Problem = Callable[[Entry], str | None]
+"""Returns a sentence on why a checkpoint cannot be used; None if it can."""
 
-    store: Store
-    entry: Entry
+verified: Problem = partial(Entry.problem, exact=False)
+"""Reads all files of a checkpoint and compares them with their checksums."""
 
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return self.entry.saved.name
-
-    @property
-    def path(self) -> str:
-        """Its path or URL."""
-        return f"{self.store.files}/{self.name}"
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether its manifest cannot be read, although its write was completed."""
-        return self.entry.manifest is None and not self.entry.is_unfinished
-
-    def rank(self, branch: Branch) -> Rank | None:
-        """Return its sort key on a branch; None if it belongs to another run. One that is not readable is ordered by step."""
-        return branch.rank(self.entry.saved, self.entry.branch or branch)
+_STEP = re.compile(r"step-0*(\d+)(?:-(\d+))?")
 
 
 class Catalogue:
@@ -42,31 +39,333 @@ class Catalogue:
 
     Args:
         stores: The folders and URLs that the run saves to.
-        branch: The present branch of the run.
+        branch: The present branch of the run; None: the newest one of the only run that saves in the first store in use.
+        where: The path that the user gave, for messages.
     """
 
-    def __init__(self, stores: Iterable[Store], branch: Branch) -> None:
-        self.stores: list[Store] = [*stores]
-        self.branch: Branch = branch
-        self.all: list[Listed] = []
-        """The checkpoints on all branches."""
-        for store in self.stores:
-            entries = store.entries()
-            runs = {branch.run} | {entry.branch.run for entry in entries if entry.branch is not None}
-            alone = len(runs) == 1
-            self.all += [
-                Listed(store, entry) for entry in entries if (alone if entry.branch is None else entry.branch.run == branch.run)
-            ]
+    def __init__(self, stores: Iterable[Store], branch: Branch | None = None, where: str = "") -> None:
+        self.stores: list[Store] = [*{str(store.files): store for store in stores}.values()]
+        self.where: str = where
+        self.entries: list[Entry] = [entry for store in self.stores for entry in store.entries()]
+        """The checkpoints of all runs."""
+        self.named: Branch | None = branch
+        """The present branch if it is known without the checkpoints: the caller or ``run.json`` names it."""
 
-    def line(self) -> list[Listed]:
+    @staticmethod
+    def at(path: str | PathLike[str], elsewhere: Iterable[str | PathLike[str]] = ()) -> Catalogue:
+        """Return the checkpoints at a path. The present branch is that of ``run.json`` if it has saved there.
+
+        Args:
+            path: A run directory, its ``checkpoints``, another folder of checkpoints, or an fsspec URL.
+            elsewhere: The other folders and URLs that the caller knows. Those that ``run.json`` names are not opened: it may
+                come from another person, and opening a URL sends requests, with the credentials of the reader.
+        """
+        text = local_text(path)
+        if "://" in text:
+            return Catalogue([Store(text.rstrip("/"))], where=text)
+        folder, facts = Path(text), _facts_at(text)
+        own = folder / "checkpoints"
+        catalogue = Catalogue([Store(own if own.is_dir() else folder), *map(Store, elsewhere)], where=text)
+        with suppress(LookupError, TypeError, ValueError):
+            branch = Branch.of(facts.get("branch") or {}, str(facts["id"]))
+            if any(one.branch.run == branch.run for one in catalogue.entries if one.branch):
+                catalogue.named = branch
+        return catalogue
+
+    @cached_property
+    def branch(self) -> Branch:
+        """The present branch of the run.
+
+        Raises:
+            CheckpointError: Several runs save there, and none was given.
+        """
+        if self.named is not None:
+            return self.named
+        first = next((one.store for one in self.entries), None)
+        found = present(one.branch for one in self.entries if one.store is first and one.branch is not None)
+        if first is not None and len(found) > 1:
+            raise CheckpointError(
+                f"{first.files} holds checkpoints of {counted(len(found), 'run')}: "
+                f"{', '.join(branch.run[:12] for branch in found)}. Give the path "
+                "of one checkpoint or, to a command, the --run that is meant."
+            )
+        return found[0] if found else Branch()
+
+    @cached_property
+    def ranked(self) -> list[tuple[Rank, Entry]]:
+        """The checkpoints on all branches with their sort keys: abandoned ones first, then the line, oldest first."""
+        ranked = []
+        for store in self.stores:
+            entries = [one for one in self.entries if one.store is store]
+            alone = {one.branch.run for one in entries if one.branch is not None} <= {self.branch.run}
+            own = (one for one in entries if (alone if one.branch is None else one.branch.run == self.branch.run))
+            ranked += [(rank, one) for one in own if (rank := self.rank(one)) is not None]
+        return sorted(ranked, key=lambda pair: pair[0])
+
+    def rank(self, entry: Entry) -> Rank | None:
+        """Return the sort key of a checkpoint; None if it belongs to another run. An unreadable one is ordered by step."""
+        return self.branch.rank(entry.saved, entry.branch or self.branch)
+
+    def line(self) -> list[Entry]:
         """Return the checkpoints on the line of the present branch, newest first."""
-        ranked = [(rank, one) for one in self.all if (rank := one.rank(self.branch)) is not None and rank[0]]
-        return [one for _, one in sorted(ranked, key=lambda pair: pair[0], reverse=True)]
+        return [one for rank, one in reversed(self.ranked) if rank[0]]
 
     @property
     def next_number(self) -> int:
         """The number for a new branch."""
-        return 1 + max([self.branch.number, *(one.entry.branch.number for one in self.all if one.entry.branch is not None)])
+        return 1 + max([self.branch.number, *(one.branch.number for _, one in self.ranked if one.branch is not None)])
+
+    @property
+    def newest_whole(self) -> Entry | None:
+        """The newest checkpoint of the line at which the run can continue; None if there is none."""
+        return next((one for one in self.line() if one.store.can_continue(one)), None)
+
+    def prune(self, keep: Collection[str]) -> list[str]:
+        """Delete the checkpoints of the run in a folder, except `keep` and the newest at which the run can continue.
+
+        Those of other runs, unfinished and damaged ones stay. Returns the names of the deleted checkpoints.
+        """
+        kept = {*keep, *([] if (newest := self.newest_whole) is None else [newest.name])}
+        return self.stores[0].delete(one.name for _, one in self.ranked if one.manifest is not None and one.name not in kept)
+
+    @property
+    def not_opened(self) -> str:
+        """A sentence on the folders and URLs that ``run.json`` names, and that are not in here; empty without any."""
+        others, opened = _facts_at(self.where).get("checkpoints"), {str(store.files) for store in self.stores}
+        names = [repr(str(one)[:200]) for one in (others if isinstance(others, list) else []) if str(one) not in opened]
+        return f" Its run.json also names {some(names)}. Only a path that you give is opened: give that one." if names else ""
 
     def __str__(self) -> str:
         return ", ".join(str(store.files) for store in self.stores)
+
+    # -- choose ------------------------------------------------------------------------------------
+
+    def choose(self, which: str, problem: Problem = verified) -> Entry:
+        """Return a checkpoint by its name.
+
+        Args:
+            which: See `Which`; no path.
+            problem: Returns why a checkpoint cannot be used, or None, to find the last.
+
+        Raises:
+            CheckpointError: As `find`.
+        """
+        if not self.entries:
+            raise CheckpointError(f"there are no checkpoints in {self.where}, so which={which!r} finds none.{self.not_opened}")
+        if match := _STEP.fullmatch(which):
+            fitting = [one for one in self.entries if one.saved.step == int(match[1])]
+            fitting = [one for one in fitting if match[2] in (None, str(one.saved.again))]
+            if not fitting:
+                there = ", ".join(one.name for one in self.entries)
+                raise CheckpointError(f"there is no checkpoint {which!r}; there is {there}")
+            return max(fitting, key=lambda one: one.saved.again)
+        if which != LAST:
+            return self._best(which.removeprefix(BEST).removeprefix(":"))
+        newest, skipped = first_usable(self.line(), problem)
+        if newest is None:
+            why = "; ".join(skipped) or "all are of branches that the run has abandoned. Give the name of one of them"
+            raise CheckpointError(f"none of the checkpoints in {self.where} can be used: {why}")
+        return newest
+
+    def _best(self, monitor: str) -> Entry:
+        line, remark = self.line(), self.not_opened
+        best = _best_by_monitor(line)
+        choices = ", ".join(f"'best:{name}' ({best_text(one.fact)}, {one.fact['checkpoint']})" for name, one in best.items())
+        if not best:
+            damaged = next((str(one.problem()) for one in line if one.is_damaged), "")
+            names = ", ".join(one.name for one in line)
+            raise CheckpointError(
+                f"no checkpoint in {self.where} is known as the best: {damaged or 'none was kept for its result'}. Give "
+                f"which='last' or a name: there is {names}. Checkpoint(keep_best=('eval/acc', 'max')) keeps the best of a "
+                f"run.{remark}"
+            )
+        if not monitor and len(best) > 1:
+            raise CheckpointError(
+                f"{self.where} has a best checkpoint by each of {len(best)} results. Give one: which={choices}."
+            )
+        one = best.get(monitor or next(iter(best)))
+        if one is None:
+            raise CheckpointError(
+                f"no checkpoint in {self.where} is the best by {monitor!r}.{nearest(monitor, best)} There is {choices}.{remark}"
+            )
+        name, value = one.fact["checkpoint"], best_text(one.fact)
+        if one.doubt:
+            raise CheckpointError(
+                f"the best checkpoint in {self.where} is not known: {one.doubt}, and it may be the best. The best before it is "
+                f"{name} ({one.fact['monitor']} {value}): give which={name!r} to take that one."
+            )
+        there = {entry.name: entry for entry in self.entries if entry.store is one.store}
+        if name not in there:
+            raise CheckpointError(
+                f"{name}, the best by {one.fact['monitor']} ({value}), no longer exists in {one.store.files}. There is "
+                f"{', '.join(there)}."
+            )
+        return there[name]._replace(best=one.fact)
+
+
+def first_usable(entries: Iterable[Entry], problem: Problem) -> tuple[Entry | None, list[str]]:
+    """Return the first checkpoint without a problem, and the problems of those before it."""
+    skipped: list[str] = []
+    for one in entries:
+        why = problem(one)
+        if why is None:
+            return one, skipped
+        skipped.append(why)
+    return None, skipped
+
+
+class _Best(NamedTuple):
+    """The best checkpoint by one monitor, as the newest checkpoint of a writer names it."""
+
+    store: Store
+    fact: Mapping[str, Any]
+    doubt: str
+    """The problem of a newer checkpoint that cannot be read and may say something else; empty if there is none."""
+
+
+def _best_by_monitor(line: Iterable[Entry]) -> dict[str, _Best]:
+    """Return the best checkpoint by each monitor. The newest checkpoint of each writer names it."""
+    best: dict[str, _Best] = {}
+    writers: set[tuple[str, str]] = set()
+    doubt = ""
+    for one in line:
+        if one.manifest is None:
+            doubt = doubt or (str(one.problem()) if one.is_damaged else "")
+            continue
+        writer = (str(one.store.files), one.manifest["run"])
+        if writer in writers:
+            continue
+        writers.add(writer)
+        for fact in one.manifest.get("best", []):
+            other = best.get(fact["monitor"])
+            if other is None or _is_better(fact, other.fact):
+                best[fact["monitor"]] = _Best(one.store, fact, doubt)
+    return best
+
+
+def _is_better(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    value, best = best_value(one), best_value(other)
+    return value > best if one["mode"] == "max" else value < best
+
+
+# -- by a path -------------------------------------------------------------------------------------
+
+
+def find(
+    path: str | PathLike[str],
+    which: Which | None = None,
+    problem: Problem = verified,
+    elsewhere: Iterable[str | PathLike[str]] = (),
+) -> Entry:
+    """Return a checkpoint.
+
+    Args:
+        path: A run directory, a folder of checkpoints, an fsspec URL, or one checkpoint.
+        which: See `Which`; None: the last, or the one at the path.
+        problem: Returns why a checkpoint cannot be used, or None, to find the last.
+        elsewhere: See `Catalogue.at`.
+
+    Raises:
+        CheckpointError: There is none; `which` is ``"best"`` and several results chose one, or none did; or `path` is one
+            checkpoint already.
+        ValueError: `which` is no name of a checkpoint.
+    """
+    check_which(which)
+    if which is not None and is_path(which):
+        return find(which)
+    catalogue = Catalogue.at(path, elsewhere)
+    text = catalogue.where
+    if catalogue.entries:
+        return catalogue.choose(LAST if which is None else fspath(which), problem)
+    folder, _, name = text.rstrip("/").rpartition("/")
+    store, entry = checkpoint_at(text)
+    if entry is None and name in (LAST, BEST) and which is None and store.saved():
+        return find(folder, name)
+    if entry is None:
+        there = f"; {store.files} has {', '.join(one.name for one in store.saved())}" if store.saved() else ""
+        raise CheckpointError(
+            f"there are no weights at {text!r}: expected a checkpoint, a run directory or a .safetensors file{there}."
+            f"{catalogue.not_opened}"
+        )
+    if which is not None:
+        raise CheckpointError(
+            f"{text} is one checkpoint, and which={which!r} chooses among those of a run. Give the directory of the run, or "
+            "leave which= out."
+        )
+    return entry
+
+
+LINK = "cadenza"
+"""The name of the link to a checkpoint in a folder that shows it to callbacks of other systems, such as ``checkpoint-500``."""
+
+
+def checkpoint_at(path: str) -> tuple[Store, Entry | None]:
+    """Return the checkpoint at a path, and the store that holds it; None if there is no checkpoint.
+
+    The path may be that of a link, such as ``runs/a/checkpoints/best``, or of a folder with a link `LINK` to it.
+
+    Raises:
+        CheckpointError: The checkpoint of the link is gone.
+    """
+    if "://" not in path and os.path.islink(os.path.join(path, LINK)):
+        path = os.path.realpath(os.path.join(path, LINK))
+    folder, _, name = path.rstrip("/").rpartition("/")
+    store = Store(folder or ("/" if path.startswith("/") else "."))
+    saved = store.named(name) or store.linked(name)
+    return store, None if saved is None else store.entry(saved)
+
+
+def _facts_at(path: str) -> dict[str, Any]:
+    """Return the content of the ``run.json`` of a run directory or of its ``checkpoints``; empty if it cannot be read."""
+    folder = Path(path)
+    of_run = folder if (folder / "run.json").is_file() or folder.name != "checkpoints" else folder.parent
+    with suppress(ValueError):  # the checkpoints can be read without it
+        return read_object(of_run / "run.json") or {}
+    return {}
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def check_which(which: object, name: str = "which") -> None:
+    """Raise `ValueError` or `TypeError` unless `which` is one of `Which`, or None."""
+    if which is None or isinstance(which, PathLike):
+        return
+    if not isinstance(which, str):
+        raise TypeError(f"{name} must be 'last', 'best', a name such as 'step-500', or a path; got {which!r}")
+    if is_name(which) or is_path(which):
+        return
+    meant = nearest(which, [BEST, LAST]) or (" Did you mean 'last'?" if which in ("latest", "newest", "auto") else "")
+    raise ValueError(
+        f"{name} must be 'last', 'best', 'best:eval/acc' (by this result), a name such as 'step-500', or a path; got "
+        f"{which!r}.{meant}"
+    )
+
+
+def checked_name(which: str | None) -> str:
+    """Return the name of a checkpoint; ``"last"`` for None.
+
+    Raises:
+        CheckpointError: It is a path, or cannot be the name of a checkpoint.
+    """
+    try:
+        check_which(which)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    if which is not None and is_path(which):
+        raise CheckpointError(
+            f"expected the name of a checkpoint; got the path {which!r}. Give it instead of the run directory."
+        )
+    return which or LAST
+
+
+def is_name(which: str) -> bool:
+    """Return whether `which` is a name of a checkpoint; a path of this name is written ``./best``."""
+    return which in (LAST, BEST) or which.startswith(f"{BEST}:") or _STEP.fullmatch(which) is not None
+
+
+def is_path(which: Which) -> bool:
+    """Return whether `which` is a path, and no name."""
+    if isinstance(which, PathLike):
+        return True
+    return not is_name(which) and ("/" in which or os.sep in which or Path(which).exists())

@@ -1,30 +1,27 @@
-"""What ``keep=`` accepts: schedules and `Best`, read as keep rules."""
+"""Keep rules: what ``keep=`` accepts, and which checkpoints each rule keeps. One that no rule keeps is deleted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from cadenza.checkpoint.rules import (
-    All,
-    FirstAt,
-    Newest,
-    NewestWithin,
-    Oldest,
-    OldestWithin,
-    OnePerInterval,
-    Rule,
-    Span,
-    Top,
-)
+from cadenza.checkpoint.store import Saved
 from cadenza.engine.monitor import Mode, Watched, is_pair, name_of, watched_and_mode
+from cadenza.hooks.counting import COUNTERS
 from cadenza.hooks.length import check_length
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import At, Composite, Every, First, Last, Schedule
+from cadenza.status.branches import Rank
+from cadenza.status.progress import Counters
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from cadenza.status.progress import Progress
 
 Pair = tuple[str, Mode]
@@ -112,13 +109,6 @@ Keep = KeepRule | Sequence[KeepRule]
 """What ``keep=`` accepts: a rule, or several."""
 
 
-class Kept(NamedTuple):
-    """A rule, and the text that a user knows it by."""
-
-    text: str
-    rule: Rule
-
-
 class KeepRules:
     """The rules of one `Checkpoint`. A checkpoint that one of them keeps stays.
 
@@ -155,7 +145,7 @@ class KeepRules:
         Raises:
             ScheduleError: A rule needs a length of the run or of the epoch, which is not known.
         """
-        everything = [Kept("all", All())] if self.keeps_all else []
+        everything = [Kept("all", list)] if self.keeps_all else []
         return [*everything, *(Kept(repr(one), rule_of(one, limits, accumulate)) for one in self.given)]
 
 
@@ -181,17 +171,18 @@ def rule_of(given: KeepRule, limits: Progress | None, accumulate: int = 1) -> Ru
         ScheduleError: It needs a length of the run or of the epoch, which is not known.
     """
     if isinstance(given, Best):
-        return Top(given.name, given.count, given.mode)
-    kinds: dict[type, Callable[[Span], Rule]] = {
-        Every: OnePerInterval, At: FirstAt, First: OldestWithin, Last: NewestWithin,
+        return partial(best_of, given)
+    kinds: dict[type, Callable[[Span, Sequence[Known]], Iterable[Known]]] = {
+        Every: _one_per_interval, At: _first_at, First: _oldest_within, Last: _newest_within,
     }  # fmt: skip
     kind = kinds.get(type(given))
     if kind is None or not isinstance(given, Every | First):
         meant = f" Did you mean Every({given!r}) or Last({given!r})?" if isinstance(given, str | int) else ""
         raise TypeError(f"expected a keep rule; got {given!r}. Use one of: {FORMS}.{meant}")
-    if not given.unit and isinstance(given, First):
-        return (Newest if isinstance(given, Last) else Oldest)(int(given.count))
-    return kind(_span(given.counting("step"), limits, accumulate))
+    if given.unit or not isinstance(given, First):
+        return partial(kind, _span(given.counting("step"), limits, accumulate))
+    count = int(given.count)
+    return (lambda line: line[-count:]) if isinstance(given, Last) else (lambda line: _present(line)[:count])
 
 
 def _span(given: Every | First, limits: Progress | None, accumulate: int) -> Span:
@@ -215,3 +206,170 @@ def _pairs(keep_best: Pair | Sequence[Pair]) -> list[Pair]:
         if not is_pair(pair):
             raise ValueError(f'keep_best must be a pair such as ("eval/acc", "max"), or several; got {keep_best!r}')
     return list(given)
+
+
+# -- the checkpoints of a run ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """What keep rules know of a checkpoint: its manifest, and its rank in the run."""
+
+    saved: Saved
+    rank: Rank
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """epoch, batch, batch_in_epoch, samples, tokens; and batches_per_epoch if it is known."""
+    began: float = 0.0
+    """The time at which the run began."""
+    written_s: float = 0.0
+    """The time at which it was written, in seconds since the run began."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """The results of evaluations of these weights."""
+    finite: bool = True
+    whole: bool = True
+    """Whether a run can continue there: it is exact, and holds more than weights."""
+    owners: frozenset[str] = frozenset()
+    """The names of the callbacks that asked for it."""
+    averaged: Mapping[str, str] = field(default_factory=dict)
+    """The averaged weights that had a result, by the name of the result; the others are of the model's own weights."""
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.saved.name
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the run was rolled back to a point before it."""
+        return self.rank[0] == 0
+
+    def position(self, unit: str) -> Fraction | float:
+        """Return how far the run had come, in a unit. Time counts from the beginning of the run, pauses included."""
+        from fractions import Fraction  # here, as it takes 2 ms to import
+
+        if unit == "s":
+            return self.written_s
+        if unit == "epoch":
+            batches = self.counters.get("batches_per_epoch", 0)
+            part = Fraction(self.counters.get("batch_in_epoch", 0), batches) if batches else Fraction(0)
+            return self.counters.get("epoch", 0) + part
+        known = {name: self.counters.get(name, 0) for name in Counters.__dataclass_fields__} | {"step": self.saved.step}
+        return COUNTERS[unit].read(Counters(**known))
+
+    @staticmethod
+    def of(saved: Saved, rank: Rank, facts: Mapping[str, Any], began: float = 0.0, owners: Iterable[str] = ()) -> Known:
+        """Return what the facts of a manifest say. A fact of a wrong type counts as missing.
+
+        Args:
+            saved: The checkpoint.
+            rank: Its rank in the run.
+            facts: The facts.
+            began: The time at which the run began, for facts that do not say it.
+            owners: Callbacks that asked for it after it was written.
+        """
+        asked = facts.get("asked_by")
+        if not isinstance(asked, list):  # version 0.1
+            asked = [str(facts["run"]).partition("/")[2] or "Checkpoint"]
+        values, averaged = (one if isinstance(one := facts.get(name), Mapping) else {} for name in ("values", "averaged"))
+        began = _number(facts.get("began", began)) or 0.0
+        return Known(
+            saved,
+            rank,
+            {name: one for name, one in facts.items() if type(one) is int},
+            began,
+            (_number(facts.get("time")) or 0.0) - began,
+            {name: number for name, one in values.items() if (number := _number(one)) is not None},
+            facts.get("finite") is not False,
+            facts["exact"] is True and not facts.get("weights_only"),
+            frozenset(map(str, (*asked, *owners))),
+            {name: str(one) for name, one in averaged.items()},
+        )
+
+
+def line_of(known: Iterable[Known]) -> list[Known]:
+    """Return one checkpoint a step, abandoned ones first, then oldest first.
+
+    Of a step that was saved again, it is the last one at which a run can continue. It has the results and owners of all.
+    """
+    steps: dict[tuple[int, ...], list[Known]] = {}
+    for one in sorted(known, key=attrgetter("rank")):
+        steps.setdefault(one.rank[:-1], []).append(one)
+    return [alike[0] if len(alike) == 1 else _joined(alike) for alike in steps.values()]
+
+
+def _joined(alike: Sequence[Known]) -> Known:
+    """Return the last checkpoint of a step at which a run can continue, with the results and the owners of all."""
+    chosen = max(alike, key=lambda one: (one.whole, one.saved))
+    values = {name: value for one in alike for name, value in one.values.items()}
+    averaged = {name: weights for one in alike for name, weights in one.averaged.items()}
+    return replace(chosen, values=values, averaged=averaged, owners=frozenset[str]().union(*(one.owners for one in alike)))
+
+
+class Span(NamedTuple):
+    """A length in a unit. A time is in seconds."""
+
+    amount: Fraction | int
+    unit: str
+
+
+Rule = Callable[[Sequence[Known]], Iterable[Known]]
+"""Returns the checkpoints to keep. The line has one a step, abandoned ones first, then oldest first."""
+
+
+class Kept(NamedTuple):
+    """A rule, and the text that a user knows it by."""
+
+    text: str
+    keeps: Rule
+
+
+def best_of(rule: Best, line: Sequence[Known]) -> list[Known]:
+    """Return the checkpoints with the best results; of equal ones, the earlier. A result that is not finite does not count."""
+    sign = -1 if rule.mode == "max" else 1
+    judged = [one for one in _present(line) if rule.name in one.values and one.finite]
+    return sorted(judged, key=lambda one: sign * one.values[rule.name])[: rule.count]
+
+
+def is_among_best(rule: Best, line: Sequence[Known], value: float) -> bool:
+    """Return whether a checkpoint with this result would be kept, if it were the newest."""
+    kept = [one.values[rule.name] for one in best_of(rule, line)]
+    better = len(kept) < rule.count or (value > kept[-1] if rule.mode == "max" else value < kept[-1])
+    return math.isfinite(value) and better
+
+
+def _newest_within(span: Span, line: Sequence[Known]) -> Iterable[Known]:
+    """Keep those of the last span before the newest."""
+    positions = [(one.position(span.unit), one) for one in _present(line)]
+    end = max((position for position, _ in positions), default=0)
+    return [one for position, one in positions if position > end - span.amount]
+
+
+def _oldest_within(span: Span, line: Sequence[Known]) -> Iterable[Known]:
+    """Keep those of the first span of the run."""
+    return [one for one in _present(line) if one.position(span.unit) <= span.amount]
+
+
+def _first_at(span: Span, line: Sequence[Known]) -> Iterable[Known]:
+    """Keep the first that reaches a point of the run."""
+    return [one for one in _present(line) if one.position(span.unit) >= span.amount][:1]
+
+
+def _one_per_interval(span: Span, line: Sequence[Known]) -> Iterable[Known]:
+    """Keep the first that reaches each multiple of an interval, counted from the beginning of the run."""
+    reached: float = 0
+    for one in _present(line):
+        multiples = one.position(span.unit) // span.amount
+        if multiples > reached:
+            reached = multiples
+            yield one
+
+
+def _present(line: Sequence[Known]) -> list[Known]:
+    return [one for one in line if not one.abandoned]
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

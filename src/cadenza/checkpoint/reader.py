@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cadenza.checkpoint.store import Entry, Loaded, Saved, Store
 from cadenza.checkpoint.store.checkpoints import not_exact
+from cadenza.drivers.agreeing import by_main
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DistributedError
 
 if TYPE_CHECKING:
@@ -20,36 +21,35 @@ class Reader:
     """Reads checkpoints, and keeps the last one, so that no checkpoint is read twice while a start is chosen."""
 
     def __init__(self) -> None:
-        self.last: tuple[tuple[str, str], Loaded] | None = None
-        """Folder or URL and name of the checkpoint that was read last, and its content."""
+        self.last: tuple[str, Loaded] | None = None
+        """The path of the checkpoint that was read last, and its content."""
 
-    def read(self, store: Store, saved: Saved) -> Loaded:
+    def read(self, entry: Entry) -> Loaded:
         """Return a checkpoint's content, verified.
 
         Raises:
             CheckpointError: It cannot be used, or not on all ranks.
         """
-        key = str(store.files), saved.name
-        if self.last is None or self.last[0] != key:
+        if self.last is None or self.last[0] != entry.path:
             self.last = None  # its memory is free before the next one is read
-            self.last = key, self._read(store, saved)
+            self.last = entry.path, self._read(entry)
         return self.last[1]
 
-    def tried(self, store: Store, entry: Entry, *, exact: bool = True) -> Loaded | str:
-        """Return a checkpoint's content; a sentence on why it cannot be used or, if `exact`, not be continued."""
+    def problem(self, entry: Entry, *, exact: bool = False) -> str | None:
+        """Return a sentence on why a checkpoint cannot be used or, if `exact`, not be continued; None if it can.
+
+        It is read for this.
+        """
+        why = not_exact(entry.name, entry.manifest) if exact and entry.manifest is not None else None
         try:
-            manifest = store.manifest(entry.saved)
-            return (not_exact(entry.saved.name, manifest) if exact else None) or self.read(store, entry.saved)
+            if why is None:
+                self.read(entry)
         except (CheckpointDamagedError, CheckpointFormatError) as error:
             return str(error)
+        return why
 
-    def problem(self, store: Store, entry: Entry) -> str | None:
-        """Return a sentence on why a checkpoint cannot be used; None if it can. It is read for this."""
-        tried = self.tried(store, entry, exact=False)
-        return tried if isinstance(tried, str) else None
-
-    def _read(self, store: Store, saved: Saved) -> Loaded:
-        return store.read(saved, lazily=True)
+    def _read(self, entry: Entry) -> Loaded:
+        return entry.store.read(entry.saved, lazily=True)
 
 
 class _Order(NamedTuple):
@@ -68,8 +68,8 @@ class _OnAllRanks(Reader):
         super().__init__()
         self._driver, self._keep = driver, keep
 
-    def _read(self, store: Store, saved: Saved) -> Loaded:
-        order = _Order(str(store.files), saved, store.manifest(saved)["crc32"])
+    def _read(self, entry: Entry) -> Loaded:
+        order = _Order(str(entry.store.files), entry.saved, entry.store.manifest(entry.saved)["crc32"])
         self._driver.broadcast(order)
         loaded, problems = self._take_part(order)
         for rank, problem in enumerate(problems):
@@ -85,7 +85,7 @@ class _OnAllRanks(Reader):
         while order is not None:
             self.last = None
             loaded, _ = self._take_part(order)
-            self.last = None if loaded is None else ((order.location, order.saved.name), loaded)
+            self.last = None if loaded is None else (f"{order.location}/{order.saved.name}", loaded)
             order = self._driver.broadcast(None)
 
     def _take_part(self, order: _Order) -> tuple[Loaded | None, list[Any]]:
@@ -95,13 +95,10 @@ class _OnAllRanks(Reader):
         try:
             loaded = self._own(order)
         except (CheckpointDamagedError, CheckpointFormatError) as error:
-            kind = CheckpointDamagedError if isinstance(error, CheckpointDamagedError) else CheckpointFormatError
-            problem = kind, str(error)
+            problem = type(error), str(error)
         except Exception as error:
-            problem = (
-                CheckpointError,
-                f"rank {self._driver.rank} cannot read {order.saved.name}: {type(error).__name__}: {error}",
-            )
+            why = f"{type(error).__name__}: {error}"
+            problem = CheckpointError, f"rank {self._driver.rank} cannot read {order.saved.name}: {why}"
         return loaded, self._driver.gather_on_main(problem)
 
     def _own(self, order: _Order) -> Loaded:
@@ -133,21 +130,16 @@ def on_all_ranks(driver: Driver, choose: Callable[[Reader], tuple[T, bool]], *, 
         DistributedError: The main process could not choose.
     """
     reader = _OnAllRanks(driver, keep=keep) if driver.world_size > 1 else Reader()
-    choice: tuple[T, bool] | None = None
-    error: Exception | None = None
-    if driver.is_main:
+
+    def chosen() -> tuple[T, bool]:
         try:
-            choice = choose(reader)
-        except Exception as raised:
-            error = raised
-        if driver.world_size > 1:
-            driver.broadcast(None)
-    elif isinstance(reader, _OnAllRanks):
+            return choose(reader)
+        finally:
+            if driver.world_size > 1:
+                driver.broadcast(None)
+
+    if isinstance(reader, _OnAllRanks) and not driver.is_main:
         reader.follow()
-    choice, problem = driver.broadcast((choice, None if error is None else f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    if choice is None:
-        raise DistributedError(f"the main process cannot begin, so rank {driver.rank} cannot: {problem}")
-    value, has_read = choice
+    failed = "the main process cannot begin, so rank {} cannot: {}"
+    value, has_read = by_main(driver.meeting, chosen, lambda _, why: DistributedError(failed.format(driver.rank, why)))
     return value, reader.last[1] if has_read and reader.last is not None else None

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import proxy
 
 from cadenza.checkpoint import snapshot
-from cadenza.checkpoint.finding import find, is_name
 from cadenza.checkpoint.other_ranks import Written
-from cadenza.checkpoint.reader import Reader, on_all_ranks
 from cadenza.checkpoint.snapshot import check_whole
-from cadenza.checkpoint.starting import Start, at_newest, at_path, ended_in
-from cadenza.checkpoint.store import Branch, Loaded
+from cadenza.checkpoint.starting import Start, chosen, none_to_continue
+from cadenza.checkpoint.store import Loaded
 from cadenza.checkpoint.store.link_names import LAST
-from cadenza.drivers import Driver
 from cadenza.engine import lost_directory, rank_checks
 from cadenza.engine.course import Beginning
 from cadenza.engine.plan import argument_changes, plan_changes
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import tell
 from cadenza.errors import CheckpointError
-from cadenza.files.paths import local_text
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.held_weights import ReplacesWeights
 from cadenza.loading import resumable
@@ -44,86 +39,8 @@ from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
 from cadenza.status.folding import printable
 from cadenza.status.progress import Counters, Progress
-from cadenza.status.requests import GoBack
 
 logger: logging.Logger = logging.getLogger("cadenza")
-
-
-def chosen(
-    resume: bool | str | PathLike[str] | GoBack,
-    directory: RecordedRun | None,
-    elsewhere: Iterable[str | PathLike[str]] = (),
-    reader: Reader | None = None,
-) -> Start:
-    """Return the start of a run.
-
-    Args:
-        resume: As for ``fit``; or a request of the run itself.
-        directory: The run directory, if there is one.
-        elsewhere: Further folders and URLs that the run saves to.
-        reader: Reads checkpoints; see `on_all_ranks`.
-
-    Raises:
-        ValueError: `resume` is ``"auto"`` or the name of a checkpoint, and there is no directory.
-        CheckpointError: The run has checkpoints, but none can be used; or the named checkpoint cannot be used.
-    """
-    if resume is False:
-        return Start(Branch(uuid.uuid4().hex))
-    reader = reader or Reader()
-    if isinstance(resume, GoBack):
-        return at_path(resume.path, directory, elsewhere, reader, recovery=resume.recovery)
-    resume = "auto" if resume is True else resume
-    if resume in ("auto", LAST):
-        start = at_newest(_given(directory, str(resume)), elsewhere, reader)
-    elif isinstance(resume, str) and is_name(resume):
-        found = find(_given(directory, resume).path, resume, reader.problem, elsewhere)
-        start = at_path(found.path, directory, elsewhere, reader)
-    else:
-        start = at_path(local_text(resume), directory, elsewhere, reader)
-    start = replace(start, ended=ended_in(directory), named=resume != "auto")
-    if start.named and start.loaded is None:
-        raise CheckpointError(_none_to_continue(directory, start, f"is to continue with resume={resume!r}"))
-    return _without_stop(start)
-
-
-def chosen_on_all_ranks(
-    driver: Driver, resume: bool | str | PathLike[str] | GoBack, directory: RecordedRun | None, elsewhere: Iterable[str]
-) -> Start:
-    """Return the start of a run that the main process chooses, with what this rank has read. Every rank must call this.
-
-    Args:
-        driver: The driver of the run.
-        resume: As for ``fit``.
-        directory: The run directory, on the main process.
-        elsewhere: Further folders and URLs that the run saves to.
-
-    Raises:
-        CheckpointError: As `chosen`.
-        DistributedError: The main process could not choose.
-    """
-
-    def choose(reader: Reader) -> tuple[Start, bool]:
-        start = chosen(resume, directory, elsewhere, reader)
-        return replace(start, loaded=None), start.loaded is not None
-
-    start, loaded = on_all_ranks(driver, choose)
-    return _without_stop(replace(start, loaded=loaded))
-
-
-def _without_stop(start: Start) -> Start:
-    """Drop the stop that the checkpoint holds, unless a kill was faster than the stop."""
-    if start.loaded is not None and (start.named or start.ended):
-        start.loaded.state.get("requests", {}).pop("stop", None)
-    return start
-
-
-def _given(directory: RecordedRun | None, resume: str) -> RecordedRun:
-    if directory is None:
-        raise ValueError(
-            f"resume={resume!r} looks for checkpoints in the directory of the run, and the run has none. Give directory=..., "
-            "or leave out resume= to start a new run."
-        )
-    return directory
 
 
 def is_over(directory: RecordedRun | None, limits: Progress, start: Start) -> bool:
@@ -141,7 +58,7 @@ def is_over(directory: RecordedRun | None, limits: Progress, start: Start) -> bo
     if limits.finished or (start.ended == "stopped" and not start.named and not _is_longer(limits, start.loaded)):
         return True
     if not _is_whole(start.loaded):
-        raise CheckpointError(_none_to_continue(directory, start, f"{start.ended} at {now}, and this start asks for more"))
+        raise CheckpointError(none_to_continue(directory, start, f"{start.ended} at {now}, and this start asks for more"))
     return False
 
 
@@ -150,15 +67,6 @@ def _is_longer(limits: Progress, loaded: Loaded | None) -> bool:
     before = {} if loaded is None else loaded.state.get("given", {}).get("limits", {})
     longer = (before[name] is not None and (now is None or now > before[name]) for name, now in limits_of(limits).items())
     return bool(before) and any(longer)
-
-
-def _none_to_continue(directory: RecordedRun | None, start: Start, why: str) -> str:
-    where = "" if directory is None else f" in {str(directory.path)!r}"
-    found = "\n  ".join(start.lost) or "there is none"
-    return (
-        f"the run{where} {why}, but it has no checkpoint to continue at:\n  {found}\nGive another directory= to train from the "
-        "start, or a checkpoint with fit(resume=PATH)."
-    )
 
 
 def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) -> Session:
@@ -245,7 +153,7 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
         now, ago = session.progress.now(), clock(max(0.0, time.time() - loaded.manifest.get("time", 0)))
         tell(session, f"resumed at {loaded.name}: step {now.step}, epoch {now.epoch + 1}; it was written {ago} ago")
     _tell_plan_changes(session, directory)
-    own = Branch.of(loaded.manifest, loaded.manifest["run"]).run == start.branch.run
+    own = loaded.branch.run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):
         told = (
             f"{counted(lost, 'record')} of metrics.jsonl were lost, for example by a power cut, and are written again from "
@@ -277,8 +185,7 @@ def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[st
 
     A continued run writes dropped rows and media again. Those of an abandoned branch are not written again, so they are copied.
     """
-    wrote = Branch.of(loaded.manifest, loaded.manifest["run"])
-    own = wrote.run == start.branch.run
+    own = loaded.branch.run == start.branch.run
     offsets = loaded.state["offsets"] if own else {}  # the offsets of another session belong to its own files
     step = loaded.manifest["step"] if own else -1
     kept = []
@@ -286,8 +193,8 @@ def _take_rows(directory: RunDirectory, start: Start, loaded: Loaded) -> list[st
     if start.rolls_back and start.left is not None:
         kept = branch_files.keep(directory.path, start.left)
         directory.note(start.facts())
-    if own and wrote.number != start.branch.number:
-        branch_files.take_back(directory.path, wrote.number, offsets, step)
+    if own and loaded.branch.number != start.branch.number:
+        branch_files.take_back(directory.path, loaded.branch.number, offsets, step)
     else:
         directory.cut(offsets, step)
     return kept
@@ -298,26 +205,24 @@ def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[
     history = History(limit)
     for record in read_records(directory.path / "metrics.jsonl"):  # a checkpoint lacks the records after it
         history.add(record)
-    if not history.names and loaded is not None and _is_whole(loaded):
+    if not history.names and _is_whole(loaded):
         history = History.from_state(loaded.state["history"], limit)
     return history, _reached(directory, loaded), Outcome(previous["outcome"]["kind"], previous["outcome"]["reason"])
 
 
 def _reached(directory: RecordedRun, loaded: Loaded | None) -> Counters:
     """Return the last counters of a run: from its last checkpoint, else from ``run.json``, else from the last record."""
-    if loaded is not None and _is_whole(loaded):
+    if _is_whole(loaded):
         return Counters(**loaded.state["progress"])
     told = (directory.previous or {}).get("progress")
     if told is not None:
         return Counters(**told)
-    return max((record.at for record in read_records(directory.path / "metrics.jsonl")), key=_batch, default=Counters())
+    return max(
+        (record.at for record in read_records(directory.path / "metrics.jsonl")), key=attrgetter("batch"), default=Counters()
+    )
 
 
-def _batch(at: Counters) -> int:
-    return at.batch
-
-
-def _is_whole(loaded: Loaded | None) -> bool:
+def _is_whole(loaded: Loaded | None) -> TypeGuard[Loaded]:
     """Return whether a checkpoint holds the whole state. Else it holds weights only."""
     return loaded is not None and "config" in loaded.state
 

@@ -8,14 +8,13 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.keeping import Best, KeepRules, Kept
-from cadenza.checkpoint.rules import Known, Top, line_of
+from cadenza.checkpoint.catalogue import Catalogue
+from cadenza.checkpoint.keeping import Best, KeepRules, Kept, Known, best_of, is_among_best, line_of
 from cadenza.checkpoint.store import Entry, Saved, Store
 from cadenza.checkpoint.store.link_names import BEST, LAST, best_link
-from cadenza.checkpoint.store.links import set_links
 from cadenza.engine.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ class Watching:
 
     best: Best
     monitor: Monitor
-    top: Top
     step: int = -1
     """The step of the last result."""
     value: float = math.nan
@@ -42,29 +40,27 @@ class Watching:
     """The averaged weights that had the last result; None for the weights of the model."""
 
 
+@dataclass(slots=True, eq=False)
 class Member:
-    """A callback that saves, in one run.
+    """A callback that saves, in one run."""
 
-    Args:
-        name: Its name in the run.
-        keep: Its rules.
-        monitors: The monitors of its `Best` rules.
-        saves_errors: Whether it saves after an error.
-    """
+    name: str
+    """Its name in the run."""
+    keep: KeepRules
+    """Its rules."""
+    monitors: Sequence[Monitor]
+    """The monitors of its `Best` rules."""
+    saves_errors: bool
+    """Whether it saves after an error."""
+    rules: list[Kept] = field(default_factory=list)
+    watching: list[Watching] = field(init=False)
+    earlier: Mapping[str, Any] = field(default_factory=dict)
+    """What a checkpoint of version 0.1 says of the best ones: by monitor, name and value."""
+    pending: bool = False
+    """Whether a result is to be kept that no checkpoint has."""
 
-    def __init__(self, name: str, keep: KeepRules, monitors: Sequence[Monitor], *, saves_errors: bool) -> None:
-        self.name: str = name
-        self.keep: KeepRules = keep
-        self.saves_errors: bool = saves_errors
-        self.rules: list[Kept] = []
-        self.watching: list[Watching] = [
-            Watching(best, monitor, Top(best.name, best.count, best.mode))
-            for best, monitor in zip(keep.best, monitors, strict=True)
-        ]
-        self.earlier: Mapping[str, Any] = {}
-        """What a checkpoint of version 0.1 says of the best ones: by monitor, name and value."""
-        self.pending: bool = False
-        """Whether a result is to be kept that no checkpoint has."""
+    def __post_init__(self) -> None:
+        self.watching = [*map(Watching, self.keep.best, self.monitors)]
 
     def begin(self, limits: Progress, accumulate: int) -> None:
         """Read the rules for a run with these limits, in which a step has at most `accumulate` batches."""
@@ -92,7 +88,7 @@ class Retention:
         self.began: float = 0.0
         """The time at which the run began."""
         self._joined: dict[str, set[str]] = {}
-        self._there: list[Entry] = []
+        self._catalogue = Catalogue([])
         self._notes: tuple[bytes, Notes] = b"", {}
         self._read: dict[str, tuple[Entry, Known]] = {}
         self._left: dict[str, list[dict[str, str]]] = {}
@@ -102,46 +98,47 @@ class Retention:
 
     def read(self) -> None:
         """Read the checkpoints of these callbacks, as far as they are new."""
-        self._there = self.store.known()
-        ranked = self.store.ranked(self._there)
-        times = [one for entry, _ in ranked if isinstance(one := (entry.manifest or {}).get("time"), int | float)]
-        began, before = min(times, default=0.0), self._read
-        self._read = {
-            entry.saved.name: held
-            if (held := before.get(entry.saved.name)) is not None and held[0] is entry
-            else (entry, self._with_earlier(Known.of(entry, rank, began, self._joined.get(entry.saved.name, ()))))
-            for entry, rank in ranked
-        }
+        self._catalogue = Catalogue([self.store], self.store.branch)
+        readable = [(rank, entry, entry.manifest) for rank, entry in self._catalogue.ranked if entry.manifest is not None]
+        began = min((one for _, _, facts in readable if isinstance(one := facts.get("time"), int | float)), default=0.0)
+        before, self._read = self._read, {}
+        for rank, entry, facts in readable:
+            held = before.get(entry.name)
+            if held is None or held[0] is not entry:
+                held = entry, self._with_earlier(Known.of(entry.saved, rank, facts, began, self._joined.get(entry.name, ())))
+            self._read[entry.name] = held
         self.known = [one for _, one in self._read.values() if one.owners & self.members.keys()]
 
-    def begin(self) -> tuple[list[str], list[str]]:
-        """Read the folder, for a run that begins or continues.
+    def begin(self, names: Collection[str]) -> tuple[list[str], list[str], list[str]]:
+        """Read the folder, for a run that begins or continues. Keep the checkpoints of callbacks that are not among `names`.
 
         Returns:
-            A sentence about each change of the rules, and one about each of the best checkpoints that is gone.
+            A sentence about each change of the rules, one about each of the callbacks that is gone, and one about each of the
+            best checkpoints that is gone.
         """
-        self._joined = {name: {*one["asked_by"]} for name, one in self._noted("checkpoints").items()}
+        notes = noted(self.store)
+        before, now, checkpoints = notes["callbacks"], self._texts(), notes["checkpoints"]
+        self._joined = {name: {*note["asked_by"]} for name, note in checkpoints.items()}
         self.read()
         line = [one for one in line_of(self.known) if not one.abandoned]
         self.began = line[-1].began if line else time.time()
-        return self._changes(), self._missing()
-
-    def leave(self, names: Collection[str]) -> list[str]:
-        """Keep the checkpoints of callbacks that are not among `names`; return a sentence about each of them."""
-        there, gone = {one.name for one in self.store.saved()}, dict[str, list[str]]()
-        for name, note in self._noted("checkpoints").items():
+        changes = [
+            f"{name} keeps {', '.join(now[name])}; until now {', '.join(before[name])}"
+            for name in now
+            if name in before and before[name] != now[name]
+        ]
+        there, missing, gone = {saved.name for saved in self.store.saved()}, [], dict[str, list[str]]()
+        for name, note in checkpoints.items():
+            bests = [by for by in note["kept_by"] if by["callback"] in self.members and by["rule"].startswith("Best(")]
+            missing += [f"{name}, which {by['rule']} kept, no longer exists" for by in bests if name not in there]
             self._left[name] = [by for by in note["kept_by"] if name in there and by["callback"] not in ("", *names)]
             for by in self._left[name]:
                 gone.setdefault(by["callback"], []).append(name)
-        return [
+        left = [
             f"{callback!r} is not in callbacks: the checkpoints that it keeps stay: {', '.join(dict.fromkeys(some))}"
             for callback, some in gone.items()
         ]
-
-    def changed(self) -> bool:
-        """Return whether the rules differ from those of the last save."""
-        before = self._noted("callbacks")
-        return any(name in before and before[name] != texts for name, texts in self._texts().items())
+        return changes, left, missing
 
     def join(self, name: str, asking: Iterable[str]) -> bool:
         """Note that callbacks ask for a checkpoint that exists; return whether that is new."""
@@ -157,12 +154,11 @@ class Retention:
 
     def enters(self, member: Member, watching: Watching) -> bool:
         """Return whether the last result is one to keep."""
-        return watching.top.enters(self._line_of(member), watching.value)
+        return is_among_best(watching.best, self._line_of(member), watching.value)
 
     def facts(self, at: Counters, asking: Iterable[str], batches_per_epoch: int | None) -> dict[str, Any]:
         """Return the facts for the manifest of the checkpoint that is written after this step."""
-        watching = [one for member in self.members.values() for one in member.watching]
-        new = [one for one in watching if one.step == at.step and math.isfinite(one.value)]
+        new = self._judging(at.step)
         values = {one.best.name: one.value for one in new}
         averaged = {one.best.name: one.weights for one in new if one.weights is not None}
         known = {} if batches_per_epoch is None else {"batches_per_epoch": batches_per_epoch}
@@ -170,46 +166,40 @@ class Retention:
 
     def judges(self, step: int) -> bool:
         """Return whether a checkpoint of a step may be among the best, if its weights are finite."""
-        watching = [one for member in self.members.values() for one in member.watching]
-        new = any(one.step == step and math.isfinite(one.value) for one in watching)
-        return new or (bool(watching) and any(one.saved.step == step for one in self.known))
+        return bool(self._judging(step)) or (bool(self.watching) and any(one.saved.step == step for one in self.known))
 
     def averaged(self, step: int) -> str | None:
         """Return the name of the averaged weights that were chosen after `step`. The first rule decides."""
-        watching = (one for member in self.members.values() for one in member.watching)
-        return next((one.weights for one in watching if one.chosen_at == step), None)
+        return next((one.weights for _, one in self.watching if one.chosen_at == step), None)
 
     def write(self, saved: Saved, facts: Mapping[str, Any]) -> None:
         """Note a checkpoint that is about to be written."""
-        rank = self.store.branch.rank(saved, self.store.branch)
-        assert rank is not None, "a branch ranks its own checkpoints"
-        self.under_way = Known.of_facts(saved, rank, {**facts, "time": time.time()})
+        branch = self.store.branch
+        if (rank := branch.rank(saved, branch)) is not None:
+            self.under_way = Known.of(saved, rank, {"time": time.time(), **facts})
 
     def bests(self) -> list[dict[str, Any]]:
         """Return the best checkpoint by each rule as plain data: monitor, mode, value, step, checkpoint, averaged weights."""
-        found = []
-        for member in self.members.values():
-            line = self._line_of(member) if member.watching else []
-            for one in member.watching:
-                for top in [*one.top.keeps(line)][:1]:
-                    data = one.monitor.best_data(value=top.values[one.top.name], step=top.saved.step)
-                    weights = top.averaged.get(one.top.name)
-                    averaged = {} if weights is None else {"weights": weights}
-                    if (entry := {**data, "checkpoint": top.name, **averaged}) not in found:
-                        found.append(entry)
-        return found
+        bests: list[dict[str, Any]] = []
+        for member, watching in self.watching:
+            name = watching.best.name
+            for best in best_of(watching.best, self._line_of(member))[:1]:
+                facts = watching.monitor.best_data(value=best.values[name], step=best.saved.step)
+                averaged = {"weights": best.averaged[name]} if name in best.averaged else {}
+                bests.append({**facts, "checkpoint": best.name, **averaged})
+        return [one for index, one in enumerate(bests) if one not in bests[:index]]
 
     # -- keep and delete ------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, list[dict[str, str]]]:
         """Return the callbacks and rules that keep each checkpoint, by its name."""
-        own = {one.saved.name for one in self.known}
+        own = {one.name for one in self.known}
         kept = {name: list(by) for name, by in self._left.items() if by and name in own}
         for member in self.members.values():
             line = [one for one in self.known if member.name in one.owners] if member.keep.keeps_all else self._line_of(member)
-            for text, rule in member.rules:
-                for one in rule.keeps(line):
-                    kept.setdefault(one.saved.name, []).append({"callback": member.name, "rule": text})
+            for text, keeps in member.rules:
+                for one in keeps(line):
+                    kept.setdefault(one.name, []).append({"callback": member.name, "rule": text})
         return kept
 
     def apply(self, newest: Saved | None = None) -> list[str]:
@@ -226,19 +216,19 @@ class Retention:
         self.under_way = None
         self.read()
         kept = self.kept()
-        resumable, own = self.store.newest_whole(self._there), {one.saved.name for one in self.known}
+        resumable, own = self._catalogue.newest_whole, {one.name for one in self.known}
         for one in (newest, resumable):
             if one is not None and one.name in own:
                 kept.setdefault(one.name, [{"callback": "", "rule": NEWEST}])
-        gone = [one.saved.name for one in self.known if one.saved.name not in kept]
+        gone = [one.name for one in self.known if one.name not in kept]
         problem = None
         try:
-            set_links(self.store, self.links(kept), gone)
+            self.store.set_links(self.links(kept), gone)
         except OSError as error:
             problem = error
         self._note(kept, gone)
         self.store.delete(gone)
-        self.known = [one for one in self.known if one.saved.name in kept]
+        self.known = [one for one in self.known if one.name in kept]
         if problem is not None:
             raise problem
         return gone
@@ -248,9 +238,9 @@ class Retention:
 
         ``best`` is that of the first rule; of several rules, each has its own as well.
         """
-        line = [one.saved.name for one in line_of(self.known) if one.rank[0] and one.saved.name in kept]
+        line = [one.name for one in line_of(self.known) if one.rank[0] and one.name in kept]
         bests = [(one["monitor"], one["checkpoint"]) for one in self.bests() if one["checkpoint"] in kept]
-        links = {best_link(monitor): name for monitor, name in reversed(bests)} if self._rules_of_best > 1 else {}
+        links = {best_link(monitor): name for monitor, name in reversed(bests)} if len(self.watching) > 1 else {}
         if bests and BEST in self.sets:
             links[BEST] = bests[0][1]
         return {**links, LAST: line[-1]} if line and LAST in self.sets else links
@@ -258,8 +248,13 @@ class Retention:
     # -- inside ------------------------------------------------------------------------------------
 
     @property
-    def _rules_of_best(self) -> int:
-        return sum(len(member.watching) for member in self.members.values())
+    def watching(self) -> list[tuple[Member, Watching]]:
+        """The `Best` rules of all callbacks."""
+        return [(member, one) for member in self.members.values() for one in member.watching]
+
+    def _judging(self, step: int) -> list[Watching]:
+        """Return the rules that have a finite result of a step."""
+        return [one for _, one in self.watching if one.step == step and math.isfinite(one.value)]
 
     def _line_of(self, member: Member) -> list[Known]:
         known = self.known if self.under_way is None else [*self.known, self.under_way]
@@ -274,26 +269,6 @@ class Retention:
 
     def _texts(self) -> dict[str, list[str]]:
         return {member.name: [one.text for one in member.rules] for member in self.members.values()}
-
-    def _changes(self) -> list[str]:
-        before, now = self._noted("callbacks"), self._texts()
-        return [
-            f"{name} keeps {', '.join(now[name])}; until now {', '.join(before[name])}"
-            for name in now
-            if name in before and before[name] != now[name]
-        ]
-
-    def _missing(self) -> list[str]:
-        there = {saved.name for saved in self.store.saved()}
-        return [
-            f"{name}, which {one['rule']} kept, no longer exists"
-            for name, noted in self._noted("checkpoints").items()
-            for one in noted["kept_by"]
-            if name not in there and one["callback"] in self.members and one["rule"].startswith("Best(")
-        ]
-
-    def _noted(self, part: str) -> dict[str, Any]:
-        return noted(self.store)[part]
 
     def _note(self, kept: Mapping[str, Any], gone: Collection[str]) -> None:
         """Write which rules keep which checkpoints, for other processes and for a resume."""

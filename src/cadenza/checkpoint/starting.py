@@ -6,25 +6,27 @@ import logging
 import os
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from cadenza.checkpoint.catalogue import Catalogue, Listed
-from cadenza.checkpoint.finding import checkpoint_at
-from cadenza.checkpoint.reader import Reader
-from cadenza.checkpoint.store import Branch, Loaded, Store
-from cadenza.checkpoint.store.checkpoints import only_branch
+from cadenza.checkpoint.catalogue import Catalogue, checkpoint_at, find, first_usable, is_name
+from cadenza.checkpoint.reader import Reader, on_all_ranks
+from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
+from cadenza.checkpoint.store.checkpoints import not_exact
 from cadenza.checkpoint.store.files import absolute_path
+from cadenza.checkpoint.store.link_names import LAST
+from cadenza.drivers import Driver
 from cadenza.errors import CheckpointError
 from cadenza.files.paths import is_local, local_text
 from cadenza.optim.finite import all_finite
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RecordedRun
 from cadenza.status.progress import Counters
-from cadenza.status.requests import RESUMABLE
+from cadenza.status.requests import RESUMABLE, GoBack
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
@@ -69,11 +71,93 @@ class Start:
         return {"id": self.branch.run, "branch": branch, **({"parent": parents[0]} if parents else {})}
 
 
-def at_path(
-    path: str,
+def chosen(
+    resume: bool | str | PathLike[str] | GoBack,
     directory: RecordedRun | None,
     elsewhere: Iterable[str | PathLike[str]] = (),
     reader: Reader | None = None,
+) -> Start:
+    """Return the start of a run.
+
+    Args:
+        resume: As for ``fit``; or a request of the run itself.
+        directory: The run directory, if there is one.
+        elsewhere: Further folders and URLs that the run saves to.
+        reader: Reads checkpoints; see `on_all_ranks`.
+
+    Raises:
+        ValueError: `resume` is ``"auto"`` or the name of a checkpoint, and there is no directory.
+        CheckpointError: The run has checkpoints, but none can be used; or the named checkpoint cannot be used.
+    """
+    if resume is False:
+        return Start(Branch(uuid.uuid4().hex))
+    reader = reader or Reader()
+    if isinstance(resume, GoBack):
+        return at_path(resume.path, directory, elsewhere, reader, recovery=resume.recovery)
+    resume = "auto" if resume is True else resume
+    if not isinstance(resume, str) or not (resume == "auto" or is_name(resume)):
+        start = at_path(local_text(resume), directory, elsewhere, reader)
+    elif directory is None:
+        raise ValueError(
+            f"resume={resume!r} looks for checkpoints in the directory of the run, and the run has none. Give directory=..., "
+            "or leave out resume= to start a new run."
+        )
+    elif resume in ("auto", LAST):
+        start = at_newest(directory, elsewhere, reader)
+    else:
+        start = at_path(find(directory.path, resume, reader.problem, elsewhere).path, directory, elsewhere, reader)
+    start = replace(start, ended=ended_in(directory), named=resume != "auto")
+    if start.named and start.loaded is None:
+        raise CheckpointError(none_to_continue(directory, start, f"is to continue with resume={resume!r}"))
+    return _without_stop(start)
+
+
+def chosen_on_all_ranks(
+    driver: Driver, resume: bool | str | PathLike[str] | GoBack, directory: RecordedRun | None, elsewhere: Iterable[str]
+) -> Start:
+    """Return the start of a run that the main process chooses, with what this rank has read. Every rank must call this.
+
+    Args:
+        driver: The driver of the run.
+        resume: As for ``fit``.
+        directory: The run directory, on the main process.
+        elsewhere: Further folders and URLs that the run saves to.
+
+    Raises:
+        CheckpointError: As `chosen`.
+        DistributedError: The main process could not choose.
+    """
+
+    def choose(reader: Reader) -> tuple[Start, bool]:
+        start = chosen(resume, directory, elsewhere, reader)
+        return replace(start, loaded=None), start.loaded is not None
+
+    start, loaded = on_all_ranks(driver, choose)
+    return _without_stop(replace(start, loaded=loaded))
+
+
+def _without_stop(start: Start) -> Start:
+    """Drop the stop that the checkpoint holds, unless a kill was faster than the stop."""
+    if start.loaded is not None and (start.named or start.ended):
+        start.loaded.state.get("requests", {}).pop("stop", None)
+    return start
+
+
+def none_to_continue(directory: RecordedRun | None, start: Start, why: str) -> str:
+    """Return a text about a run that has no checkpoint to continue at."""
+    where = "" if directory is None else f" in {str(directory.path)!r}"
+    found = "\n  ".join(start.lost) or "there is none"
+    return (
+        f"the run{where} {why}, but it has no checkpoint to continue at:\n  {found}\nGive another directory= to train from the "
+        "start, or a checkpoint with fit(resume=PATH)."
+    )
+
+
+def at_path(
+    path: str,
+    directory: RecordedRun | None,
+    elsewhere: Iterable[str | PathLike[str]],
+    reader: Reader,
     *,
     recovery: Mapping[str, Any] | None = None,
 ) -> Start:
@@ -84,51 +168,55 @@ def at_path(
     Raises:
         CheckpointError: The checkpoint cannot be used.
     """
-    loaded, known = _read(path, reader or Reader()), _catalogue(directory, elsewhere)
-    wrote, present = Branch.of(loaded.manifest, loaded.manifest["run"]), known.branch
+    loaded, known = _read(path, reader), _catalogue(directory, elsewhere)
+    wrote, present = loaded.branch, known.branch
     point = wrote.point(loaded.name)
     rank = present.rank(point.saved, wrote)
-    on_present_line = wrote.run == present.run and rank is not None and rank[0] == 1
-    newer = [one for one in known.line() if rank is None or (one.rank(present) or rank) > rank]
-    if on_present_line and not newer and recovery is None:
+    is_newest = (
+        wrote.run == present.run and rank is not None and rank[0] == 1 and not any(other > rank for other, _ in known.ranked)
+    )
+    if is_newest and recovery is None:
         return Start(replace(present, at=loaded.name), loaded, path_in(directory), recovery=recovery_in(directory))
     used = _are_used(known, directory)
     branch = Branch(present.run, known.next_number if used else 0, (*wrote.ancestors, point), loaded.name)
     return Start(branch, loaded, absolute_path(path), present.number if used else None, recovery)
 
 
-def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] = (), reader: Reader | None = None) -> Start:
+def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], reader: Reader) -> Start:
     """Return the start at the newest checkpoint of the present branch; a new start if the run has no checkpoint to lose.
 
     Raises:
         CheckpointError: No existing checkpoint can be used, and a new start would waste one.
     """
     known, path, begun_at = _catalogue(directory, elsewhere), path_in(directory), openable_in(directory, elsewhere)
-    branch, line, skipped = known.branch, known.line(), list[str]()
-    own = [one for one in line if one.entry.branch is None or one.entry.branch.number == branch.number]
-    begun = [one for one in line if _begins(branch, one)]
-    reader = reader or Reader()
-    loaded = (
-        _first(own, skipped, reader)
-        or _at_beginning(begun_at, branch, reader)
-        or _first(begun, skipped, reader, exact=False)
-        or _first([one for one in line if one not in own and one not in begun], skipped, reader)
-    )
-    for reason in skipped:
+    branch, line = known.branch, known.line()
+    own = [one for one in line if one.branch is None or one.branch.number == branch.number]
+    # The checkpoint at which the branch began may be inexact, since the user named it.
+    begun = [
+        one
+        for one in (*begun_in(directory, elsewhere), *line)
+        if one.branch is not None and branch.ancestors[-1:] == (one.branch.point(one.name),)
+    ]
+    others = [one for one in line if one not in own and one not in begun]
+    newest, skipped = first_usable([*own, *begun, *others], lambda one: reader.problem(one, exact=one not in begun))
+    for reason in dict.fromkeys(skipped):
         logger.warning("skipped a checkpoint: %s", reason)
-    if loaded is not None:
-        return Start(replace(branch, at=loaded.name), loaded, path, recovery=recovery_in(directory))
-    lost = [_unusable(one, reader) for one in known.all]
-    is_over = ended_in(directory) is not None
-    if any(one.wasted(is_over=is_over) for one in lost):
-        lines = "\n  ".join(one.why for one in lost)
+    if newest is not None:
+        return Start(replace(branch, at=newest.name), reader.read(newest), path, recovery=recovery_in(directory))
+    unusable, is_over = [_unusable(one, reader) for _, one in known.ranked], ended_in(directory) is not None
+    lost = tuple(why for why, _ in unusable)
+    # After the end of the run only damage counts: there is no new start.
+    wasted = {"damaged"} if is_over else {"damaged", "weights only", "abandoned"}
+    if any(kind in wasted for _, kind in unusable):
+        lines = "\n  ".join(lost)
         raise CheckpointError(
             f"none of the checkpoints in {known} can be used, and starting anew would waste them:\n  {lines}\n"
             "Repair or remove them, name one with fit(resume=PATH), or give another directory=."
         )
     if is_over:
-        models = [one for one in line if one.entry.manifest is not None and one.entry.manifest.get("weights_only")]
-        return Start(branch, _first(models, [], reader, exact=False), path, lost=tuple(one.why for one in lost))
+        models = [one for one in line if one.manifest is not None and one.manifest.get("weights_only")]
+        model, _ = first_usable(models, reader.problem)
+        return Start(branch, None if model is None else reader.read(model), path, lost=lost)
     if path is not None and (begun_at is None or branch.ancestors[-1].run != branch.run):
         why = "can no longer be used" if begun_at else "is at a URL, which only fit(resume=URL) opens"
         raise CheckpointError(
@@ -137,26 +225,36 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]] =
         )
     if not _are_used(known, directory):
         return Start(branch)
-    return Start(Branch(branch.run, known.next_number), None, None, branch.number, lost=tuple(one.why for one in lost))
+    return Start(Branch(branch.run, known.next_number), None, None, branch.number, lost=lost)
 
 
 def ended_in(directory: RecordedRun | None) -> str | None:
     """Return the outcome in ``run.json`` if the run is over; None if ``"auto"`` continues, as after an error or `TimeLimit`."""
-    outcome = ((directory.previous if directory is not None else None) or {}).get("outcome") or {}
+    outcome = _recorded(directory, "outcome")
     return outcome["kind"] if outcome.get("kind") in OVER and not outcome.get(RESUMABLE) else None
+
+
+def recovery_in(directory: RecordedRun | None) -> Mapping[str, Any] | None:
+    """Return the data of the rollback with which the present branch began; None if it began without one."""
+    return _recorded(directory, "branch").get("recovery")
 
 
 def path_in(directory: RecordedRun | None) -> str | None:
     """Return the path of the checkpoint at which the present branch began; None if it began without one."""
-    previous = (directory.previous if directory is not None else None) or {}
-    path = (previous.get("branch") or {}).get("resumed_at")
+    path = _recorded(directory, "branch").get("resumed_at")
     return None if path is None else str(path)
+
+
+def _recorded(directory: RecordedRun | None, name: str) -> Mapping[str, Any]:
+    """Return an entry of ``run.json``; empty if it has none."""
+    facts: Mapping[str, Any] = ((directory.previous if directory is not None else None) or {}).get(name) or {}
+    return facts
 
 
 def openable_in(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> str | None:
     """Return `path_in` if it may be opened: it is on this machine, or in one of the folders and URLs that the run saves to.
 
-    Nothing else that a ``run.json`` names is opened: see `stores_at`.
+    Nothing else that a ``run.json`` names is opened: see `Catalogue.at`.
     """
     path = path_in(directory)
     if path is None or is_local(path) or path.rstrip("/").rpartition("/")[0] in map(local_text, elsewhere):
@@ -164,11 +262,13 @@ def openable_in(directory: RecordedRun | None, elsewhere: Iterable[str | PathLik
     return None
 
 
-def recovery_in(directory: RecordedRun | None) -> Mapping[str, Any] | None:
-    """Return the data of the rollback with which the present branch began; None if it began without one."""
-    previous = (directory.previous if directory is not None else None) or {}
-    recovery: Mapping[str, Any] | None = (previous.get("branch") or {}).get("recovery")
-    return recovery
+def begun_in(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]]) -> list[Entry]:
+    """Return the checkpoint at which the present branch began, if it is there and may be opened."""
+    path = openable_in(directory, elsewhere)
+    with suppress(CheckpointError):
+        if path is not None and (entry := checkpoint_at(path)[1]) is not None:
+            return [entry]
+    return []
 
 
 def newest_good(
@@ -179,10 +279,9 @@ def newest_good(
     Only the line of the present branch counts; with `whole_epochs`, only checkpoints between two epochs. None: there is none.
     """
     for one in _catalogue(directory, elsewhere).line():
-        manifest = one.entry.manifest
-        if one.entry.saved.step > step or manifest is None or one.store.problem(one.entry) is not None:
+        if one.saved.step > step or one.problem() is not None:
             continue
-        loaded = one.store.read(one.entry.saved)
+        loaded = one.store.read(one.saved)
         reached = Counters(**loaded.state["progress"])
         if whole_epochs and reached.batch_in_epoch:
             continue
@@ -191,85 +290,40 @@ def newest_good(
     return None
 
 
-class _Unusable(NamedTuple):
-    why: str
-    kind: str
-
-    def wasted(self, *, is_over: bool) -> bool:
-        """Return whether a new start would waste it. After the end of the run only damage counts: there is no new start."""
-        return self.kind == "damaged" if is_over else self.kind in ("damaged", "weights only", "abandoned")
-
-
 def _catalogue(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> Catalogue:
-    """Return the checkpoints of a run.
+    """Return the checkpoints of a run, in its directory and in further folders and URLs.
 
-    Args:
-        directory: The run's directory, if it has one.
-        elsewhere: Further folders and URLs.
+    The present branch is that of ``run.json``; without one, that of the checkpoints in the directory.
     """
-    own = [Store(directory.checkpoints)] if directory is not None else []
-    others = [store for store in map(Store, elsewhere) if str(store.files) not in map(str, own)]
-    return Catalogue([*own, *others], _present(directory))
+    own = [] if directory is None else [Store(directory.checkpoints)]
+    if directory is not None and directory.previous is not None:
+        branch = Branch.of(_recorded(directory, "branch"), str(directory.previous.get("id", "")))
+    else:
+        recorded = Catalogue(own).branch
+        branch = recorded if recorded.run else Branch(uuid.uuid4().hex)
+    return Catalogue([*own, *map(Store, elsewhere)], branch)
 
 
 def _are_used(known: Catalogue, directory: RecordedRun | None) -> bool:
     """Return whether an earlier start of the run left checkpoints, facts or rows."""
-    return bool(known.all) or (
+    return bool(known.ranked) or (
         directory is not None and (directory.previous is not None or branch_files.has_rows(directory.path))
     )
 
 
-def _unusable(one: Listed, reader: Reader) -> _Unusable:
-    """Return the reason why a checkpoint cannot be used, if none on the line can."""
-    manifest, problem = one.entry.manifest, reader.problem(one.store, one.entry)
-    if manifest is None or problem is not None:
-        return _Unusable(str(problem), "unfinished" if one.entry.is_unfinished else "damaged")
-    problem = one.store.problem(one.entry)
-    if problem is None:
-        return _Unusable(f"{one.name}: abandoned when the run was rolled back", "abandoned")
-    return _Unusable(problem, "weights only" if manifest.get("weights_only") else "not exact")
-
-
-def _begins(branch: Branch, one: Listed) -> bool:
-    """Return whether a branch began at a checkpoint."""
-    wrote = one.entry.branch
-    return bool(wrote and branch.ancestors and wrote.point(one.name) == branch.ancestors[-1])
-
-
-def _present(directory: RecordedRun | None) -> Branch:
-    """Return the present branch of the run; without a ``run.json``, the branch of the checkpoints in its directory."""
-    previous: Mapping[str, Any] | None = directory.previous if directory is not None else None
-    if previous is not None:
-        return Branch.of(previous.get("branch") or {}, str(previous.get("id", "")))
-    found = Branch() if directory is None else only_branch(Store(directory.checkpoints).entries(), str(directory.checkpoints))
-    return found if found.run else Branch(uuid.uuid4().hex)
-
-
-def _first(found: Iterable[Listed], skipped: list[str], reader: Reader, *, exact: bool = True) -> Loaded | None:
-    """Return the first usable checkpoint. Append the reasons why earlier ones were skipped to `skipped`."""
-    for one in found:
-        tried = reader.tried(one.store, one.entry, exact=exact)
-        if not isinstance(tried, str):
-            return tried
-        skipped.append(tried)
-    return None
-
-
-def _at_beginning(path: str | None, branch: Branch, reader: Reader) -> Loaded | None:
-    """Return the checkpoint at which a branch began. It may be inexact, since the user named it."""
-    if path is None or not branch.ancestors:
-        return None
-    try:
-        loaded = _read(path, reader)
-    except CheckpointError:
-        return None
-    point = Branch.of(loaded.manifest, loaded.manifest["run"]).point(loaded.name)
-    return loaded if point == branch.ancestors[-1] else None
+def _unusable(entry: Entry, reader: Reader) -> tuple[str, str]:
+    """Return the reason why a checkpoint cannot be used, if none on the line can, and its kind."""
+    if problem := reader.problem(entry):
+        return problem, "unfinished" if entry.is_unfinished else "damaged"
+    manifest = entry.manifest or {}
+    if problem := not_exact(entry.name, manifest):
+        return problem, "weights only" if manifest.get("weights_only") else "not exact"
+    return f"{entry.name}: abandoned when the run was rolled back", "abandoned"
 
 
 def _read(path: str, reader: Reader) -> Loaded:
-    store, saved = checkpoint_at(path)
-    if saved is None:
+    store, entry = checkpoint_at(path)
+    if entry is None:
         found = [one.name for one in store.saved()]
         there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
         if "://" not in path and os.path.isfile(os.path.join(path, "trainer_state.json")):
@@ -278,4 +332,4 @@ def _read(path: str, reader: Reader) -> Loaded:
                 "from_pretrained, and start a new run with fit()."
             )
         raise CheckpointError(f"there is no checkpoint at {path!r}: {there}. Give the path of a checkpoint, or resume='auto'.")
-    return reader.read(store, saved)
+    return reader.read(entry)

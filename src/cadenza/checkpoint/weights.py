@@ -1,18 +1,43 @@
-"""Weights alone: out of a checkpoint, or any safetensors file, into a model; and out of a model into a file."""
+"""Weights alone: out of a checkpoint, or any safetensors file, into a model, a file, or the model of an evaluation."""
 
 from __future__ import annotations
 
-from os import PathLike
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from cadenza.checkpoint.chosen_weights import Chosen, chosen_at
-from cadenza.checkpoint.finding import Which
+from cadenza.checkpoint.catalogue import Catalogue, Which, check_which, find, is_path
+from cadenza.checkpoint.changed_shapes import changed_buffers
+from cadenza.checkpoint.frozen import left_out_of, unchanged
+from cadenza.checkpoint.reader import Reader, on_all_ranks
+from cadenza.checkpoint.store import Loaded, Store
+from cadenza.checkpoint.store.link_names import is_link_name
+from cadenza.drivers import Driver
+from cadenza.drivers.agreeing import agreed
+from cadenza.drivers.materializing import tensors_in_file
 from cadenza.drivers.sharding import is_sharded, whole
-from cadenza.files.paths import local_path
-from cadenza.optim.model_state import state_of
+from cadenza.engine.session import Session
+from cadenza.errors import CheckpointError, CheckpointMismatchError, nearest
+from cadenza.files.paths import local_path, local_text
+from cadenza.hooks.held_weights import HeldWeights
+from cadenza.loading.evaluation import Evaluation
+from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
+from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plain_name, state_of, untied
+from cadenza.status.counting import some
+from cadenza.status.decisions import in_json
 from cadenza.status.plain import host_copy
+
+T = TypeVar("T")
+
+MODEL = "model"
+"""The name of the model's own weights."""
 
 
 def load_weights(
@@ -121,3 +146,276 @@ def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
     target = local_path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_file(weights, target)
+
+
+# -- the weights that a user chooses, by checkpoint and by name -----------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Weights of a checkpoint or a file."""
+
+    where: str
+    """The path of the checkpoint or the file."""
+    tensors: dict[str, Any]
+    """By the model's names, tensors, or a `Stored` or `FileTensor` for each that is not in memory."""
+    weights: str = MODEL
+    """``"model"``, or the name of averaged ones."""
+    left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The description of the weights that the checkpoint leaves out."""
+    changed: frozenset[str] = frozenset()
+    """The names of the buffers that got their shape in training."""
+    outside: dict[str, Any] = field(default_factory=dict)
+    """The parameters outside of the model; see `ExtraParameters`."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """For a decision: checkpoint, step, weights and, if it was chosen as the best, by which result."""
+
+    def load_into(self, model: nn.Module, *, strict: bool = True) -> list[str]:
+        """Load what fits into a model, and return a text about each other tensor.
+
+        Raises:
+            CheckpointMismatchError: As `fitting`, and the model's own ``load_state_dict`` does not take the tensors either.
+        """
+        try:
+            tensors, misfits = self.fitting(model, strict=strict)
+        except CheckpointMismatchError:
+            if load_by_model(model, self.tensors):
+                return []
+            raise
+        load_into(model, tensors)
+        return misfits
+
+    def fitting(self, model: nn.Module, *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
+        """Return the tensors that fit a model, and a text about each other one.
+
+        Args:
+            model: The model.
+            strict: All must fit.
+
+        Raises:
+            CheckpointMismatchError: One does not, and `strict`; or frozen weights were left out that the model does not have.
+        """
+        given, own = {plain_name(name): one for name, one in self.tensors.items()}, state_of(model)
+        free = self.changed & buffers_of(model).keys()
+        if strict:
+            missing = {name: one for name, one in self.left_out.items() if name not in given}
+            given |= unchanged(missing, own, self.where)
+        tensors = {name: one for name, one in own.items() if isinstance(one, Tensor)}
+        wrong = {name: _misfit(name, given.get(name), tensors.get(name)) for name in {**tensors, **given} if name not in free}
+        differing = [name for name, problem in wrong.items() if problem]
+        if not (strict and differing):
+            tied = untied(model, {name: one for name, one in given.items() if name not in differing})
+            wrong |= {name: f"{name} and {other} have other values, and the model ties them" for name, other in tied.items()}
+            differing += tied
+        misfits = [str(wrong[name]) for name in differing]
+        if misfits and strict:
+            raise CheckpointMismatchError(
+                f"{self.where} does not fit the model, which is as it was. It differs in {len(misfits)}: "
+                f"{some(misfits)}. Give the model it was made of, or strict=False to take what fits."
+            )
+        kept = {name: one for name, one in given.items() if name not in differing}
+        return kept, misfits
+
+
+def chosen_of(loaded: Loaded, path: str, best: Mapping[str, Any], wanted: str | None = None) -> Chosen:
+    """Return weights of a checkpoint.
+
+    Args:
+        loaded: Its content, read lazily: the parts of the optimizers' states stay in their files.
+        path: Its path or URL.
+        best: If it was chosen as the best: see `Entry.best`.
+        wanted: ``"model"``, or the name of averaged weights. None: the averaged ones if they had the best result for which the
+            checkpoint was kept, else the model's own.
+
+    Raises:
+        CheckpointError: It does not hold weights of this name.
+    """
+    name = wanted or (best or loaded.manifest).get("weights") or MODEL
+    if name == MODEL:
+        tensors = loaded.model
+    else:
+        sets = loaded.state.get("weight_sets", {})
+        if name not in sets:
+            there = [MODEL, *sets]
+            raise CheckpointError(
+                f"{loaded.name} holds no weights {name!r}. It holds {', '.join(map(repr, there))}.{nearest(name, there)}"
+            )
+        callback, *held = [sets[name], "average", "module."] if isinstance(sets[name], str) else sets[name]  # 0.1 wrote a name
+        tensors = HeldWeights(*held).tensors_in(loaded.state["callbacks"][callback])
+    facts = {"checkpoint": loaded.name, "step": loaded.manifest["step"], "weights": name, "path": path}
+    facts |= {"best": [{key: best[key] for key in ("monitor", "mode", "value", "step")}]} if best else {}
+    outside = dict(loaded.state.get("outside", {}))
+    return Chosen(path, tensors, name, left_out_of(loaded.state), changed_buffers(loaded.state), outside, facts)
+
+
+def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str | None = None) -> Chosen:
+    """Read weights from a checkpoint, or from a safetensors file.
+
+    Args:
+        path: A run directory, a folder of checkpoints, an fsspec URL, a checkpoint, a safetensors file, or an index of several.
+        which: See `find`.
+        wanted: See `chosen_of`.
+
+    Raises:
+        CheckpointError: There are no such weights, or they are damaged.
+    """
+    text = local_text(path)
+    if not is_weights_file(text):
+        reader = Reader()
+        found = find(text, which, reader.problem)
+        return chosen_of(reader.read(found), found.path, found.best, wanted)
+    if wanted not in (None, MODEL) or which is not None:
+        meant = f"which={which!r}" if which is not None else f"any that are called {wanted!r}"
+        raise CheckpointError(
+            f"{text} is one file of weights, without {meant}. Give the checkpoint or the directory of the run"
+        )
+    return Chosen(text, dict(tensors_in_file(text)))
+
+
+def is_weights_file(path: str) -> bool:
+    """Return whether a path is that of a file of weights, and no checkpoint or a link to one."""
+    return Path(path).is_file() and not is_link_name(Path(path).name)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The weights that an evaluation outside of a fit asks for: of a checkpoint, or averaged ones that a callback holds.
+
+    Raises:
+        ValueError: `which` is no name of a checkpoint, or there is no directory in which it could be.
+    """
+
+    verb: str
+    """``"evaluate"`` or ``"predict"``, for messages."""
+    which: Which | None
+    """The checkpoint; None: the weights in memory."""
+    weights: str | None
+    """``"model"``, or the name of averaged ones. None: those of the model, or as `load_weights` chooses."""
+    directory: Path | None
+    """The run directory of the trainer."""
+    elsewhere: Sequence[str | PathLike[str]]
+    """Further folders and URLs that it saves to."""
+
+    def __post_init__(self) -> None:
+        which, weights = self.which, self.weights
+        check_which(which)
+        if weights is not None and (not isinstance(weights, str) or not weights):
+            raise TypeError(f"weights must be 'model' or the name of averaged weights, such as 'ema'; got {weights!r}")
+        if which is not None and self.directory is None and not self.elsewhere and not is_path(which):
+            raise ValueError(
+                f"{self.verb}(which={which!r}) looks for checkpoints in the directory of the run, and the trainer has none. "
+                "Give Trainer(directory=...), or the path of a checkpoint."
+            )
+
+    def during(
+        self, act: Callable[[Session, Evaluation], T], optimizers: Callable[[], Sequence[Optimizer]]
+    ) -> Callable[[Session, Evaluation], T]:
+        """Return `act` with the model having these weights meanwhile. Every rank must call it.
+
+        Args:
+            act: Evaluates or predicts.
+            optimizers: Makes the optimizers. Those of the run tell the order of the parameters outside of the model.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it cannot be used. Nothing is changed.
+            ValueError: No callback holds such weights.
+        """
+
+        def acting(session: Session, evaluation: Evaluation) -> T:
+            with self._in_place(session, evaluation, optimizers):
+                return act(session, evaluation)
+
+        return acting
+
+    @contextmanager
+    def _in_place(
+        self, session: Session, evaluation: Evaluation, optimizers: Callable[[], Sequence[Optimizer]]
+    ) -> Iterator[None]:
+        if self.which is not None:
+            chosen = self._chosen(session.driver)
+            evaluation.weights = None if chosen.weights == MODEL else chosen.weights
+            session.optimizers[:] = optimizers() if chosen.outside else ()
+            with of_checkpoint(session, chosen):
+                yield
+        elif self.weights not in (None, MODEL):
+            evaluation.weights = self.weights
+            holders = holders_in(session.hooks)
+            holder = holders.get(str(self.weights))
+            who = f"{self.verb}(weights={self.weights!r})"
+            if holder is None:
+                raise ValueError(no_such_weights(str(self.weights), holders, who))
+            if holder.held is None:
+                raise ValueError(
+                    f"{who} needs averaged weights, and {holder.callback} has none yet: it averages during a run. Call fit "
+                    "before, or give which='last' for those of a checkpoint."
+                )
+            session.decide("weights in place", f"{self.weights!r} of {holder.callback}", who="the trainer")
+            with holder.lend(session.run):
+                yield
+        else:
+            yield
+
+    def _chosen(self, driver: Driver) -> Chosen:
+        """Read the weights on each rank; the main process chooses the checkpoint."""
+        found, loaded = on_all_ranks(driver, self._found, keep=False)
+        if found is not None and loaded is not None:
+            return chosen_of(loaded, *found, self.weights)
+        read: list[Chosen] = []
+        agreed(
+            driver.gather,
+            lambda: read.append(chosen_at(str(self.which), None, self.weights)),
+            lambda rank, problem: CheckpointError(f"rank {rank} cannot read {self.which}: {problem}"),
+        )
+        return read[0]
+
+    def _found(self, reader: Reader) -> tuple[tuple[str, dict[str, Any]] | None, bool]:
+        """Find and read the checkpoint; return its path and `Entry.best`, and None for a file of weights."""
+        assert self.which is not None, "only a checkpoint is read"
+        if is_path(self.which) and is_weights_file(fspath(self.which)):
+            return None, False
+        if is_path(self.which):
+            found = find(self.which, None, reader.problem)
+        elif self.directory is not None:
+            found = find(self.directory, self.which, reader.problem, self.elsewhere)
+        else:
+            where = ", ".join(fspath(one) for one in self.elsewhere)
+            found = Catalogue(map(Store, self.elsewhere), where=where).choose(fspath(self.which), reader.problem)
+        reader.read(found)
+        return (found.path, dict(found.best)), True
+
+
+@contextmanager
+def of_checkpoint(session: Session, chosen: Chosen) -> Iterator[None]:
+    """Return a context in which model and loss have the weights of a checkpoint. Then they get their own again, to the bit.
+
+    Every rank must enter it.
+
+    Raises:
+        CheckpointMismatchError: They do not fit. Nothing is changed.
+    """
+    tensors, _ = chosen.fitting(session.module)
+    with ExitStack() as stack:
+        if chosen.outside:
+            extra = session.extra_parameters
+            extra.begin(session.run)
+            own = _copied(extra.state_dict())
+            stack.callback(extra.load_state_dict, own)
+            extra.load_state_dict(chosen.outside)
+        stack.enter_context(in_place(session.module, tensors))
+        averaged = "" if chosen.weights == MODEL else f"{chosen.weights!r} of "
+        session.decide("weights in place", f"{averaged}{chosen.where}", who="the trainer", data=in_json(chosen.facts))
+        yield
+
+
+def _copied(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, tree)
+
+
+def _misfit(name: str, given: Any, own: Tensor | None) -> str | None:
+    if given is None:
+        return f"{name} is missing"
+    if own is None:
+        return f"{name} is not in the model"
+    if tuple(given.shape) != tuple(own.shape):
+        return f"{name} has shape {tuple(given.shape)}, the model's {tuple(own.shape)}"
+    return None

@@ -305,7 +305,8 @@ class CheckpointWriter:
         content.facts |= retention.facts(progress.now(), asking, progress.batches_per_epoch)
         if retention.judges(progress.step):  # else the thread that writes looks
             content.facts["finite"] = content.is_finite()
-        if self.session.is_main:
+        content.facts["best"] = []
+        if self.session.is_main and retention.watching:
             saved = Saved(progress.step, 1, f"step-{progress.step:08d}")
             with suppress(Exception):  # if the folder cannot be read, the write reports the error
                 saved = self.store.next_name(progress.step)
@@ -336,16 +337,14 @@ class CheckpointWriter:
         retention.sets = frozenset(
             link for link, first in ((LAST, [*whole, *beside][0]), (BEST, bests[0] if bests else None)) if first is self
         )
-        changed = retention.changed()
-        changes, missing = retention.begin()
-        changes += retention.leave([name for one in beside for name in one.names])
-        for sentence in changes:
+        changes, left, missing = retention.begin([name for one in beside for name in one.names])
+        for sentence in (*changes, *left):
             session.decide("rules changed", sentence, who=", ".join(self.names))
-        for sentence in (*changes, *missing):
+        for sentence in (*changes, *left, *missing):
             session.warn(sentence)
         newest = max(retention.known, key=lambda one: one.rank, default=None)
         self.store.trust(self.store.branch.at)
-        if newest is not None and newest.name == self.store.branch.at and not newest.abandoned and not changed:
+        if newest is not None and newest.name == self.store.branch.at and not newest.abandoned and not changes:
             retention.apply()
 
     def _report(self, save: Save, saved: Saved, pruned: list[str] | Exception) -> None:

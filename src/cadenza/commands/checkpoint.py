@@ -6,18 +6,15 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cadenza.checkpoint.chosen_weights import MODEL, chosen_of
-from cadenza.checkpoint.finding import checked_name, find_in, not_opened, stores_at
+from cadenza.checkpoint.catalogue import Catalogue, checked_name
 from cadenza.checkpoint.reader import Reader
 from cadenza.checkpoint.retention import kept_by
-from cadenza.checkpoint.store import Branch, Saved, Store
-from cadenza.checkpoint.store.checkpoints import only_branch
+from cadenza.checkpoint.store import Entry, Store
 from cadenza.checkpoint.store.link_names import LAST
-from cadenza.checkpoint.store.links import set_links
 from cadenza.checkpoint.store.manifest import best_text, bytes_in
-from cadenza.checkpoint.weights import write_chosen
+from cadenza.checkpoint.weights import MODEL, chosen_of, write_chosen
 from cadenza.commands.output import add_json, complain, print_json, print_rows, say
-from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.errors import CheckpointError
 from cadenza.status import dates
 from cadenza.status.branches import newest_branches
 from cadenza.status.counting import counted
@@ -57,27 +54,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def show_list(arguments: argparse.Namespace) -> None:
     """Print one line a checkpoint: name, run if there are several, time, size, state, what it was written for."""
-    store, branch = _store(arguments)
-    entries = store.entries()
-    lines = {
-        one.run: one for one in (*newest_branches(one.branch for one in entries if one.branch), *([branch] if branch else []))
-    }
-    kept = {run: kept_by(Store(str(store.files), run)) for run in lines}
+    catalogue = _catalogue(arguments)
+    lines = {one.run: one for one in newest_branches(one.branch for one in catalogue.entries if one.branch)}
+    if catalogue.named is not None:
+        lines[catalogue.named.run] = catalogue.named
+    kept = {run: kept_by(Store(str(catalogue), run)) for run in lines}
     rows = [("name", "run", "written", "MB", "state", "kept by", "reason")]
     data = []
-    for entry in entries:
-        manifest, problem = _tried(store, entry.saved)
-        if manifest is None or entry.branch is None:
-            rows.append((entry.saved.name, "", "", "", "damaged", "", problem))
-            data.append({"name": entry.saved.name, "step": entry.saved.step, "state": "damaged", "problem": problem})
+    for entry in catalogue.entries:
+        manifest, problem = entry.manifest, _problem(entry)
+        if problem or manifest is None or entry.branch is None:
+            rows.append((entry.name, "", "", "", "damaged", "", problem))
+            data.append({"name": entry.name, "step": entry.saved.step, "state": "damaged", "problem": problem})
             continue
         run = entry.branch.run
         rank = lines[run].rank(entry.saved, entry.branch)
         size = bytes_in(manifest)
         written = dates.local(manifest["time"])
         state = _state(manifest, abandoned=rank is not None and rank[0] == 0)
-        by = kept[run].get(entry.saved.name, [])
-        row = (entry.saved.name, run[:12], written, f"{size / 1e6:.1f}", state, _rules_in(by), manifest["reason"])
+        by = kept[run].get(entry.name, [])
+        row = (entry.name, run[:12], written, f"{size / 1e6:.1f}", state, _rules_in(by), manifest["reason"])
         rows.append(row)
         facts = {
             "run": run,
@@ -87,7 +83,7 @@ def show_list(arguments: argparse.Namespace) -> None:
             "kept_by": by,
             "reason": manifest["reason"],
         }
-        data.append({"name": entry.saved.name, "step": manifest["step"], **facts})
+        data.append({"name": entry.name, "step": manifest["step"], **facts})
     if arguments.json:
         return print_json(data)
     return print_rows(rows if len(lines) > 1 else [(row[0], *row[2:]) for row in rows])
@@ -99,31 +95,28 @@ def verify_all(arguments: argparse.Namespace) -> None:
     Raises:
         CheckpointError: One is not.
     """
-    store, _ = _store(arguments)
-    problems, data = [], []
-    for saved in store.saved():
-        manifest, problem = _tried(store, saved)
-        data.append({"name": saved.name, "ok": manifest is not None, "problem": problem or None})
-        problems += [problem] if manifest is None else []
+    data = []
+    for entry in _catalogue(arguments).entries:
+        problem = _problem(entry)
+        data.append({"name": entry.name, "ok": not problem, "problem": problem or None})
         if not arguments.json:
-            say(f"{saved.name}  {problem or 'ok'}")
+            say(f"{entry.name}  {problem or 'ok'}")
     if arguments.json:
         print_json(data)
-    if problems:
-        raise CheckpointError(f"{len(problems)} of {counted(len(store.saved()), 'checkpoint')} cannot be used")
+    if damaged := sum(not one["ok"] for one in data):
+        raise CheckpointError(f"{damaged} of {counted(len(data), 'checkpoint')} cannot be used")
 
 
 def show_newest(arguments: argparse.Namespace) -> None:
     """Print what a checkpoint holds: its manifest, the model's tensors, the callbacks with a state."""
-    store, branch = _store(arguments)
-    found = find_in([store], branch, checked_name(arguments.which), arguments.path)
-    saved, loaded = found.saved, store.read(found.saved)
+    entry = _catalogue(arguments).choose(checked_name(arguments.which))
+    loaded = entry.store.read(entry.saved)
     entries = {key: value for key, value in loaded.manifest.items() if key not in ("files", "crc32", "weights")}
     entries |= {"weights": loaded.manifest["weights"]} if "weights" in loaded.manifest else {}  # last, with the line below
     if arguments.json:
         callbacks = [*loaded.state.get("callbacks", {})]
         tensors = {name: {"shape": [*one.shape], "dtype": str(one.dtype)} for name, one in loaded.model.items()}
-        return print_json({"name": saved.name, **entries, "callbacks": callbacks, "model": tensors})
+        return print_json({"name": entry.name, **entries, "callbacks": callbacks, "model": tensors})
     entries |= {"time": dates.local(loaded.manifest["time"])} if "time" in entries else {}
     told = [f"{one['monitor']} {best_text(one)} at {one['checkpoint']}" for one in entries.pop("best", [])]
     entries |= {"best": ", ".join(told)} if told else {}
@@ -143,13 +136,12 @@ def export(arguments: argparse.Namespace) -> None:
     Raises:
         CheckpointError: There is none, or it cannot be used.
     """
-    store, branch = _store(arguments)
     reader = Reader()
-    found = find_in([store], branch, checked_name(arguments.which), arguments.path, reader.problem)
-    chosen = chosen_of(found, reader.read(store, found.saved), arguments.weights)
+    entry = _catalogue(arguments).choose(checked_name(arguments.which), reader.problem)
+    chosen = chosen_of(reader.read(entry), entry.path, entry.best, arguments.weights)
     write_chosen(chosen, arguments.file)
     averaged = "" if chosen.weights == MODEL else f" {chosen.weights!r}"
-    say(f"wrote the weights{averaged} of {found} to {arguments.file}")
+    say(f"wrote the weights{averaged} of {entry} to {arguments.file}")
 
 
 def prune(arguments: argparse.Namespace) -> None:
@@ -162,36 +154,36 @@ def prune(arguments: argparse.Namespace) -> None:
     """
     if arguments.keep_last < 1:
         raise CheckpointError(f"--keep-last must be at least 1; got {arguments.keep_last}")
-    store, branch = _store(arguments)
-    newest = store.manifest(find_in([store], branch, LAST, arguments.path).saved)  # which was verified to be found
-    store.run, store.branch = newest["run"], branch or only_branch(store.entries(), str(store.files))
-    gone = store.prune(entry.saved.name for entry, _ in store.ranked()[-arguments.keep_last :])
-    set_links(store, {})
+    catalogue = _catalogue(arguments)
+    catalogue.choose(LAST)  # or nothing is deleted
+    gone = catalogue.prune([one.name for _, one in catalogue.ranked if one.manifest is not None][-arguments.keep_last :])
+    catalogue.stores[0].set_links({})
     say(f"deleted {len(gone)}: {', '.join(gone)}" if gone else "nothing to delete")
 
 
-def _store(arguments: argparse.Namespace) -> tuple[Store, Branch | None]:
-    """Return the checkpoints that are meant, and the branch: that of ``--run``, else that of the run in the directory."""
+def _catalogue(arguments: argparse.Namespace) -> Catalogue:
+    """Return the checkpoints that are meant, on the branch of ``--run``, else on that of the run in the directory."""
     try:
-        (store,), branch = stores_at(arguments.path)
+        catalogue = Catalogue.at(arguments.path)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    remark = not_opened(arguments.path, [store])
-    if not store.saved():
+    remark = catalogue.not_opened
+    if not catalogue.entries:
         raise CheckpointError(
             f"there are no checkpoints in {arguments.path!r}: expected a run directory or a folder of checkpoints.{remark}"
         )
     if remark:
         complain(remark.strip())
     wanted = getattr(arguments, "run", None)
-    if wanted is None or (branch is not None and branch.run.startswith(wanted)):
-        return store, branch
-    found = [one for one in newest_branches(one.branch for one in store.entries() if one.branch) if one.run.startswith(wanted)]
-    if len(found) != 1:
-        raise CheckpointError(
-            f"{counted(len(found), 'run')} that saved in {store.files!s} have an id that begins with {wanted!r}"
-        )
-    return store, found[0]
+    if wanted is not None and not (catalogue.named is not None and catalogue.named.run.startswith(wanted)):
+        runs = newest_branches(one.branch for one in catalogue.entries if one.branch)
+        found = [one for one in runs if one.run.startswith(wanted)]
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{counted(len(found), 'run')} that saved in {catalogue} have an id that begins with {wanted!r}"
+            )
+        catalogue.named = found[0]
+    return catalogue
 
 
 def _rules_in(kept_by: Sequence[Mapping[str, str]]) -> str:
@@ -200,11 +192,8 @@ def _rules_in(kept_by: Sequence[Mapping[str, str]]) -> str:
     return ", ".join(f"{one['callback']}: {one['rule']}" if several else one["rule"] for one in kept_by)
 
 
-def _tried(store: Store, saved: Saved) -> tuple[dict[str, Any] | None, str]:
-    try:
-        return store.verify(saved), ""
-    except (CheckpointDamagedError, CheckpointFormatError) as error:
-        return None, str(error).removeprefix(f"{saved.name}: ")
+def _problem(entry: Entry) -> str:
+    return (entry.problem(exact=False) or "").removeprefix(f"{entry.name}: ")
 
 
 def _state(manifest: dict[str, Any], *, abandoned: bool) -> str:

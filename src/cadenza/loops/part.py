@@ -13,7 +13,7 @@ from cadenza.adapters.lightning.before_fit import freeze_early
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.snapshot import config_of
-from cadenza.checkpoint.starting import Start
+from cadenza.checkpoint.starting import Start, chosen_on_all_ranks
 from cadenza.engine import rank_checks
 from cadenza.engine.arguments import check_not_empty
 from cadenza.engine.loop import OVER, Training
@@ -95,7 +95,7 @@ class Part:
             raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
         with trainer.driver.entering("at the start of a run"):
             files = self._opened_files(ending)
-            start = resuming.chosen_on_all_ranks(trainer.driver, self._resume, files, elsewhere(trainer.callbacks))
+            start = chosen_on_all_ranks(trainer.driver, self._resume, files, elsewhere(trainer.callbacks))
             session, over = self._new_session(files, start)
         trainer._run = session.run
         session.advises &= not isinstance(self._resume, GoBack)  # the part before has said it

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.checkpoint.keeping import Known
 from cadenza.checkpoint.retention import NEWEST, Member, Retention
-from cadenza.checkpoint.rules import Known
 from cadenza.checkpoint.store import Saved
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.session import Session, session_of
@@ -43,6 +43,8 @@ class DryRetention(Retention):
 
     def apply(self, newest: Saved | None = None) -> list[str]:
         """Drop the checkpoints that no rule keeps; return their names."""
+        self.known += [] if self.under_way is None else [self.under_way]
+        self.under_way: Known | None = None
         kept = self.kept_by_rules()
         if newest is not None:
             kept.setdefault(newest.name, [])
@@ -86,9 +88,7 @@ class DryWriter(CheckpointWriter):
         saved = Saved(at.step, again, f"step-{at.step:08d}" + (f"-{again}" if again > 1 else ""))
         facts = asdict(at) | retention.facts(at, asking, session.progress.batches_per_epoch)
         facts |= {"exact": True, "weights_only": self.weights_only, "time": self._time_at(at.step)}
-        rank = self.store.branch.rank(saved, self.store.branch)
-        assert rank is not None, "a branch ranks its own checkpoints"
-        retention.known.append(Known.of_facts(saved, rank, facts))
+        retention.write(saved, facts)
         self._newest = saved.name
         who = ", ".join(sorted(asking))
         session.decide("saved", f"{saved.name}: {reason}", who=who, data={"checkpoint": saved.name, "step": saved.step})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.catalogue import Catalogue, first_usable
+from cadenza.checkpoint.store import Content, Entry, Saved, Store
 
 
 def content(step: int, **facts: Any) -> Content:
@@ -41,3 +44,14 @@ class Bomb:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (self.mark,))
+
+
+def latest(store: Store, *, exact: bool = True) -> tuple[Saved | None, list[str]]:
+    """Return the newest checkpoint of the only run in a folder that can be used, and why newer ones were skipped."""
+    newest, skipped = first_usable(Catalogue([Store(str(store.files))]).line(), partial(Entry.problem, exact=exact))
+    return None if newest is None else newest.saved, skipped
+
+
+def prune(store: Store, keep: Collection[str]) -> list[str]:
+    """Delete the checkpoints of the run that writes to a store, except some."""
+    return Catalogue([store], store.branch).prune(keep)

@@ -16,7 +16,7 @@ import pytest
 
 from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.files import LocalFiles
-from tests.checkpoint.store.contents import content, step_in
+from tests.checkpoint.store.contents import content, latest, prune, step_in
 
 
 @dataclass
@@ -142,7 +142,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         for step in (1, 2, 2, 3, 4, 5):  # step 2 is saved again
             store.write(content(step))
             promised.append((len(files.done), step))
-            store.prune([saved.name for saved in store.saved()][-2:])
+            prune(store, [saved.name for saved in store.saved()][-2:])
     return Recorded(files.done, promised)
 
 
@@ -164,7 +164,7 @@ def crash_states(recorded: Recorded, folder: Path, *, flushes: bool = True, ever
 def found(state: Path) -> int:
     """Return the step of the checkpoint that a run would continue at."""
     store = Store(state / "checkpoints", "r1")
-    newest, _ = store.latest()
+    newest, _ = latest(store)
     return 0 if newest is None else step_in(store, newest)
 
 
@@ -192,6 +192,6 @@ def test_a_continued_run_sweeps_what_a_cut_left_and_can_write(recorded: Recorded
         assert not [name for name in store.files.folders() if name.startswith(".")]
         assert found(state) >= promised
         saved = store.write(content(9))
-        store.prune([])
+        prune(store, [])
         assert step_in(store, saved) == found(state) == 9
     assert swept > 5

@@ -20,17 +20,16 @@ import torch
 
 from cadenza import Trainer, load_weights
 from cadenza.callbacks import Checkpoint
-from cadenza.checkpoint.finding import checkpoint_at
+from cadenza.checkpoint.catalogue import checkpoint_at
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import RemoteFiles
-from cadenza.checkpoint.store.links import linked, set_links
 from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.files.disk import Unflushed
 from cadenza.status.plain import same
 from cadenza.testing import tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.test_checkpoint import Scripted, names
-from tests.checkpoint.store.contents import Bomb, content, filled, step_in
+from tests.checkpoint.store.contents import Bomb, content, filled, latest, prune, step_in
 
 FILES = ("model.safetensors", "state.safetensors", "state.json", "manifest.json")
 
@@ -65,8 +64,8 @@ def test_the_order_is_by_step_also_when_the_clock_goes_backwards(tmp_path: Path,
             saved = store.write(content(step))
         os.utime(tmp_path / saved.name, (clock, clock))
     assert [saved.step for saved in store.saved()] == [1, 2, 10]
-    assert store.latest() == (Saved(10, 1, "step-00000010"), [])
-    assert store.prune(["step-00000002"]) == ["step-00000001"]
+    assert latest(store) == (Saved(10, 1, "step-00000010"), [])
+    assert prune(store, ["step-00000002"]) == ["step-00000001"]
     large, _ = filled(tmp_path / "large", 99_999_999, 100_000_000)  # nine digits, ordered as numbers
     assert [saved.step for saved in large.saved()] == [99_999_999, 100_000_000]
 
@@ -76,7 +75,7 @@ def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
     assert [one.name for one in saved] == ["step-00000003", "step-00000003-2", "step-00000003-3"]
     shutil.rmtree(tmp_path / "step-00000003-2")
     assert store.next_name(3).name == "step-00000003-4"
-    assert store.latest()[0] == saved[2]
+    assert latest(store)[0] == saved[2]
 
 
 def test_the_newest_that_verifies_is_found_and_the_newer_ones_named_with_the_reason(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ def test_the_newest_that_verifies_is_found_and_the_newer_ones_named_with_the_rea
     cut = tmp_path / saved[2].name / "model.safetensors"
     size = cut.stat().st_size
     os.truncate(cut, 20)
-    newest, skipped = store.latest()
+    newest, skipped = latest(store)
     assert newest == saved[1]
     assert skipped == [
         "step-00000006: it has no manifest.json: it is unfinished, or not a checkpoint of cadenza",
@@ -95,15 +94,15 @@ def test_the_newest_that_verifies_is_found_and_the_newer_ones_named_with_the_rea
         "step-00000004: state.json is missing",
         f"step-00000003: model.safetensors has 20 bytes instead of {size}",
     ]
-    assert store.latest(exact=False)[0] == Saved(5, 1, "step-00000005")
+    assert latest(store, exact=False)[0] == Saved(5, 1, "step-00000005")
 
 
 def test_prune_keeps_the_given_names_the_newest_that_verifies_and_what_another_run_wrote(tmp_path: Path) -> None:
     store, saved = filled(tmp_path, 1, 2, 3, 4)
     os.truncate(tmp_path / saved[3].name / "state.json", 3)
-    assert store.prune([saved[0].name]) == ["step-00000002", "step-00000004"]
-    assert store.prune([]) == ["step-00000001"]
-    assert store.prune([]) == []
+    assert prune(store, [saved[0].name]) == ["step-00000002", "step-00000004"]
+    assert prune(store, []) == ["step-00000001"]
+    assert prune(store, []) == []
     assert step_in(store, saved[2]) == 3
 
     folder = tmp_path / "shared"
@@ -114,7 +113,7 @@ def test_prune_keeps_the_given_names_the_newest_that_verifies_and_what_another_r
         (folder / foreign / "weights.bin").write_bytes(b"precious")
     (folder / "step-00000004").write_text("a file")
     before = {path.name for path in folder.iterdir()}
-    assert store.prune([]) == ["step-00000005"]
+    assert prune(store, []) == ["step-00000005"]
     assert before - {path.name for path in folder.iterdir()} == {"step-00000005"}
 
 
@@ -155,7 +154,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
         path.write_bytes(wrong)
         with pytest.raises((CheckpointDamagedError, CheckpointFormatError), match=rf"^{saved.name}: .*{name}|format"):
             store.verify(saved)
-        assert store.latest()[0] is None
+        assert latest(store)[0] is None
     path.write_bytes(whole)
     assert step_in(store, saved) == 1
 
@@ -185,7 +184,7 @@ def test_every_other_damage_is_found_and_the_file_is_named(tmp_path: Path, name:
     damages[damage]()
     with pytest.raises(CheckpointError, match=rf"^{saved.name}: .*{name}"):
         store.read(saved)
-    newest, skipped = store.latest()
+    newest, skipped = latest(store)
     assert newest == older
     assert len(skipped) == 1
 
@@ -196,7 +195,7 @@ def test_files_and_folders_that_have_the_names_of_others_are_found(tmp_path: Pat
     with pytest.raises(CheckpointDamagedError, match=f"^{three.name}: manifest.json belongs to step 1"):
         store.verify(three)
     (tmp_path / three.name).rename(tmp_path / "step-00000009")
-    assert store.latest() == (two, ["step-00000009: manifest.json belongs to step 1"])
+    assert latest(store) == (two, ["step-00000009: manifest.json belongs to step 1"])
     model, state = tmp_path / one.name / "model.safetensors", tmp_path / one.name / "state.safetensors"
     model.rename(tmp_path / "model")
     state.rename(model)
@@ -223,7 +222,7 @@ def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     rewrite_manifest(tmp_path / two.name, format=7)
     with pytest.raises(CheckpointFormatError, match=r"it has format 7, and this version reads up to 3\. Update cadenza\."):
         store.verify(two)
-    assert store.latest()[0] == one
+    assert latest(store)[0] == one
 
 
 @pytest.mark.parametrize("manifest", [b"[]", b"{}", b'{"format": 1}', b"null", b'{"format": "x"}', b"[" * 100_000, b"\xff\xfe"])
@@ -231,11 +230,11 @@ def test_a_manifest_of_another_program_is_skipped(tmp_path: Path, manifest: byte
     store, [one] = filled(tmp_path, 1)
     (tmp_path / "step-00000005").mkdir()
     (tmp_path / "step-00000005" / "manifest.json").write_bytes(manifest)
-    newest, skipped = store.latest()
+    newest, skipped = latest(store)
     assert newest == one
     assert len(skipped) == 1
     assert skipped[0].startswith("step-00000005: ")
-    assert store.prune([]) == []
+    assert prune(store, []) == []
 
 
 # -- nothing in a checkpoint runs ---------------------------------------------------------------------
@@ -310,22 +309,22 @@ def test_a_store_in_memory_writes_lists_verifies_reads_and_prunes_its_own(tmp_pa
     store, saved = filled(URL, 1, 2, 10, 10)
     assert [one.name for one in store.saved()] == ["step-00000001", "step-00000002", "step-00000010", "step-00000010-2"]
     assert [step_in(store, one) for one in saved] == [1, 2, 10, 10]
-    assert store.latest() == (saved[3], [])
+    assert latest(store) == (saved[3], [])
     assert str(store.files) == URL
-    assert store.prune([saved[1].name]) == ["step-00000001", "step-00000010"]
+    assert prune(store, [saved[1].name]) == ["step-00000001", "step-00000010"]
     assert [one.name for one in Store(URL).saved()] == ["step-00000002", "step-00000010-2"]
     for nowhere in ("memory://nowhere", tmp_path / "nowhere"):
-        assert (Store(nowhere).latest(), Store(nowhere).saved()) == ((None, []), [])
+        assert (latest(Store(nowhere)), Store(nowhere).saved()) == ((None, []), [])
     assert Store(tmp_path).saved() == []
 
     filled(f"{URL}/shared", 1, 2, run="another")
     shared, _ = filled(f"{URL}/shared", 3, 4)
-    assert shared.prune([]) == ["step-00000003"]
+    assert prune(shared, []) == ["step-00000003"]
     other, two = filled(f"{URL}/other", 1, 2)
     memory.rm("/runs/a/checkpoints/other/step-00000002/manifest.json")
     reason = "step-00000002: it has no manifest.json: it is unfinished, or not a checkpoint of cadenza"
-    assert other.latest() == (two[0], [reason])
-    assert other.prune([]) == []
+    assert latest(other) == (two[0], [reason])
+    assert prune(other, []) == []
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json"])
@@ -406,20 +405,22 @@ def test_a_link_is_set_and_moved_and_is_an_error_if_its_checkpoint_is_gone_until
     tmp_path: Path, scheme: str
 ) -> None:
     store, saved = filled(place(tmp_path, scheme), 2, 4)
-    set_links(store, {"last": "step-00000002", "best": "step-00000002"})
-    set_links(store, {"last": "step-00000004", "best-eval-acc": "step-00000002"})
+    store.set_links({"last": "step-00000002", "best": "step-00000002"})
+    store.set_links({"last": "step-00000004", "best-eval-acc": "step-00000002"})
     assert store.files.links() == {"best": "step-00000002", "best-eval-acc": "step-00000002", "last": "step-00000004"}
-    assert linked(store, "last") == Saved(4, 1, "step-00000004")
-    assert linked(store, "best-eval-loss") is None
+    assert store.linked("last") == Saved(4, 1, "step-00000004")
+    assert store.linked("best-eval-loss") is None
     assert store.saved() == saved
-    assert store.latest()[0] == saved[1]
-    assert checkpoint_at(f"{store.files}/best")[1] == saved[0]
+    assert latest(store)[0] == saved[1]
+    _, best = checkpoint_at(f"{store.files}/best")
+    assert best is not None
+    assert best.saved == saved[0]
 
-    store.prune(["step-00000004"])
+    prune(store, ["step-00000004"])
     gone = r"the link 'best' in .* names step-00000002, which is gone\. There is step-00000004"
     with pytest.raises(CheckpointError, match=gone):
         checkpoint_at(f"{store.files}/best")
-    set_links(store, {"last": "step-00000004"})
+    store.set_links({"last": "step-00000004"})
     assert store.files.links() == {"last": "step-00000004"}
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from cadenza.checkpoint.chosen_weights import Chosen
+from cadenza.checkpoint.weights import Chosen
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 
 FACTS = ("epoch", "global_step", "pytorch-lightning_version", "hyper_parameters", "datamodule_hyper_parameters")

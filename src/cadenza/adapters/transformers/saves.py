@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.adapters.view import OfRun
-from cadenza.checkpoint.finding import LINK
+from cadenza.checkpoint.catalogue import LINK
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -7,18 +7,21 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cadenza.checkpoint.store.content import Content
 from cadenza.checkpoint.store.files import Files, files_at
 from cadenza.checkpoint.store.layout import checksum_of
+from cadenza.checkpoint.store.link_names import is_link_name
 from cadenza.checkpoint.store.manifest import (
     FORMAT,
     MANIFEST,
     PARTS,
     CheckpointUnfinishedError,
+    best_text,
     canonical,
     check_file,
     checked,
@@ -31,8 +34,7 @@ from cadenza.checkpoint.store.writing import Part, facts_of_ranks, write_common,
 from cadenza.drivers.agreeing import Meeting, by_main, decided
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.files.disk import Unflushed
-from cadenza.status.branches import Branch, Rank, Saved, owner_of, present
-from cadenza.status.counting import counted
+from cadenza.status.branches import Branch, Saved, owner_of
 from cadenza.status.folding import printable
 from cadenza.version import __version__
 
@@ -43,8 +45,9 @@ _HIDDEN = re.compile(r"\.(?:tmp|trash)-step-[\d-]+-(\w*)-[0-9a-f]{8}")
 
 
 class Entry(NamedTuple):
-    """A folder with the name of a checkpoint, and its manifest."""
+    """A checkpoint in a store: its folder and its manifest. Its other files are not verified yet."""
 
+    store: Store
     saved: Saved
     manifest: dict[str, Any] | None
     """The manifest; None if it cannot be read."""
@@ -52,6 +55,37 @@ class Entry(NamedTuple):
     """Whether the write was killed, on storage without atomic renames."""
     branch: Branch | None = None
     """The branch that wrote the checkpoint; None if unknown."""
+    best: Mapping[str, Any] = MappingProxyType({})
+    """If it was chosen as the best: monitor, mode, value, step, checkpoint, and the averaged weights that had the value."""
+
+    def __str__(self) -> str:
+        return f"{self.name}, the best by {self.best['monitor']} ({best_text(self.best)})" if self.best else self.name
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.saved.name
+
+    @property
+    def path(self) -> str:
+        """The path or the URL."""
+        return f"{self.store.files}/{self.name}"
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the manifest cannot be read, although the write was completed."""
+        return self.manifest is None and not self.is_unfinished
+
+    def problem(self, *, exact: bool = True) -> str | None:
+        """Return a sentence on why the checkpoint cannot be used or, if `exact`, not be continued; None if it can.
+
+        All of its files are read.
+        """
+        try:
+            manifest = self.store.verify(self.saved)
+        except (CheckpointDamagedError, CheckpointFormatError) as error:
+            return str(error)
+        return not_exact(self.name, manifest) if exact else None
 
 
 class Store:
@@ -59,7 +93,7 @@ class Store:
 
     Args:
         location: A local folder, or an fsspec URL such as ``memory://runs/a``. The first `write` creates it.
-        run: The id of the run that writes; `prune` deletes only what it wrote.
+        run: The id of the run that writes; `sweep` deletes only what it left unfinished.
         branch: The branch of the run that writes; branch 0 if left out.
     """
 
@@ -79,27 +113,55 @@ class Store:
         return sorted(saved for name in self.files.folders() if (saved := Saved.named(name)) is not None)
 
     def entries(self) -> list[Entry]:
-        """Return all of `saved` with their manifests; their other files are not read."""
-        return [self._entry(saved) for saved in self.saved()]
+        """Return all of `saved` with their manifests, oldest step first. A manifest that was read is not read again."""
+        entries = [self._read.get(saved.name) or self.entry(saved) for saved in self.saved()]
+        self._read = {entry.name: entry for entry in entries if entry.manifest is not None}
+        return entries
 
-    def known(self) -> list[Entry]:
-        """Return `entries`, for the process that writes: a manifest that it has read is not read again."""
-        folders = self.files.folders()
-        new = [self._entry(saved) for name in folders if name not in self._read and (saved := Saved.named(name)) is not None]
-        before = [self._read[name] for name in folders if name in self._read]
-        self._read = {entry.saved.name: entry for entry in (*before, *new) if entry.manifest is not None}
-        return [*before, *new]
+    def entry(self, saved: Saved) -> Entry:
+        """Return a checkpoint with its manifest, read now."""
+        try:
+            manifest = self.manifest(saved)
+            return Entry(self, saved, manifest, branch=Branch.of(manifest, manifest["run"]))
+        except (CheckpointDamagedError, CheckpointFormatError) as error:
+            return Entry(self, saved, None, isinstance(error, CheckpointUnfinishedError) and not self.files.atomic)
 
     def named(self, name: str) -> Saved | None:
         """Return the checkpoint of this name, verified or not; None if there is none."""
         return next((saved for saved in self.saved() if saved.name == name), None)
 
-    def ranked(self, entries: Iterable[Entry] | None = None) -> list[tuple[Entry, Rank]]:
-        """Return the readable checkpoints of the run that writes, in its order: abandoned ones first. None: of `known`."""
-        entries = self.known() if entries is None else entries
-        own = [one for one in entries if one.branch is not None and one.branch.run == owner_of(self.run)]
-        ranked = [(one, rank) for one in own if one.branch and (rank := self.branch.rank(one.saved, one.branch)) is not None]
-        return sorted(ranked, key=lambda pair: pair[1])
+    def linked(self, name: str) -> Saved | None:
+        """Return the checkpoint that a link such as ``last`` or ``best`` names; None if there is no such link.
+
+        Raises:
+            CheckpointError: The checkpoint is gone.
+        """
+        target = self.files.links().get(name) if is_link_name(name) else None
+        if target is None:
+            return None
+        if (saved := self.named(target)) is None:
+            there = ", ".join(saved.name for saved in self.saved()) or "no other"
+            raise CheckpointError(
+                f"the link {name!r} in {self.files} names {target}, which is gone. There is {there}: give the path of one. The "
+                "next save of the run sets the link again."
+            )
+        return saved
+
+    def set_links(self, targets: Mapping[str, str], gone: Collection[str] = ()) -> None:
+        """Point links to checkpoints, by name, and delete the others if their checkpoint is gone, or is among `gone`.
+
+        Raises:
+            OSError: A link cannot be set.
+        """
+        present = self.files.links()
+        for name, target in targets.items():
+            if present.get(name) != target:
+                self.files.link(name, target)
+        if others := present.keys() - targets.keys():
+            there = {saved.name for saved in self.saved()} - {*gone}
+            for name in others:
+                if present[name] not in there:
+                    self.files.unlink(name)
 
     def next_name(self, step: int) -> Saved:
         """Return the next checkpoint of a step. Its name is new: earlier checkpoints of the step stay."""
@@ -203,73 +265,24 @@ class Store:
         self._whole.add(saved.name)
         return loaded
 
-    def latest(self, *, exact: bool = True, branch: Branch | None = None) -> tuple[Saved | None, list[str]]:
-        """Return the newest checkpoint of a branch that verifies, and the reason why each newer one was skipped.
-
-        Args:
-            exact: Skip checkpoints from the middle of a step, and those that hold weights only.
-            branch: None: the newest branch of the run that wrote them.
-
-        Raises:
-            CheckpointError: `branch` is None, and several runs save here.
-        """
-        entries = self.entries()
-        branch = branch or only_branch(entries, str(self.files))
-        skipped: list[str] = []
-        for entry in on_line(entries, branch):
-            problem = self.problem(entry, exact=exact)
-            if problem is None:
-                return entry.saved, skipped
-            skipped.append(problem)
-        return None, skipped
-
-    def problem(self, entry: Entry, *, exact: bool = True) -> str | None:
-        """Return a sentence on why a checkpoint cannot be used or, if `exact`, not be continued; None if it can."""
-        try:
-            manifest = self.verify(entry.saved)
-        except (CheckpointDamagedError, CheckpointFormatError) as error:
-            return str(error)
-        return not_exact(entry.saved.name, manifest) if exact else None
-
-    def newest_whole(self, entries: Iterable[Entry] | None = None) -> Saved | None:
-        """Return the newest checkpoint of the branch that writes at which a run can continue; None if there is none.
+    def can_continue(self, entry: Entry) -> bool:
+        """Return whether a run can continue at a checkpoint.
 
         The files of a checkpoint that this store has written or verified are not read again: their sizes are compared.
         """
-        for entry in on_line(self.known() if entries is None else entries, self.branch):
-            name = entry.saved.name
-            if name not in self._whole:
-                problem = self.problem(entry)
-            elif (manifest := self._entry(entry.saved).manifest) is not None:
-                problem = not_exact(name, manifest) or self._other_sizes(name, manifest)
-            else:
-                problem = "its manifest cannot be read"
-            if problem is None:
-                return entry.saved
-        return None
+        if entry.name not in self._whole:
+            return entry.problem() is None
+        manifest = self.entry(entry.saved).manifest
+        if manifest is None or not_exact(entry.name, manifest) is not None:
+            return False
+        with suppress(OSError):
+            files = files_in(manifest).items()
+            return all(self.files.size(f"{entry.name}/{file}") == said["size"] for file, said in files)
+        return False
 
     def trust(self, name: str | None) -> None:
         """Take a checkpoint as verified: it was read by this process when the run was resumed."""
         self._whole |= set() if name is None else {name}
-
-    def _other_sizes(self, name: str, manifest: Mapping[str, Any]) -> str | None:
-        for file, said in files_in(manifest).items():
-            try:
-                found = self.files.size(f"{name}/{file}")
-            except OSError as error:
-                return f"{name}: {file}: {error}"
-            if found != said["size"]:
-                return f"{name}: {file} has {found} bytes instead of {said['size']}"
-        return None
-
-    def prune(self, keep: Iterable[str]) -> list[str]:
-        """Delete the checkpoints of this run, except `keep` and the newest of the branch that verifies.
-
-        Folders of other runs, unfinished and damaged ones stay. Returns the names of the deleted checkpoints.
-        """
-        newest = self.newest_whole()
-        kept = {*keep, *([] if newest is None else [newest.name])}
-        return self.delete(entry.saved.name for entry, _ in self.ranked() if entry.saved.name not in kept)
 
     def delete(self, names: Iterable[str]) -> list[str]:
         """Delete checkpoints; return their names."""
@@ -341,13 +354,6 @@ class Store:
         with suppress(Exception):  # the original error matters more; leftovers are removed when the run continues
             self.files.remove(folder)
 
-    def _entry(self, saved: Saved) -> Entry:
-        try:
-            manifest = self.manifest(saved)
-            return Entry(saved, manifest, branch=Branch.of(manifest, manifest["run"]))
-        except (CheckpointDamagedError, CheckpointFormatError) as error:
-            return Entry(saved, None, isinstance(error, CheckpointUnfinishedError) and not self.files.atomic)
-
 
 def not_exact(name: str, manifest: Mapping[str, Any]) -> str | None:
     """Return a sentence on why a run cannot continue at a checkpoint; None if it can."""
@@ -358,26 +364,3 @@ def not_exact(name: str, manifest: Mapping[str, Any]) -> str | None:
 
 def _unwritten(rank: int, problem: str) -> OSError:
     return OSError(f"rank {rank} could not write its shards: {problem}")
-
-
-def on_line(entries: Iterable[Entry], branch: Branch) -> list[Entry]:
-    """Return the entries on the line of a branch, newest first. Entries without a readable manifest are ordered by step."""
-    ranked = [(branch.rank(entry.saved, entry.branch or branch), entry) for entry in entries]
-    line = sorted(((rank, entry) for rank, entry in ranked if rank is not None and rank[0]), key=lambda pair: pair[0])
-    return [entry for _, entry in reversed(line)]
-
-
-def only_branch(entries: Iterable[Entry], folder: str) -> Branch:
-    """Return the newest branch of the only run that saves in a folder or URL.
-
-    Raises:
-        CheckpointError: Several runs save there.
-    """
-    found = present(branch for entry in entries if (branch := entry.branch) is not None)
-    if len(found) > 1:
-        raise CheckpointError(
-            f"{folder} holds checkpoints of {counted(len(found), 'run')}: "
-            f"{', '.join(branch.run[:12] for branch in found)}. Give the path "
-            "of one checkpoint or, to a command, the --run that is meant."
-        )
-    return found[0] if found else Branch()

@@ -16,6 +16,7 @@ from cadenza.checkpoint.store.shards import Stored, stored_in
 from cadenza.checkpoint.store.state_fields import checked_rank, checked_state
 from cadenza.checkpoint.store.tensor_files import Facts, checked_shape, facts_of, read_tensors
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.status.branches import Branch
 from cadenza.status.plain import decode
 
 T = TypeVar("T")
@@ -31,6 +32,11 @@ class Loaded(NamedTuple):
     state: Any
     ranks: Sequence[Any] | None = None
     """By rank, the state that only this rank has; None if the checkpoint has no files of ranks."""
+
+    @property
+    def branch(self) -> Branch:
+        """The branch that wrote the checkpoint."""
+        return Branch.of(self.manifest, self.manifest["run"])
 
     @property
     def by_rank(self) -> Sequence[Any]:

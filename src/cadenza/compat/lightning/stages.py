@@ -11,7 +11,7 @@ from cadenza.adapters.lightning.module.data import loaders_of
 from cadenza.adapters.lightning.module.logging import LogStart
 from cadenza.adapters.lightning.module.module_evaluation import HOOK_NAMES, ModuleEvaluation
 from cadenza.adapters.lightning.module.run_trainer import attach
-from cadenza.checkpoint.finding import Which
+from cadenza.checkpoint.catalogue import Which
 from cadenza.engine.session import Session
 from cadenza.errors import DataError
 from cadenza.loading.evaluation import Evaluation
