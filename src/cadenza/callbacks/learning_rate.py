@@ -20,6 +20,7 @@ from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Every
 from cadenza.optim.rates import CountedSchedule, Scheduler, SetsRates, check_one_each, optimizer_of, planned_total, takes_total
 from cadenza.optim.settings import Compared, Settings, plain, set_option, settings_of
+from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
 from cadenza.status.shown import brief
 from cadenza.status.signatures import signature_of
@@ -117,7 +118,7 @@ class LearningRate(Callback, SetsRates, Compared):
         """The total of the schedule; None if the function takes no total."""
         self._plan = self._made_for = 0
         """The total by the current limits and loader, and by those of the schedule."""
-        self.made_anew = False
+        self.made_anew: bool = False
         """Whether a run that continues makes the schedule again, from its current arguments, and steps it to its position."""
         self._position = self._total_before = 0
         """How often the scheduler was stepped before this resume, and the total that it had."""
@@ -254,8 +255,8 @@ class LearningRate(Callback, SetsRates, Compared):
             if found is not None and _in_epochs(scheduler, found, steps, epochs):
                 length = getattr(scheduler, found)
                 run.warn(
-                    f"LearningRate steps {type(scheduler).__name__} after each of the {steps} updates, and "
-                    f"{found}={sorted(length) if isinstance(length, Mapping) else length} fits the {epochs} epochs: "
+                    f"LearningRate steps {type(scheduler).__name__} after each of {counted(steps, 'update')}, and "
+                    f"{found}={sorted(length) if isinstance(length, Mapping) else length} fits {counted(epochs, 'epoch')}: "
                     "per='epoch' steps it once an epoch. Otherwise give it lengths in updates."
                 )
                 return

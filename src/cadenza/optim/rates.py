@@ -215,7 +215,7 @@ class CountedSchedule(LRScheduler):
             )
         self.schedule = schedule
         self.optimizer: Optimizer = schedule.optimizer
-        self.last_epoch = 0
+        self.last_epoch: int = 0
 
     @staticmethod
     def around(schedule: Any) -> Any:
