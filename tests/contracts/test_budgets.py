@@ -39,7 +39,7 @@ drivers         2118     18       5
 optim           1261     11       6
 sinks           1260     16       7
 engine          5369     39      12
-checkpoint      4086     28      10
+checkpoint      4092     28      10
 callbacks       3062     31      15
 loops            692      6      11
 testing          982     11      15
@@ -58,8 +58,8 @@ WINGS = ("adapters", "compat", "report", "timetravel", "trackers")
 SUMS = """
 sum                                  core   wings
 files                                 268     444
-lines                               29014   32765
-words                              202052  216774
+lines                               29020   32765
+words                              202068  216774
 words a line                         6.97    6.62
 data files and long literals          410     538
 modules under 30 lines                 25      94

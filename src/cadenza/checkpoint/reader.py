@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cadenza.checkpoint.store import Entry, Loaded, Saved, Store
 from cadenza.checkpoint.store.checkpoints import not_exact
-from cadenza.drivers.agreeing import by_main
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DistributedError
 
 if TYPE_CHECKING:
@@ -130,16 +129,21 @@ def on_all_ranks(driver: Driver, choose: Callable[[Reader], tuple[T, bool]], *, 
         DistributedError: The main process could not choose.
     """
     reader = _OnAllRanks(driver, keep=keep) if driver.world_size > 1 else Reader()
-
-    def chosen() -> tuple[T, bool]:
+    choice: tuple[T, bool] | None = None
+    error: Exception | None = None
+    if driver.is_main:
         try:
-            return choose(reader)
-        finally:
-            if driver.world_size > 1:
-                driver.broadcast(None)
-
-    if isinstance(reader, _OnAllRanks) and not driver.is_main:
+            choice = choose(reader)
+        except Exception as raised:
+            error = raised
+        if driver.world_size > 1:
+            driver.broadcast(None)  # not in the block: a rank that does not come is no error of the choice
+    elif isinstance(reader, _OnAllRanks):
         reader.follow()
-    failed = "the main process cannot begin, so rank {} cannot: {}"
-    value, has_read = by_main(driver.meeting, chosen, lambda _, why: DistributedError(failed.format(driver.rank, why)))
+    choice, problem = driver.broadcast((choice, None if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    if choice is None:
+        raise DistributedError(f"the main process cannot begin, so rank {driver.rank} cannot: {problem}")
+    value, has_read = choice
     return value, reader.last[1] if has_read and reader.last is not None else None
