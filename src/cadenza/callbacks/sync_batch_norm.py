@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ConvertSyncBatchNorm(Callback):
-    """On several ranks, replace every BatchNorm layer by ``torch.nn.SyncBatchNorm`` when a run is set up.
+    """On multiple ranks, replace every BatchNorm layer by ``torch.nn.SyncBatchNorm`` when a run is set up.
 
     On one rank the model does not change. The new layers hold the parameter and buffer objects of the old layers, so that
     optimizers and wrappers stay valid. They stay in the model after the run. Without a process group they compute the same as

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cadenza.drivers.checking import check_above_zero, check_switches
 from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.materializing import materialize
-from cadenza.drivers.single import devices_of
+from cadenza.drivers.single import is_split
 from cadenza.errors import DistributedError
 from cadenza.status.counting import counted
 
@@ -228,7 +228,7 @@ class DdpDriver(GroupDriver):
     def prepare(self, model: nn.Module) -> nn.Module:
         self._run += 1
         self.check_trainable(model)
-        self._split = len(devices_of(model)) > 1
+        self._split = is_split(model)
         materialize(model, self.device, self.meeting)
         model = model if self._split else model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):

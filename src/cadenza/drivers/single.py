@@ -36,7 +36,7 @@ class SingleDriver(Driver):
         self.to_device: Callable[[Any], Any] = Mover(self.device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        split = len(devices_of(model)) > 1
+        split = is_split(model)
         materialize(model, self.device, self.meeting)
         return model if split or _is_on(self.device, model) else model.to(self.device)
 
@@ -71,9 +71,9 @@ class SingleDriver(Driver):
         return f"SingleDriver({str(self.device)!r})"
 
 
-def devices_of(model: nn.Module) -> set[str]:
-    """Return the devices of the parameters of a model, such as ``{"cpu", "cuda:0"}``. A model on several stays there."""
-    return {str(one.device) for one in model.parameters()} - {"meta"}
+def is_split(model: nn.Module) -> bool:
+    """Return whether a model has parameters on several devices, so that it stays there."""
+    return len({one.device for one in model.parameters() if not one.is_meta}) > 1
 
 
 def _is_on(device: torch.device, model: nn.Module) -> bool:

@@ -41,7 +41,7 @@ def distinct_gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 class ExtraParameters:
     """The parameters that the optimizers of a run hold and the model does not, and the modules of the loss.
 
-    On several ranks, this class gives these parameters the values of the main process and averages their gradients before each
+    On multiple ranks, this class gives these parameters the values of the main process and averages their gradients before each
     update; the driver does both for the model only. Checkpoints hold their values and the buffers of the modules.
     """
 
