@@ -210,7 +210,7 @@ class Job:
             case "cosine":
                 return [LearningRate(lambda optimizer: schedulers.CosineAnnealingLR(optimizer, self.steps))]
             case "step":
-                return [LearningRate(lambda optimizer: schedulers.StepLR(optimizer, 1, 0.7), per="epoch")]
+                return [LearningRate(lambda optimizer: schedulers.StepLR(optimizer, 1, 0.7), every="1 epoch")]
             case "plateau":
                 plateau = schedulers.ReduceLROnPlateau
                 return [LearningRate(lambda optimizer: plateau(optimizer, patience=0), monitor=("eval/loss", "min"))]

@@ -57,7 +57,7 @@ def not_due() -> list[Callback]:
         library.Ema(every=FAR),
         library.Swa(start=FAR, every=FAR),
         library.Warmup("1 step"),
-        library.LearningRate(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), per="epoch"),
+        library.LearningRate(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), every="1 epoch"),
         library.ScheduleValue(lambda run: run.optimizers[0].param_groups[0], "weight_decay", lambda step: 0.0, every=FAR),
         library.Evaluate(valid, every=FAR),
         library.EarlyStopping("eval/loss", mode="min"),

@@ -64,7 +64,8 @@ class Trainer(Recipe):
 
     Args:
         model: An ``nn.Module``.
-        optimizer: An optimizer, a list of them, or a function that builds them from ``list(model.parameters())``. Cadenza
+        optimizer: An optimizer, a list of them, or a function that builds them from the list of the model's parameters. Its
+            ``parameters.split(lambda name, parameter: ...)`` returns those that fit and the others, for two groups. Cadenza
             builds the optimizers of a function fused where that is faster, unless the function sets ``fused`` or ``foreach``.
         loader: An iterable of batches. Each epoch reads it once.
         compute_loss: ``compute_loss(model, batch)`` returns the loss, shape (), or a mapping with ``loss`` and, for weighted

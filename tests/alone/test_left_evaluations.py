@@ -104,7 +104,7 @@ def trainer(directory: Path, *more: BaseCallback, every: Every = "1 epoch", **op
             Checkpoint("100 steps", keep_best=("eval/loss", "min")),
             LogTraining("1 step"),
             Tells("before"),
-            LearningRate(lambda optimizer: ExponentialLR(optimizer, 0.5), per="epoch"),
+            LearningRate(lambda optimizer: ExponentialLR(optimizer, 0.5), every="1 epoch"),
             EarlyStopping("eval/loss", mode="min", patience=30),
             Ema(0.9),
             Evaluate(DataLoader(DATA, batch_size=2), every=every),

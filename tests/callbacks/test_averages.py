@@ -397,9 +397,9 @@ def plateau(optimizer: Optimizer) -> ReduceLROnPlateau:
 
 
 @pytest.mark.parametrize("swa_first", [True, False])
-@pytest.mark.parametrize("schedule", ["step", "epoch", "evaluation"])
+@pytest.mark.parametrize("schedule", ["1 step", "1 epoch", "evaluation"])
 def test_from_the_start_on_its_rate_is_in_force_whatever_other_schedule_there_is(swa_first: bool, schedule: Any) -> None:
-    rate = LearningRate(plateau, monitor="eval/loss") if schedule == "evaluation" else LearningRate(falling, per=schedule)
+    rate = LearningRate(plateau, monitor="eval/loss") if schedule == "evaluation" else LearningRate(falling, every=schedule)
     weights, swa = Weights(), Swa("2 epochs", lr=0.5)
     both = [swa, rate] if swa_first else [rate, swa]
     run = tiny_run(epochs=4, callbacks=[weights, judged(), *both, LogTraining("1 step")])

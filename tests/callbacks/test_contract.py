@@ -52,7 +52,7 @@ FACTORIES: dict[str, list[Callable[[], BaseCallback]]] = {
     "LearningRate": [
         lambda: shipped.LearningRate(lambda optimizer: ChainedScheduler([multi_step(optimizer)])),
         lambda: shipped.LearningRate(lambda optimizer, total: CosineAnnealingLR(optimizer, total)),
-        lambda: shipped.LearningRate(multi_step, per="epoch"),
+        lambda: shipped.LearningRate(multi_step, every="1 epoch"),
         lambda: shipped.LearningRate(lambda o: ReduceLROnPlateau(o, factor=0.5, patience=0), monitor="eval/loss"),
     ],
     "Limit": [lambda: shipped.Limit(train=3, evaluation=1)],

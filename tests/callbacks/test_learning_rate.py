@@ -115,8 +115,8 @@ def rate_of(run: Run, optimizer: int = 0) -> float:
 
 def test_a_schedule_moves_with_each_step_or_each_whole_epoch() -> None:
     assert rate_of(tiny_run(callbacks=[LearningRate(halving)], steps=3)) == pytest.approx(0.1 / 8)
-    assert rate_of(tiny_run(callbacks=[LearningRate(halving, per="epoch")], epochs=3)) == pytest.approx(0.1 / 8)
-    assert rate_of(tiny_run(callbacks=[LearningRate(halving, per="epoch")], steps=7)) == pytest.approx(0.05)
+    assert rate_of(tiny_run(callbacks=[LearningRate(halving, every="1 epoch")], epochs=3)) == pytest.approx(0.1 / 8)
+    assert rate_of(tiny_run(callbacks=[LearningRate(halving, every="1 epoch")], steps=7)) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,8 +145,8 @@ def test_a_function_may_ask_for_the_total_of_steps_or_of_epochs() -> None:
 
     tiny_run(callbacks=[LearningRate(fall)], epochs=3, batches=5, accumulate=2)
     tiny_run(callbacks=[LearningRate(fall)], epochs=3, steps=8)
-    tiny_run(callbacks=[LearningRate(fall, per="epoch")], epochs=3)
-    tiny_run(callbacks=[LearningRate(fall, per="epoch")], steps=12)
+    tiny_run(callbacks=[LearningRate(fall, every="1 epoch")], epochs=3)
+    tiny_run(callbacks=[LearningRate(fall, every="1 epoch")], steps=12)
     tiny_run(callbacks=[LearningRate(fall)], steps=7, loader=(batch for batch in tiny_loader(9)))
     tiny_run(callbacks=[LearningRate(fall), Limit(train=2)], epochs=3)  # of the loader that others leave
     assert totals == [9, 8, 3, 2, 7, 6]
@@ -456,7 +456,7 @@ def test_a_schedule_that_is_written_in_epochs_and_stepped_after_each_update_is_q
 ) -> None:
     with caplog.at_level(logging.WARNING, "cadenza"):
         tiny_run(epochs=6, batches=20, callbacks=[LearningRate(scheduler)])
-        assert (f"{length} fits 6 epochs: per='epoch' steps it" in caplog.text) == (length is not None)
+        assert (f"{length} fits 6 epochs: every='1 epoch' steps it" in caplog.text) == (length is not None)
         caplog.clear()
-        tiny_run(epochs=6, batches=20, callbacks=[LearningRate(scheduler, per="epoch")])
+        tiny_run(epochs=6, batches=20, callbacks=[LearningRate(scheduler, every="1 epoch")])
     assert "fits 6" not in caplog.text

@@ -88,7 +88,7 @@ def test_with_a_straight_fall_it_gives_the_numbers_of_fastnlp() -> None:
     assert rates == pytest.approx([0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125, 0.0], abs=1e-6)
     epoch = Warmup("1 epoch")
     tiny_run(callbacks=[epoch], batches=5, accumulate=2)
-    assert epoch.steps == 3, "an epoch counts steps and not batches"
+    assert epoch.count == 3, "an epoch counts steps and not batches"
 
 
 def test_a_schedule_never_sees_a_scaled_rate() -> None:

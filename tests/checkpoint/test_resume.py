@@ -132,7 +132,7 @@ SCHEDULES: dict[str, Callable[[], LearningRate]] = {
     "ReduceLROnPlateau": lambda: LearningRate(
         lambda o: schedulers.ReduceLROnPlateau(o, factor=0.5, patience=0), monitor="eval/loss"
     ),
-    "StepLR per epoch": lambda: LearningRate(lambda o: schedulers.StepLR(o, 1, 0.1), per="epoch"),
+    "StepLR per epoch": lambda: LearningRate(lambda o: schedulers.StepLR(o, 1, 0.1), every="1 epoch"),
 }
 
 
@@ -141,7 +141,7 @@ SCHEDULES: dict[str, Callable[[], LearningRate]] = {
 def test_schedules_continue(schedule: Callable[[], LearningRate]) -> None:
     prove_resume(
         make(lambda: [evaluation(every="2 steps"), schedule(), LogTraining("1 step", throughput=False)]),
-        at=[7 if schedule().per == "epoch" else 3],  # and again at step 11 or 9
+        at=[7 if schedule().unit == "epoch" else 3],  # and again at step 11 or 9
         in_process=True,
     )
 

@@ -417,7 +417,7 @@ def test_a_schedule_of_the_total_ends_with_the_run_and_a_warm_up_with_its_epoch(
     assert rates == pytest.approx([0.1 * (1 - step / 8) for step in range(8)])
     warm = Warmup("1 epoch")
     tiny_run(callbacks=[warm], batches=10, epochs=2, accumulate={0: 1, "0.5 epoch": 5})
-    assert warm.steps == 6
+    assert warm.count == 6
 
 
 def test_callbacks_by_batches_are_called_in_time_when_steps_become_longer() -> None:

@@ -406,3 +406,16 @@ def test_clipping_and_accumulation_reach_parameters_outside_of_the_model() -> No
     one, loss = center_trainer(steps=1, callbacks=[ClipGradients(max_norm=1e-3)], accumulate=2)
     one.fit()
     assert 0 < abs(loss.center.item()) <= 0.5 * 1e-3
+
+
+def test_the_function_may_split_the_parameters_by_name_and_shape() -> None:
+    def make(parameters: Any) -> Optimizer:
+        assert parameters.names == [name for name, _ in model.named_parameters()]
+        head, rest = parameters.split(lambda name, parameter: name.startswith("2."))
+        matrices, others = type(parameters)(model).split(lambda name, parameter: parameter.ndim >= 2)
+        assert (len(head), len(rest), len(matrices), len(others)) == (2, 4, 2, 4)
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    (optimizer,) = tiny_trainer(model=model, optimizer=make, loader=[(torch.ones(4, 2), torch.ones(4, 1))]).fit().optimizers
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]

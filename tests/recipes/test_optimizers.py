@@ -61,9 +61,9 @@ def trainer(rate: LearningRate, epochs: int = 4, **arguments: Any) -> Trainer:
     ("rate", "schedule"),
     [
         (LearningRate(by_step), lambda optimizer: by_step(optimizer, 12)),
-        (LearningRate(by_epoch, per="epoch"), by_epoch),
+        (LearningRate(by_epoch, every="1 epoch"), by_epoch),
         (
-            LearningRate(lambda optimizer: create_scheduler_v2(optimizer, "cosine", num_epochs=4)[0], per="epoch"),
+            LearningRate(lambda optimizer: create_scheduler_v2(optimizer, "cosine", num_epochs=4)[0], every="1 epoch"),
             lambda optimizer: create_scheduler_v2(optimizer, "cosine", num_epochs=4)[0],
         ),
     ],
@@ -79,7 +79,7 @@ def test_the_rates_are_those_of_the_loop_of_timm(rate: LearningRate, schedule: C
 @pytest.mark.parametrize("per", ["step", "epoch"])
 def test_a_run_that_continues_has_the_rates_and_weights_of_one_that_does_not_stop(per: str, tmp_path: Path) -> None:
     def make(name: str, **arguments: Any) -> Trainer:
-        rate = LearningRate(by_step) if per == "step" else LearningRate(by_epoch, per="epoch")
+        rate = LearningRate(by_step) if per == "step" else LearningRate(by_epoch, every="1 epoch")
         return trainer(rate, directory=tmp_path / name, callbacks=[Checkpoint("2 steps"), *arguments.pop("callbacks", ())])
 
     @on(Callback.on_batch_start, at=8)
@@ -107,20 +107,18 @@ def test_a_schedule_that_is_stretched_continues_with_the_rates_of_the_longer_run
 def test_an_instance_is_accepted_as_a_scheduler_of_torch_is() -> None:
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rate = LearningRate(StepLRScheduler(optimizer, decay_t=1, decay_rate=0.5), per="epoch")
+    rate = LearningRate(StepLRScheduler(optimizer, decay_t=1, decay_rate=0.5), every="1 epoch")
     tiny_trainer(model=model, optimizer=optimizer, epochs=2, callbacks=[rate]).fit()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
 @pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated:FutureWarning")
 def test_other_units_a_plateau_and_a_schedule_in_the_list_of_callbacks_are_errors_that_say_what_to_write() -> None:
-    units = (
-        r"TanhLRScheduler counts epochs, but LearningRate steps it after each step\. Give LearningRate\(\.\.\., per='epoch'\)"
-    )
+    units = r"TanhLRScheduler counts epochs, but LearningRate steps it after each step\. Give LearningRate\(.*every='1 epoch'\)"
     with pytest.raises(ValueError, match=units):
         trainer(LearningRate(by_epoch)).fit()
     with pytest.raises(ValueError, match=r"Use LearningRate.*ReduceLROnPlateau"):
-        trainer(LearningRate(lambda optimizer: PlateauLRScheduler(optimizer), per="epoch")).fit()
+        trainer(LearningRate(lambda optimizer: PlateauLRScheduler(optimizer), every="1 epoch")).fit()
     schedule = StepLRScheduler(torch.optim.SGD(tiny_model().parameters(), lr=0.1), decay_t=1)
     with pytest.raises(TypeError, match=r"StepLRScheduler\. Write LearningRate"):
         tiny_trainer(callbacks=[schedule])  # type: ignore[list-item]

@@ -18,9 +18,21 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Every
-from cadenza.optim.rates import CountedSchedule, Scheduler, SetsRates, check_one_each, optimizer_of, planned_total, takes_total
+from cadenza.optim.rates import (
+    CountedSchedule,
+    RunUnit,
+    Scheduler,
+    SetsRates,
+    check_can_go_to,
+    check_one_each,
+    count_of,
+    go_to,
+    length_of,
+    optimizer_of,
+    takes_total,
+)
 from cadenza.optim.settings import Compared, Settings, plain, set_option, settings_of
-from cadenza.status.counting import counted
+from cadenza.status.counting import counted, plural
 from cadenza.status.decisions import decide
 from cadenza.status.shown import brief
 from cadenza.status.signatures import signature_of
@@ -30,6 +42,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
+_UNITS: dict[str, RunUnit] = {"1 step": "step", "1 epoch": "epoch"}
 _LENGTHS = ("T_max", "milestones", "step_size", "total_iters")
 """The attributes of torch's schedulers that count calls of ``step``."""
 
@@ -40,13 +53,14 @@ class LearningRate(Callback, SetsRates, Compared):
     Args:
         scheduler: A scheduler of an optimizer of the run, or a function ``(optimizer) -> scheduler`` or ``(optimizer, total) ->
             scheduler``. A scheduler of timm gets the number of completed epochs or updates. The total is the number of times
-            that the scheduler is stepped in a run that ends at its limits. A run that continues keeps the total of its first
-            start; see `stretch` for a run with a larger limit.
+            that the scheduler is stepped in a run that ends at its limits. If ``max_tokens`` is the only limit, the total is
+            this limit, and after each update the scheduler goes to the number of tokens so far. A run that continues keeps the
+            total of its first start; see `stretch` for a run with a larger limit.
+        every: Step the scheduler after each update (``"1 step"``) or after each whole epoch (``"1 epoch"``). A scheduler of
+            timm with ``t_in_epochs=True``, the default of timm, needs ``"1 epoch"``.
         monitor: For ``ReduceLROnPlateau``: the result that steps it after each evaluation, such as ``"eval/loss"``, or a pair
             with the mode, such as ``("eval/acc", "max")``.
         mode: ``"max"`` or ``"min"``. It must be the mode of the scheduler. None takes the mode of the scheduler.
-        per: Step the scheduler after each update (``"step"``) or after each whole epoch (``"epoch"``). A scheduler of timm with
-            ``t_in_epochs=True``, the default of timm, needs ``"epoch"``.
         optimizer: The index of the optimizer that the function gets. Each optimizer takes one `LearningRate`.
         stretch: If the run continues with another total, make the schedule for the new total. From the step of the checkpoint
             on, the rates are those of a run that had the new total from its first step. ``"rest"`` stretches the rest of the
@@ -57,8 +71,8 @@ class LearningRate(Callback, SetsRates, Compared):
 
     Raises:
         CallbackError: Two `LearningRate` set the rates of one optimizer.
-        ValueError: The scheduler belongs to an optimizer that the run does not have, `per` or `monitor` does not match the
-            scheduler, the total is not known, or the run is longer than the schedule.
+        ValueError: The scheduler belongs to an optimizer that the run does not have, `every` or `monitor` does not match the
+            scheduler, the total is not known, the run is longer than the schedule, or the scheduler cannot count tokens.
         MonitorError: No evaluation of the run reports `monitor`.
 
     >>> from torch.optim.lr_scheduler import LinearLR
@@ -74,6 +88,8 @@ class LearningRate(Callback, SetsRates, Compared):
     asks = False
     _reads_totals = False
 
+    unit: RunUnit
+    """The unit that the scheduler counts: ``"step"``, ``"epoch"`` or, in a run of so many tokens, ``"token"``."""
     optimizer: int
     stretch: bool | Literal["rest"]
     made_with: Mapping[str, Any] = {}
@@ -82,17 +98,17 @@ class LearningRate(Callback, SetsRates, Compared):
     def __init__(
         self,
         scheduler: Scheduler | Callable[[Optimizer], Scheduler] | Callable[[Optimizer, int], Scheduler],
+        every: Literal["1 step", "1 epoch"] = "1 step",
         monitor: Watched | Pair | None = None,
         mode: Mode | None = None,
         *,
-        per: Literal["step", "epoch"] = "step",
         optimizer: int = 0,
         stretch: bool | Literal["rest"] = False,
     ) -> None:
         if stretch not in (True, False, "rest"):
             raise ValueError(f"stretch must be True, False or 'rest'; got {stretch!r}")
-        if per not in ("step", "epoch"):
-            raise ValueError(f"per must be 'step' or 'epoch'; got {per!r}")
+        if every not in _UNITS:
+            raise ValueError(f"every must be '1 step' or '1 epoch'; got {every!r}")
         given = CountedSchedule.around(scheduler)
         if not callable(given) and not isinstance(given, LRScheduler):
             raise TypeError(f"expected a scheduler, or a function (optimizer) -> scheduler; got {scheduler!r}")
@@ -105,7 +121,7 @@ class LearningRate(Callback, SetsRates, Compared):
             raise ValueError(f"LearningRate: mode={mode!r} needs monitor=, such as 'eval/loss'; got none")
         self.given: Any = given
         self._used = given  # in the current run, which may override it
-        self.per, self.optimizer, self.stretch = per, optimizer, stretch
+        self.every, self.unit, self.optimizer, self.stretch = every, _UNITS[every], optimizer, stretch
         self._mode = monitor[1] if mode is None and is_pair(monitor) else mode
         # A plateau scheduler keeps its own best result. This monitor only finds the value, so its mode has no effect.
         self.monitor: Monitor | None = None
@@ -130,7 +146,7 @@ class LearningRate(Callback, SetsRates, Compared):
         # One method per mode, so that a step calls only the method in use.
         if self.monitor is not None:
             return [*super().listeners(), Listener(Callback.on_eval_end, self._step_with_result)]
-        if self.per == "epoch":
+        if self.every == "1 epoch":
             return [*super().listeners(), Listener(Callback.on_epoch_end, self._step, Every("1 epoch"))]
         return [*super().listeners(), Listener(Callback.on_after_optimizer_step, self._step_if_updated)]
 
@@ -139,7 +155,7 @@ class LearningRate(Callback, SetsRates, Compared):
         check_one_each(hooks.callbacks, run.optimizers)
         name, given = hooks.name_of(self), session.given
         saved = session.restored.callback_states.get(name, {})
-        self.total = None
+        self.total, self.unit = None, _UNITS[self.every]
         self.made_anew = False
         self._override = given.override
         self._used = _function_in(given, name) or self.given
@@ -159,7 +175,12 @@ class LearningRate(Callback, SetsRates, Compared):
 
     def _set_total(self, run: Run, saved: Mapping[str, Any]) -> None:
         """Set the total of the schedule. `saved` is the state in the checkpoint, empty for a new run."""
-        now = self._planned(run)
+        now, self.unit = self._planned(run)
+        if (before := saved.get("unit", self.unit)) != self.unit:
+            raise ValueError(
+                f"the schedule of LearningRate was made over {plural(before)}, and would now go over {plural(self.unit)}. "
+                "Limit the run by the same unit as at its first start, and give the same every=."
+            )
         self.total = self._plan = self._made_for = now
         total = saved.get("total")
         then = saved.get("planned", total)
@@ -168,26 +189,26 @@ class LearningRate(Callback, SetsRates, Compared):
             self.made_anew, self._position = True, _steps_of(saved["scheduler"])
             if self.stretch == "rest" and self._position >= self._total_before:
                 raise ValueError(
-                    f"the schedule of LearningRate is over after {self._total_before} {self.per}s, so stretch='rest' has no "
-                    "rest to stretch. stretch=True makes the schedule for the new total."
+                    f"the schedule of LearningRate is over after {counted(self._total_before, self.unit)}, so stretch='rest' "
+                    "has no rest to stretch. stretch=True makes the schedule for the new total."
                 )
         elif total is not None:
             self.total, self._made_for = int(total), then
             if now > then and self.monitor is None:
                 raise ValueError(
-                    f"the run was made longer: the schedule of LearningRate was made for {then} {self.per}s, and the run now "
-                    f"has {now}. After the end of the schedule, its last rate, often 0, would stay. Make it for the new total "
-                    f"with LearningRate(..., stretch=True), or keep the run at {then} {self.per}s."
+                    f"the run was made longer: the schedule of LearningRate was made for {counted(then, self.unit)}, and the "
+                    f"run now has {now}. After the end of the schedule, its last rate, often 0, would stay. Make it for the "
+                    f"new total with LearningRate(..., stretch=True), or keep the run at {counted(then, self.unit)}."
                 )
             if now < then:
                 run.warn(
-                    f"the schedule was made for {then} {self.per}s, and the run now has {now}: the run ends before the "
+                    f"the schedule was made for {counted(then, self.unit)}, and the run now has {now}: the run ends before the "
                     "schedule. LearningRate(..., stretch=True) makes the schedule for the new total."
                 )
 
-    def _planned(self, run: Run) -> int:
-        # At least 1, because a schedule over nothing divides by zero.
-        return max(1, planned_total(run, self.per, needed_by="LearningRate(a function of the optimizer and the total)"))
+    def _planned(self, run: Run) -> tuple[int, RunUnit]:
+        total, unit = length_of(run, _UNITS[self.every], needed_by="LearningRate(a function of the optimizer and the total)")
+        return max(1, total), unit  # a schedule over nothing divides by zero
 
     def _check_override(self, scheduler: LRScheduler, given: Settings, saved: Mapping[str, Any]) -> None:
         """Make the schedule anew if `override` names the rate or an argument; raise `ValueError` if that is not possible."""
@@ -212,7 +233,8 @@ class LearningRate(Callback, SetsRates, Compared):
 
         Raises:
             TypeError: The function does not return a scheduler.
-            ValueError: A scheduler of timm counts epochs, and `per` is ``"step"``, or the reverse.
+            ValueError: A scheduler of timm counts epochs, and `every` is ``"1 step"``, or the reverse; or the scheduler cannot
+                count tokens.
         """
         optimizer, made = optimizer_of(run, self.optimizer, needed_by="LearningRate"), self._used
         if not isinstance(made, LRScheduler):
@@ -223,12 +245,15 @@ class LearningRate(Callback, SetsRates, Compared):
                     f"the function of LearningRate must return a scheduler of torch, transformers or timm; got {made!r}"
                 )
             made = _with_arguments(made, session_of(run).given)
-        if isinstance(made, CountedSchedule) and made.per != self.per:
+        unit = _UNITS[self.every]
+        if isinstance(made, CountedSchedule) and made.unit != unit:
             counts = type(made.schedule).__name__
             raise ValueError(
-                f"{counts} counts {made.per}s, but LearningRate steps it after each {self.per}. Give LearningRate(..., "
-                f"per={made.per!r}), or {counts}(..., t_in_epochs={self.per == 'epoch'}) with lengths in {self.per}s."
+                f"{counts} counts {plural(made.unit)}, but LearningRate steps it after each {unit}. Give LearningRate(..., "
+                f"every='1 {made.unit}'), or {counts}(..., t_in_epochs={unit == 'epoch'}) with lengths in {plural(unit)}."
             )
+        if self.unit == "token":
+            check_can_go_to(made)
         self.scheduler = made
 
     def on_fit_start(self, run: Run) -> None:
@@ -236,10 +261,10 @@ class LearningRate(Callback, SetsRates, Compared):
             self.monitor.check_reported_by(run.evaluations)
         if self.made_anew:
             self._make_anew(run)
-        if self.total is not None and self._plan != (now := self._planned(run)):
+        if self.total is not None and self._plan != (now := self._planned(run)[0]):
             raise ValueError(
-                f"LearningRate made a schedule for {self._plan} {self.per}s, but then a callback replaced the loader: the run "
-                f"now has {now}. Put that callback before LearningRate."
+                f"LearningRate made a schedule for {counted(self._plan, self.unit)}, but then a callback replaced the loader: "
+                f"the run now has {now}. Put that callback before LearningRate."
             )
         self._check_one_cycle(run)
         self._warn_of_epochs(run)
@@ -248,7 +273,7 @@ class LearningRate(Callback, SetsRates, Compared):
     def _warn_of_epochs(self, run: Run) -> None:
         """Warn of a schedule that is stepped after each update, with lengths that fit the epochs of the run."""
         steps, epochs = run.progress.total("step"), run.progress.total("epoch")
-        if self.per != "step" or self.monitor is not None or not steps or not epochs or not session_of(run).advises:
+        if self.unit != "step" or self.monitor is not None or not steps or not epochs or not session_of(run).advises:
             return
         for scheduler in getattr(self.scheduler, "_schedulers", [self.scheduler]):
             found = next((one for one in _LENGTHS if getattr(scheduler, one, None)), None)
@@ -257,7 +282,7 @@ class LearningRate(Callback, SetsRates, Compared):
                 run.warn(
                     f"LearningRate steps {type(scheduler).__name__} after each of {counted(steps, 'update')}, and "
                     f"{found}={sorted(length) if isinstance(length, Mapping) else length} fits {counted(epochs, 'epoch')}: "
-                    "per='epoch' steps it once an epoch. Otherwise give it lengths in updates."
+                    "every='1 epoch' steps it once an epoch. Otherwise give it lengths in updates."
                 )
                 return
 
@@ -267,31 +292,34 @@ class LearningRate(Callback, SetsRates, Compared):
         self.made_anew = False
         position = self._position
         if self.stretch:
-            self.total = max(1, run.progress.total(self.per) or self._plan)
-        if self.stretch == "rest":
-            left = self.total - getattr(run.progress, self.per)
-            self.total = max(left, round(self._total_before * left / (self._total_before - position)))
-            position = self.total - left
+            self.total = total = max(1, run.progress.total(self.unit) or self._plan)
+            if self.stretch == "rest":
+                left = total - count_of(run, self.unit)
+                self.total = max(left, round(self._total_before * left / (self._total_before - position)))
+                position = self.total - left
         _to_first_rates(self.scheduler.optimizer)
         self.renew(run)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns, because it has not seen the updates before the resume
-            for _ in range(position):
-                self.scheduler.step()
+            if self.unit == "token":
+                go_to(self.scheduler, position)
+            else:
+                for _ in range(position):
+                    self.scheduler.step()
         if self.stretch:
-            why = f"to the new total of {self.total} {self.per}s; its position is {position}"
-            decide(run, "schedule stretched", why, data={"total": self.total, "unit": self.per, "position": position})
+            why = f"to the new total of {counted(self.total or 0, self.unit)}; its position is {position}"
+            decide(run, "schedule stretched", why, data={"total": self.total, "unit": self.unit, "position": position})
 
     def _check_one_cycle(self, run: Run) -> None:
         """Raise `ValueError` if the run is longer than its ``OneCycleLR``, which torch would find only at the end."""
         if not isinstance(self.scheduler, OneCycleLR) or session_of(run).step_fn is not None:
             return  # a step_fn may update more rarely
-        total, cycle = run.progress.total(self.per), self.scheduler.total_steps
-        if total is not None and self.scheduler.last_epoch + total - getattr(run.progress, self.per) > cycle:
+        total, cycle = run.progress.total(self.unit), self.scheduler.total_steps
+        if total is not None and self.scheduler.last_epoch + total - count_of(run, self.unit) > cycle:
             raise ValueError(
-                f"the OneCycleLR of LearningRate has total_steps={cycle}, and the run has {total} {self.per}s: torch would "
-                f"raise an error at {self.per} {cycle + 1}. Take the total of the run, which also works for a longer run: "
-                "LearningRate(lambda optimizer, total: OneCycleLR(optimizer, ..., total_steps=total), stretch=True)"
+                f"the OneCycleLR of LearningRate has total_steps={cycle}, and the run has {counted(total, self.unit)}: "
+                f"torch would raise an error at {self.unit} {cycle + 1}. Take the total of the run, which also works for a "
+                "longer run: LearningRate(lambda optimizer, total: OneCycleLR(optimizer, ..., total_steps=total), stretch=True)"
             )
 
     def _check_monitor(self, scheduler: LRScheduler) -> None:
@@ -313,9 +341,13 @@ class LearningRate(Callback, SetsRates, Compared):
         if getattr(self.scheduler, "_step_count", None) != self._count and session_of(run).loop is not Loops.FIT:
             raise RuntimeError(
                 "the scheduler of LearningRate was stepped by the loop too. Remove scheduler.step() from the loop: "
-                f"LearningRate steps it after each {'update' if self.per == 'step' else 'epoch'}."
+                f"LearningRate steps it after each {'epoch' if self.unit == 'epoch' else 'update'}."
             )
-        self.scheduler.step()
+        if self.unit == "token":
+            assert self.total is not None, "a schedule over tokens has a total"
+            go_to(self.scheduler, min(run.progress.tokens, self.total))  # the last step may exceed the limit
+        else:
+            self.scheduler.step()
         self._count = getattr(self.scheduler, "_step_count", None)
 
     def _step_if_updated(self, run: Run) -> None:
@@ -347,7 +379,7 @@ class LearningRate(Callback, SetsRates, Compared):
             return {}
         state: dict[str, Any] = {"scheduler": self.scheduler.state_dict()}
         if self.total is not None:
-            state |= {"total": self.total, "planned": self._made_for}
+            state |= {"total": self.total, "planned": self._made_for, "unit": self.unit}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -464,7 +496,8 @@ def _in_epochs(scheduler: Any, name: str, steps: int, epochs: int) -> bool:
     """Return whether a length of a scheduler fits the epochs of a run, and ends in the first quarter of its steps."""
     length = getattr(scheduler, name)
     last = max(length) if isinstance(length, Mapping) else length
-    if last > epochs or 4 * last > steps:
+    given = signature_of(type(scheduler)).parameters.get(name)
+    if last > epochs or 4 * last > steps or (given is not None and last == given.default):
         return False
     if name == "total_iters":  # a shorter one is often a warm-up
         return bool(last == epochs)

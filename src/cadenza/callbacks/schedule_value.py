@@ -18,7 +18,7 @@ from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import Interval
 from cadenza.hooks.schedule import Schedule as Due
 from cadenza.hooks.subscription import periodic
-from cadenza.optim.rates import planned_total, takes_total
+from cadenza.optim.rates import RunUnit, count_of, length_of, takes_total
 from cadenza.optim.settings import Compared
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class ScheduleValue(Callback, Compared):
         target: The object, or a function of the run that returns it, such as ``lambda run: run.optimizers[0].param_groups[0]``.
         key: The name of the attribute, or the key. A tensor is filled in place.
         schedule: A function of the completed steps, or of the completed steps and the total; or values by step, such as
-            ``{0: 0.5, 1000: 0.1}``. The first value also holds before its step, and the last value after its step.
+            ``{0: 0.5, 1000: 0.1}``. The first value also holds before its step, and the last value after its step. If
+            ``max_tokens`` is the only limit, a function of two numbers gets the tokens so far and this limit.
         every: The interval: ``10`` (steps), ``"1 epoch"``.
         between: For values by step: ``"linear"`` interpolates between them, ``"hold"`` keeps each value up to the next.
 
@@ -72,8 +73,9 @@ class ScheduleValue(Callback, Compared):
         self.schedule: Schedule = schedule
         self.every: Due = Due.parse(every)
         self.between = between
-        self._set_at: int | None = None
+        self._set_at: tuple[int, RunUnit] | None = None
         self._total: int | None = None
+        self._unit: RunUnit = "step"
 
     def listeners(self) -> list[Listener]:
         return [*super().listeners(), periodic(self.every, self._set_now, str(self.key))]
@@ -82,9 +84,9 @@ class ScheduleValue(Callback, Compared):
         self._set_at = None
 
     def on_fit_start(self, run: Run) -> None:
-        self._total = None
+        self._total, self._unit = None, "step"
         if not isinstance(self.schedule, Mapping) and takes_total(self.schedule):
-            self._total = planned_total(run, "step", needed_by="ScheduleValue with a function of the step and the total")
+            self._total, self._unit = length_of(run, needed_by="ScheduleValue with a function of the step and the total")
         target = self._target_in(run)
         has = self.key in target if isinstance(target, Mapping) else hasattr(target, self.key)
         if not has:
@@ -93,15 +95,16 @@ class ScheduleValue(Callback, Compared):
                 f"ScheduleValue cannot set {self.key!r}: a {type(target).__name__} has no such option."
                 f"{nearest(str(self.key), known)}"
             )
-        self._set(run, run.progress.step if self._set_at is None else self._set_at)
+        position, unit = self._set_at or (0, "")
+        self._set(run, position if unit == self._unit else count_of(run, self._unit))
 
     def _set_now(self, run: Run) -> None:
-        self._set(run, run.progress.step)
+        self._set(run, count_of(run, self._unit))
 
-    def _set(self, run: Run, step: int) -> None:
-        self._set_at = step
+    def _set(self, run: Run, position: int) -> None:
+        self._set_at = position, self._unit
         # The target is found each time, because restoring a checkpoint gives an optimizer new groups.
-        target, value = self._target_in(run), self._value_at(step)
+        target, value = self._target_in(run), self._value_at(position)
         current = target[self.key] if isinstance(target, MutableMapping) else getattr(target, self.key)
         if isinstance(current, Tensor):
             with torch.no_grad():
@@ -117,22 +120,25 @@ class ScheduleValue(Callback, Compared):
         target: Any = self.target
         return target(run) if function else target
 
-    def _value_at(self, step: int) -> Any:
+    def _value_at(self, position: int) -> Any:
         values: Any = self.schedule
         if not isinstance(values, Mapping):
-            return values(step) if self._total is None else values(step, self._total)
+            return values(position) if self._total is None else values(position, self._total)
         steps = sorted(values)
-        index = bisect_right(steps, step)
+        index = bisect_right(steps, position)
         if index in (0, len(steps)) or self.between == "hold":
             return values[steps[max(0, index - 1)]]
         left, right = steps[index - 1], steps[index]
-        return values[left] + (values[right] - values[left]) * ((step - left) / (right - left))
+        return values[left] + (values[right] - values[left]) * ((position - left) / (right - left))
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._set_at is None else {"set_at": self._set_at}  # not always the last step
+        if self._set_at is None:
+            return {}
+        position, unit = self._set_at  # not always the last step
+        return {"set_at": position, "unit": unit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._set_at = state.get("set_at")
+        self._set_at = (state["set_at"], state.get("unit", "step")) if "set_at" in state else None
 
 
 def _check_values(schedule: object, between: str) -> None:

@@ -40,7 +40,8 @@ class Swa(Averaging, Compared):
     average with the statistics of the last weights; before `start`, it evaluates the model itself.
 
     Args:
-        start: A fraction of the run's steps such as 0.75, or a point such as ``"8 epochs"``.
+        start: A fraction of the run such as 0.75, of its steps or, if only ``max_tokens`` ends it, of its tokens; or a point
+            such as ``"8 epochs"``.
         every: The interval between updates of the average: ``100`` (steps), ``"1 epoch"``.
         lr: The learning rate of every parameter group from `start` on, whatever other schedule is in the list. None does not
             change the rates.
@@ -140,6 +141,8 @@ class Swa(Averaging, Compared):
     def _milestone(self, run: Run) -> At:
         if isinstance(self.start, At):
             return self.start
+        if (tokens := run.progress.total("token")) is not None:
+            return At(f"{max(1, math.ceil(self.start * tokens))} tokens")
         total = run.progress.total("step", corrected=False)
         if total is None:
             raise ValueError(

@@ -12,7 +12,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Until
-from cadenza.optim.rates import optimizer_of, planned_total
+from cadenza.optim.rates import RunUnit, length_of, optimizer_of
 from cadenza.optim.settings import Compared
 from cadenza.status.progress import Progress
 
@@ -31,7 +31,8 @@ class Warmup(Callback, Compared):
 
     Args:
         length: The length, such as ``"500 steps"`` or ``"1 epoch"``, or a fraction of the run: ``"10%"``, or 0.1 as a float. A
-            run that continues keeps the number of steps of its first start.
+            run that continues keeps the number of steps of its first start. If ``max_tokens`` is the only limit, a fraction is
+            one of its tokens.
         shape: In step n of N the factor is ``start + (1 - start) * n / N`` if linear, ``start + (1 - start) *
             (1 - cos(pi * n / N)) / 2`` if cosine, and `start` if constant. No step has a rate of 0. Step N
             has the full rate, or step N + 1 if constant.
@@ -67,24 +68,26 @@ class Warmup(Callback, Compared):
         self.shape = shape
         self.start: float = float(start)
         self.optimizer: int = optimizer
-        self.steps: float | None = None
-        """The number of steps in the current run; it can have a fractional part if `length` is a fraction."""
+        self.unit: RunUnit = "step"
+        """The unit of `count`: ``"token"`` for a fraction of a run of so many tokens, else ``"step"``."""
+        self.count: float | None = None
+        """The length in the current run; it can have a fractional part if `length` is a fraction."""
 
-    def factor(self, step: int) -> float:
-        """Return the factor in a step, counted from 1."""
-        if self.steps is None or step > self.steps:
+    def factor(self, position: int) -> float:
+        """Return the factor in a step, counted from 1; if `unit` is ``"token"``, in the step with which so many are seen."""
+        if self.count is None or position > self.count:
             return 1.0
         if self.shape == "constant":
             return self.start
-        if step == self.steps:
+        if position == self.count:
             return 1.0
-        done = step / self.steps
+        done = position / self.count
         if self.shape == "cosine":
-            done = (1 - math.cos(math.pi * step / self.steps)) / 2
+            done = (1 - math.cos(math.pi * position / self.count)) / 2
         return self.start + (1 - self.start) * done
 
     def listeners(self) -> list[Listener]:
-        lasting = Until(lambda: self.steps or 0.0)
+        lasting = Until(lambda: self._last_step)
         return [
             *super().listeners(),
             Listener(Callback.on_before_optimizer_step, self._scale_rates, lasting),
@@ -93,12 +96,17 @@ class Warmup(Callback, Compared):
 
     def on_setup(self, run: Run) -> None:
         optimizer_of(run, self.optimizer, needed_by="Warmup")
-        self.steps = None
-        session_of(run).rates.factors.setdefault(self.optimizer, []).append(self.factor)
+        self.count, self.unit, self._last_step = None, "step", 0.0
+
+        def factor(step: int) -> float:
+            return self.factor(run.progress.tokens if self.unit == "token" else step)
+
+        session_of(run).rates.factors.setdefault(self.optimizer, []).append(factor)
 
     def on_fit_start(self, run: Run) -> None:
-        if self.steps is None:  # otherwise it is restored
-            self.steps = self._steps_in(run)
+        if self.count is None:  # otherwise it is restored
+            self.count, self.unit = self._count_in(run)
+        self._last_step = math.inf if self.unit == "token" else self.count
 
     def _scale_rates(self, run: Run) -> None:
         optimizer = run.optimizers[self.optimizer]
@@ -107,15 +115,18 @@ class Warmup(Callback, Compared):
 
     def _put_rates_back(self, run: Run) -> None:
         session_of(run).rates.put_back(self.optimizer)
+        if self.unit == "token" and self.count is not None and run.progress.tokens > self.count:
+            self._last_step = 0.0
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         session_of(run).rates.put_back(self.optimizer)  # if the update itself failed
 
-    def _steps_in(self, run: Run) -> float:
+    def _count_in(self, run: Run) -> tuple[float, RunUnit]:
         if isinstance(self.length, float):
-            return self.length * planned_total(run, "step", needed_by=f"Warmup({self.length:g}), a fraction of the run,")
+            total, unit = length_of(run, needed_by=f"Warmup({self.length:g}), a fraction of the run,")
+            return self.length * total, unit
         if self.length.unit == "step":
-            return float(self.length.count)
+            return float(self.length.count), "step"
         batches = run.progress.batches_said  # not the counted number, so that a resume does not change it
         if batches is None:
             raise ValueError(
@@ -125,15 +136,16 @@ class Warmup(Callback, Compared):
         whole = int(self.length.count)
         limits = (Progress(max_epochs=most, batches_per_epoch=batches) for most in (whole, whole + 1))
         before, after = (one.total("step", run.info.accumulate) or 0 for one in limits)
-        return float(before + (self.length.count - whole) * (after - before))  # the last epoch may be a part
+        return float(before + (self.length.count - whole) * (after - before)), "step"  # the last epoch may be a part
 
     def state_dict(self) -> dict[str, Any]:
         # A run that continues may have larger limits, which must not lengthen its warm-up.
-        return {"steps": self.steps} if isinstance(self.length, float) and self.steps is not None else {}
+        return {f"{self.unit}s": self.count} if isinstance(self.length, float) and self.count is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if isinstance(self.length, float):
-            self.steps = state.get("steps")
+        for unit in ("step", "token"):
+            if isinstance(self.length, float) and f"{unit}s" in state:
+                self.unit, self.count = unit, state[f"{unit}s"]
 
 
 def _checked(length: object) -> Length | float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from cadenza.drivers.sharding import is_sharded
-from cadenza.optim.parameters import parameters_of
+from cadenza.optim.parameters import ModelParameters, parameters_of
 from cadenza.optim.settings import settings_of
 from cadenza.optim.stepping import made_fit
 from cadenza.status.signatures import signature_of
@@ -43,7 +43,7 @@ def made(given: Optimizers, model: nn.Module, *, own_step: bool = False) -> list
         return checked(given, model, own_step=own_step)
     if is_kept(given):
         return checked(given(list(model.parameters())), model, own_step=True)
-    optimizers = checked(given(list(model.parameters())), model, own_step=own_step)
+    optimizers = checked(given(ModelParameters(model)), model, own_step=own_step)
     for optimizer in optimizers:
         if not fused(optimizer) and why_not_fused(optimizer, model) is None:
             fuse(optimizer)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.sharding import laid_out
 from cadenza.errors import CheckpointMismatchError
+from cadenza.optim.model_state import plain_name
 from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
@@ -36,6 +37,30 @@ def distinct_gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
             dense = type(gradient) is Tensor and gradient.layout is torch.strided
             found[(gradient.data_ptr(), gradient.shape) if dense else id(gradient)] = gradient
     return list(found.values())
+
+
+class ModelParameters(list[nn.Parameter]):
+    """The parameters of a model, in the order of ``model.parameters()``, with their names.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    >>> matrices, others = ModelParameters(model).split(lambda name, parameter: parameter.ndim >= 2)
+    >>> len(matrices), len(others), ModelParameters(model).names
+    (1, 3, ['0.weight', '0.bias', '1.weight', '1.bias'])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
+        super().__init__(named.values())
+        self.names: list[str] = [plain_name(name) for name in named]
+        """The name of each parameter, as in ``model.named_parameters()``."""
+
+    def split(self, condition: Callable[[str, nn.Parameter], bool]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters for which ``condition(name, parameter)`` is true, and the others."""
+        chosen: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in zip(self.names, self, strict=True):
+            (chosen if condition(name, parameter) else others).append(parameter)
+        return chosen, others
 
 
 class ExtraParameters:

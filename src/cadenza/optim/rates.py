@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, MultiplicativeLR, ReduceLROnPlateau, SequentialLR
 
 from cadenza.errors import CallbackError
 from cadenza.loading import num_batches
 from cadenza.optim.settings import limits_of, set_option
-from cadenza.status.progress import Progress, Unit
+from cadenza.status.progress import Progress
 from cadenza.status.signatures import signature_of
 
 if TYPE_CHECKING:
@@ -139,28 +141,42 @@ def takes_total(function: Callable[..., object]) -> bool:
     return len(positional) > 1 and positional[1].default is inspect.Parameter.empty
 
 
-def planned_total(run: Run, unit: Unit, *, needed_by: str) -> int:
-    """Return the number of `unit` that the run completes if nothing stops it; works in ``on_setup`` too.
+RunUnit = Literal["step", "epoch", "token"]
+"""The units of a schedule over a run."""
+
+
+def length_of(run: Run, unit: RunUnit = "step", *, needed_by: str) -> tuple[int, RunUnit]:
+    """Return how much the run completes if nothing stops it, in `unit`; in tokens instead of steps if they are its only limit.
+
+    Works in ``on_setup`` too.
 
     Raises:
         ValueError: The number is not known. `needed_by` is the subject of the message.
     """
+    if unit == "step" and (tokens := run.progress.total("token")) is not None:
+        return tokens, "token"
     # In on_setup the counters are not yet those of a loader that was replaced.
     batches = num_batches(run.loader, run.driver.data_shard())
     limits = Progress(**limits_of(run.progress), batches_per_epoch=batches)
     total = limits.total(unit, run.info.accumulate)
     if total is None:
         raise ValueError(f"{needed_by} needs a run of known length: {why_unknown(run.progress, unit)}")
-    return total
+    return total, unit
 
 
-def why_unknown(limits: Progress, unit: Unit) -> str:
+def count_of(run: Run, unit: RunUnit) -> int:
+    """Return how much of `unit` the run has completed."""
+    return run.progress.tokens if unit == "token" else int(getattr(run.progress, unit))
+
+
+def why_unknown(limits: Progress, unit: RunUnit) -> str:
     """Return why a run has no known total of `unit`, and what to give."""
     limit = "max_epochs" if unit == "epoch" else "max_steps"
     if limits.max_tokens is not None:
+        alone = "" if unit == "epoch" else " max_tokens= alone, or"
         return (
             f"with max_tokens={limits.max_tokens} it ends when they are reached, and how many a step has is not known. Give "
-            f"Trainer {limit}= instead."
+            f"Trainer{alone} {limit}= instead."
         )
     silent = "its loader does not say how many batches it has (no __len__), and"
     if limits.max_epochs is None or limits.max_steps is None:
@@ -169,6 +185,40 @@ def why_unknown(limits: Progress, unit: Unit) -> str:
         f"{silent} with max_epochs={limits.max_epochs} and max_steps={limits.max_steps} either limit may come first. Give "
         f"Trainer {limit}= alone, or a loader with __len__."
     )
+
+
+_ONLY_STEPPED = (ChainedScheduler, MultiplicativeLR, ReduceLROnPlateau)
+
+
+def check_can_go_to(scheduler: LRScheduler) -> None:
+    """Raise `ValueError` for a scheduler that computes each rate from the rate before: `go_to` cannot set it."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        check_can_go_to(part)
+    if isinstance(scheduler, _ONLY_STEPPED):
+        raise ValueError(
+            f"a {type(scheduler).__name__} can only be stepped, once for each update: it cannot count the tokens of a run "
+            "that max_tokens= ends. Give LearningRate a LambdaLR, a SequentialLR or another scheduler of torch, or Trainer "
+            "max_steps=."
+        )
+
+
+def go_to(scheduler: LRScheduler, position: int) -> None:
+    """Set the rates of a position, such as the number of tokens so far. A step may pass over many positions.
+
+    A scheduler that `check_can_go_to` accepts; one of timm must count updates.
+    """
+    if isinstance(scheduler, CountedSchedule):
+        scheduler.last_epoch = position
+        scheduler.schedule.step_update(position)
+    elif isinstance(scheduler, SequentialLR):
+        starts = [0, *scheduler._milestones]
+        index = bisect_right(starts, position) - 1
+        go_to(scheduler._schedulers[index], position - starts[index])
+        scheduler.last_epoch, scheduler._last_lr = position, scheduler._schedulers[index].get_last_lr()
+    else:
+        with warnings.catch_warnings():  # torch warns of positions, because some of its schedulers take none
+            warnings.simplefilter("ignore")
+            scheduler.step(position)
 
 
 # -- schedules of timm ------------------------------------------------------------------------------
@@ -223,8 +273,8 @@ class CountedSchedule(LRScheduler):
         return CountedSchedule(schedule) if is_counted(schedule) else schedule
 
     @property
-    def per(self) -> str:
-        """The unit that it counts: ``"epoch"`` or ``"step"``."""
+    def unit(self) -> Literal["step", "epoch"]:
+        """The unit that it counts."""
         return "epoch" if self.schedule.t_in_epochs else "step"
 
     def step(self, epoch: int | None = None) -> None:

@@ -95,7 +95,7 @@ def test_the_learning_rate_monitor_logs_the_same_values(tmp_path: Path, per: str
     logger = CSVLogger(tmp_path)
     settings: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2, "callbacks": [home]}
     trainer = pair.by_lightning(Scheduled(), loader_of(3), loader_of(2, 2), **settings)
-    run = pair.native([LearningRate(lambda optimizer: ExponentialLR(optimizer, 0.5), per=per), here])  # type: ignore[arg-type]
+    run = pair.native([LearningRate(lambda optimizer: ExponentialLR(optimizer, 0.5), every=f"1 {per}"), here])  # type: ignore[arg-type]
     assert here.lrs == home.lrs
     assert here.last_momentum_values == home.last_momentum_values
     assert here.last_weight_decay_values == home.last_weight_decay_values

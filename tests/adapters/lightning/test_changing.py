@@ -131,7 +131,7 @@ def trained(name: str, directory: Path, *others: Any, module: bool) -> tuple[Net
     if module:
         trainer = Trainer.from_lightning(net, (loader(), loader(6, 1)), callbacks=callbacks, **settings, **CPU)
     else:
-        rates = [LearningRate(given["schedule"], per="epoch")] if "schedule" in given else []
+        rates = [LearningRate(given["schedule"], every="1 epoch")] if "schedule" in given else []
         trainer = trainer_of(net, [*rates, *callbacks], **settings)
     trainer.fit(resume="auto")
     return net, rounded(seen.seen), names_in(directory)

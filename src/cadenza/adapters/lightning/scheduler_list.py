@@ -34,7 +34,7 @@ class SchedulerList(list[Any]):
             if isinstance(one, LearningRate) and one.scheduler is not None:
                 plateau = isinstance(one.scheduler, ReduceLROnPlateau)
                 monitor = None if one.monitor is None else one.monitor.name
-                entry = config(one.scheduler, interval=one.per, reduce_on_plateau=plateau, monitor=monitor)
+                entry = config(one.scheduler, interval=one.unit, reduce_on_plateau=plateau, monitor=monitor)
                 self._native[name] = entry, one
         super().__init__(entry for entry, _ in self._native.values())
 

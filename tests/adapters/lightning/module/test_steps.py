@@ -129,7 +129,7 @@ def test_the_last_batch_of_a_loader_without_a_length_is_not_known() -> None:
 
 
 def test_two_schedules_of_one_optimizer_are_refused() -> None:
-    halved = LearningRate(lambda optimizer: ExponentialLR(optimizer, 0.5), per="epoch")
+    halved = LearningRate(lambda optimizer: ExponentialLR(optimizer, 0.5), every="1 epoch")
     arguments: dict[str, Any] = {"max_epochs": 1, "callbacks": [halved], **CPU}
     trainer = Trainer.from_lightning(configured(_decaying)(), batches(), **arguments)
     for start in (trainer.plan, trainer.fit):

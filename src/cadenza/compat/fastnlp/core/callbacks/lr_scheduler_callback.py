@@ -39,7 +39,7 @@ class LRSchedCallback(DelegatesToNative):
         self.scheduler: Any = scheduler
         self.step_on: str = step_on
         if isinstance(scheduler, LRScheduler):
-            self.native: LearningRate | _Stepping = LearningRate(scheduler, per="step" if step_on == "batch" else "epoch")
+            self.native: LearningRate | _Stepping = LearningRate(scheduler, every="1 step" if step_on == "batch" else "1 epoch")
         else:
             self.native = _Stepping(scheduler, each_batch=step_on == "batch")
 
