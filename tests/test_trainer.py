@@ -132,7 +132,7 @@ def test_a_run_without_a_limit_or_a_model_and_the_class_of_a_loss_are_errors() -
         ValueError, match=r"a run needs an end: expected max_epochs=, max_steps= or max_tokens=; got none of them"
     ):
         trainer_with()
-    with pytest.raises(TypeError, match=r"model must be an nn\.Module; got "):
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, or a function .*; got None"):
         Trainer(cast("Any", print), cast("Any", None), tiny_loader(), max_steps=1)
     with pytest.raises(TypeError, match=r"got the class MSELoss\. Make it: MSELoss\(\)"):
         supervised(cast("Any", nn.MSELoss))

@@ -29,6 +29,8 @@ from cadenza.engine.arguments import (
     checked_tokens,
     given_by,
     listed,
+    made_model,
+    unseeded,
 )
 from cadenza.engine.compiling import Compile, options_of
 from cadenza.engine.course import Beginning, Calendar, calendar_of
@@ -49,6 +51,7 @@ from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, elsewhere
 from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
+from cadenza.optim.parameters import ModelParameters
 from cadenza.optim.rates import check_one_each
 from cadenza.optim.settings import Settings
 from cadenza.run import Run
@@ -63,7 +66,7 @@ class Trainer(Recipe):
     """Train a model.
 
     Args:
-        model: An ``nn.Module``.
+        model: An ``nn.Module``, or a function without arguments that makes one: it is called now, under the seed.
         optimizer: An optimizer, a list of them, or a function that builds them from the list of the model's parameters. Its
             ``parameters.split(lambda name, parameter: ...)`` returns those that fit and the others, for two groups. Cadenza
             builds the optimizers of a function fused where that is faster, unless the function sets ``fused`` or ``foreach``.
@@ -81,8 +84,8 @@ class Trainer(Recipe):
             which the run is nearest. A change holds from the next step on.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         seed: Seeds every generator when a run starts. With None the generators keep their state, and the order of the data is
-            seeded from torch's global generator, so ``torch.manual_seed`` fixes it. The initial weights are drawn before
-            the trainer exists: call ``torch.manual_seed`` before you build the model.
+            seeded from torch's global generator, so ``torch.manual_seed`` fixes it. The weights of a model that exists
+            before the trainer are not covered: give a function that makes it, or call ``torch.manual_seed`` before.
         directory: The local directory of the run, relative to the current working directory. None writes nothing.
         callbacks: Called in this order; see `Callback` and `on`. Those of Hugging Face, Lightning and Keras may be in it.
             Without a `LogTraining` or one of those, the mean loss of each epoch is logged as ``train/loss``.
@@ -112,7 +115,7 @@ class Trainer(Recipe):
     @answered("trainer")
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         optimizer: Optimizers,
         loader: Iterable[Any],
         compute_loss: Callable[[nn.Module, Any], Any] | None = None,
@@ -133,20 +136,22 @@ class Trainer(Recipe):
         compile: Compile = False,
         debug_ranks: bool | float = False,
     ) -> None:
-        check_parts(model, optimizer, loader, compute_loss, step_fn)
+        check_recipe(precision, seed)
+        notes = [*unseeded(model, seed)]
+        module = made_model(model, seed)
+        check_parts(module, optimizer, loader, compute_loss, step_fn)
         ends_itself = not getattr(loader, "has_epochs", True)  # the data of cadenza.attach
         limits = checked_lengths(ends_itself=ends_itself, max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens)
-        check_recipe(precision, seed)
-        given, notes = with_epoch_means(listed(adapted(callbacks)), loader), list[str]()
+        given = with_epoch_means(listed(adapted(callbacks)), loader)
         if progress:
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 
-            notes = add_progress_bar(given)
+            notes += add_progress_bar(given)
         super().__init__(
-            model=model,
+            model=module,
             optimizer=optimizer,
             loader=loader,
-            compute_loss=compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss),
+            compute_loss=compute_loss or (ModelsOwnLoss(module) if step_fn is None else no_loss),
             **limits,
             tokens=checked_tokens(tokens),
             accumulate=checked_accumulate(scheduled(given, accumulate), step_fn),
@@ -163,7 +168,7 @@ class Trainer(Recipe):
             beforehand=beforehand,
         )
         self.driver.check(optimizer=optimizer, precision=precision)
-        self.driver.check_model(model)
+        self.driver.check_model(module)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
         check_monitors(hooks, self.compute_loss)
         check_one_each(hooks.callbacks, None if callable(optimizer) else self._checked(optimizer))
@@ -211,7 +216,7 @@ class Trainer(Recipe):
             DirectoryError: `since` holds no plan.
         """
         make = self.optimizer
-        optimizers = self._checked(make(list(self.model.parameters())) if callable(make) else make)
+        optimizers = self._checked(make(ModelParameters(self.model)) if callable(make) else make)
         return self._compared(self._plan(optimizers, self._hooks()), since)
 
     def calendar(self, until: str | int | None = None, *, resume: bool | str | PathLike[str] = False) -> Calendar:

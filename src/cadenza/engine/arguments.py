@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -24,12 +26,14 @@ from cadenza.loading.arguments import check_loader
 from cadenza.loading.loaders import length_of
 from cadenza.loading.metrics import Metric
 from cadenza.loading.mixture import Mixture
+from cadenza.loading.rng import preserve_rng_state, seed_all
 from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.precision import check_precision
 from cadenza.optim.rates import is_counted
 from cadenza.optim.settings import Settings
 from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
+from cadenza.status.shown import brief
 from cadenza.text.hints import hints, moment_meant
 
 
@@ -49,10 +53,39 @@ def absolute_folder(directory: str | os.PathLike[str] | None) -> Path | None:
     return local_path(directory).absolute()
 
 
+def made_model(given: object, seed: int | None) -> Any:
+    """Return the model. One that a function makes is made under the seed, if there is one; the generators do not change."""
+    if isinstance(given, nn.Module) or not callable(given):
+        return given
+    with preserve_rng_state() if seed is not None else nullcontext():
+        if seed is not None:
+            seed_all(seed)
+        try:
+            return given()
+        except Exception as error:
+            error.add_note(f"context: Trainer called model={brief(given)}, without arguments, to make the model")
+            raise
+
+
+def unseeded(given: object, seed: int | None) -> Iterator[str]:
+    """Yield a line for the plan, and for the start of a new run, if the weights differ from start to start in spite of a seed.
+
+    torch draws its first seed from 53 bits; one of a user is shorter. A weight that was drawn once and never written since has
+    the version 1: those that were loaded have another.
+    """
+    if seed is None or not isinstance(given, nn.Module) or torch.initial_seed() < 2**32:
+        return
+    if any(one._version == 1 and one.ndim > 1 for one in given.parameters()):
+        yield (
+            f"! the weights were drawn before seed={seed} was set, so they differ from start to start: give Trainer a function "
+            "that makes the model, or call torch.manual_seed before you make it"
+        )
+
+
 def check_parts(model: object, optimizer: object, loader: object, compute_loss: object, step_fn: object) -> None:
     """Raise `TypeError` or `ValueError` for an argument of the wrong kind."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module; got {model!r}")
+        raise TypeError(f"model must be an nn.Module, or a function without arguments that makes one; got {model!r}")
     _check_data_of(model)
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Sequence)):
         raise TypeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable
 
 from cadenza.engine import accumulating
 from cadenza.engine.arguments import check_schedule, check_some_batch
@@ -69,12 +70,17 @@ def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
     """
     for doubt in doubts(session):
         session.warn(doubt)
+    warn_of_notes(session, [*notes(session.optimizers, session.module, own=own_optimizer), *loader_hints(session.loader)])
     if session.is_main and session.advises:
-        for note in [*notes(session.optimizers, session.module, own=own_optimizer), *loader_hints(session.loader)]:
-            if note.startswith("! "):
-                session.warn(note[2:])
         for note in fused_by_choice(session.optimizers):
             tell(session, note)
+
+
+def warn_of_notes(session: Session, lines: Iterable[str]) -> None:
+    """Warn of those lines of the plan that begin with ``"! "``."""
+    for line in lines:
+        if session.is_main and session.advises and line.startswith("! "):
+            session.warn(line.removeprefix("! "))
 
 
 def tell(session: Session, text: str) -> None:

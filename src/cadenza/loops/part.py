@@ -20,7 +20,13 @@ from cadenza.engine.loop import OVER, Training
 from cadenza.engine.monitor_checks import monitors_in
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import UNDER_WAY, Loops, Session
-from cadenza.engine.start_checks import note_never_fired, warn_of_loader, warn_of_no_checkpoint, warn_of_trained_weights
+from cadenza.engine.start_checks import (
+    note_never_fired,
+    warn_of_loader,
+    warn_of_no_checkpoint,
+    warn_of_notes,
+    warn_of_trained_weights,
+)
 from cadenza.engine.whereabouts import caller, whereabouts
 from cadenza.errors import add_note
 from cadenza.hooks.moments import BaseCallback, Callback
@@ -170,6 +176,7 @@ class Part:
         if start.loaded is None:
             session.given.tell_values(session.run)
             warn_of_trained_weights(session, before)
+            warn_of_notes(session, trainer._notes if before is None else ())
         if resume or all(isinstance(one, Callback) for one in trainer.callbacks):  # adapters may write checkpoints of their own
             warn_of_no_checkpoint(session, resume)
         warn_of_loader(session)
