@@ -1,4 +1,4 @@
-"""Make the pictures of the README from real runs: the terminal, the plan and the report.
+"""Make the pictures of the README from real runs: a kill, the terminal, the plan and the report.
 
 Run ``python docs/pictures.py`` after a change of what they show. The terminal and the plan are SVG text of one real run in a
 real terminal of 92 columns. The report is a screenshot in Chromium of two such runs. Times and speeds differ between machines;
@@ -58,6 +58,41 @@ if show == "plan":
 else:
     trainer.fit()
 """
+KILLED = """
+import hashlib, sys, time
+import torch
+from torch import nn
+
+from cadenza import Callback, Trainer, on, supervised
+from cadenza.callbacks import Checkpoint
+from cadenza.loading import TensorBatches
+from cadenza.sinks import Console
+
+torch.set_num_threads(1)
+points = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0))
+inside = (points.norm(dim=1) < 1).long()
+
+
+@on(Callback.on_step_end)
+def slowly(run):
+    time.sleep(0.02)
+
+
+trainer = Trainer(
+    lambda: nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2)),
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    TensorBatches(points, inside, batch_size=32, shuffle=True),
+    supervised(nn.CrossEntropyLoss()),
+    max_epochs=4,
+    seed=1,
+    device="cpu",
+    directory=sys.argv[1],
+    callbacks=[Checkpoint("10 steps", keep_last=2), Console(), slowly],
+)
+trainer.fit(resume="auto")
+weights = b"".join(value.numpy().tobytes() for value in trainer.model.state_dict().values())
+print("sha256 of the weights:", hashlib.sha256(weights).hexdigest()[:32])
+"""
 STYLE = """
   .back { fill: #f6f8fa; stroke: #d0d7de; } text { fill: #1f2328; white-space: pre;
   font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
@@ -73,25 +108,45 @@ def main() -> None:
         for show in ("plan", "terminal"):
             text = printed(folder / "run", show)
             (PICTURES / f"{show}.svg").write_text(drawn("$ python train.py", text), encoding="utf-8")
+        (PICTURES / "kill.svg").write_text(drawn(*killed(folder)), encoding="utf-8")
         printed(folder / "lr-0.003", "terminal", rate=0.003)
         (folder / "run").rename(folder / "lr-0.01")
         photographed([folder / "lr-0.01", folder / "lr-0.003"], PICTURES / "report.png")
 
 
+def killed(folder: Path) -> tuple[str, str]:
+    """Return the first line and the rest of a terminal: a training is killed in its third epoch, goes on, and is compared."""
+    first, again = (
+        in_terminal([sys.executable, "-c", KILLED, "a"], folder, until="epoch 2"),
+        [sys.executable, "-c", KILLED, "a"],
+    )
+    rest, whole = in_terminal(again, folder), in_terminal([*again[:-1], "b"], folder)
+    lines = [first, "Killed", "$ python train.py runs/a", rest, "$ python train.py runs/b      # not killed", "..."]
+    return "$ python train.py runs/a", "\n".join([*lines, *whole.splitlines()[-2:]])
+
+
 def printed(directory: Path, show: str, rate: float = 0.01) -> str:
     """Return what the script prints into a real terminal."""
+    return in_terminal([sys.executable, "-c", SCRIPT, directory.name, str(rate), show], directory.parent)
+
+
+def in_terminal(command: list[str], folder: Path, until: str | None = None) -> str:
+    """Return what a command prints into a real terminal. With `until`, it is killed when it has printed this text."""
     ours, theirs = pty.openpty()
     import fcntl
     import termios
 
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 60, COLUMNS, 0, 0))
-    command = [sys.executable, "-c", SCRIPT, directory.name, str(rate), show]
     environment = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
-    process = subprocess.Popen(command, cwd=directory.parent, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    process = subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
-    written = b"".join(_parts(ours))
+    written = b""
+    for part in _parts(ours):
+        written += part
+        if until is not None and until in written.decode(errors="ignore"):
+            process.kill()
     os.close(ours)
-    if process.wait():
+    if process.wait() and until is None:
         raise RuntimeError(f"the script failed: {written.decode()}")
     return written.decode().replace("\r\n", "\n").rstrip()
 

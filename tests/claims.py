@@ -27,12 +27,13 @@ CHECKED_BY = {
         "loader workers, dropout, gradient accumulation and bf16": "exact_with_workers",
         "Kill the process at any instant": KILLS,
         "the training ends with the same bits": KILLS,
+        "with a plain `DataLoader` | the same bits": EXACT,
         "An error in a callback says which callback raised it": (
             "an_error_keeps_its_traceback_and_gains_one_line_that_names_the_inner_callback_where_and_when"
         ),
         "If an experiment tracker fails": "a_fault_that_disables_is_reported_once_and_the_run_goes_on_as_does_the_next",
         "They need no wrapper": "built_in_callbacks_watch_native_evaluations",
-        "run with other import lines": "the_scripts_are_the_document_s_listings",
+        "need only other import lines": "the_scripts_are_the_document_s_listings",
         "[repeats it](docs/repeat-a-step.md) with the same bits": REPEATED,
         "The numbers were recorded in a run": "what_is_generated_from_the_code_is_up_to_date",
         "trains a small network on handwritten digits": "the_demo_ends_well_and_its_test_accuracy_is_at_least_97_percent",

@@ -178,9 +178,6 @@ def test_the_dependencies_versions_and_extras_are_those_of_the_metadata() -> Non
     versions = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if "Python :: 3." in one]
     assert f"| Python | {', '.join(versions)} |" in INSTALL
 
-    listed = re.search(r"Each extra adds the packages for one purpose: (.*?or `all`)\.", PROSE)
-    assert listed is not None
-    assert set(re.findall(r"`(\w+)`", listed[1])) == PROJECT["optional-dependencies"].keys()
     table = INSTALL.partition("## What each extra adds")[2].partition("##")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == PROJECT["optional-dependencies"].keys()
@@ -251,6 +248,19 @@ def test_a_picture_shows_what_the_program_prints_today(script: Any, show: str, t
     shown = process.said().replace("\r\n", "\n").rstrip()
     today = script.lines_of(script.drawn(kept[0], shown))
     assert kept == today, "run: python docs/pictures.py"
+
+
+def test_the_picture_of_a_kill_shows_that_the_weights_are_equal(script: Any, tmp_path: Path) -> None:
+    kept = script.lines_of((PICTURES / "kill.svg").read_text(encoding="utf-8"))
+    first, text = script.killed(tmp_path)
+    sums = re.findall(r"sha256 of the weights: (\w+)", text)
+    assert len(sums) == 2
+    assert sums[0] == sums[1]
+    today = script.lines_of(script.drawn(first, text))
+    # The number of lines depends on the moment of the kill.
+    assert {line for line in today if "sha" not in line} == {line for line in kept if "sha" not in line}, (
+        "run: python docs/pictures.py"
+    )
 
 
 def test_the_pictures_are_small_and_readme_shows_each_with_a_text() -> None:
