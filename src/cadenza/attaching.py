@@ -8,9 +8,13 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cadenza.adapters.recognition import AnyCallback
+from cadenza.drivers import Driver
+from cadenza.engine.compiling import Compile
 from cadenza.engine.loop import STEP, Training
 from cadenza.engine.session import Loops, session_of
 from cadenza.engine.verbs import LoopVerbs
@@ -21,30 +25,51 @@ from cadenza.loops.part import Part
 from cadenza.optim.optimizers import Optimizers
 from cadenza.run import Run
 from cadenza.status.shown import brief
-from cadenza.text.hints import advised
+from cadenza.text.hints import advised, answered
 from cadenza.trainer import Trainer
 
 
+@answered("attach")
 def attach(
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     optimizers: Optimizers,
     *,
+    max_steps: int | None = None,
+    max_tokens: int | None = None,
+    tokens: Callable[[Any], int] | None = None,
+    precision: str = "fp32",
+    seed: int | None = None,
+    directory: str | PathLike[str] | None = None,
+    callbacks: Iterable[AnyCallback] = (),
+    device: str | torch.device | None = None,
+    driver: str | Driver = "auto",
+    progress: bool = True,
+    compile: Compile = False,
+    debug_ranks: bool | float = False,
     resume: bool | str | PathLike[str] = False,
     strict: bool = False,
     override: Sequence[str] | Mapping[str, Any] = (),
-    **arguments: Any,
 ) -> Loop:
     """Return a run around a loop of your own, which brings its own data; see `Loop`. Every rank must call this.
 
     Args:
         model: An ``nn.Module``; or several as a sequence or a mapping, of which a ``ModuleList`` or ``ModuleDict`` is made.
-        optimizers: An optimizer, a list of them, or a function that builds them from ``list(model.parameters())``.
+        optimizers: An optimizer, a list of them, or a function that builds them from the list of the model's parameters.
+        max_steps: End after this many updates. Without a limit, the run ends when the loop is left.
+        max_tokens: End after the update with which this many tokens, over all ranks, are reached.
+        tokens: As in `Trainer`, for the batches that `Loop.batch` is given.
+        precision: As in `Trainer`, like all of the following up to `debug_ranks`.
+        seed: Seeds every generator when the run starts.
+        directory: The local directory of the run.
+        callbacks: Called in this order.
+        device: The device; None takes the best one that exists.
+        driver: How tensors and processes are run.
+        progress: Show a progress bar.
+        compile: Compile the model, in place.
+        debug_ranks: Compare each collective over the ranks before it runs.
         resume: As in `Trainer.fit`.
         strict: As in `Trainer.fit`.
         override: As in `Trainer.fit`.
-        arguments: Those of `Trainer` but the loader, ``compute_loss``, ``step_fn``, ``accumulate`` and ``max_epochs``:
-            ``callbacks``, ``directory``, ``precision``, ``seed``, ``device``, ``driver``; ``max_steps``, or no limit: then the
-            run ends when the loop is left.
 
     Raises:
         TypeError, ValueError: An argument is wrong.
@@ -59,15 +84,25 @@ def attach(
     >>> loop.run.progress.step
     3
     """
-    for name in ("loader", "compute_loss", "step_fn", "accumulate"):
-        if name in arguments:
-            raise TypeError(f"attach(...) takes no {name}=: the loop brings its own data, and decides what a step is.")
-    if arguments.get("max_epochs") is not None:
-        raise TypeError("attach(...) takes no max_epochs=: the loop has no epochs. Give max_steps=, or leave the loop.")
-    kept, callbacks = Kept("loop"), arguments.pop("callbacks", ())
-    if isinstance(callbacks, Iterable):  # else the trainer says what is wrong
-        callbacks = [*callbacks, kept]
-    trainer = Trainer(_one_module(model), optimizers, OwnData(), step_fn=_no_step_fn, callbacks=callbacks, **arguments)
+    kept = Kept("loop")
+    trainer = Trainer(
+        _one_module(model),
+        optimizers,
+        OwnData(),
+        max_steps=max_steps,
+        max_tokens=max_tokens,
+        tokens=tokens,
+        precision=precision,
+        seed=seed,
+        directory=directory,
+        callbacks=[*callbacks, kept] if isinstance(callbacks, Iterable) else callbacks,  # the trainer says what is wrong
+        device=device,
+        driver=driver,
+        progress=progress,
+        step_fn=_no_step_fn,
+        compile=compile,
+        debug_ranks=debug_ranks,
+    )
     return Loop(trainer, kept, {"resume": resume, "strict": strict, "override": override})
 
 
