@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from cadenza.engine.monitor import Monitor as Monitor
     from cadenza.engine.objective import supervised as supervised
     from cadenza.engine.plan import Plan as Plan
+    from cadenza.files.new_directory import new_directory as new_directory
     from cadenza.hooks.dispatch import Hooks as Hooks
     from cadenza.hooks.faults import Fault as Fault
     from cadenza.hooks.listener import Listener as Listener
@@ -75,6 +76,7 @@ else:
             "cadenza.drivers": "Driver SingleDriver",
             "cadenza.loading.evaluation": "Evaluation",
             "cadenza.records.history": "History",
+            "cadenza.files.new_directory": "new_directory",
             "cadenza.hooks.dispatch": "Hooks",
             "cadenza.hooks.faults": "Fault",
             "cadenza.hooks.schedule": "At Between Every First Last Schedule When",

@@ -19,6 +19,7 @@ from cadenza.engine.loop import STEP, Training
 from cadenza.engine.session import Loops, session_of
 from cadenza.engine.verbs import LoopVerbs
 from cadenza.errors import DataError
+from cadenza.files.new_directory import NewDirectory
 from cadenza.loading.rng import RNGState
 from cadenza.loops.keeping import Kept
 from cadenza.loops.part import Part
@@ -39,7 +40,7 @@ def attach(
     tokens: Callable[[Any], int] | None = None,
     precision: str = "fp32",
     seed: int | None = None,
-    directory: str | PathLike[str] | None = None,
+    directory: str | PathLike[str] | NewDirectory | None = None,
     callbacks: Iterable[AnyCallback] = (),
     device: str | torch.device | None = None,
     driver: str | Driver = "auto",

@@ -21,7 +21,6 @@ from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
 from cadenza.engine.accumulating import Accumulate, checked_accumulate
 from cadenza.engine.arguments import (
-    absolute_folder,
     check_parts,
     check_recipe,
     check_resume,
@@ -30,6 +29,7 @@ from cadenza.engine.arguments import (
     given_by,
     listed,
     made_model,
+    run_directory,
     unseeded,
 )
 from cadenza.engine.compiling import Compile, options_of
@@ -41,6 +41,7 @@ from cadenza.engine.plan import Plan
 from cadenza.engine.prediction import Prediction, predict
 from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Loops, Session
+from cadenza.files.new_directory import NewDirectory
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
@@ -86,7 +87,8 @@ class Trainer(Recipe):
         seed: Seeds every generator when a run starts. With None the generators keep their state, and the order of the data is
             seeded from torch's global generator, so ``torch.manual_seed`` fixes it. The weights of a model that exists
             before the trainer are not covered: give a function that makes it, or call ``torch.manual_seed`` before.
-        directory: The local directory of the run, relative to the current working directory. None writes nothing.
+        directory: The local directory of the run, relative to the current working directory, or a `new_directory`. None
+            writes nothing.
         callbacks: Called in this order; see `Callback` and `on`. Those of Hugging Face, Lightning and Keras may be in it.
             Without a `LogTraining` or one of those, the mean loss of each epoch is logged as ``train/loss``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, or a ``torch.device``. None takes the best device that exists.
@@ -127,7 +129,7 @@ class Trainer(Recipe):
         accumulate: Accumulate = 1,
         precision: str = "fp32",
         seed: int | None = None,
-        directory: str | PathLike[str] | None = None,
+        directory: str | PathLike[str] | NewDirectory | None = None,
         callbacks: Iterable[AnyCallback] = (),
         device: str | torch.device | None = None,
         driver: str | Driver = "auto",
@@ -147,6 +149,7 @@ class Trainer(Recipe):
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 
             notes += add_progress_bar(given)
+        chosen = driver_of(driver, device)
         super().__init__(
             model=module,
             optimizer=optimizer,
@@ -158,15 +161,16 @@ class Trainer(Recipe):
             precision=precision,
             seed=seed,
             step_fn=step_fn,
-            directory=absolute_folder(directory),
+            directory=run_directory(directory, chosen),
             callbacks=given,
-            driver=driver_of(driver, device),
+            driver=chosen,
             compile=options_of(compile),
             debug_ranks=debug_ranks,
             notes=notes,
             view=_notebook_view,
             beforehand=beforehand,
         )
+        self._is_new = isinstance(directory, NewDirectory)
         self.driver.check(optimizer=optimizer, precision=precision)
         self.driver.check_model(module)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
@@ -414,7 +418,7 @@ class Trainer(Recipe):
             TypeError, ValueError: An argument is wrong.
             RuntimeError: The trainer trains in the background.
         """
-        check_resume(resume)
+        check_resume(resume, new=self._is_new)
         if self._handle is not None and not self._handle.done:
             raise RuntimeError(
                 "this trainer trains in the background already. Call stop(...) and join() of the handle that start() returned."

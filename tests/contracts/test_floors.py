@@ -188,7 +188,7 @@ def test_the_loop_knows_no_callback_by_name() -> None:
 PUBLIC = """
 At Audio Best Between Calendar Callback Counters Decision Derive Driver Evaluation Every Fault Figure First Handle Histogram
 History Hooks Image Last Listener Loop Monitor Outcome Outputs Plan Progress Record Run Schedule SingleDriver Step Steps Text
-Trainer When __version__ attach export_weights load_weights on save_weights supervised
+Trainer When __version__ attach export_weights load_weights new_directory on save_weights supervised
 """
 
 CALLBACKS = """

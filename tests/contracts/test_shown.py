@@ -339,7 +339,6 @@ ANY_NUMBER = {  # functions that do take any number of arguments
     "Recorder": "only",
     "TensorBatches": "tensors",
     "what_if": "grid",
-    "attach": "arguments",
     "freeze": "modules",
     "unfreeze": "modules",
     "tiny_run": "arguments",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from cadenza import Callback, Run, on, sinks
+from cadenza import Callback, Run, new_directory, on, sinks
 from cadenza.callbacks import Checkpoint, Ema, LogTraining, SequenceLength
 from cadenza.engine.session import session_of
 from cadenza.records.record import Text
@@ -47,6 +47,16 @@ def test_records_hold_the_mean_over_all_ranks_and_are_written_once(tmp_path: Pat
     assert first["alike"] == [(1, 0.1), (2, 0.1)]  # though 0.1 + 0.1 + 0.1 is no 3 times 0.1
     assert first["count"] == [(1, 7), (2, 7)]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_new_directory_is_named_by_the_main_process_and_all_ranks_have_it(tmp_path: Path) -> None:
+    def named() -> str:
+        one = trainer(max_epochs=1, directory=new_directory(tmp_path / f"parent of rank {rank()}", "a"))
+        one.fit()
+        return str(one.directory)
+
+    assert on_ranks(named) == [str(tmp_path / "parent of rank 0" / "a-1")] * 2
+    assert [one.name for one in tmp_path.iterdir()] == ["parent of rank 0"]
 
 
 def test_the_outcome_names_the_first_step_of_all_ranks_with_a_loss_that_is_not_finite() -> None:

@@ -15,9 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from cadenza.drivers.base import Driver
 from cadenza.drivers.materializing import tensors_of
 from cadenza.engine.objective import supervised
+from cadenza.engine.rank_checks import main_only
 from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
+from cadenza.files.new_directory import NewDirectory
 from cadenza.files.paths import local_path
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
@@ -51,6 +54,13 @@ def absolute_folder(directory: str | os.PathLike[str] | None) -> Path | None:
             f"Checkpoint(directory={os.fspath(directory)!r}) for the checkpoints."
         )
     return local_path(directory).absolute()
+
+
+def run_directory(directory: str | os.PathLike[str] | NewDirectory | None, driver: Driver) -> Path | None:
+    """Return the absolute path of the run directory. The main process names a new one; every rank must call this then."""
+    if not isinstance(directory, NewDirectory):
+        return absolute_folder(directory)
+    return Path(driver.broadcast(main_only(driver, lambda: str(directory.make()))))
 
 
 def made_model(given: object, seed: int | None) -> Any:
@@ -238,8 +248,16 @@ def _instead_of(thing: object) -> str:
     return ""
 
 
-def check_resume(resume: object) -> None:
-    """Raise `TypeError` or `ValueError` unless `resume` is False, True, ``"auto"``, the name of a checkpoint, or a path."""
+def check_resume(resume: object, *, new: bool = False) -> None:
+    """Raise `TypeError` or `ValueError` unless `resume` is False, True, ``"auto"``, the name of a checkpoint, or a path.
+
+    In a `new` directory there is no run to continue: only a path is possible.
+    """
+    if new and resume and "/" not in str(resume):
+        raise ValueError(
+            f"resume={resume!r} continues the run in the directory, and new_directory gives a new one at each start. Name the "
+            'directory, such as directory="runs/baseline", or give resume= the path of a checkpoint.'
+        )
     expected = 'resume must be False, "auto", "last", "best", a name such as "step-500", or the path of a checkpoint'
     if not isinstance(resume, bool | str | os.PathLike):
         hint = f" {hints('fit')['model']}" if isinstance(resume, nn.Module | Iterable) else ""
