@@ -364,6 +364,8 @@ class Trainer(Recipe):
         the model has its present weights again, to the bit.
 
         Args:
+            metrics: As in `Evaluate`. With neither `metrics` nor `compute`, those of the `Evaluate` of this name are taken, if
+                the trainer has one.
             which: Evaluate the weights of a checkpoint: ``"best"``, ``"last"``, or another one, as in `load_weights`. None: the
                 weights in memory.
             weights: ``"model"``, or the name of averaged weights such as ``"ema"``. None: those of the model; of a checkpoint,
@@ -373,6 +375,8 @@ class Trainer(Recipe):
             CheckpointError, CheckpointMismatchError: There is no such checkpoint, or its weights cannot be used.
             ValueError: The trainer has no directory, or no callback holds such averaged weights.
         """
+        if metrics is None and compute is None and (same := Evaluation.among(self.callbacks, name)) is not None:
+            metrics, compute = same.given_metrics, same.compute
         evaluation = Evaluation(loader, metrics=metrics, name=name, compute=compute, limit=limit)
         return self._alone(evaluating.evaluate, evaluation, which, weights)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from cadenza import Callback, on
 from cadenza.callbacks import Best, Checkpoint, Evaluate
@@ -49,3 +52,30 @@ def test_the_total_of_steps_counts_windows_and_not_batches() -> None:
 def test_a_limit_of_batches_is_no_bool() -> None:
     with pytest.raises(ValueError, match="limit must be at least 1 batch, or None for all; got True"):
         Evaluate(tiny_loader(), limit=True)
+
+
+def test_an_evaluation_outside_of_a_run_has_the_metrics_of_the_one_with_its_name(tmp_path: Path) -> None:
+    class Count:
+        seen = 0
+
+        def update(self, predictions: Tensor, targets: Tensor) -> None:
+            self.seen += len(targets)
+
+        def compute(self) -> float:
+            return float(self.seen)
+
+        def reset(self) -> None:
+            self.seen = 0
+
+    def judged(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": torch.tensor(2.0), "predictions": model(batch[0]), "targets": batch[1]}
+
+    evaluate = Evaluate(tiny_loader(2), "1 step", metrics={"count": Count()}, name="test", compute=judged)
+    trainer = tiny_trainer(callbacks=[evaluate, Checkpoint("1 step")], steps=2, directory=tmp_path, seed=1)
+    trainer.fit()
+    assert trainer.evaluate(tiny_loader(3), name="test", which="last")["test/count"] == 6
+    assert trainer.evaluate(tiny_loader(3), name="test")["test/count"] == 6
+    assert [*trainer.evaluate(tiny_loader(3))] == ["eval/loss"]
+    assert [*trainer.evaluate(tiny_loader(3), name="test", metrics={})] == ["test/loss"]
+    alone = trainer.evaluate(tiny_loader(3), name="test", compute=lambda model, batch: {"loss": torch.tensor(1.0)})
+    assert alone == {"test/loss": 1.0}

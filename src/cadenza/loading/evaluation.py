@@ -115,6 +115,12 @@ class Evaluation(SampleCounter):
         known = [one for one in batches if one is not None]
         return None if len(known) < len(batches) else -(-sum(known) // self.ranks)
 
+    @staticmethod
+    def among(callbacks: Iterable[object], name: str) -> Evaluation | None:
+        """Return the evaluation of this name that one of the callbacks carries out; None without one."""
+        held = (getattr(one, "evaluation", None) for one in callbacks)
+        return next((one for one in held if isinstance(one, Evaluation) and one.name == name), None)
+
     def trial(self, batches: int) -> Evaluation:
         """Return an evaluation of the first `batches` batches, with separate results."""
         limit = batches if self.limit is None else min(batches, self.limit)
