@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import FindBatchSize
+from cadenza.callbacks import Evaluate, FindBatchSize, LogTraining
 from cadenza.commands.main import main
+from cadenza.records.formats import precise
 from cadenza.testing import tiny_loader, tiny_run
 from tests.commands.parts import Command, died, going_on, let_go, rows_of, trained
 
@@ -269,3 +270,30 @@ def test_what_differs_in_the_environment_is_named(two: list[str], tmp_path: Path
     told = section(cadenza("compare", two[0], tmp_path).out, "environment")
     assert told.keys() == {"environment", "torch"}
     assert told["torch"][1] == "2.7.0"
+
+
+def test_runs_without_a_watched_metric_show_the_last_results_or_else_the_loss(tmp_path: Path, cadenza: Command) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        tiny_run(epochs=2, seed=seed, directory=tmp_path / "judged" / name, callbacks=[Evaluate(tiny_loader())])
+        tiny_run(epochs=2, seed=seed, directory=tmp_path / "alone" / name, callbacks=[LogTraining("1 epoch", throughput=False)])
+    head, *lines = cadenza("runs", tmp_path / "judged").out.splitlines()
+    assert head.split()[:4] == ["run", "state", "eval/loss", "seed"]
+    last = rows_of(tmp_path / "judged" / "a", "eval/loss")[-1]
+    assert lines[0].split()[2:4] == [precise(last), "last"]
+    assert cadenza("runs", tmp_path / "alone").out.split()[:4] == ["run", "state", "train/loss", "seed"]
+
+
+def test_a_report_takes_a_folder_of_runs(tmp_path: Path, cadenza: Command) -> None:
+    for name in ("a", "b"):
+        tiny_run(steps=2, directory=tmp_path / "runs" / name)
+    page = tmp_path / "page.html"
+    assert cadenza("report", tmp_path / "runs", "-o", page).out.startswith(f"{page}: 2 runs, ")
+    assert cadenza("report", tmp_path / "runs" / "a", tmp_path / "runs" / "b", "-o", page).out.startswith(f"{page}: 2 runs, ")
+    (tmp_path / "empty").mkdir()
+    assert "is not a run directory" in cadenza("report", tmp_path / "empty", "-o", page, code=1).err
+
+
+def test_an_unknown_argument_leads_to_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", "runs", "--nonsense"])
+    assert capsys.readouterr().err == "cadenza: unrecognized arguments: --nonsense. See: cadenza report --help\n"

@@ -249,3 +249,12 @@ def test_a_run_that_is_continued_repeats_no_step_for_who_follows(tmp_path: Path)
     assert [record.step for record in new.read()] == [8, 9, 10, 11]
     assert [record.step for record in new.read()] == []
     assert new.broken == 0
+
+
+def test_a_record_of_media_alone_says_how_many_there_are(tmp_path: Path, cadenza: Command) -> None:
+    @on(Callback.on_step_end)
+    def log(run: Run) -> None:
+        run.log({"note": Text("a"), "other": Text("b")})
+
+    tiny_run(steps=1, directory=tmp_path, callbacks=[log])
+    assert "step 1: 2 texts\n" in cadenza("watch", tmp_path).out

@@ -81,6 +81,7 @@ def parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text)
         if name in wanted:
             import_module(_IN_WINGS.get(name, f"cadenza.commands.{name}")).add_arguments(one)
+            one.set_defaults(parser=one)
     return whole
 
 
@@ -109,7 +110,9 @@ def _run(argv: list[str]) -> int:
     if argv[:1] == ["plan"] and "--" in argv:  # the rest is for the script
         own, rest = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     whole = parser(own)
-    arguments = whole.parse_args(own)
+    arguments, unknown = whole.parse_known_args(own)
+    if unknown:
+        getattr(arguments, "parser", whole).error(f"unrecognized arguments: {' '.join(unknown)}")
     if not hasattr(arguments, "command"):
         whole.print_help()
         return 0

@@ -32,11 +32,11 @@ class Column:
 
 
 def columns_of(stories: Sequence[Story]) -> list[Column]:
-    """Return what differs between the runs and what they reached: the best value of each watched metric, the last of others."""
+    """Return what the runs reached, the best value of each watched metric and the last of others, and what differs."""
     settings = [settings_of(story.info) for story in stories]
     names = differing(settings)[:ARGUMENTS]
     arguments = [Column(name, "argument", [one.get(name) for one in settings]) for name in names]
-    return [*_facts(stories), *arguments, *_metrics(stories)[:METRICS]]
+    return [*_facts(stories), *_metrics(stories)[:METRICS], *arguments]
 
 
 def table(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:

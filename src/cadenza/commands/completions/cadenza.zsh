@@ -19,7 +19,7 @@ _shtab_cadenza_commands() {
     plan:'Print the plan of a trainer: the moments of a run and the callbacks that each one calls, in order, with warnings about callbacks that never run. The script is imported: code below `if __name__ == "__main__":` does not run, nothing is trained or written. Exit code 1: there is no such trainer, or the script fails.'
     replay:'Take the records of a run, which it keeps in metrics.jsonl, to a tracker, or to a table. The run itself is not changed.'
     report:'Write runs as one HTML page that needs no network: curves, evaluations, checkpoints, times, decisions, environment.'
-    runs:'Print a table of the runs below a folder: state, steps, time, the best value of each metric that a callback watched, and the trainer'"'"'s arguments that differ. A terminal that is too narrow shows fewer columns; a pipe and --json get all.'
+    runs:'Print a table of the runs below a folder: state, the best value of each metric that a callback watched (without one, the last results of the evaluations), the trainer'"'"'s arguments that differ, steps, time. A terminal that is too narrow shows fewer columns; a pipe and --json get all.'
     step:'Name the samples that each rank read in a step, from run.json alone: run.info.samples(step) in Python. The run may be over, killed or going on, and may have been resumed on other numbers of ranks. For loaders without indices, the position is printed, and the reason.'
     watch:'Follow a run in the terminal until it ends: progress, throughput, newest values with their curves, decisions, checkpoints. The command only reads the run'"'"'s directory. Without a terminal, or without the package rich, it prints one line for each record. Exit code 0: the run finished or stopped; 1: it failed, was killed, interrupted or preempted; 130: Ctrl-C ended the command, not the run.'
     why:'Say why a run took a decision, from its decisions.jsonl: as run.why(...) in Python. Exit code 0: there is an answer; 1: the run decided nothing of this kind.'
@@ -175,8 +175,8 @@ _shtab_cadenza_replay_defaults_added=0
 
 _shtab_cadenza_report_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--output[report.html if left out]:FILE:_files"
-  "(*):a run directory\; several are laid side by side:_files -/"
+  {-o,--output}"[report.html if left out]:FILE:_files"
+  "(*):a run directory, or a folder of them\; several are laid side by side:_files -/"
 )
 
 # guard to ensure default positional specs are added only once per session

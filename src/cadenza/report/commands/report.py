@@ -10,6 +10,7 @@ from cadenza.commands.output import say
 from cadenza.errors import DirectoryError
 from cadenza.files.disk import replacing
 from cadenza.records.formats import counted, size
+from cadenza.report.commands.directories import found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,9 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write runs as one HTML page that needs no network: curves, evaluations, checkpoints, times, decisions, environment."
     )
-    parser.epilog = "examples:\n  cadenza report runs/first\n  cadenza report runs/* --output all.html"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory; several are laid side by side")
-    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help="report.html if left out")
+    parser.epilog = "examples:\n  cadenza report runs/first\n  cadenza report runs --output all.html"
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run directory, or a folder of them; several are laid side by side"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="report.html if left out"
+    )
     parser.set_defaults(command=write)
 
 
@@ -29,8 +34,9 @@ def write(arguments: argparse.Namespace) -> None:
     Raises:
         DirectoryError: A path is not a run directory, or the page cannot be written.
     """
-    stories = [report.story_at(path) for path in arguments.runs]
-    report.name_distinctly(stories, arguments.runs)
+    paths = [inner for path in arguments.runs for inner in ([*found([path])] if path.is_dir() else []) or [path]]
+    stories = [report.story_at(path) for path in paths]
+    report.name_distinctly(stories, paths)
     text = report.page(stories)
     try:
         _write(arguments.output.resolve(), text)

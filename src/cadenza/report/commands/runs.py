@@ -14,18 +14,21 @@ from cadenza.errors import CadenzaError, nearest
 from cadenza.records.formats import counted, precise
 from cadenza.report.best import kept_in
 from cadenza.report.commands.directories import RunFolder, found, read, values_of
+from cadenza.report.evaluations import judged
 from cadenza.report.settings import differing, text_of
 from cadenza.status import dates
 
 _FIXED = ("run", "state", "steps", "time", "started")
+LOSS = "train/loss"
 _LONGEST = 28  # columns of an argument in the table; --json has all of it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = (
-        "Print a table of the runs below a folder: state, steps, time, the best value of each metric that a callback watched, "
-        "and the trainer's arguments that differ. A terminal that is too narrow shows fewer columns; a pipe and --json get all."
+        "Print a table of the runs below a folder: state, the best value of each metric that a callback watched (without one, "
+        "the last results of the evaluations), the trainer's arguments that differ, steps, time. A terminal that is too narrow "
+        "shows fewer columns; a pipe and --json get all."
     )
     parser.epilog = (
         "examples:\n  cadenza runs\n  cadenza runs runs/sweep --sort eval/acc\n"
@@ -55,11 +58,11 @@ def show(arguments: argparse.Namespace) -> None:
     runs = []
     for path in found(folders):
         try:
-            runs.append(read(path, names=arguments.metric))
+            runs.append(read(path, names=[*arguments.metric, LOSS]))
         except (CadenzaError, OSError) as error:
             complain(f"left out: {error}")
     runs = [run for run in runs if arguments.state in (None, run.state)]
-    metrics = list(dict.fromkeys([*arguments.metric, *(name for run in runs for name in run.watched)]))
+    metrics = list(dict.fromkeys([*arguments.metric, *_shown(runs)]))
     known = [run.settings for run in runs if run.settings]  # a run.json that cannot be read has no arguments that differ
     differ = differing(known) if known else []
     _sort(runs, arguments.sort, metrics, differ, folders, reverse=arguments.reverse)
@@ -72,6 +75,13 @@ def show(arguments: argparse.Namespace) -> None:
         in_state = f" that are {arguments.state!r}" if arguments.state else ""
         return say(f"no runs{in_state} in {', '.join(map(str, folders))}")
     return _print(runs, metrics, differ, folders)
+
+
+def _shown(runs: Sequence[RunFolder]) -> list[str]:
+    """Return the metrics that callbacks watched; without any the results of evaluations, and without these the loss."""
+    watched = [name for run in runs for name in run.watched]
+    results = watched or [name for run in runs for name in judged(run.story).names]
+    return results or [LOSS for run in runs if LOSS in run.story.series]
 
 
 def _print(runs: Sequence[RunFolder], metrics: Sequence[str], differ: Sequence[str], folders: Sequence[Path]) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from cadenza.commands.output import add_json, clean, columns_of, curve, cut, print_json, say, width
 from cadenza.errors import CadenzaError
 from cadenza.records.formats import amount, clock, counted, number, precise
+from cadenza.records.media_folder import FOLDER, files_in
 from cadenza.records.record import Record
 from cadenza.report.best import best_of
 from cadenza.report.commands.directories import SUCCESS, last_of
@@ -22,6 +25,7 @@ from cadenza.status.progress import Counters
 INTERRUPTED = 130
 _EARLIER = 10  # records of the past that plain lines begin with
 _DECISIONS = 4
+_KINDS = {".png": "image", ".wav": "sound", ".json": "histogram", ".txt": "text"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +70,7 @@ def watch(arguments: argparse.Namespace) -> int:
                 _follow(run, arguments.every, lambda _: refresh(), always=True)
             _print_all(run)
         else:
-            _follow(run, arguments.every, _print_records, most=_EARLIER)
+            _follow(run, arguments.every, partial(_print_records, run.path), most=_EARLIER)
             say(clean(f"{run.path}: {run.ending}"))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -102,9 +106,11 @@ def _follow(
         before, records = now, list(run.update())
 
 
-def _print_records(records: list[Record]) -> None:
+def _print_records(folder: Path, records: list[Record]) -> None:
+    media = Counter((step, _KINDS.get(path.suffix, "file")) for _, step, path in files_in(folder / FOLDER)) if records else {}
     for record in records:
         values = "  ".join(f"{clean(name)} {number(value)}" for name, value in record.values.items())
+        values = values or ", ".join(counted(count, kind) for (step, kind), count in media.items() if step == record.step)
         epoch = "" if _has_no_epochs(record.at) else f"epoch {record.at.epoch}, "
         say(f"{epoch}step {record.step}: {values}")
 
