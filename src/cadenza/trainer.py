@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from os import PathLike
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
-from cadenza.adapters.beforehand import beforehand
 from cadenza.adapters.lightning.before_fit import scheduled
 from cadenza.adapters.recognition import AnyCallback, adapted, adapted_list
 from cadenza.checkpoint.catalogue import Which
@@ -37,7 +35,6 @@ from cadenza.engine.monitor_checks import check_monitors
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
 from cadenza.engine.prediction import Prediction, predict
-from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Loops, Session
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
@@ -47,6 +44,7 @@ from cadenza.loading.sample_counts import batch_sizes
 from cadenza.loops.epoch_means import with_epoch_means
 from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, elsewhere
+from cadenza.loops.recipe import Recipe
 from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.rates import check_one_each
@@ -158,8 +156,6 @@ class Trainer(Recipe):
             compile=options_of(compile),
             debug_ranks=debug_ranks,
             notes=notes,
-            view=_notebook_view,
-            beforehand=beforehand,
         )
         self.driver.check(optimizer=optimizer, precision=precision)
         self.driver.check_model(model)
@@ -453,8 +449,3 @@ class Trainer(Recipe):
     def _hooks(self) -> Hooks:
         self.callbacks: list[BaseCallback] = adapted_list(self.callbacks)  # with those of other systems that were added to it
         return super()._hooks()
-
-
-def _notebook_view(run: Run) -> str:
-    shown: str = import_module("cadenza.report.small").small(run)  # imported here: few runs are in a notebook
-    return shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import TYPE_CHECKING
 
 from cadenza.engine.arguments import check_schedule
 from cadenza.engine.session import Session
@@ -11,8 +12,10 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
 from cadenza.hooks.order import Phase
-from cadenza.run import Run
 from cadenza.status.shown import brief
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 
 def attach(session: Session, callback: BaseCallback, *, who: str) -> str:
@@ -92,8 +95,10 @@ def _leave_out_the_past(listener: Listener, run: Run) -> None:
 def _forget(session: Session, name: str) -> None:
     """Close what a callback opened, and drop its listeners and its evaluations."""
     callback = session.hooks.callbacks[name]
+    own = [one for one in session.closers if one.listener is not None and one.listener.owner == name]
+    session.closers = [one for one in session.closers if one not in own]
     try:
-        session.close_of(name)
+        session.hooks.carry_out(reversed(own), session.run)
     finally:
         session.hooks.drop(name)
         for key, evaluation in [*session.evaluations.items()]:

@@ -6,7 +6,7 @@ The moments are those of `Callback`.
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
@@ -17,9 +17,11 @@ from cadenza.engine.updating import backward, drop_gradients, finish_window
 from cadenza.engine.verbs import OF_LOOP, Verbs
 from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
-from cadenza.run import Run
 from cadenza.status.decisions import Outcome
 from cadenza.status.requests import RESUMABLE
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 END: Any = object()  # what `fetch` returns when the loader has no more batches
 OVER, RUN, EPOCH, BETWEEN, STEP, BATCH = range(6)

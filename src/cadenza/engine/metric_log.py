@@ -14,10 +14,10 @@ from cadenza.records.history import History
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Record
 from cadenza.records.writer import Writer
-from cadenza.run import Run
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
+    from cadenza.run import Run
     from cadenza.sinks.media_files import MediaFiles
 
 

@@ -268,7 +268,7 @@ class Handle:
             with suppress(Empty):
                 self._carry_out(*self._asked.get(timeout=_LOOK_S))
             if not main_thread().is_alive():
-                session.request_stop("the script is over while the run is paused")
+                session.run.stop("the script is over while the run is paused")
             if session.sync.requests.ends_run:
                 self._pauses_at = math.inf
 

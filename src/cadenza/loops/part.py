@@ -18,12 +18,12 @@ from cadenza.engine import rank_checks
 from cadenza.engine.arguments import check_not_empty
 from cadenza.engine.loop import OVER, Training
 from cadenza.engine.monitor_checks import monitors_in
-from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import UNDER_WAY, Loops, Session
 from cadenza.engine.start_checks import note_never_fired, warn_of_loader, warn_of_no_checkpoint, warn_of_trained_weights
 from cadenza.engine.whereabouts import caller, whereabouts
 from cadenza.errors import add_note
 from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.loops.recipe import Recipe
 from cadenza.loops.steps import end_abandoned
 from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory

@@ -167,8 +167,7 @@ class _Playing(Trainer):
             self.player.play_epoch(training.session)
 
     def _new_session(self, **arguments: Any) -> Session:
-        session = super()._new_session(**arguments)
-        self._run = session.run = _RecordedRun(session)
+        session = super()._new_session(**arguments, make_run=_RecordedRun)
         session.advises = False
         session.arguments = dict(self.recorded_arguments)
         return session

@@ -119,7 +119,7 @@ class Replay:
             self._meet("close()")
             self._witness.leaving = True
             session = self._witness.session
-            session.request_stop("the replay is closed")
+            session.run.stop("the replay is closed")
             try:
                 self._go_on()
             except Exception as error:  # such as that of a callback that needs whole epochs

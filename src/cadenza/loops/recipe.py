@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from cadenza.adapters.beforehand import beforehand
 from cadenza.drivers import Driver
 from cadenza.engine import accumulating, rank_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_debugging
@@ -71,21 +72,10 @@ class Recipe:
     debug_ranks: bool | float
     compile: InitVar[dict[str, Any] | None]
     notes: InitVar[list[str]]
-    view: InitVar[Callable[[Run], str]]
-    """Returns what notebooks show of a run."""
-    beforehand: InitVar[Callable[[Hooks], tuple[list[str], list[str]]]]
-    """Returns lines for the plan, and warnings for the start of a run."""
 
-    def __post_init__(
-        self,
-        compile: dict[str, Any] | None,
-        notes: list[str],
-        view: Callable[[Run], str],
-        beforehand: Callable[[Hooks], tuple[list[str], list[str]]],
-    ) -> None:
-        self._compile, self._notes, self._view, self._home = compile, notes, view, working_directory()
+    def __post_init__(self, compile: dict[str, Any] | None, notes: list[str]) -> None:
+        self._compile, self._notes, self._home = compile, notes, working_directory()
         self._facts: dict[str, Any] = {}  # what an adapter adds to the arguments that sinks get
-        self._beforehand = beforehand
         self._names_ranks_after_s = checked_debugging(self.debug_ranks)  # None: calls of the ranks are not compared
         self._run: Run | None = None  # that began last
         self._last_progress: Progress | None = None  # of the last run that trained
@@ -117,7 +107,7 @@ class Recipe:
         facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
         own, kind = self._own_optimizer, self.driver.device.type
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
-        notes += [*_frozen_modes(self.model, optimizers), *self._beforehand(hooks)[0]]
+        notes += [*_frozen_modes(self.model, optimizers), *beforehand(hooks)[0]]
         limits = self._limits(self.loader if session is None else session.loader)
         return Plan(hooks, limits, self.accumulate if session is None else session.accumulate, facts, notes)
 
@@ -137,6 +127,7 @@ class Recipe:
         replay: bool = False,
         given: Settings | None = None,
         loop: Loops = Loops.FIT,
+        make_run: Callable[[Session], Run] = Run,
     ) -> Session:
         given = given or Settings()
         accumulate, loader = self._in_effect(given)
@@ -176,7 +167,7 @@ class Recipe:
             files=files,
             rank_log=rank_log,
             home=self._home,
-            show=self._view,
+            make_run=make_run,
         )
 
     def _prepared_model(self) -> nn.Module:
@@ -188,7 +179,7 @@ class Recipe:
         return model
 
     def _set_up(self, session: Session) -> None:
-        for warning in self._beforehand(session.hooks)[1]:
+        for warning in beforehand(session.hooks)[1]:
             session.warn(warning)
         session.hooks.on_setup(session.run)
         check_loader(session.loader, "run.loader")
