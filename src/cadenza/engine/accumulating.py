@@ -1,15 +1,12 @@
-"""Batches in a step: reading ``Trainer(accumulate=...)``, and changes of their number at the boundary between two steps."""
+"""Batches in a step: reading ``Trainer(accumulate=...)``."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
-from cadenza.engine import data_points
 from cadenza.engine.arguments import checked_length
-from cadenza.engine.data_points import Reading
 from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import kept
 from cadenza.hooks.length import Length
@@ -19,14 +16,6 @@ from cadenza.status.progress import Progress
 
 POINTS = '2000 (steps), "2000 steps", "3 epochs", "0.5 epoch", "500 batches", "50000 samples", "1e9 tokens", "50%"'
 """The forms of a point, for messages."""
-
-
-class Accumulating(Reading, Protocol):
-    """The session, as far as its accumulation windows are sized."""
-
-    accumulate: int
-
-    def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> object: ...
 
 
 Accumulate = int | Mapping[int | str, int]
@@ -111,25 +100,3 @@ def never(accumulate: int, limits: Progress) -> Iterator[str]:
                     f"accumulate={change.batches} from {change.text} on never takes effect: the run ends after "
                     f"{counted(total, change.unit)}"
                 )
-
-
-def begin(session: Accumulating) -> None:
-    """Set the size of the windows when a run starts, or continues."""
-    if isinstance(session.accumulate, Accumulation):
-        session.step.resize(session.accumulate.batches(session.progress, session.progress))
-        session.step.next_change = session.accumulate.next_step(session.progress)
-
-
-def change(session: Accumulating) -> None:
-    """Change the size of the windows if a point is reached: between two steps. The decision is the same on all ranks."""
-    accumulate, progress, step = session.accumulate, session.progress, session.step
-    if not isinstance(accumulate, Accumulation):
-        step.next_change = math.inf
-        return
-    before, now = step.window.size, accumulate.batches(progress, progress)
-    step.next_change = accumulate.next_step(progress)
-    if now != before:
-        step.resize(now)
-        why = f"from step {progress.step + 1} on, a step has {counted(now, 'batch')} instead of {before}"
-        data_points.look(session)
-        session.decide("accumulation changed", why, who="the trainer", data={"before": before, "batches": now})

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine import accumulating
 from cadenza.engine.due_evaluations import DueEvaluations
 from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.metric_log import MetricLog
@@ -216,11 +215,6 @@ class Session:
         """The user's own module."""
         return self.driver.unwrap(self.model)
 
-    @property
-    def checkpoints_directory(self) -> Path | None:
-        """The directory of the run's checkpoints; None if nothing is written."""
-        return self.directory / "checkpoints" if self.directory else None
-
     def end(self, outcome: Outcome) -> None:
         """Set how the run ended."""
         self.outcome = outcome
@@ -236,15 +230,7 @@ class Session:
         """Call `act` at the step boundary after this one, or at the end of the epoch."""
         self._waiting_longer.append(Closer(self.hooks.here().listener, act))
 
-    # -- parts that are replaced -------------------------------------------------------------------
-
-    def replace_precision(self, precision: Precision) -> None:
-        """Run the backward pass and the update with `precision`, for an adapter, in ``on_setup``."""
-        self.precision = precision
-
-    def reseed_data(self, data_seed: int) -> None:
-        """Draw the order of the training data from `data_seed`, for an adapter or a resume."""
-        self.data_seed = data_seed
+    # -- its data ---------------------------------------------------------------------------------
 
     def open_loader(self, past: Consumed = ()) -> None:
         """Give the training loader a position; `past` is what other ranks did of the current epoch."""
@@ -309,48 +295,6 @@ class Session:
             self.waiting, self._waiting_longer = self.waiting + self._waiting_longer, []
         while self.waiting:
             self.hooks.carry_out([self.waiting.pop(0)], self.run, "after_step")
-
-    def finish_step(self) -> None:
-        """Count the step."""
-        progress = self.progress
-        progress.finish_step()
-        self.metrics.losses.end_step()
-        if progress.step >= self.step.next_change:
-            accumulating.change(self)
-
-    def take_stop(self) -> None:
-        """Call ``on_stop``, once, if a stop was requested."""
-        self.sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
-        self.metrics.deliver(self.run, wait=False)  # nor its record have been complete
-        stop = self.sync.take_stop()
-        if stop is not None and self.outcome is None:
-            self.end(Outcome(self.sync.requests.kind, stop.why))
-            if self.sync.requests.back is None:
-                self.hooks.on_stop(self.run, stop.why)
-
-    def leave_epoch(self) -> None:
-        """Reach the boundary after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
-        self.due.run(self)
-        self.sync.requests.drop_epoch()
-        self.metrics.losses.end_epoch()
-        self.reach_boundary()
-
-    def finish_epoch(self) -> None:
-        """Count the epoch if it is whole: all batches seen, or ended on request; and no evaluation before its end is due.
-
-        A run that a limit ends inside an epoch is saved now, as at a stop: a longer run continues in this epoch.
-        """
-        progress, cursor = self.progress, self.cursor
-        if self.due.state is not None:
-            return
-        if cursor.exhausted or self.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
-            progress.finish_epoch()
-            accumulating.change(self)
-            self.hooks.measure(progress)
-            cursor.at_boundary = False  # until the hooks of on_epoch_end are called
-        elif self.outcome is None:
-            for saver in self.savers:
-                saver.request("the end of the run")
 
     def close(self) -> None:
         """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""

@@ -28,7 +28,7 @@ def install(attached: Attached, run: Run) -> None:
     if attached.overrides("backward") or not attached.automatic:
         session.precision.backward_pass = ModuleBackward(attached, session.precision.backward_pass)
     if attached.automatic and (attached.overrides("optimizer_step") or any(map(needs_closure, attached.optimizers))):
-        session.replace_precision(ModulePrecision(attached, session.precision))
+        session.precision = ModulePrecision(attached, session.precision)
 
 
 class ModuleBackward(BackwardPass):

@@ -104,7 +104,7 @@ class FirstCallback(Callback):
         carried = trainer.carried
         # Without a seed of the run the order of the data depends on torch.manual_seed.
         seed = torch.initial_seed() % 2**56 if carried.data_seed is None else carried.data_seed
-        adapted.session.reseed_data(run.driver.broadcast(seed))
+        adapted.session.data_seed = run.driver.broadcast(seed)
         adapted.own_loop = trainer.runs_own_epochs
         trainer.live, trainer.driver.precision = run, adapted.session.precision
 
