@@ -30,8 +30,9 @@ from cadenza.engine.arguments import (
 )
 from cadenza.engine.compiling import Compile, options_of
 from cadenza.engine.course import Beginning, Calendar, calendar_of
+from cadenza.engine.interval_means import with_epoch_means
 from cadenza.engine.loop import Training, fit
-from cadenza.engine.monitor_checks import check_monitors
+from cadenza.engine.monitor import check_monitors
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
 from cadenza.engine.prediction import Prediction, predict
@@ -41,7 +42,6 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.loading.sample_counts import batch_sizes
-from cadenza.loops.epoch_means import with_epoch_means
 from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, elsewhere
 from cadenza.loops.recipe import Recipe

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from cadenza.engine.due_evaluations import EvaluationInterrupted
-from cadenza.engine.error_context import described, explained
-from cadenza.engine.monitor_checks import check_reported, reports_nothing
+from cadenza.engine.error_context import described, explained, whereabouts
+from cadenza.engine.monitor import check_reported, reports_nothing
 from cadenza.engine.session import Session
 from cadenza.engine.tally import tally_of
-from cadenza.engine.whereabouts import whereabouts
 from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation

@@ -18,9 +18,9 @@ from torch import nn
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import by_main
 from cadenza.engine.evaluation import NONE, each_batch, undisturbed
-from cadenza.engine.outputs import joined, on_host
-from cadenza.engine.rank_checks import main_only
+from cadenza.engine.objective import joined, on_host
 from cadenza.engine.session import Session
+from cadenza.engine.start_checks import main_only
 from cadenza.errors import DataError, DirectoryError, DistributedError
 from cadenza.files.paths import local_path
 from cadenza.hooks.moments import Callback

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from cadenza.engine.outputs import count_in, whole_count
+from cadenza.engine.objective import count_in, whole_count
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.errors import DataError, LossError
 from cadenza.hooks.listener import Listener

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.accumulating import units_of
-from cadenza.engine.outputs import count_in
+from cadenza.engine.objective import count_in
 from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress, TokenCount
-from cadenza.engine.step_state import Cursor, StepState
-from cadenza.engine.window import AccumulationWindow, number_on_host
+from cadenza.engine.step_state import AccumulationWindow, Cursor, StepState, number_on_host
 from cadenza.errors import LossError
 from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from cadenza.drivers import Driver
-from cadenza.engine.outputs import count_in, on_host, predictions_in, targets_in
+from cadenza.engine.objective import count_in, on_host, predictions_in, targets_in
 from cadenza.engine.session import Session
-from cadenza.engine.window import number_on_host
+from cadenza.engine.step_state import number_on_host
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.loading.batches import moved
 from cadenza.loading.evaluation import Evaluation

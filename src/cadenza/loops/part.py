@@ -14,13 +14,18 @@ from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.snapshot import config_of
 from cadenza.checkpoint.starting import Start, chosen_on_all_ranks
-from cadenza.engine import rank_checks
 from cadenza.engine.arguments import check_not_empty
+from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import OVER, Training
-from cadenza.engine.monitor_checks import monitors_in
+from cadenza.engine.monitor import monitors_in
 from cadenza.engine.session import UNDER_WAY, Loops, Session
-from cadenza.engine.start_checks import note_never_fired, warn_of_loader, warn_of_no_checkpoint, warn_of_trained_weights
-from cadenza.engine.whereabouts import caller, whereabouts
+from cadenza.engine.start_checks import (
+    main_only,
+    note_never_fired,
+    warn_of_loader,
+    warn_of_no_checkpoint,
+    warn_of_trained_weights,
+)
 from cadenza.errors import add_note
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loops.recipe import Recipe
@@ -117,7 +122,7 @@ class Part:
         trainer, resume = self._trainer, bool(self._resume)
         check_not_empty(trainer.loader, trainer.driver.data_shard())
         path = trainer.directory
-        files = rank_checks.main_only(trainer.driver, lambda: RunDirectory(path, resume=resume)) if path else None
+        files = main_only(trainer.driver, lambda: RunDirectory(path, resume=resume)) if path else None
         if files is not None:
             ending.callback(files.release)
         return files
@@ -128,7 +133,7 @@ class Part:
         freeze_early(trainer.callbacks, trainer.model)
         session = trainer._new_session(training=True, files=files, replay=self._replay, given=given, loop=self._loop)
         session.branch, session.restored.recovery = start.branch, start.recovery
-        if driver.broadcast(rank_checks.main_only(driver, lambda: resuming.is_over(files, session.progress, start))):
+        if driver.broadcast(main_only(driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, True
         if start.loaded is not None:
             own = start.loaded.by_rank[0].get("callbacks of the rank", {})

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from cadenza.adapters.beforehand import beforehand
 from cadenza.drivers import Driver
-from cadenza.engine import accumulating, rank_checks
+from cadenza.engine import accumulating
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_debugging
 from cadenza.engine.compiling import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs
 from cadenza.engine.module_flags import in_evaluation_mode
@@ -22,9 +22,11 @@ from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import (
+    check_alike,
     check_computes,
     check_evaluation_loaders,
     check_schedules,
+    facts_of,
     warn_of_doubts,
     warn_of_graph_breaks,
 )
@@ -135,15 +137,15 @@ class Recipe:
         rank_log = RankLog.of(self.directory if training else None, self.driver.rank)  # before the main process can print
         if training:
             if several:
-                facts = rank_checks.facts_of(self.model, loader) | {"override": given.shown()}
-                rank_checks.check_alike(self.driver, plain(self, hooks.callbacks) | facts | {"debug_ranks": self.debug_ranks})
+                facts = facts_of(self.model, loader) | {"override": given.shown()}
+                check_alike(self.driver, plain(self, hooks.callbacks) | facts | {"debug_ranks": self.debug_ranks})
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, rank) if (rank := self.driver.data_rank) else self.seed)
         model = self._prepared_model()
         optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
         given.give_to(optimizers)
         if training and several:
-            rank_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
+            check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
         draws = training and loop is not Loops.ATTACHED  # what cadenza.attach trains draws as it would by hand
         return Session(
             model=model,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cadenza.engine import updating
-from cadenza.engine.outputs import checked_loss
+from cadenza.engine.objective import checked_loss
 from cadenza.engine.session import session_of
 from cadenza.errors import AdapterError
 from cadenza.optim.optimizers import needs_closure

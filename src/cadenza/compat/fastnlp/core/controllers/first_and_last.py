@@ -18,7 +18,7 @@ from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
 from cadenza.engine import updating
 from cadenza.engine.evaluation import record_evaluated, undisturbed
-from cadenza.engine.window import AccumulationWindow
+from cadenza.engine.step_state import AccumulationWindow
 from cadenza.hooks.dispatch import hooks_of, unwinding
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.loading.evaluation import Evaluation
