@@ -106,9 +106,7 @@ class Loop:
     def __enter__(self) -> Self:
         """Begin the run, or restore it. Every rank must call this."""
         self._check_not_begun()
-        given = self.trainer._given(self._arguments["resume"], self._arguments["override"])
-        resume, strict = self._arguments["resume"], self._arguments["strict"]
-        part = Part(self.trainer, resume, given, strict=strict, replay=False, loop=Loops.ATTACHED)
+        part = self.trainer._part(**self._arguments, loop=Loops.ATTACHED)
         self._training, self._part = part.__enter__(), part
         with self._ending_with_error():
             self._training.next_epoch()
@@ -207,8 +205,7 @@ class Loop:
         if self._training is None or self._training.open != STEP:
             raise RuntimeError("loop.batch(...) must be used inside of `with loop.step():`, and not inside of another batch.")
         training, session = self._training, self._training.session
-        if session.tokens is not None:
-            session.sync.tokens.read(batch)
+        session.sync.read_tokens(batch)
         moved = session.driver.to_device(batch)
         with self._ending_with_error():
             training.take(moved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any, Self, TypeVar
@@ -23,6 +24,7 @@ from cadenza.engine.arguments import (
     check_parts,
     check_recipe,
     check_resume,
+    checked_debugging,
     checked_lengths,
     checked_tokens,
     given_by,
@@ -48,9 +50,8 @@ from cadenza.loops.recipe import Recipe
 from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.rates import check_one_each
-from cadenza.optim.settings import Settings
 from cadenza.run import Run
-from cadenza.status.requests import GoBack
+from cadenza.status.run_info import working_directory
 from cadenza.text.hints import advised, answered
 
 T = TypeVar("T")
@@ -139,24 +140,16 @@ class Trainer(Recipe):
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 
             notes = add_progress_bar(given)
-        super().__init__(
-            model=model,
-            optimizer=optimizer,
-            loader=loader,
-            compute_loss=compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss),
-            **limits,
-            tokens=checked_tokens(tokens),
-            accumulate=checked_accumulate(scheduled(given, accumulate), step_fn),
-            precision=precision,
-            seed=seed,
-            step_fn=step_fn,
-            directory=absolute_folder(directory),
-            callbacks=given,
-            driver=driver_of(driver, device),
-            compile=options_of(compile),
-            debug_ranks=debug_ranks,
-            notes=notes,
-        )
+        self.model, self.optimizer, self.loader = model, optimizer, loader
+        self.compute_loss = compute_loss or (ModelsOwnLoss(model) if step_fn is None else no_loss)
+        self.max_epochs, self.max_steps, self.max_tokens = limits.values()
+        self.tokens, self.precision, self.seed, self.step_fn = checked_tokens(tokens), precision, seed, step_fn
+        self.accumulate = checked_accumulate(scheduled(given, accumulate), step_fn)
+        self.directory, self.callbacks = absolute_folder(directory), given
+        self.driver, self.debug_ranks = driver_of(driver, device), debug_ranks
+        self._compile, self._notes, self._home = options_of(compile), notes, working_directory()
+        self._names_ranks_after_s = checked_debugging(debug_ranks)
+        self._facts = {}
         self.driver.check(optimizer=optimizer, precision=precision)
         self.driver.check_model(model)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
@@ -274,7 +267,7 @@ class Trainer(Recipe):
             SystemExit: A signal ended the run, and everything is saved. The exit code is 128 + the signal's number. After
                 Ctrl-C in IPython or a notebook, the run is returned instead.
         """
-        return self._train(resume, self._given(resume, override), strict=strict, replay=replay)
+        return self._train(self._part(resume, override, strict=strict, replay=replay))
 
     def steps(
         self,
@@ -303,7 +296,7 @@ class Trainer(Recipe):
         """
         if self.step_fn is not None:
             raise TypeError("trainer.steps() takes no step_fn=: the loop does what a step_fn does. Remove it, or call fit().")
-        part = Part(self, resume, self._given(resume, override), strict=strict, replay=replay, loop=Loops.STEPS)
+        part = self._part(resume, override, strict=strict, replay=replay, loop=Loops.STEPS)
         return Steps(part, self.callbacks, strict=strict)
 
     def start(
@@ -327,9 +320,9 @@ class Trainer(Recipe):
         >>> handle.join().progress.step
         20
         """
-        given = self._given(resume, override)
+        part = self._part(resume, override, strict=strict, replay=replay)
         self._handle = handle = Handle()
-        handle.train(partial(self._train, resume, given, strict=strict, replay=replay, begun=handle.begin))
+        handle.train(partial(self._train, part, begun=handle.begin))
         return handle
 
     @answered("evaluate")
@@ -397,8 +390,16 @@ class Trainer(Recipe):
         evaluation = Prediction(loader, compute, self.compute_loss, limit=limit, to=to)
         return self._alone(predict, evaluation, which, weights)
 
-    def _given(self, resume: object, override: object) -> Settings:
-        """Return the settings that a run is given, if it may begin.
+    def _part(
+        self,
+        resume: bool | str | PathLike[str],
+        override: object,
+        *,
+        strict: bool = False,
+        replay: bool = False,
+        loop: Loops = Loops.FIT,
+    ) -> Part:
+        """Return a run that may begin.
 
         Raises:
             TypeError, ValueError: An argument is wrong.
@@ -409,28 +410,20 @@ class Trainer(Recipe):
             raise RuntimeError(
                 "this trainer trains in the background already. Call stop(...) and join() of the handle that start() returned."
             )
-        return given_by(override, resume)
+        return Part(self, resume, given_by(override, resume), strict, replay, loop)
 
-    def _train(
-        self,
-        resume: bool | str | PathLike[str],
-        given: Settings,
-        *,
-        strict: bool = False,
-        replay: bool = False,
-        begun: Callable[[Session], object] = lambda session: None,
-    ) -> Run:
+    def _train(self, part: Part, begun: Callable[[Session], object] = lambda session: None) -> Run:
         """Carry out a run. `begun` is called with its session.
 
         A run that goes back to a checkpoint has another part, with a session of its own.
         """
-        part: bool | str | PathLike[str] | GoBack | None = resume
-        while part is not None:
-            with Part(self, part, given, strict=strict, replay=replay) as training:
+        while True:
+            with part as training:
                 begun(training.session)
                 self._do_steps(training)
-            part = training.session.sync.requests.back
-        return self.run
+            if (back := training.session.sync.requests.back) is None:
+                return self.run
+            part = replace(part, resume=back)
 
     def _do_steps(self, training: Training) -> None:
         """Do the steps of a run."""

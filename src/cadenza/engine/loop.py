@@ -185,8 +185,7 @@ class Training:
                 del batch  # the note on the error describes a batch
                 raise DataError(training_data.no_batches(session.progress))
             return END
-        if session.tokens is not None:
-            session.sync.tokens.read(batch)
+        session.sync.read_tokens(batch)
         return session.driver.to_device(batch)
 
     def take(self, batch: Any) -> None:

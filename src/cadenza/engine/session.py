@@ -22,7 +22,7 @@ from cadenza.drivers.base import Driver
 from cadenza.engine.due_evaluations import DueEvaluations
 from cadenza.engine.metric_log import LossCheck, MetricLog
 from cadenza.engine.module_flags import ModuleFlags
-from cadenza.engine.rank_sync import RankSync, TokenCount
+from cadenza.engine.rank_sync import RankSync
 from cadenza.engine.shared_sync import SharedSync
 from cadenza.engine.step_state import AccumulationWindow, Cursor, Restored, SaveBlocks, Saver, StepState
 from cadenza.errors import drop_tracebacks
@@ -186,16 +186,13 @@ class Session:
         self.step.run = lambda: None if (session := held()) is None else session.run
 
     def _new_sync(self) -> RankSync:
-        decide = weakly(self.decide)
-        tokens = TokenCount(self.tokens, self.progress.max_tokens)
+        own = self.progress, self.cursor, self.step, weakly(self.decide), self.tokens
         if not self.driver.reduces:
-            return RankSync(self.progress, self.cursor, self.step, decide, tokens)
-        return SharedSync(
-            *(self.driver, self.model, self.hooks, self.progress, self.cursor, self.step, self.metrics.buffer, decide),
-            stepped=() if self.step_fn is None or self.loop is not Loops.FIT else self.optimizers,
-            uneven=self.loop is not Loops.FIT,
-            tokens=tokens,
-        )
+            return RankSync(*own)
+        is_fit = self.loop is Loops.FIT
+        stepped = self.optimizers if is_fit and self.step_fn is not None else ()
+        parts = self.driver, self.model, self.hooks, self.metrics.buffer
+        return SharedSync(*own, *parts, stepped=stepped, uneven=not is_fit)
 
     # -- what it knows of itself -------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -37,30 +38,22 @@ from cadenza.status.preemption import exit_after_signal
 from cadenza.status.requests import RESUMABLE, GoBack
 
 
+@dataclass(eq=False, repr=False)
 class Part:
-    """A run, or the part of one up to where it goes back to a checkpoint, for ``with``: the block does its steps.
+    """A run, or the part of one up to where it goes back to a checkpoint, for ``with``: the block does its steps."""
 
-    Args:
-        trainer: The arguments of the run.
-        resume: Where the run begins: that of `Trainer.fit`, or where it goes back to.
-        given: The settings of ``override=``.
-        strict: That of `Trainer.fit`.
-        replay: That of `Trainer.fit`.
-        loop: Which loop does the steps.
-    """
-
-    def __init__(
-        self,
-        trainer: Recipe,
-        resume: bool | str | PathLike[str] | GoBack,
-        given: Settings,
-        *,
-        strict: bool,
-        replay: bool,
-        loop: Loops = Loops.FIT,
-    ) -> None:
-        self._trainer, self._resume, self._given = trainer, resume, given
-        self._strict, self._replay, self._loop = strict, replay, loop
+    trainer: Recipe
+    """The arguments of the run."""
+    resume: bool | str | PathLike[str] | GoBack
+    """Where the run begins: that of `Trainer.fit`, or where it goes back to."""
+    given: Settings
+    """The settings of ``override=``."""
+    strict: bool = False
+    """That of `Trainer.fit`."""
+    replay: bool = False
+    """That of `Trainer.fit`."""
+    loop: Loops = Loops.FIT
+    """Which loop does the steps."""
 
     def __enter__(self) -> Training:
         """Begin; return the training, with nothing open if the run is over already. Every rank must call this."""
@@ -87,23 +80,23 @@ class Part:
                 self._training.finish()
         session = self._training.session
         if session.sync.requests.signal is not None:
-            resuming.tell_how_to_go_on(session, self._resume)
+            resuming.tell_how_to_go_on(session, self.resume)
         exit_after_signal(session.sync.requests.signal)
 
     # -- how it begins -----------------------------------------------------------------------------
 
     def _begin(self, ending: ExitStack) -> Training:
         """Begin the run, and push what ends it."""
-        trainer = self._trainer
+        trainer = self.trainer
         end_abandoned("another run began")
         if any(one.run is trainer._run for one in UNDER_WAY):
             raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
         with trainer.driver.entering("at the start of a run"):
             files = self._opened_files(ending)
-            start = chosen_on_all_ranks(trainer.driver, self._resume, files, elsewhere(trainer.callbacks))
+            start = chosen_on_all_ranks(trainer.driver, self.resume, files, elsewhere(trainer.callbacks))
             session, over = self._new_session(files, start)
         trainer._run = session.run
-        session.advises &= not isinstance(self._resume, GoBack)  # the part before has said it
+        session.advises &= not isinstance(self.resume, GoBack)  # the part before has said it
         if session.rank_log is not None:
             ending.callback(session.rank_log.write_due, ends=True)
         training = Training(session)
@@ -119,7 +112,7 @@ class Part:
 
     def _opened_files(self, ending: ExitStack) -> RunDirectory | None:
         """Return the files of the run directory, on the main process, locked until `ending`. Every rank must call this."""
-        trainer, resume = self._trainer, bool(self._resume)
+        trainer, resume = self.trainer, bool(self.resume)
         check_not_empty(trainer.loader, trainer.driver.data_shard())
         path = trainer.directory
         files = main_only(trainer.driver, lambda: RunDirectory(path, resume=resume)) if path else None
@@ -129,9 +122,9 @@ class Part:
 
     def _new_session(self, files: RunDirectory | None, start: Start) -> tuple[Session, bool]:
         """Return the session of the run, and whether the run is over already."""
-        trainer, driver, given = self._trainer, self._trainer.driver, self._given
+        trainer, driver, given = self.trainer, self.trainer.driver, self.given
         freeze_early(trainer.callbacks, trainer.model)
-        session = trainer._new_session(training=True, files=files, replay=self._replay, given=given, loop=self._loop)
+        session = trainer._new_session(training=True, files=files, replay=self.replay, given=given, loop=self.loop)
         session.branch, session.restored.recovery = start.branch, start.recovery
         if driver.broadcast(main_only(driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, True
@@ -143,7 +136,7 @@ class Part:
 
     def _written_facts(self, session: Session) -> dict[str, Any]:
         """Return the facts of a run that its ``run.json`` holds."""
-        trainer = self._trainer
+        trainer = self.trainer
         facts: dict[str, Any] = {
             "arguments": session.arguments,
             "steps": session.progress.total("step"),
@@ -151,14 +144,14 @@ class Part:
             "device": str(session.device),
             "plan": trainer._plan(session.optimizers, session.hooks, session).text(),
         }
-        facts |= {"override": self._given.shown()} if self._given.override else {}
+        facts |= {"override": self.given.shown()} if self.given.override else {}
         facts |= {"checkpoints": folders} if (folders := elsewhere(trainer.callbacks)) else {}
         facts |= {"monitors": monitors} if (monitors := monitors_in(session.hooks)) else {}
         return facts
 
     def _watch(self, session: Session, ending: ExitStack) -> None:
         """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
-        driver, limit_s = self._trainer.driver, self._trainer._names_ranks_after_s
+        driver, limit_s = self.trainer.driver, self.trainer._names_ranks_after_s
         settle = () if session.rank_log is None else (session.rank_log.write_due,)
         most_s = math.inf if limit_s is None else limit_s / 20
         ending.enter_context(driver.watched(partial(whereabouts, session), *settle, most_s=most_s))
@@ -167,7 +160,7 @@ class Part:
 
     def _set_up(self, session: Session, start: Start) -> None:
         """Set up the run, and restore it if it resumes."""
-        trainer, resume = self._trainer, self._resume
+        trainer, resume = self.trainer, self.resume
         trainer._set_up(session)
         trainer.driver.check_trainable(session.module)  # after the callbacks, which may change layers
         session.restored.config = config_of(session)
@@ -179,7 +172,7 @@ class Part:
             warn_of_no_checkpoint(session, resume)
         warn_of_loader(session)
         if start.loaded is not None:
-            resuming.restored(session, session.files, start, strict=self._strict)
+            resuming.restored(session, session.files, start, strict=self.strict)
             start.loaded = None  # its memory is free during the training
 
 

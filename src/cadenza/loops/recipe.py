@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from cadenza.adapters.beforehand import beforehand
 from cadenza.drivers import Driver
 from cadenza.engine import accumulating
-from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_debugging
+from cadenza.engine.arguments import absolute_folder, check_not_empty
 from cadenza.engine.compiling import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs
 from cadenza.engine.module_flags import in_evaluation_mode
 from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
@@ -48,11 +48,9 @@ from cadenza.records.logs import RankLog
 from cadenza.run import Run
 from cadenza.status.counting import counted
 from cadenza.status.progress import Counters, Progress
-from cadenza.status.run_info import working_directory
 from cadenza.status.shown import brief
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Recipe:
     """The arguments of a run, and the session that is made of them. `repr` and notebooks show those that are set."""
 
@@ -72,15 +70,13 @@ class Recipe:
     callbacks: list[BaseCallback]
     driver: Driver
     debug_ranks: bool | float
-    compile: InitVar[dict[str, Any] | None]
-    notes: InitVar[list[str]]
-
-    def __post_init__(self, compile: dict[str, Any] | None, notes: list[str]) -> None:
-        self._compile, self._notes, self._home = compile, notes, working_directory()
-        self._facts: dict[str, Any] = {}  # what an adapter adds to the arguments that sinks get
-        self._names_ranks_after_s = checked_debugging(self.debug_ranks)  # None: calls of the ranks are not compared
-        self._run: Run | None = None  # that began last
-        self._last_progress: Progress | None = None  # of the last run that trained
+    _compile: dict[str, Any] | None
+    _notes: list[str]  # for the plan
+    _home: Path
+    _names_ranks_after_s: float | None  # None: calls of the ranks are not compared
+    _facts: dict[str, Any]  # what an adapter adds to the arguments that sinks get
+    _run: Run | None = None  # that began last
+    _last_progress: Progress | None = None  # of the last run that trained
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in _arguments(self))})"
