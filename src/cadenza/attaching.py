@@ -16,8 +16,8 @@ from cadenza.engine.session import Loops, session_of
 from cadenza.engine.verbs import LoopVerbs
 from cadenza.errors import DataError
 from cadenza.loading.rng import RNGState
-from cadenza.loops.keeping import Kept
 from cadenza.loops.part import Part
+from cadenza.loops.steps import Kept
 from cadenza.optim.optimizers import Optimizers
 from cadenza.run import Run
 from cadenza.status.shown import brief

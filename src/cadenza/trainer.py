@@ -18,12 +18,13 @@ from cadenza.checkpoint.resuming import beginning
 from cadenza.checkpoint.weights import Choice
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
-from cadenza.engine.accumulating import Accumulate, checked_accumulate
 from cadenza.engine.arguments import (
+    Accumulate,
     absolute_folder,
     check_parts,
     check_recipe,
     check_resume,
+    checked_accumulate,
     checked_debugging,
     checked_lengths,
     checked_tokens,
@@ -45,8 +46,7 @@ from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.loading.sample_counts import batch_sizes
 from cadenza.loops.handle import Handle
-from cadenza.loops.part import Part, elsewhere
-from cadenza.loops.recipe import Recipe
+from cadenza.loops.part import Part, Recipe, elsewhere
 from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.rates import check_one_each

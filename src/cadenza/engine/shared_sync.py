@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.accumulating import units_of
+from cadenza.engine.arguments import units_of_changes
 from cadenza.engine.objective import count_in
 from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress
 from cadenza.engine.step_state import AccumulationWindow, Cursor, StepState, number_on_host
@@ -174,7 +174,7 @@ class SharedSync(RankSync):
         units = {length.unit for schedule in schedules for length in schedule.lengths}
         self._by_tokens = progress.max_tokens is not None  # all ranks must know the tokens of each batch
         self._exact = self._by_tokens  # no quiet window: the counters must be those of this step
-        self.depends_on(units | units_of(step.most, progress))
+        self.depends_on(units | units_of_changes(step.most, progress))
         self._silence = Silence()
         self._announced: Callable[[], Tensor] | None = None  # what ranks exchange with a batch
         self._boundary: tuple[Counters, Callable[[], Tensor]] | None = None  # what they exchange at the end of a step

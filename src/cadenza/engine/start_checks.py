@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from cadenza.drivers.agreeing import by_main
 from cadenza.drivers.base import Driver
-from cadenza.engine import accumulating
-from cadenza.engine.arguments import check_schedule, check_some_batch
+from cadenza.engine.arguments import check_changes, check_schedule, check_some_batch, useless_changes
 from cadenza.engine.compiling import breaks_since
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import doubts, never, never_fired
@@ -35,8 +34,8 @@ def check_schedules(session: Session) -> None:
         for listener in listeners:
             if listener.schedule is not None:
                 check_schedule(listener.owner, listener.schedule, session.progress)
-    accumulating.check("accumulate", session.accumulate, session.progress)
-    for reason in accumulating.never(session.accumulate, session.progress):
+    check_changes("accumulate", session.accumulate, session.progress)
+    for reason in useless_changes(session.accumulate, session.progress):
         session.warn(reason)
     for who, reason in never(session.hooks, session.progress, session.accumulate):
         session.warn(f"{who} never fires in this run: {reason}")
