@@ -12,7 +12,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Until
-from cadenza.optim.rates import optimizer_of, planned_total
+from cadenza.optim.rates import optimizer_of, planned_total, rates_of
 from cadenza.optim.settings import Compared
 from cadenza.status.progress import Progress
 
@@ -94,7 +94,7 @@ class Warmup(Callback, Compared):
     def on_setup(self, run: Run) -> None:
         optimizer_of(run, self.optimizer, needed_by="Warmup")
         self.steps = None
-        session_of(run).rates.factors.setdefault(self.optimizer, []).append(self.factor)
+        rates_of(run).factors.setdefault(self.optimizer, []).append(self.factor)
 
     def on_fit_start(self, run: Run) -> None:
         if self.steps is None:  # otherwise it is restored
@@ -103,13 +103,13 @@ class Warmup(Callback, Compared):
     def _scale_rates(self, run: Run) -> None:
         optimizer = run.optimizers[self.optimizer]
         if any(optimizer is one for one in session_of(run).step.updating):
-            session_of(run).rates.apply(self.optimizer, optimizer, run.progress.step + 1)
+            rates_of(run).apply(self.optimizer, optimizer, run.progress.step + 1)
 
     def _put_rates_back(self, run: Run) -> None:
-        session_of(run).rates.put_back(self.optimizer)
+        rates_of(run).put_back(self.optimizer)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        session_of(run).rates.put_back(self.optimizer)  # if the update itself failed
+        rates_of(run).put_back(self.optimizer)  # if the update itself failed
 
     def _steps_in(self, run: Run) -> float:
         if isinstance(self.length, float):

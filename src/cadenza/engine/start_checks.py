@@ -43,13 +43,8 @@ def check_schedules(session: Session) -> None:
 
 def check_computes(session: Session) -> None:
     """Raise `ValueError` if an evaluation in an attached loop has no function that computes a batch."""
-    without = [name for name, one in session.evaluations.items() if one.compute is None]
-    if session.loop is not Loops.FIT and without and inspect.unwrap(session.compute) is no_loss:
-        raise ValueError(
-            f"the evaluation {without[0]!r} does not say how to compute a batch, and a loop of cadenza.attach has no "
-            "compute_loss. Give Evaluate(..., compute=function), with a function (model, batch) that returns the loss, or a "
-            "mapping with 'loss', 'predictions' and 'targets'."
-        )
+    if session.loop is not Loops.FIT and inspect.unwrap(session.compute) is no_loss:
+        _check_each_computes(session, "a loop of cadenza.attach has no compute_loss")
 
 
 def check_computes_batch(session: Session, batch: object) -> None:
@@ -58,13 +53,19 @@ def check_computes_batch(session: Session, batch: object) -> None:
     In a loop over ``trainer.steps()`` the training does not show it.
     """
     compute = inspect.unwrap(session.compute)
-    without = [name for name, one in session.evaluations.items() if one.compute is None]
-    if without and isinstance(compute, ModelsOwnLoss) and not compute.takes(batch):
-        raise ValueError(
-            f"the evaluation {without[0]!r} does not say how to compute a batch, and the trainer has no compute_loss: it would "
-            "call the model with a whole batch, which this model cannot take. Give Evaluate(..., compute=function), with a "
-            "function (model, batch) that returns the loss, or a mapping with 'loss', 'predictions' and 'targets'."
-        )
+    if isinstance(compute, ModelsOwnLoss) and not compute.takes(batch):
+        without = "the trainer has no compute_loss: it would call the model with a whole batch, which this model cannot take"
+        _check_each_computes(session, without)
+
+
+def _check_each_computes(session: Session, otherwise: str) -> None:
+    for name, evaluation in session.evaluations.items():
+        if evaluation.compute is None:
+            raise ValueError(
+                f"the evaluation {name!r} does not say how to compute a batch, and {otherwise}. Give Evaluate(..., "
+                "compute=function), with a function (model, batch) that returns the loss, or a mapping with 'loss', "
+                "'predictions' and 'targets'."
+            )
 
 
 def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:

@@ -281,11 +281,21 @@ class Cursor:
         self.source.close()
 
 
+def derived_of(run: Run) -> dict[str, Callable[[Run], Any]]:
+    """Return the functions of a run by the name of the output that they compute."""
+    return run._session.step.derived
+
+
+def is_discarded(run: Run) -> bool:
+    """Return whether the current batch is dropped, on all ranks or on this one."""
+    return run._session.step.discarded
+
+
 class StepState:
     """The current batch and the batches of the current step. Written by the loop."""
 
     __slots__ = (
-        *("batch", "counted", "derived", "discarded", "dropped", "drops", "guard", "in_update", "last_window", "left_out"),
+        *("batch", "counted", "derived", "dropped", "drops", "guard", "in_update", "last_window", "left_out"),
         *("may_skip", "most", "next_change", "outputs", "owner", "raised", "run", "shown", "skipping"),
         *("undone", "updated", "updates", "updating", "weight_unit", "window"),
     )
@@ -319,8 +329,6 @@ class StepState:
         """Whether the current batch is dropped as if it was never read: what its forward pass changed is restored."""
         self.guard: float = 0
         """The number of the last step in which a batch may be dropped in this way; 0: in none."""
-        self.discarded: bool = False
-        """Whether the current batch is dropped, on all ranks or on this one."""
         self.drops: int = 0
         """How many ranks have dropped their current batch alone; 0 until the batch is over."""
         self.may_skip: bool = False
@@ -340,6 +348,11 @@ class StepState:
         self.left_out: Sequence[Optimizer] = ()
         """The optimizers that skipped their last update for this reason."""
 
+    @property
+    def discarded(self) -> bool:
+        """Whether the current batch is dropped, on all ranks or on this one."""
+        return self.skipping or self.dropped
+
     def begin(self) -> None:
         """Begin a step."""
         self.window.clear()
@@ -351,17 +364,17 @@ class StepState:
         self.outputs = outputs = Outputs()
         if self.derived:
             outputs.run, outputs.derived = self.run, self.derived
-        self.skipping, self.may_skip, self.dropped, self.drops, self.discarded = False, True, False, 0, False
+        self.skipping, self.may_skip, self.dropped, self.drops = False, True, False, 0
         self.undone = False
 
     def skip(self, *, undone: bool = False) -> None:
         """Drop the current batch. `undone`: what its forward pass changed must be restored."""
-        self.skipping = self.discarded = True
+        self.skipping = True
         self.undone = undone
 
     def drop(self, *, undone: bool = False) -> None:
         """Drop the current batch on this rank alone. `undone`: as for `skip`."""
-        self.dropped = self.discarded = True
+        self.dropped = True
         self.undone = undone
 
     def finish(self) -> None:

@@ -133,7 +133,8 @@ class Handle:
         """
         done = Answer()
         self._at_boundary("step_once", partial(self._step_once, done))
-        self._wait_for(done)
+        if current_thread() is not self._thread:
+            done.result()
 
     def attach(self, callback: BaseCallback) -> None:
         """Call the hooks of a callback from now on, in this run alone.
@@ -167,7 +168,7 @@ class Handle:
         run = self.run
         if not self.done:
             run.stop(reason)
-            self._asked.put((_nothing, None))  # a paused run looks at its requests then
+            self._asked.put((lambda: None, None))  # a paused run looks at its requests then
 
     def join(self, timeout_s: float | None = None) -> Run:
         """Wait until the run is over, and return it; or raise its error. An interrupt (Ctrl-C) ends only this waiting.
@@ -207,10 +208,6 @@ class Handle:
             self._asked.put((partial(act, session, who or "the script"), answer))
         session.after_step(self._settle)
         if answer is not None:
-            answer.result()
-
-    def _wait_for(self, answer: Answer) -> None:
-        if current_thread() is not self._thread:
             answer.result()
 
     def _begun(self) -> Session:
@@ -307,10 +304,6 @@ class Handle:
         self._arriving.append(done)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _over() -> RuntimeError:
     return RuntimeError("the run is over, or has ended before its next step. See handle.run.outcome.")
 
@@ -346,7 +339,8 @@ def _attach(session: Session, callback: BaseCallback, *, who: str) -> str:
         for moment in (Callback.on_setup, Callback.on_fit_start):
             hooks.call(_listeners(hooks, name, moment), run)
         for listener in _listeners(hooks, name):
-            _leave_out_the_past(listener, run)
+            if listener.trigger is not None:  # a schedule counts from the start of the run: what has passed is not due
+                listener.trigger.leave_out_the_past(run.progress)
         if session.cursor.in_epoch:
             hooks.call(_listeners(hooks, name, Callback.on_epoch_start), run)
     except BaseException:
@@ -391,12 +385,6 @@ def _listeners(hooks: Hooks, name: str, moment: Moment | None = None) -> list[Li
     """Return the listeners of a callback, in order: those of one moment, or all."""
     moments = hooks.by_moment if moment is None else [moment]
     return [one for at in moments for one in hooks.by_moment.get(at, ()) if one.owner == name]
-
-
-def _leave_out_the_past(listener: Listener, run: Run) -> None:
-    """Have the points that the run has passed not be due: a schedule counts from the start of the run."""
-    if listener.trigger is not None:
-        listener.trigger.leave_out_the_past(run.progress)
 
 
 def _forget(session: Session, name: str) -> None:
