@@ -21,8 +21,8 @@ from cadenza.engine.verbs import LoopVerbs
 from cadenza.errors import DataError
 from cadenza.files.new_directory import NewDirectory
 from cadenza.loading.rng import RNGState
-from cadenza.loops.keeping import Kept
 from cadenza.loops.part import Part
+from cadenza.loops.steps import Kept
 from cadenza.optim.optimizers import Optimizers
 from cadenza.run import Run
 from cadenza.status.shown import brief
@@ -142,13 +142,11 @@ class Loop:
     def __enter__(self) -> Self:
         """Begin the run, or restore it. Every rank must call this."""
         self._check_not_begun()
-        given = self.trainer._given(self._arguments["resume"], self._arguments["override"])
-        resume, strict = self._arguments["resume"], self._arguments["strict"]
-        part = Part(self.trainer, resume, given, strict=strict, replay=False, loop=Loops.ATTACHED)
+        part = self.trainer._part(**self._arguments, loop=Loops.ATTACHED)
         self._training, self._part = part.__enter__(), part
         with self._ending_with_error():
             self._training.next_epoch()
-            self._go_on()
+            self._go_on(self._training)
         if self.run.progress.step:
             self._rng = RNGState.capture()  # the loop may draw random numbers until its first step
         return self
@@ -194,7 +192,8 @@ class Loop:
 
         If the last step is complete, its record is delivered and checkpoints are saved. If the run is over, it ends here.
         """
-        return self._is_over("over")
+        self._reach_boundary("over")
+        return self._part is None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -203,13 +202,13 @@ class Loop:
         Raises:
             RuntimeError: The run is over.
         """
-        if self._is_over("step"):
+        training = self._reach_boundary("step")
+        if self._part is None:
             outcome = self.run.outcome
             raise RuntimeError(
                 f"the run is over ({outcome and f'{outcome.kind}: {outcome.reason}'}), so no step follows. Ask "
                 "`while not loop.over():` before each step."
             )
-        training = self._begun()
         with self._ending_with_error():
             training.session.hooks.enter()
             step = training.session.step
@@ -219,12 +218,11 @@ class Loop:
             try:
                 yield
             except GeneratorExit:
-                self._end_step()
+                self._end_step(training)
                 raise
-            self._end_step()
+            self._end_step(training)
 
-    def _end_step(self) -> None:
-        training = self._begun()
+    def _end_step(self, training: Training) -> None:
         progress = training.session.progress
         if progress.max_tokens is not None and not (training.session.step.window.seen or progress.tokens):
             raise DataError(
@@ -243,8 +241,7 @@ class Loop:
         if self._training is None or self._training.open != STEP:
             raise RuntimeError("loop.batch(...) must be used inside of `with loop.step():`, and not inside of another batch.")
         training, session = self._training, self._training.session
-        if session.tokens is not None:
-            session.sync.tokens.read(batch)
+        session.sync.read_tokens(batch)
         moved = session.driver.to_device(batch)
         with self._ending_with_error():
             training.take(moved)
@@ -272,15 +269,6 @@ class Loop:
         """Return the context of the forward pass, in the precision of the run; in fp32 it does nothing."""
         return session_of(self.run).precision.autocast()
 
-    def _begun(self) -> Training:
-        assert self._training is not None
-        return self._training
-
-    def _go_on(self) -> None:
-        """Do what waits for the boundary of the last step; end the run if no step follows."""
-        if not self._begun().may_step():
-            self._end(None)
-
     @contextmanager
     def _ending_with_error(self) -> Iterator[None]:
         """End the run with an error that is raised inside."""
@@ -298,18 +286,27 @@ class Loop:
         if part is not None:
             part.end(error)
 
-    def _is_over(self, verb: str) -> bool:
-        self._check_outside(verb)
-        session, verbs = self._begun().session, cast("LoopVerbs", self._begun().verbs)
+    def _reach_boundary(self, verb: str) -> Training:
+        """Do what waits for the boundary of the last step; end the run if no step follows."""
+        training = self._training
+        if training is None:
+            raise RuntimeError(f"loop.{verb}() needs a run that has begun. Write `with cadenza.attach(...) as loop:`.")
+        if training.open >= STEP:
+            raise RuntimeError(f"loop.{verb}() must be called between two steps, and not inside of `with loop.step():`.")
+        verbs = cast("LoopVerbs", training.verbs)
         if self._part is not None:
             with self._ending_with_error():
-                if not session.cursor.at_boundary:
-                    self._go_on()
+                if not training.session.cursor.at_boundary:
+                    self._go_on(training)
                 elif verb == "over":
                     verbs.check_between()
         verbs.own_calls.outside = False
         self._take_up()
-        return self._part is None
+        return training
+
+    def _go_on(self, training: Training) -> None:
+        if not training.may_step():
+            self._end(None)
 
     def _take_up(self) -> None:
         """Before the first step of a run that continues, restore the random numbers, and compare the kept states."""
@@ -323,12 +320,6 @@ class Loop:
             raise RuntimeError(
                 "a loop of attach(...) runs once, and this one has begun. Call attach(...) again for another run."
             )
-
-    def _check_outside(self, verb: str) -> None:
-        if self._training is None:
-            raise RuntimeError(f"loop.{verb}() needs a run that has begun. Write `with cadenza.attach(...) as loop:`.")
-        if self._training.open >= STEP:
-            raise RuntimeError(f"loop.{verb}() must be called between two steps, and not inside of `with loop.step():`.")
 
     def _check_inside(self, verb: str) -> None:
         if self._training is None or self._training.open < STEP:

@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol
+from importlib import import_module
+from typing import Any, Concatenate, NoReturn, ParamSpec
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.faults import Fault
+from cadenza.engine.module_flags import ModuleFlags
+from cadenza.engine.session import Session, Verbs
+from cadenza.engine.why_not import why_not
+from cadenza.hooks.faults import Closer, Fault
 from cadenza.loading.evaluation import Evaluation
+from cadenza.optim.parameters import parameters_of
 from cadenza.profiling.timings import Timings
-from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
-from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Loggable
 from cadenza.records.reductions import Reduce
-from cadenza.records.writer import Writer
+from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision, Outcome, WhyNot, why
 from cadenza.status.outputs import Outputs
 from cadenza.status.progress import Progress
@@ -64,9 +66,9 @@ class Run:
     optimizers: Sequence[Optimizer]
     progress: Progress
     state: State
-    _session: Behind
+    _session: Session
 
-    def __init__(self, session: Behind) -> None:
+    def __init__(self, session: Session) -> None:
         put = partial(object.__setattr__, self)
         put("_session", session)
         for name in ("decisions", "device", "driver", "evaluations", "faults", "is_main", "optimizers", "progress", "state"):
@@ -110,7 +112,9 @@ class Run:
     @property
     def window(self) -> Window:
         """The batches of the current step, or of the last one, and what its update changes."""
-        return self._session.window
+        step = self._session.step
+        window = step.shown
+        return Window(window.seen, window.size, tuple(window.weights), window.loss_scale, tuple(step.updating))
 
     @property
     def history(self) -> History:
@@ -129,15 +133,22 @@ class Run:
 
     @property
     def info(self) -> RunInfo:
-        """Id, directory and arguments of the run: what trackers are given."""
-        return self._session.info
+        """Id, directory and arguments of the run: what trackers are given.
+
+        The id is the same when the run continues, and empty without a directory.
+        """
+        session, files, step = self._session, self._session.files, self.progress.step
+        continued, samples = files is not None and files.previous is not None, session.cursor.course.samples
+        about = session.directory, session.arguments, step, continued, session.home, session.accumulate
+        return RunInfo(files.run_id if files else "", *about, samples, step + 1)
 
     def __repr__(self) -> str:
         return f"<Run: {self.progress}; {self.outcome or 'no outcome yet'}>"
 
     def _repr_html_(self) -> str:
         """Return what notebooks show of the run."""
-        return self._session.show(self)
+        shown: str = import_module("cadenza.report.small").small(self)  # imported here: few runs are in a notebook
+        return shown
 
     # -- verbs: requests with a reason, carried out at a fixed moment ------------------------------
 
@@ -146,11 +157,13 @@ class Run:
 
         `data` are plain values for the decision, for code to read. A request of some ranks only takes effect a step later.
         """
-        self._session.request_stop(reason, data)
+        session = self._session
+        session.sync.requests.ask_stop(session.decide("stopped", reason, data=data))
 
     def end_epoch(self, reason: str) -> None:
         """Request the end of the epoch at the end of the current step, as `stop` does of the run. It counts as whole."""
-        self._session.request_end_of_epoch(reason)
+        session = self._session
+        session.sync.requests.ask_end_epoch(session.decide("epoch ended", reason))
 
     def skip_batch(self, reason: str) -> None:
         """Drop the gradient of the current batch; one rank is enough for all.
@@ -158,7 +171,12 @@ class Run:
         Raises:
             RuntimeError: It is called outside of ``on_batch_start`` and ``on_before_backward``: it would come too late.
         """
-        self._session.skip_batch(reason)
+        session = self._session
+        if not session.step.may_skip:
+            raise RuntimeError("run.skip_batch(...) must be called in on_batch_start or on_before_backward; later is too late.")
+        session.sync.check_skip(session.hooks.here().listener)
+        session.decide("batch skipped", reason)
+        session.step.skip()
 
     def save(self, reason: str) -> None:
         """Request a checkpoint at the end of the current step, after all hooks. Every rank must call this.
@@ -166,7 +184,11 @@ class Run:
         Raises:
             RuntimeError: No callback writes checkpoints.
         """
-        self._session.request_save(reason)
+        session = self._session
+        if not session.savers:
+            raise RuntimeError("run.save(...) needs a callback that writes checkpoints. Add Checkpoint(...) to callbacks.")
+        for saver in session.savers:  # a save that fails is no fault of the callback that requests it
+            session.waiting.append(Closer(None, partial(saver.request, reason)))
 
     def block_saves(self, reason: str = "") -> AbstractContextManager[None]:
         """Return a context in which no checkpoint is written: its state would be incomplete. A save waits until it is left.
@@ -187,7 +209,8 @@ class Run:
         >>> tiny_run(callbacks=[Swap()]).outcome.kind
         'finished'
         """
-        return self._session.block_saves(reason)
+        session = self._session
+        return session.blocks.block(session.hooks.current_owner() or "the script", reason, self.progress.step)
 
     def log(
         self,
@@ -266,7 +289,7 @@ class Run:
         >>> run.why_not("stopped").reasons[2]
         "EarlyStopping: 0 of 3 evaluations without gain over 'eval/loss' = 0.460937"
         """
-        return self._session.why_not(what)
+        return why_not(self._session, what)
 
     def print(self, *values: object) -> None:
         """Show the values on one line, on the main process only; each rank writes the line to its own ``console.log``."""
@@ -284,7 +307,13 @@ class Run:
         Raises:
             RuntimeError: It is called outside of a hook.
         """
-        self._session.at_end(close)
+        listener = self._session.hooks.here().listener
+        if listener is None:
+            raise RuntimeError(
+                "run.at_end(...) must be called inside a hook, such as on_fit_start, so that an error in it can be attributed "
+                "to a callback."
+            )
+        self._session.closers.append(Closer(listener, close))
 
     def after_step(self, act: Callable[[], object]) -> None:
         """Call `act` when the current step is complete, after all hooks and its record."""
@@ -299,7 +328,24 @@ class Run:
             RuntimeError: The run has left ``on_setup``.
             ValueError: An optimizer holds a parameter of the present model that `model` does not have.
         """
-        self._session.replace_model(model)
+        session = self._session
+        self._check_in_setup("replace_model")
+        if self.driver.world_size > 1:
+            raise RuntimeError(
+                "run.replace_model(...) works in one process only. Change the model before Trainer(...) gets it."
+            )
+        held = {id(parameter) for parameter in parameters_of(self.optimizers)}
+        lost = {id(one): name for name, one in self.model.named_parameters() if id(one) in held}
+        for parameter in model.parameters():
+            lost.pop(id(parameter), None)
+        if lost:
+            raise ValueError(
+                f"run.replace_model(...): the optimizers hold {counted(len(lost), 'parameter')} of the present model "
+                "that the new one "
+                f"does not have: {', '.join([*lost.values()][:5])}. Keep the parameters, or give the new model to Trainer(...)."
+            )
+        session.model = self.driver.prepare(model)
+        session.module_flags = ModuleFlags(session.module, session.optimizers)
 
     def replace_loader(self, loader: Iterable[Any]) -> None:
         """Train on another loader, in ``on_setup`` only. Every rank must call this.
@@ -307,7 +353,12 @@ class Run:
         Raises:
             RuntimeError: The run has left ``on_setup``.
         """
-        self._session.replace_loader(loader)
+        self._check_in_setup("replace_loader")
+        self._session.loader = loader
+
+    def _check_in_setup(self, verb: str) -> None:
+        if hasattr(self._session.cursor, "source"):
+            raise RuntimeError(f"run.{verb}(...) must be called in on_setup: later the loader and the model are in use.")
 
     # -- for a step_fn: the same moments as in the loop --------------------------------------------
 
@@ -343,75 +394,3 @@ class Run:
         if self._session.verbs is None:
             raise RuntimeError("run.backward(...) and run.update(...) must be called in a step_fn, or in a loop of your own.")
         return self._session.verbs
-
-
-class Verbs(Protocol):
-    """What `Run.backward` and `Run.update` do: in a ``step_fn``, or in a loop of the user's own."""
-
-    def backward(self, loss: Tensor, into: Optimizer | Sequence[Optimizer] | None = None) -> None: ...
-    def update(self, arguments: Sequence[Any]) -> Any: ...
-    def check_window(self) -> None: ...
-
-
-class Behind(Protocol):
-    """What a run shows and asks for: the engine's `Session`, by the names that this module needs."""
-
-    loader: Iterable[Any]
-    outcome: Outcome | None
-    profile: Timings | None
-    hooks: Hooks
-    files: RunDirectory | None
-
-    @property
-    def verbs(self) -> Verbs | None: ...
-    @property
-    def window(self) -> Window: ...
-    @property
-    def module(self) -> nn.Module: ...
-    @property
-    def show(self) -> Callable[[Run], str]: ...
-    @property
-    def info(self) -> RunInfo: ...
-    @property
-    def metrics(self) -> HasHistory: ...
-    @property
-    def step(self) -> HasBatch: ...
-
-    def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision: ...
-    def report(self, fault: Fault) -> None: ...
-    def request_stop(self, reason: str, data: Mapping[str, Any] | None = None) -> None: ...
-    def request_end_of_epoch(self, reason: str) -> None: ...
-    def request_save(self, reason: str) -> None: ...
-    def block_saves(self, reason: str) -> AbstractContextManager[None]: ...
-    def skip_batch(self, reason: str) -> None: ...
-    def why_not(self, what: str) -> WhyNot: ...
-    def print(self, text: str) -> None: ...
-    def warn(self, text: str) -> None: ...
-    def at_end(self, close: Callable[[], object]) -> None: ...
-    def after_step(self, act: Callable[[], object]) -> None: ...
-    def replace_model(self, model: nn.Module) -> None: ...
-    def replace_loader(self, loader: Iterable[Any]) -> None: ...
-
-
-class HasHistory(Protocol):
-    """The part of a session that holds the logged values."""
-
-    buffer: MetricBuffer
-    history: History
-    writer: Writer
-
-
-class HasBatch(Protocol):
-    """The part of a session that holds the current batch and the last step's batches."""
-
-    batch: Any
-    outputs: Outputs
-
-    @property
-    def last_window(self) -> HasLoss: ...
-
-
-class HasLoss(Protocol):
-    """The batches of a step."""
-
-    def mean_loss(self) -> Tensor | None: ...

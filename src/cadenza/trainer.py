@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from os import PathLike
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
-from cadenza.adapters.beforehand import beforehand
 from cadenza.adapters.lightning.before_fit import scheduled
 from cadenza.adapters.recognition import AnyCallback, adapted, adapted_list
 from cadenza.checkpoint.catalogue import Which
@@ -19,44 +18,44 @@ from cadenza.checkpoint.resuming import beginning
 from cadenza.checkpoint.weights import Choice
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import evaluation as evaluating
-from cadenza.engine.accumulating import Accumulate, checked_accumulate
 from cadenza.engine.arguments import (
+    Accumulate,
     check_parts,
     check_recipe,
     check_resume,
+    checked_accumulate,
+    checked_debugging,
     checked_lengths,
     checked_tokens,
     given_by,
     listed,
     made_model,
-    run_directory,
     unseeded,
 )
 from cadenza.engine.compiling import Compile, options_of
 from cadenza.engine.course import Beginning, Calendar, calendar_of
+from cadenza.engine.interval_means import with_epoch_means
 from cadenza.engine.loop import Training, fit
-from cadenza.engine.monitor_checks import check_monitors
+from cadenza.engine.monitor import check_monitors
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
 from cadenza.engine.prediction import Prediction, predict
-from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Loops, Session
+from cadenza.engine.start_checks import run_directory
 from cadenza.files.new_directory import NewDirectory
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.loading.sample_counts import batch_sizes
-from cadenza.loops.epoch_means import with_epoch_means
 from cadenza.loops.handle import Handle
-from cadenza.loops.part import Part, elsewhere
+from cadenza.loops.part import Part, Recipe, elsewhere
 from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.parameters import ModelParameters
 from cadenza.optim.rates import check_one_each
-from cadenza.optim.settings import Settings
 from cadenza.run import Run
-from cadenza.status.requests import GoBack
+from cadenza.status.run_info import working_directory
 from cadenza.text.hints import advised, answered
 
 T = TypeVar("T")
@@ -149,28 +148,16 @@ class Trainer(Recipe):
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 
             notes += add_progress_bar(given)
-        chosen = driver_of(driver, device)
-        super().__init__(
-            model=module,
-            optimizer=optimizer,
-            loader=loader,
-            compute_loss=compute_loss or (ModelsOwnLoss(module) if step_fn is None else no_loss),
-            **limits,
-            tokens=checked_tokens(tokens),
-            accumulate=checked_accumulate(scheduled(given, accumulate), step_fn),
-            precision=precision,
-            seed=seed,
-            step_fn=step_fn,
-            directory=run_directory(directory, chosen),
-            callbacks=given,
-            driver=chosen,
-            compile=options_of(compile),
-            debug_ranks=debug_ranks,
-            notes=notes,
-            view=_notebook_view,
-            beforehand=beforehand,
-        )
-        self._is_new = isinstance(directory, NewDirectory)
+        self.model, self.optimizer, self.loader = module, optimizer, loader
+        self.compute_loss = compute_loss or (ModelsOwnLoss(module) if step_fn is None else no_loss)
+        self.max_epochs, self.max_steps, self.max_tokens = limits.values()
+        self.tokens, self.precision, self.seed, self.step_fn = checked_tokens(tokens), precision, seed, step_fn
+        self.accumulate = checked_accumulate(scheduled(given, accumulate), step_fn)
+        self.driver, self.debug_ranks, self.callbacks = driver_of(driver, device), debug_ranks, given
+        self.directory, self._is_new = run_directory(directory, self.driver), isinstance(directory, NewDirectory)
+        self._compile, self._notes, self._home = options_of(compile), notes, working_directory()
+        self._names_ranks_after_s = checked_debugging(debug_ranks)
+        self._facts = {}
         self.driver.check(optimizer=optimizer, precision=precision)
         self.driver.check_model(module)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong
@@ -288,7 +275,7 @@ class Trainer(Recipe):
             SystemExit: A signal ended the run, and everything is saved. The exit code is 128 + the signal's number. After
                 Ctrl-C in IPython or a notebook, the run is returned instead.
         """
-        return self._train(resume, self._given(resume, override), strict=strict, replay=replay)
+        return self._train(self._part(resume, override, strict=strict, replay=replay))
 
     def steps(
         self,
@@ -317,7 +304,7 @@ class Trainer(Recipe):
         """
         if self.step_fn is not None:
             raise TypeError("trainer.steps() takes no step_fn=: the loop does what a step_fn does. Remove it, or call fit().")
-        part = Part(self, resume, self._given(resume, override), strict=strict, replay=replay, loop=Loops.STEPS)
+        part = self._part(resume, override, strict=strict, replay=replay, loop=Loops.STEPS)
         return Steps(part, self.callbacks, strict=strict)
 
     def start(
@@ -341,9 +328,9 @@ class Trainer(Recipe):
         >>> handle.join().progress.step
         20
         """
-        given = self._given(resume, override)
+        part = self._part(resume, override, strict=strict, replay=replay)
         self._handle = handle = Handle()
-        handle.train(partial(self._train, resume, given, strict=strict, replay=replay, begun=handle.begin))
+        handle.train(partial(self._train, part, begun=handle.begin))
         return handle
 
     @answered("evaluate")
@@ -415,8 +402,16 @@ class Trainer(Recipe):
         evaluation = Prediction(loader, compute, self.compute_loss, limit=limit, to=to)
         return self._alone(predict, evaluation, which, weights)
 
-    def _given(self, resume: object, override: object) -> Settings:
-        """Return the settings that a run is given, if it may begin.
+    def _part(
+        self,
+        resume: bool | str | PathLike[str],
+        override: object,
+        *,
+        strict: bool = False,
+        replay: bool = False,
+        loop: Loops = Loops.FIT,
+    ) -> Part:
+        """Return a run that may begin.
 
         Raises:
             TypeError, ValueError: An argument is wrong.
@@ -427,28 +422,20 @@ class Trainer(Recipe):
             raise RuntimeError(
                 "this trainer trains in the background already. Call stop(...) and join() of the handle that start() returned."
             )
-        return given_by(override, resume)
+        return Part(self, resume, given_by(override, resume), strict, replay, loop)
 
-    def _train(
-        self,
-        resume: bool | str | PathLike[str],
-        given: Settings,
-        *,
-        strict: bool = False,
-        replay: bool = False,
-        begun: Callable[[Session], object] = lambda session: None,
-    ) -> Run:
+    def _train(self, part: Part, begun: Callable[[Session], object] = lambda session: None) -> Run:
         """Carry out a run. `begun` is called with its session.
 
         A run that goes back to a checkpoint has another part, with a session of its own.
         """
-        part: bool | str | PathLike[str] | GoBack | None = resume
-        while part is not None:
-            with Part(self, part, given, strict=strict, replay=replay) as training:
+        while True:
+            with part as training:
                 begun(training.session)
                 self._do_steps(training)
-            part = training.session.sync.requests.back
-        return self.run
+            if (back := training.session.sync.requests.back) is None:
+                return self.run
+            part = replace(part, resume=back)
 
     def _do_steps(self, training: Training) -> None:
         """Do the steps of a run."""
@@ -467,8 +454,3 @@ class Trainer(Recipe):
     def _hooks(self) -> Hooks:
         self.callbacks: list[BaseCallback] = adapted_list(self.callbacks)  # with those of other systems that were added to it
         return super()._hooks()
-
-
-def _notebook_view(run: Run) -> str:
-    shown: str = import_module("cadenza.report.small").small(run)  # imported here: few runs are in a notebook
-    return shown

@@ -17,7 +17,6 @@ from cadenza import Callback, Run, Trainer, load_weights, on
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointError, CheckpointMismatchError, StateError
 from cadenza.files.disk import Unflushed
 from cadenza.hooks.dispatch import hooks_of
@@ -199,7 +198,7 @@ class SlowFiles(LocalFiles):
 class Slow(Checkpoint):
     def on_setup(self, run: Run) -> None:
         super().on_setup(run)
-        self.store.files = self.files = SlowFiles(session_of(run).checkpoints_directory or Path())
+        self.store.files = self.files = SlowFiles((run.info.directory or Path()) / "checkpoints")
 
 
 def test_the_training_goes_on_while_a_checkpoint_is_written_and_it_holds_what_was_then(tmp_path: Path) -> None:

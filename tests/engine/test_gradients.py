@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, StopOnNonFinite, Warmup
-from cadenza.engine.accumulating import checked_accumulate
+from cadenza.engine.arguments import checked_accumulate
 from cadenza.errors import CheckpointMismatchError
 from cadenza.records import read_decisions
 from cadenza.status.accumulation import Accumulation

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cadenza import Callback, Run, attach, on
 from cadenza.callbacks import Alert, Checkpoint, Evaluate, FindLearningRate, LogTraining, Recover, StopOnNonFinite
-from cadenza.engine.loss_check import LossBuffer, StepLoss
+from cadenza.engine.metric_log import LossBuffer, StepLoss
 from cadenza.profiling.host_reads import observed_reads
 from cadenza.status.decisions import Decision
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
@@ -186,7 +186,7 @@ def test_a_step_of_weight_0_has_no_loss_and_one_warning_says_so(
     on_device: bool, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if on_device:  # such weights are not read in a step
-        monkeypatch.setattr("cadenza.engine.window.number_on_host", lambda weight: None)
+        monkeypatch.setattr("cadenza.engine.step_state.number_on_host", lambda weight: None)
     seen, alerts = list[float](), list[Any]()
     look = on(Callback.on_step_end)(lambda run: seen.append(float(cast("Tensor", run.loss))))
     run = tiny_run(

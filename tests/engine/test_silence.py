@@ -12,9 +12,9 @@ import torch
 from cadenza import Callback, Run, on
 from cadenza.drivers.group import Tree
 from cadenza.drivers.posts import Waits
+from cadenza.engine.error_context import whereabouts
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.shared_sync import Silence
-from cadenza.engine.whereabouts import whereabouts
 from cadenza.testing import launch, tiny_run
 from tests.waiting import until
 

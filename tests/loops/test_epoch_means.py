@@ -12,8 +12,8 @@ from torch import nn
 
 from cadenza import Callback, Run, Trainer, attach, on
 from cadenza.callbacks import Checkpoint, Derive, LogTraining
+from cadenza.engine.interval_means import EpochMeans
 from cadenza.errors import CallbackError
-from cadenza.loops.epoch_means import EpochMeans
 from cadenza.testing import Recorder, launch, tiny_run, tiny_trainer
 from tests.callbacks.test_interval_means import LOSSES, WEIGHTS, mean, numbered, scripted
 from tests.distributed.parts import driver

@@ -115,7 +115,7 @@ def test_no_step_reads_a_tensor_on_the_host(setting: str, callbacks: Function[[]
     assert len(so_far) >= 5
     seen = waits.seen[so_far[0] : so_far[-1]]
     if setting == "weighted by a tensor":  # one on the host is read; that one on a device is not, is tested on a GPU
-        seen = [one for one in seen if " at cadenza.engine.window:" not in one]
+        seen = [one for one in seen if " at cadenza.engine.step_state:" not in one]
     assert seen == []
 
 

@@ -26,7 +26,7 @@ from cadenza.drivers.base import Reduction
 from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.group import Tree
 from cadenza.drivers.posts import Post, Posts, Waits, culprit, interval
-from cadenza.engine.rank_checks import check_alike
+from cadenza.engine.start_checks import check_alike
 from cadenza.errors import DistributedError
 from cadenza.profiling.timings import CallbackTime, PhaseTime, Timings
 from cadenza.testing import launch

@@ -129,7 +129,8 @@ class Checkpoint(Callback):
         return [f"a result better than {best.name!r} = {best.best:.6g} is saved too" for best in self.monitors]
 
     def on_setup(self, run: Run) -> None:
-        folder = self.directory or session_of(run).checkpoints_directory
+        directory = run.info.directory
+        folder = self.directory or (directory and directory / "checkpoints")
         if folder is None:
             raise ValueError("Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)")
         branch = session_of(run).branch

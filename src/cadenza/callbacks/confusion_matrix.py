@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from cadenza.engine.outputs import predictions_in, targets_in
+from cadenza.engine.objective import predictions_in, targets_in
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least_or_none

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cadenza.engine.session import session_of
+from cadenza.engine.step_state import derived_of
 from cadenza.errors import OutputError
 from cadenza.hooks.moments import Callback
 from cadenza.run import Run
@@ -35,6 +35,6 @@ class Derive(Callback):
 
     def on_setup(self, run: Run) -> None:
         for name, function in self.values.items():
-            if name in session_of(run).step.derived:
+            if name in derived_of(run):
                 raise OutputError(f"two Derive callbacks define {name!r}. Give one of the two another name.")
-            session_of(run).step.derived[name] = function
+            derived_of(run)[name] = function

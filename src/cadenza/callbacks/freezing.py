@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cadenza.drivers.matching import named_matches
-from cadenza.engine.session import session_of
+from cadenza.engine.module_flags import module_flags_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
@@ -91,7 +91,7 @@ class Freeze(Callback):
         for group in self.groups:
             if group.until is None or not group.until.reached(run.progress):
                 group.hold()
-                session_of(run).module_flags.expect(group.parts(), on=False)
+                module_flags_of(run).expect(group.parts(), on=False)
                 decide(run, "frozen", str(group), data=group.data())
         if not any(parameter.requires_grad for parameter in parameters_of(run.optimizers)):
             names = ", ".join(group.what for group in self.groups)
@@ -112,7 +112,7 @@ class Freeze(Callback):
         others = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Freeze)]
         still = {id(part) for one in others for group in one.groups if group.held for part in group.parts()}
         for group in groups:
-            session_of(run).module_flags.expect(group.release(still), on=True)
+            module_flags_of(run).expect(group.release(still), on=True)
 
 
 def freeze(*modules: Part, batch_norm: bool = True) -> list[nn.Parameter]:

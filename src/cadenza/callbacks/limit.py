@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cadenza.engine.session import Loops, session_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least_or_none
 from cadenza.hooks.order import Phase
@@ -39,7 +38,7 @@ class Limit(Callback):
 
     def on_setup(self, run: Run) -> None:
         if self.train is not None:
-            if session_of(run).loop is Loops.ATTACHED:
+            if not run.progress.has_epochs:
                 raise ValueError(
                     f"Limit(train={self.train}) limits the batches of a loader, and a loop of cadenza.attach(...) has none. "
                     "Give attach(max_steps=...), and Limit(evaluation=...) for evaluations."

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cadenza.engine.interval_means import IntervalMeans
-from cadenza.engine.session import session_of
+from cadenza.engine.step_state import is_discarded
 from cadenza.engine.tally import IntervalMetrics
 from cadenza.engine.throughput import Throughput, checked_parts
 from cadenza.hooks.dispatch import hooks_of
@@ -16,6 +16,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule, Until
 from cadenza.hooks.subscription import periodic
 from cadenza.loading.metrics import Metrics, by_name, check_state
+from cadenza.optim.rates import rates_of
 from cadenza.status.outputs import Outputs
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ class LogTraining(Callback):
         return inner(own)
 
     def on_setup(self, run: Run) -> None:
-        self._means = IntervalMeans(session_of(run), self.outputs)
+        self._means = IntervalMeans(run, self.outputs)
         if self.metrics:
-            self._tally = IntervalMetrics(session_of(run), self._given_metrics, self.prefix)
+            self._tally = IntervalMetrics(run, self._given_metrics, self.prefix)
         if self.throughput:
             self._speed = Throughput(run, self.throughput, self.flops, self.peak_flops)
 
@@ -124,13 +125,13 @@ class LogTraining(Callback):
 
     def log(self, run: Run) -> None:
         """Log now. Every rank must call this, because the loss is a mean over all ranks."""
-        prefix, session = self.prefix, session_of(run)
+        prefix = self.prefix
         if self._means is not None:
-            self._means.log(session, prefix)
+            self._means.log(run, prefix)
             self._means.begin(run.progress.step)
         values: dict[str, Any] = {} if self._tally is None else {**self._tally.take()}
         if self.lr:
-            rates = session.rates.of(run)
+            rates = rates_of(run).of(run)
             for index, rate in enumerate(rates):
                 values[f"{prefix}/lr/{index}" if len(rates) > 1 else f"{prefix}/lr"] = rate
         if self._speed is not None:
@@ -151,7 +152,7 @@ class LogTraining(Callback):
 
     def _take_over(self, run: Run, checkpoint: Any) -> None:
         if self._means is not None:
-            self._means.take_over(session_of(run), hooks_of(run).name_of(self), checkpoint)
+            self._means.take_over(run, hooks_of(run).name_of(self), checkpoint)
         if self._tally is not None and len(checkpoint.by_rank) != run.driver.world_size:
             self._tally.begin()
 
@@ -160,12 +161,11 @@ class LogTraining(Callback):
 
     def _add_step(self, run: Run) -> None:
         """Add the outputs of a step that has no batches: a loop of ``cadenza.attach`` may not say where they are."""
-        if not session_of(run).step.last_window.seen:
+        if not run.window.seen:
             self._add(run, None, run.outputs, run.progress.step)
 
     def _add(self, run: Run, batch: Any, outputs: Outputs, step: int) -> None:
-        session = session_of(run)
-        if session.step.discarded or self._means is None:
+        if is_discarded(run) or self._means is None:
             return
         self._means.add(outputs, self.outputs, step)
         if self._tally is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cadenza.engine.outputs import on_host
+from cadenza.engine.objective import on_host
 from cadenza.hooks.moments import Callback
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from cadenza.engine.outputs import predictions_in, targets_in
+from cadenza.engine.objective import predictions_in, targets_in
 from cadenza.errors import DataError, nearest
 from cadenza.files.paths import local_text
 from cadenza.hooks.moments import Callback

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cadenza.engine import accumulating
+from cadenza.engine.arguments import check_changes, checked_numbers, units_of_changes
 from cadenza.engine.session import session_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
@@ -53,7 +53,7 @@ class SequenceLength(Callback, Compared):
     ) -> None:
         if isinstance(lengths, Mapping) and not {0, "0"} & {*lengths}:
             raise ValueError(f"lengths must say the length at the start, such as {{0: 128, ...}}; got {dict(lengths)}")
-        self.lengths: int = accumulating.checked_numbers("lengths", lengths)
+        self.lengths: int = checked_numbers("lengths", lengths)
         self.keys: tuple[str | int, ...] | None = None if keys is None else tuple(keys)
         if isinstance(keys, str):
             raise TypeError(f"keys must be a list of keys, such as ({keys!r},); got {keys!r}")
@@ -62,8 +62,8 @@ class SequenceLength(Callback, Compared):
         """The length of the last batch."""
 
     def on_setup(self, run: Run) -> None:
-        accumulating.check("SequenceLength", self.lengths, run.progress)
-        session_of(run).sync.depends_on(accumulating.units_of(self.lengths, run.progress))
+        check_changes("SequenceLength", self.lengths, run.progress)
+        session_of(run).sync.depends_on(units_of_changes(self.lengths, run.progress))
         self.now = None
 
         def cut(batch: Any) -> Any:

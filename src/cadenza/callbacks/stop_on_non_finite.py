@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from cadenza.engine.outputs import checked_loss
+from cadenza.engine.objective import checked_loss
 from cadenza.engine.session import session_of
 from cadenza.engine.statistics import Statistics
 from cadenza.errors import NonFiniteError

@@ -12,7 +12,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Until
-from cadenza.optim.rates import RunUnit, length_of, optimizer_of
+from cadenza.optim.rates import RunUnit, length_of, optimizer_of, rates_of
 from cadenza.optim.settings import Compared
 from cadenza.status.progress import Progress
 
@@ -101,7 +101,7 @@ class Warmup(Callback, Compared):
         def factor(step: int) -> float:
             return self.factor(run.progress.tokens if self.unit == "token" else step)
 
-        session_of(run).rates.factors.setdefault(self.optimizer, []).append(factor)
+        rates_of(run).factors.setdefault(self.optimizer, []).append(factor)
 
     def on_fit_start(self, run: Run) -> None:
         if self.count is None:  # otherwise it is restored
@@ -111,15 +111,15 @@ class Warmup(Callback, Compared):
     def _scale_rates(self, run: Run) -> None:
         optimizer = run.optimizers[self.optimizer]
         if any(optimizer is one for one in session_of(run).step.updating):
-            session_of(run).rates.apply(self.optimizer, optimizer, run.progress.step + 1)
+            rates_of(run).apply(self.optimizer, optimizer, run.progress.step + 1)
 
     def _put_rates_back(self, run: Run) -> None:
-        session_of(run).rates.put_back(self.optimizer)
+        rates_of(run).put_back(self.optimizer)
         if self.unit == "token" and self.count is not None and run.progress.tokens > self.count:
             self._last_step = 0.0
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        session_of(run).rates.put_back(self.optimizer)  # if the update itself failed
+        rates_of(run).put_back(self.optimizer)  # if the update itself failed
 
     def _count_in(self, run: Run) -> tuple[float, RunUnit]:
         if isinstance(self.length, float):

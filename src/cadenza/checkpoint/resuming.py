@@ -18,11 +18,11 @@ from cadenza.checkpoint.snapshot import check_whole
 from cadenza.checkpoint.starting import Start, chosen, none_to_continue
 from cadenza.checkpoint.store import Loaded
 from cadenza.checkpoint.store.link_names import LAST
-from cadenza.engine import lost_directory, rank_checks
+from cadenza.engine import lost_directory
 from cadenza.engine.course import Beginning
 from cadenza.engine.plan import argument_changes, plan_changes
 from cadenza.engine.session import Session
-from cadenza.engine.start_checks import tell
+from cadenza.engine.start_checks import main_only, tell
 from cadenza.errors import CheckpointError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.held_weights import ReplacesWeights
@@ -147,7 +147,7 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
     loaded = start.loaded
     assert loaded is not None, "only a run that continues is restored"
     snapshot.restore(session, loaded, strict=strict)
-    kept = rank_checks.main_only(session.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
+    kept = main_only(session.driver, lambda: [] if directory is None else _take_rows(directory, start, loaded))
     session.decide("resumed", f"at {loaded.name}", who="the trainer", data={"checkpoint": loaded.name})
     if session.advises:
         now, ago = session.progress.now(), clock(max(0.0, time.time() - loaded.manifest.get("time", 0)))

@@ -18,7 +18,7 @@ from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.checkpoint.store.content import JoinedFiles
 from cadenza.checkpoint.store.state_fields import check_moments
 from cadenza.drivers.sharding import is_sharded, laid_out, local, optimizer_laid_out
-from cadenza.engine import accumulating
+from cadenza.engine.arguments import plain_accumulate
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import CadenzaError, CheckpointMismatchError, StateError
 from cadenza.loading.rng import RNGState
@@ -311,7 +311,7 @@ def config_of(session: Session) -> dict[str, Any]:
         "model": {name: list(value.shape) for name, value in weights.items() if isinstance(value, Tensor)},
         "optimizers": [type(optimizer).__name__ for optimizer in session.optimizers],
         "parameter groups": [[len(group["params"]) for group in optimizer.param_groups] for optimizer in session.optimizers],
-        "accumulate": accumulating.plain(session.accumulate),
+        "accumulate": plain_accumulate(session.accumulate),
         "precision": session.precision.name,
         "batches an epoch": session.progress.batches_said,
         "seed": session.seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from cadenza.drivers.base import Driver
 from cadenza.drivers.materializing import tensors_of
 from cadenza.engine.objective import supervised
-from cadenza.engine.rank_checks import main_only
 from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
-from cadenza.files.new_directory import NewDirectory
 from cadenza.files.paths import local_path
+from cadenza.hooks.counting import kept
+from cadenza.hooks.length import Length
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule
@@ -34,6 +34,7 @@ from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.precision import check_precision
 from cadenza.optim.rates import is_counted
 from cadenza.optim.settings import Settings
+from cadenza.status.accumulation import Accumulation, Change, Limits
 from cadenza.status.counting import counted
 from cadenza.status.progress import Progress
 from cadenza.status.shown import brief
@@ -54,13 +55,6 @@ def absolute_folder(directory: str | os.PathLike[str] | None) -> Path | None:
             f"Checkpoint(directory={os.fspath(directory)!r}) for the checkpoints."
         )
     return local_path(directory).absolute()
-
-
-def run_directory(directory: str | os.PathLike[str] | NewDirectory | None, driver: Driver) -> Path | None:
-    """Return the absolute path of the run directory. The main process names a new one; every rank must call this then."""
-    if not isinstance(directory, NewDirectory):
-        return absolute_folder(directory)
-    return Path(driver.broadcast(main_only(driver, lambda: str(directory.make()))))
 
 
 def made_model(given: object, seed: int | None) -> Any:
@@ -310,3 +304,94 @@ def _sizes(loader: Any) -> str:
         f"a DataLoader with {counted(length_of(loader.dataset) or 0, 'sample')}, batch_size={loader.batch_size} and "
         f"drop_last={loader.drop_last}. Lower the batch size or set drop_last=False."
     )
+
+
+# -- batches in a step: ``accumulate=`` ------------------------------------------------------------
+
+
+POINTS = '2000 (steps), "2000 steps", "3 epochs", "0.5 epoch", "500 batches", "50000 samples", "1e9 tokens", "50%"'
+"""The forms of a point, for messages."""
+
+
+Accumulate = int | Mapping[int | str, int]
+"""Batches in a step: a number, or a mapping of points of the run to numbers, such as ``{0: 1, "2000 steps": 4}``."""
+
+
+def checked_accumulate(accumulate: object, step_fn: object) -> int:
+    """Return the number of batches in a step; an `Accumulation` if it changes during the run.
+
+    Raises:
+        TypeError: It is neither a whole number nor a mapping of points to whole numbers.
+        ValueError: A number is below 1, points are not in order, or a ``step_fn`` accumulates itself.
+        ScheduleError: A point cannot be read.
+
+    >>> checked_accumulate({0: 1, "2000 steps": 4, "50%": 8}, None)
+    {'0': 1, '2000 steps': 4, '50%': 8}
+    """
+    if isinstance(accumulate, Accumulation):
+        checked: int = accumulate
+    else:
+        checked = checked_numbers("accumulate", accumulate)
+    if step_fn is not None and checked != 1:
+        raise ValueError(f"a step_fn does its own accumulation: expected accumulate=1; got {accumulate}")
+    return checked
+
+
+def checked_numbers(name: str, given: object) -> int:
+    """Return a whole number, at least 1; an `Accumulation` if it changes at points of the run."""
+    if not isinstance(given, Mapping):
+        return checked_length(name, given)
+    first, changes = 1, list[Change]()
+    for point, value in given.items():
+        batches = checked_length(f"{name}[{point!r}]", value)
+        if point in (0, "0"):
+            if changes:
+                raise ValueError(f"{name} must have its points in order, 0 first; got {dict(given)}")
+            first = batches
+        else:
+            changes.append(_change(point, batches))
+    for earlier, later in pairwise(changes):
+        if earlier.unit == later.unit and earlier.count >= later.count:
+            raise ValueError(f"{name} must have its points in order; got {earlier.text!r} before {later.text!r}")
+    return Accumulation(first, changes) if changes else first
+
+
+def _change(point: object, batches: int) -> Change:
+    """Read a point of the run."""
+    length = Length.parse(point, POINTS).of("step")
+    if not kept(length.unit):
+        raise ScheduleError(f"{point!r} is no point of a run that is the same after a resume. Use one of: {POINTS}")
+    return Change(length.count, length.unit, batches, str(length.text))  # type: ignore[arg-type]
+
+
+def plain_accumulate(accumulate: Any) -> Any:
+    """Return an `Accumulation` as plain data, numbers by the text of their point; anything else unchanged."""
+    return accumulate.plain() if isinstance(accumulate, Accumulation) else accumulate
+
+
+def units_of_changes(accumulate: int, limits: Limits) -> set[str]:
+    """Return the units of the points at which the number of batches in a step changes."""
+    units: set[str] = {one.unit for one in accumulate.changes} if isinstance(accumulate, Accumulation) else set()
+    return units | {"token"} if "%" in units and limits.max_tokens is not None else units
+
+
+def check_changes(name: str, accumulate: int, limits: Progress) -> None:
+    """Raise `ValueError` for a point that needs a loader of known length."""
+    for change in accumulate.changes if isinstance(accumulate, Accumulation) else ():
+        if change.unit == "epoch" and change.count != int(change.count) and limits.batches_per_whole_epoch is None:
+            raise ValueError(
+                f"{name} changes at {change.text!r}, which needs a loader that knows its length (has __len__); this one "
+                'does not. Use "steps", "batches" or "samples".'
+            )
+
+
+def useless_changes(accumulate: int, limits: Progress) -> Iterator[str]:
+    """Yield a warning for each change that the run is too short for."""
+    for change in accumulate.changes if isinstance(accumulate, Accumulation) else ():
+        if change.unit in ("step", "batch", "epoch"):
+            total = limits.total(change.unit, accumulate)
+            if total is not None and change.count >= total:
+                yield (
+                    f"accumulate={change.batches} from {change.text} on never takes effect: the run ends after "
+                    f"{counted(total, change.unit)}"
+                )

@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from cadenza.engine import accumulating
+from cadenza.engine.arguments import units_of_changes
 from cadenza.errors import MissingExtraError, ScheduleError
 from cadenza.hooks.counting import COUNTERS, exchanged
 from cadenza.hooks.dispatch import Hooks
@@ -203,7 +203,7 @@ def calendar_of(
     """
     end = _end(progress, accumulate, until)
     scheduled = [one for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None]
-    changes = accumulating.units_of(accumulate, progress)
+    changes = units_of_changes(accumulate, progress)
     units = changes | {length.unit for one in scheduled if one.schedule for length in one.schedule.lengths}
     samples = sizes() if begins.sized and "sample" in units else None
     known: dict[Moment, list[Listener]] = {}

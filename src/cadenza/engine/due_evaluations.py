@@ -119,11 +119,11 @@ class DueEvaluations:
             del self._waiting[0]
         return True
 
-    def take_up(self, session: Session, settle: Callable[[], None]) -> None:
-        """After a resume, run the evaluations that were still due: `settle` does so, then the rest of their boundary."""
+    def take_up(self, session: Session) -> bool:
+        """After a resume, make the evaluations due again that were so. Return whether their boundary is to be reached."""
         saved, self.state = self.state, None
         if saved is None:
-            return
+            return False
         held = moved({name: saved[name] for name in ("losses", "weights")}, session.device)
         session.step.last_window.losses, session.step.last_window.weights = held["losses"], held["weights"]
         session.metrics.buffer.put_numbers(saved["numbers"])
@@ -138,7 +138,7 @@ class DueEvaluations:
                     f"{name} was evaluating when the run was interrupted, but is no longer in callbacks. Its evaluation is not "
                     "repeated"
                 )
-        settle()
+        return True
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
         """Take the state of a checkpoint, for `take_up`."""

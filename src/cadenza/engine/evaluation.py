@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from cadenza.engine.due_evaluations import EvaluationInterrupted
-from cadenza.engine.error_context import described, explained
-from cadenza.engine.monitor_checks import check_reported, reports_nothing
+from cadenza.engine.error_context import described, explained, whereabouts
+from cadenza.engine.monitor import check_reported, reports_nothing
 from cadenza.engine.session import Session
-from cadenza.engine.tally import tally_of
-from cadenza.engine.whereabouts import whereabouts
+from cadenza.engine.tally import Tally
 from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
@@ -129,7 +128,7 @@ def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
     evaluation.results, evaluation.complete, evaluation.batch = {}, False, 0
     with undisturbed(session), session.hooks.ending(Callback.on_eval_end, session.run, evaluation):
         session.hooks.on_eval_start(session.run, evaluation)
-        tally = tally_of(session, evaluation)
+        tally = Tally(session.driver, evaluation)
         each_batch(session, evaluation, tally.add)
         evaluation.results = tally.results()
         record_evaluated(session, evaluation)
@@ -161,7 +160,7 @@ def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:
     trial = evaluation.trial(batches * session.driver.data_world_size)
     with undisturbed(session), session.hooks.ending(Callback.on_sanity_end, session.run, trial):
         session.hooks.on_sanity_start(session.run, trial)
-        tally, computed = tally_of(session, trial), computing(session, trial)
+        tally, computed = Tally(session.driver, trial), computing(session, trial)
         for batch, own in batches_of(session, trial):
             outputs = computed(batch)
             if own:

@@ -1,22 +1,30 @@
-"""Means of the loss and of other outputs over the batches since the last record."""
+"""Means of the loss and of other outputs over the batches since the last record, and over each epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from cadenza.drivers.sharding import is_sharded
-from cadenza.engine.loss_check import EVERY, KeptLosses, LossBuffer, StepLoss, weighted_total
-from cadenza.engine.session import Session
+from cadenza.engine.metric_log import EVERY, KeptLosses, LossBuffer, StepLoss, weighted_total
+from cadenza.engine.session import session_of
+from cadenza.engine.step_state import is_discarded
 from cadenza.engine.tally import NOT_AVERAGED
+from cadenza.hooks.dispatch import checked, hooks_of
+from cadenza.hooks.listener import Listener, inner
+from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.records.scalars import as_numbers, host_number, weighted_sum
 from cadenza.status.outputs import Outputs
 from cadenza.status.shown import brief
 from cadenza.status.tensor_parts import is_array
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 _NO_MEANS = NOT_AVERAGED | {"loss"}  # the loss is that of the steps
 
@@ -30,11 +38,12 @@ class IntervalMeans:
     Batches count by the output ``weight``, or as one. Skipped batches and those of weight 0 do not count.
 
     Args:
-        session: The session of the run.
+        run: The run.
         names: The outputs.
     """
 
-    def __init__(self, session: Session, names: Iterable[str] = ()) -> None:
+    def __init__(self, run: Run, names: Iterable[str] = ()) -> None:
+        session = session_of(run)
         self._losses = ref(session.metrics.losses.buffer)  # a callback keeps no part of a run that is over
         self._records = session.metrics.buffer
         self.since: int = session.progress.step
@@ -61,9 +70,9 @@ class IntervalMeans:
                 )
             self._mean(name).add(step, number, dict.get(outputs, "weight"))
 
-    def add_all(self, session: Session, outputs: Outputs, step: int) -> None:
+    def add_all(self, run: Run, outputs: Outputs, step: int) -> None:
         """Add all numbers that ``compute_loss`` returned for a batch that belongs to `step`, but those with another meaning."""
-        if session.step.discarded:
+        if is_discarded(run):
             return
         weight, means = dict.get(outputs, "weight"), self._means
         for name, value in outputs.items():
@@ -79,11 +88,11 @@ class IntervalMeans:
         """Return the names in records under which a hook of this rank has logged numbers."""
         return self._records.logged_by_hooks(f"{prefix}/{name}" for name in self._means)
 
-    def log(self, session: Session, prefix: str, left_out: Collection[str] = ()) -> None:
+    def log(self, run: Run, prefix: str, left_out: Collection[str] = ()) -> None:
         """Add the means to the record of this step; none where no batch counts. Every rank must call this."""
         for name, mean in self._means.items():
-            is_step = name == "loss" and session.progress.step == self.since + 1
-            total, weight = _of_step(session) if is_step else mean.sums()
+            is_step = name == "loss" and run.progress.step == self.since + 1
+            total, weight = _of_step(run) if is_step else mean.sums()
             if (isinstance(weight, Tensor) or weight) and f"{prefix}/{name}" not in left_out:
                 self._records.add_mean(f"{prefix}/{name}", total, weight)
 
@@ -105,22 +114,22 @@ class IntervalMeans:
         for name, sums in state.get("sums", {}).items():
             self._mean(name).add_sums(*sums)
 
-    def take_over(self, session: Session, callback: str, checkpoint: Any) -> None:
+    def take_over(self, run: Run, callback: str, checkpoint: Any) -> None:
         """Continue the interval of a checkpoint; if another number of ranks wrote it, with the sums of all on the first rank.
 
         Args:
-            session: The session of the run.
+            run: The run.
             callback: The name of the callback that has the means.
             checkpoint: What ``on_load`` receives.
         """
         by_rank = checkpoint.by_rank
         self.since = by_rank[0].get("callbacks of the rank", {}).get(callback, {}).get("since", 0)
-        if len(by_rank) == session.driver.world_size:
+        if len(by_rank) == run.driver.world_size:
             return
         self.begin(self.since)
         states = [one.get("callbacks of the rank", {}).get(callback, {}) for one in by_rank]
         together = max(1, len(states) // checkpoint.state["config"].get("ranks", 1))
-        for state in states[::together] if session.driver.data_rank == 0 else ():
+        for state in states[::together] if run.driver.data_rank == 0 else ():
             self.load_state_dict(state)
 
     def _is_mean(self, name: object, outputs: Outputs) -> bool:
@@ -201,8 +210,9 @@ class _Mean:
             self._weight += weight
 
 
-def _of_step(session: Session) -> Sums:
+def _of_step(run: Run) -> Sums:
     """Return the loss of the last step, equal to ``run.loss`` to the bit, with the weight 1. Every rank must call this."""
+    session = session_of(run)
     loss, weight = session.sync.loss_to_log(), session.step.last_window.total
     if loss is None or not (isinstance(weight, Tensor) or weight):
         return 0.0, 0.0
@@ -229,3 +239,77 @@ def _sums_on_device(kept: Sequence[KeptLosses]) -> Sums:
         return numbers.sum(), len(losses)
     factors = as_numbers(like, [weight for _, own, weights, _ in kept for weight in weights or [1.0] * len(own)])
     return weighted_sum(numbers, factors), factors.sum()
+
+
+# -- the means of each epoch, in a run without a `LogTraining` -------------------------------------
+
+
+class EpochMeans(Callback):
+    """Log the means of the loss and of all other numbers in the outputs, at the end of each epoch and of the run.
+
+    A name under which a hook logs numbers is left out. If the run ends inside of an epoch and continues later, the next means
+    are those of the whole epoch.
+    """
+
+    _reads_totals = False
+    each_rank: bool = True
+    name: str | None = "LogTraining"
+
+    logs_training = True
+
+    def __init__(self) -> None:
+        self._means: IntervalMeans | None = None
+        self._replaced: set[str] = set()
+
+    def __repr__(self) -> str:
+        return "LogTraining('1 epoch')"
+
+    def listeners(self) -> list[Listener]:
+        own = [Listener(Callback.on_setup, self._begin), Listener(Callback.on_load, self._take_over)]
+        own += [Listener(Callback.on_batch_end, self._add_batch, asks=False)]
+        # All ranks are there, and a save at the last step can wait for this record.
+        return [*inner(own), Listener(Callback.on_epoch_end, self._end_epoch, note="every epoch, added", asks=False)]
+
+    def _begin(self, run: Run) -> None:
+        self._means, self._replaced = IntervalMeans(run, ["loss"]), set()
+
+    def _add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
+        if len(outputs) > 1 and self._means is not None:  # else it is the loss
+            self._means.add_all(run, outputs, run.progress.step + 1)
+
+    def _end_epoch(self, run: Run) -> None:
+        session, means = session_of(run), self._means
+        if means is None or session.hooks.unwinding is not None or session.sync.requests.back is not None:
+            return
+        self._replaced.update(means.logged_by_hooks("train"))
+        if session.sync.together:
+            self._replaced.update(chain(*session.driver.gather(sorted(self._replaced))))
+        means.log(run, "train", self._replaced)
+        if not run.progress.batch_in_epoch:  # else the run ends here, and may continue in this epoch
+            means.begin(run.progress.step)
+
+    def _take_over(self, run: Run, checkpoint: Any) -> None:
+        if self._means is not None:
+            self._means.take_over(run, hooks_of(run).name_of(self), checkpoint)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._means is None:
+            return {}
+        replaced = self._replaced.union(self._means.logged_by_hooks("train"))
+        state = self._means.state_dict()
+        return state | ({"replaced": sorted(replaced)} if replaced else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._replaced = {*state.get("replaced", ())}
+        if self._means is not None:
+            self._means.load_state_dict(state)
+
+
+def with_epoch_means(callbacks: Sequence[BaseCallback], loader: object) -> list[BaseCallback]:
+    """Return the callbacks, with the means of each epoch before them unless one of them logs the training.
+
+    A loop of ``cadenza.attach`` has no epochs.
+    """
+    given = checked(callbacks)  # before their positions change
+    logged = any(getattr(one, "logs_training", False) for one in given)
+    return given if logged or not getattr(loader, "has_epochs", True) else [EpochMeans(), *given]

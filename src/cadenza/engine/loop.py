@@ -6,20 +6,22 @@ The moments are those of `Callback`.
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
-from cadenza.engine import accumulating, data_points, loader_length
+from cadenza.engine import training_data
 from cadenza.engine.error_context import explain
 from cadenza.engine.session import UNDER_WAY, Session
 from cadenza.engine.updating import backward, drop_gradients, finish_window
 from cadenza.engine.verbs import OF_LOOP, Verbs
 from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
-from cadenza.run import Run
 from cadenza.status.decisions import Outcome
 from cadenza.status.requests import RESUMABLE
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 END: Any = object()  # what `fetch` returns when the loader has no more batches
 OVER, RUN, EPOCH, BETWEEN, STEP, BATCH = range(6)
@@ -66,8 +68,7 @@ class Training:
     def begin(self) -> None:
         """Fire ``on_fit_start``, and restore what the hooks must not change before the first step."""
         session = self.session
-        accumulating.begin(session)
-        data_points.begin(session)
+        training_data.begin(session)
         session.hooks.measure(session.progress)
         session.module_flags.begin(session.driver, session.model, session.decide)
         session.hooks.on_fit_start(self.run)
@@ -77,8 +78,8 @@ class Training:
         if not session.progress.batch_in_epoch:  # inside an epoch the RNG state is restored when its loader is open
             session.restored.take_rng_state()
         session.due.run_first(session)
-        if not session.cursor.in_epoch:
-            session.due.take_up(session, session.leave_epoch)
+        if not session.cursor.in_epoch and session.due.take_up(session):
+            self._leave_epoch()
 
     # -- what comes next ---------------------------------------------------------------------------
 
@@ -156,7 +157,8 @@ class Training:
             cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
         self.session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
         self.open = BETWEEN
-        self.session.due.take_up(self.session, self.session.reach_boundary)
+        if self.session.due.take_up(self.session):
+            self.session.reach_boundary()
 
     def begin_step(self) -> None:
         """Fire ``on_step_start``."""
@@ -181,10 +183,9 @@ class Training:
             cursor.exhausted = True
             if not session.progress.batch_in_epoch:
                 del batch  # the note on the error describes a batch
-                raise DataError(loader_length.no_batches(session.progress))
+                raise DataError(training_data.no_batches(session.progress))
             return END
-        if session.tokens is not None:
-            session.sync.tokens.read(batch)
+        session.sync.read_tokens(batch)
         return session.driver.to_device(batch)
 
     def take(self, batch: Any) -> None:
@@ -213,18 +214,54 @@ class Training:
         if session.step_fn is None:
             finish_window(session)
         session.step.finish()
-        session.finish_step()
+        self.count_step()
         self.open = BETWEEN
         session.hooks.on_step_end(self.run)
 
+    def count_step(self) -> None:
+        """Count the step."""
+        session, progress = self.session, self.session.progress
+        progress.finish_step()
+        session.metrics.losses.end_step()
+        if progress.step >= session.step.next_change:
+            training_data.change_windows(session)
+
     def _end_steps(self) -> None:
         """Count the epoch if it is whole."""
-        session = self.session
-        session.take_stop()
-        loader_length.check(session)
-        session.finish_epoch()
-        data_points.look(session)
+        self.take_stop()
+        training_data.check_length(self.session)
+        self.count_epoch()
+        training_data.note_point(self.session)
         self.open = EPOCH
+
+    def take_stop(self) -> None:
+        """Call ``on_stop``, once, if a stop was requested."""
+        session = self.session
+        sync = session.sync
+        sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
+        session.metrics.deliver(self.run, wait=False)  # nor its record have been complete
+        stop = sync.take_stop()
+        if stop is not None and session.outcome is None:
+            session.end(Outcome(sync.requests.kind, stop.why))
+            if sync.requests.back is None:
+                session.hooks.on_stop(self.run, stop.why)
+
+    def count_epoch(self) -> None:
+        """Count the epoch if it is whole: all batches seen, or ended on request; and no evaluation before its end is due.
+
+        A run that a limit ends inside an epoch is saved now, as at a stop: a longer run continues in this epoch.
+        """
+        session, progress, cursor = self.session, self.session.progress, self.session.cursor
+        if session.due.state is not None:
+            return
+        if cursor.exhausted or session.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
+            progress.finish_epoch()
+            training_data.change_windows(session)
+            session.hooks.measure(progress)
+            cursor.at_boundary = False  # until the hooks of on_epoch_end are called
+        elif session.outcome is None:
+            for saver in session.savers:
+                saver.request("the end of the run")
 
     def end_epoch(self) -> None:
         """End the open epoch, and all in it."""
@@ -236,7 +273,15 @@ class Training:
             session.cursor.leave_epoch()
             self.open = RUN
             session.hooks.on_epoch_end(self.run)
-            session.leave_epoch()
+            self._leave_epoch()
+
+    def _leave_epoch(self) -> None:
+        """Reach the boundary after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
+        session = self.session
+        session.due.run(session)
+        session.sync.requests.drop_epoch()
+        session.metrics.losses.end_epoch()
+        session.reach_boundary()
 
     # -- its end -----------------------------------------------------------------------------------
 
@@ -256,7 +301,7 @@ class Training:
         """End the open epoch, and set how the run ended."""
         session = self.session
         self.end_epoch()
-        session.take_stop()
+        self.take_stop()
         session.end(session.metrics.losses.ended(session.outcome or Outcome("finished", "the limit is reached")))
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

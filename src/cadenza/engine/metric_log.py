@@ -1,23 +1,33 @@
-"""Logged values, from ``run.log`` to the history, the run directory and the sinks."""
+"""Logged values, from ``run.log`` to the history, the run directory and the sinks; and the check that losses are finite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cadenza.engine.loss_check import LossCheck
+from torch import Tensor
+
+from cadenza.drivers.base import Driver
 from cadenza.engine.rank_sync import Decide
+from cadenza.engine.step_state import StepState
 from cadenza.hooks.dispatch import Hooks
 from cadenza.records import media_folder
+from cadenza.records.arriving import ArrivingNumbers
 from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Record
 from cadenza.records.writer import Writer
-from cadenza.run import Run
-from cadenza.status.progress import Counters
+from cadenza.status.decisions import Outcome
+from cadenza.status.progress import Counters, Progress
 
 if TYPE_CHECKING:
+    from cadenza.run import Run
     from cadenza.sinks.media_files import MediaFiles
 
 
@@ -90,3 +100,275 @@ class MetricLog:
     def restore(self, history: History) -> None:
         """Continue with the history of a checkpoint."""
         self.history = history
+
+
+# -- the losses of all steps, and the check that they are finite -----------------------------------
+
+
+EVERY = 100  # steps, after which their losses are copied to the host
+_TRAINING = "the loss"  # the name of the training loss
+
+
+class LossCheck:
+    """Checks the training loss of every step, and the losses in records.
+
+    The losses of the steps are copied to the host together: every 100 steps, at the end of each epoch and of the run, before a
+    save, and when a loss in a record is not finite. Only the last three wait for them. `StopOnNonFinite` checks each batch,
+    and waits.
+    """
+
+    def __init__(
+        self,
+        step: StepState,
+        progress: Progress,
+        driver: Driver,
+        decide: Decide,
+        warn: Callable[[str], None],
+        *,
+        may_overflow: bool,
+    ) -> None:
+        self._step, self._progress, self._driver, self._decide, self._warn = step, progress, driver, decide, warn
+        self._least = 2 if may_overflow else 1  # in fp16 the scaler skips an update that overflows: the next loss is finite
+        self.quiet = False
+        """Whether nothing is reported, as in a trial of learning rates."""
+        self.buffer: LossBuffer = LossBuffer()
+        self.buffer.readers.append(self._look_at_step)
+        self._where = {_TRAINING: f" on rank {driver.rank}" if driver.world_size > 1 else ""}
+        self._lasting: dict[str, list[Any]] = {}  # by name: since which step it is not finite, its value there, how often
+        self._found: list[tuple[int, str, float]] = []  # that are not reported yet
+        self._first: tuple[int, str] | None = None  # of the run
+        self._weightless: deque[int] = deque(maxlen=EVERY)
+        self._has_warned = False
+
+    def end_step(self) -> None:
+        """Keep the losses of the step that is complete."""
+        step = self._progress.step
+        window = self._step.last_window
+        self.buffer.keep(step, window.losses, window.weights, window.weight_of_ranks)
+        if step % EVERY == 0:
+            self.buffer.send()
+        if self.buffer.is_sent:
+            self.look()
+
+    def end_epoch(self) -> None:
+        """Start to check the steps of the epoch."""
+        self.buffer.send()
+        self.look()
+
+    def look(self, *, wait: bool = False) -> None:
+        """Check the losses that have arrived. With `wait`, check those of all steps."""
+        self.buffer.deliver(wait=wait)
+        self._report()
+
+    def look_at(self, record: Record) -> Record:
+        """Check the losses in a record. Return it without those of a step in which no batch counts."""
+        losses = {name: value for name, value in record.values.items() if name.endswith("loss")}
+        if not all(map(math.isfinite, losses.values())):
+            self.buffer.deliver(wait=True)  # the loss of an earlier step may be the first
+            if record.step in self._weightless:
+                empty = {name for name, value in losses.items() if math.isnan(value)}
+                record = replace(record, values={name: one for name, one in record.values.items() if name not in empty})
+        for name, value in losses.items():
+            if name in record.values:
+                self._look(name, value, record.step)
+        self._report()
+        return record
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint. Waits for the losses of all steps so far."""
+        self.look(wait=True)
+        return {"lasting": {name: [*one] for name, one in self._lasting.items()}, "first": self._first}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the steps of a checkpoint."""
+        self._lasting = {name: [*one] for name, one in state["lasting"].items()}
+        self._first = None if state["first"] is None else (state["first"][0], state["first"][1])
+
+    def ended(self, outcome: Outcome) -> Outcome:
+        """Return the outcome of a run, extended if a loss was not finite. Every rank must call this."""
+        self.look(wait=True)
+        first = None
+        if self._first is not None and not self.quiet:
+            step, name = self._first
+            lasts = name in self._lasting and self._lasting[name][0] == step
+            when = f"from step {step} on" if lasts else f"at step {step}"
+            first = step, f"{name}{self._where.get(name, '')} was not finite {when}"
+        if self._driver.world_size > 1:  # the loss of any rank may be the first that is not finite
+            everyone = [one for one in self._driver.gather(first) if one is not None]
+            first = min(everyone, default=None, key=itemgetter(0))
+        return outcome if first is None else replace(outcome, reason=f"{outcome.reason}; {first[1]}")
+
+    def _look_at_step(self, one: StepLoss) -> None:
+        if (loss := one.loss) is not None:
+            self._look(_TRAINING, loss, one.step)
+        if one.of_ranks:
+            return
+        if not self._weightless and not self.quiet and self._driver.is_main:
+            self._warn(
+                f"the weights of all batches of step {one.step} are 0, so nothing was trained in it, and its loss is NaN. "
+                "Check that outputs['weight'] counts the labels that are not masked"
+            )
+        self._weightless.append(one.step)
+
+    def _look(self, name: str, value: float, step: int) -> None:
+        if math.isfinite(value):
+            self._lasting.pop(name, None)
+            return
+        since = self._lasting.setdefault(name, [step, value, 0])
+        since[2] += 1
+        if since[2] >= self._least:
+            self._found.append((since[0], name, since[1]))
+
+    def _report(self) -> None:
+        """Report the first of the losses that were found, once."""
+        found, self._found = self._found, []
+        if not found or self.quiet:
+            return
+        step, name, value = min(found, key=lambda one: (one[0], one[1] == _TRAINING))
+        self._first = self._first or (step, name)
+        if self._has_warned:
+            return
+        self._has_warned = True
+        why, data = f"{name}{self._where.get(name, '')} is {value} at step {step}", {"name": name, "value": value, "step": step}
+        self._decide("loss not finite", why, who="the run", data=data)
+        if self._driver.is_main:
+            self._warn(
+                f"{why}, and training goes on. Weights that have become NaN stay NaN: add "
+                "StopOnNonFinite() to stop at the first such batch, lower the learning rate, or clip gradients."
+            )
+
+
+class StepLoss(NamedTuple):
+    """The loss of a step, on the host."""
+
+    step: int
+    total: float
+    """The (weighted) sum over the batches of this rank."""
+    weight: float
+    """The weight of all of them: their number, if they have no weights."""
+    of_ranks: float
+    """The sum or mean of the weights of all ranks, if this rank knows it; else its own weight."""
+
+    @property
+    def loss(self) -> float | None:
+        """The (weighted) mean over the batches of this rank; None if none of them counts."""
+        return self.total / self.weight if self.weight else None
+
+
+KeptLosses = tuple[int, list[Tensor], list[float | Tensor], float | Tensor | None]
+"""A step, its losses and weights that are not on the host yet, and the weight of all ranks, if it is known."""
+
+
+class LossBuffer:
+    """The losses of the steps since the last copy. To keep those of a step launches no kernel, and does not wait.
+
+    >>> import torch
+    >>> losses = LossBuffer()
+    >>> losses.readers.append(print)
+    >>> losses.keep(1, [torch.tensor(1.0), torch.tensor(float("nan"))], [3, 0])
+    >>> losses.deliver(wait=True)
+    StepLoss(step=1, total=3.0, weight=3, of_ranks=3)
+    """
+
+    def __init__(self) -> None:
+        self.readers: list[Callable[[StepLoss], object]] = []
+        """Functions that get the loss of each step, in order."""
+        self._kept: list[KeptLosses] = []
+        self._sent: deque[_Sent] = deque()
+        self._last: Tensor | None = None
+        self._overwritten = False
+
+    def keep(
+        self, step: int, losses: list[Tensor], weights: list[float | Tensor], of_ranks: float | Tensor | None = None
+    ) -> None:
+        """Keep references to the losses of a step.
+
+        Of losses in memory that the next step overwrites, as of a CUDA graph, copies are kept. The second step shows whether
+        they are such, so the first is always copied.
+        """
+        before = self._last
+        if not losses or losses[-1].is_meta:
+            return
+        self._last = losses[-1]
+        if before is not None and not self._overwritten and _is_overwritten(before, losses[-1]):
+            self._overwritten = True
+            if self._kept and self._kept[-1][1][-1] is before:
+                self._kept.pop()
+        if before is None or self._overwritten:
+            losses = [one.clone() for one in losses]
+        self._kept.append((step, losses, weights, of_ranks))
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether losses are on their way to the host."""
+        return bool(self._sent)
+
+    def kept_since(self, step: int) -> list[KeptLosses]:
+        """Return the losses of the steps after `step` that no reader has received yet."""
+        later: list[KeptLosses] = []
+        for kept in (self._kept, *(sent.kept for sent in reversed(self._sent))):
+            for one in reversed(kept):
+                if one[0] <= step:
+                    return later[::-1]
+                later.append(one)
+        return later[::-1]
+
+    def send(self) -> None:
+        """Start the copy of the losses that are kept."""
+        if self._kept:
+            self._sent.append(_Sent(self._kept))
+            self._kept = []
+
+    def deliver(self, *, wait: bool) -> None:
+        """Pass the losses that have arrived to the readers. With `wait`, send all, and wait for them."""
+        if wait:
+            self.send()
+        while self._sent and (wait or self._sent[0].arrived):
+            for loss in self._sent.popleft().losses():
+                for read in self.readers:
+                    read(loss)
+
+
+class _Sent:
+    """Losses that are on their way to the host."""
+
+    def __init__(self, kept: list[KeptLosses]) -> None:
+        self.kept = kept
+        self._losses = ArrivingNumbers([loss for _, losses, *_ in kept for loss in losses])
+        weights = [weight for _, _, given, of_ranks in kept if given for weight in (*given, of_ranks)]
+        self._weights = ArrivingNumbers([weight for weight in weights if isinstance(weight, Tensor)])
+
+    @property
+    def arrived(self) -> bool:
+        return self._losses.arrived and self._weights.arrived
+
+    def losses(self) -> Iterator[StepLoss]:
+        numbers, others = iter(self._losses), iter(self._weights)
+        for step, tensors, given, of_ranks in self.kept:
+            losses = list(islice(numbers, len(tensors)))
+            if not given:
+                count = len(losses)
+                yield StepLoss(step, sum(losses), count, count)
+                continue
+            weights = [next(others) if isinstance(one, Tensor) else one for one in given]
+            total, weight = weighted_total(losses, weights)
+            counted = next(others) if isinstance(of_ranks, Tensor) else of_ranks
+            yield StepLoss(step, total, weight, weight if counted is None else counted)
+
+
+def weighted_total(losses: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Return the weighted sum of losses, and the sum of their weights; without weights, their sum and number.
+
+    >>> weighted_total([1.0, float("nan")], [3, 0]), weighted_total([1.0, 2.0], [])
+    ((3.0, 3), (3.0, 2))
+    """
+    if not weights:
+        return sum(losses), len(losses)
+    return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight), sum(weights)
+
+
+def _is_overwritten(before: Tensor, after: Tensor) -> bool:
+    try:
+        return before.data_ptr() == after.data_ptr()
+    except RuntimeError:  # the memory of a CUDA graph of torch.compile, which its next call took back
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +14,14 @@ from cadenza.engine.rank_sync import Decide
 from cadenza.optim.model_state import plain_name
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.counting import counted
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+def module_flags_of(run: Run) -> ModuleFlags:
+    """Return the flags of the model of a run that hooks may change."""
+    return run._session.module_flags
 
 
 class ModuleFlags:

@@ -1,15 +1,21 @@
-"""From a batch to a loss: for ``(inputs, targets)``, and for models that compute their loss themselves."""
+"""From a batch to a loss, and what the outputs of a batch say."""
 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, SupportsIndex, cast
 
+import torch
 from torch import Tensor, nn
 
-from cadenza.errors import DataError
+from cadenza.drivers.sharding import is_sharded
+from cadenza.errors import DataError, LossError
+from cadenza.status.outputs import Outputs, scalar
+from cadenza.status.shown import brief
 from cadenza.status.signatures import signature_of
+from cadenza.text.hints import hints
 
 
 class supervised:  # noqa: N801  # used like a function
@@ -108,3 +114,91 @@ def _described(batch: object) -> str:
     if isinstance(batch, list | tuple):
         return f"a {type(batch).__name__} of {len(batch)}"
     return f"a tensor of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+def count_in(outputs: Outputs, name: Literal["samples", "tokens"]) -> int | None:
+    """Return ``outputs["samples"]`` or ``outputs["tokens"]``, by which a batch says how many it has; None if it does not say.
+
+    Raises:
+        LossError: It is no whole number on the host, or below 0.
+    """
+    value = dict.get(outputs, name)
+    if value is None:
+        return None
+    if (number := whole_count(value)) is not None:
+        return number
+    raise LossError(
+        f"outputs[{name!r}] must be a whole number of at least 0, on the host; got {brief(value)}. {hints('counts')[name]}"
+    )
+
+
+def whole_count(value: object) -> int | None:
+    """Return a whole number of at least 0 as ``int``; None for all else, and for a tensor that the host would wait for."""
+    if type(value) is not int:
+        if isinstance(value, Tensor) and not (value.is_cpu and value.ndim == 0):
+            return None
+        try:
+            value = operator.index(cast("SupportsIndex", value))
+        except TypeError:
+            return None
+    return value if value >= 0 else None
+
+
+def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:
+    """Return `loss` with shape (), a tensor of one element through which gradients can flow to the weights of `model`.
+
+    Raises:
+        LossError: It is none; the message says what to do.
+    """
+    if isinstance(loss, Tensor) and loss.ndim:
+        loss = scalar(loss)
+    if not isinstance(loss, Tensor):
+        came, remedy = repr(type(loss).__name__), "return the tensor itself, not loss.item()"
+    elif loss.ndim:
+        came, remedy = f"a tensor of shape {tuple(loss.shape)}", "reduce it, for example with loss.mean()"
+    elif loss.dtype.is_complex:
+        came, remedy = f"a complex tensor ({loss.dtype})", "return a real number, for example loss.abs() or loss.real"
+    elif not loss.requires_grad and model is not None and not any(weight.requires_grad for weight in model.parameters()):
+        came = "a loss of a model in which all parameters are frozen"
+        remedy = "call requires_grad_(True) on those to train; Freeze(...) can do so at a step of its own"
+    elif not loss.requires_grad:
+        came = "a tensor without gradient"
+        remedy = "compute it from the model's outputs, without detach(), no_grad() or .item()"
+    elif type(loss) is not Tensor and is_sharded(loss):
+        came, remedy = "a DTensor", "return loss.full_tensor(), or give the last layer the style output_layouts=Replicate()"
+    else:
+        return loss
+    raise LossError(f"the loss must be a tensor of shape () that has a gradient; got {came}: {remedy}.")
+
+
+def on_host(value: Any) -> Any:
+    """Return a tensor, or the tensors of a mapping, list or tuple, detached and on the host. Others are returned unchanged."""
+    if isinstance(value, Mapping):
+        return {key: on_host(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(on_host(part) for part in value)
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def joined(parts: list[Any]) -> Any:
+    """Return parts joined along the first dimension; a list of them where they do not fit together."""
+    first = parts[0] if parts else None
+    if isinstance(first, Mapping):
+        return {key: joined([part[key] for part in parts]) for key in first}
+    alike = all(isinstance(part, Tensor) and part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts)
+    return torch.cat(parts) if parts and alike else parts
+
+
+def predictions_in(outputs: Mapping[str, Any]) -> Any:
+    """Return what the model predicted, by our name or by that of Hugging Face models; None if it is not there."""
+    return outputs["predictions"] if "predictions" in outputs else outputs.get("logits")
+
+
+def targets_in(batch: Any, outputs: Mapping[str, Any]) -> Any:
+    """Return what should have been predicted, by our name or by that of Hugging Face's batches; None if it is not there."""
+    if "targets" in outputs:
+        return outputs["targets"]
+    return batch.get("labels") if isinstance(batch, Mapping) else None

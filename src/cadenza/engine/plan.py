@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cadenza.engine import accumulating
+from cadenza.engine.arguments import plain_accumulate, useless_changes
 from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.session import Session
 from cadenza.errors import DirectoryError
@@ -70,7 +70,7 @@ class Plan:
         own = _own(self.hooks).values()
         rows += [self._row(f"run.fire({moment.__qualname__})", moment, column) for moment in own]
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
-        rows += (f"! {reason}" for reason in accumulating.never(self.accumulate, self.limits))
+        rows += (f"! {reason}" for reason in useless_changes(self.accumulate, self.limits))
         rows += doubts
         rows += [f"order: {reason}" for reason in self._reasons()]
         rows += ["changed since the run so far:", *self.changes] if self.changes else []
@@ -99,7 +99,7 @@ class Plan:
             "max_tokens": limits.max_tokens,
             "batches_per_epoch": limits.batches_per_epoch,
             "steps": limits.total("step", self.accumulate),
-            "accumulate": accumulating.plain(self.accumulate),
+            "accumulate": plain_accumulate(self.accumulate),
             **{_FACTS.get(name, name): value if isinstance(value, int) else str(value) for name, value in self.facts.items()},
             "moments": {
                 name: [

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import is_dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from torch import nn
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import by_main
 from cadenza.engine.evaluation import NONE, each_batch, undisturbed
-from cadenza.engine.outputs import joined, on_host
-from cadenza.engine.rank_checks import main_only
+from cadenza.engine.objective import joined, on_host
 from cadenza.engine.session import Session
+from cadenza.engine.start_checks import main_only
 from cadenza.errors import DataError, DirectoryError, DistributedError
 from cadenza.files.paths import local_path
 from cadenza.hooks.moments import Callback
@@ -96,15 +96,8 @@ def predict(session: Session, evaluation: Evaluation) -> Any:
         return parts.result()
 
 
-class _Destination(Protocol):
-    def add(self, batch: Any, outputs: Outputs) -> None:
-        """Take the predictions for a batch."""
-
-    def result(self) -> Any:
-        """Return all predictions, or the path. Every rank must call this."""
-
-
-def _destination(session: Session, evaluation: Evaluation, files: ExitStack) -> _Destination:
+def _destination(session: Session, evaluation: Evaluation, files: ExitStack) -> _InMemory | _InFile | _Spooled:
+    """Return what takes the predictions for a batch, and returns all of them, or the path. Every rank must call this."""
     to, format_ = getattr(evaluation, "to", None), getattr(evaluation, "format", None)
     if to is None or format_ is None:
         return _InMemory(session.driver)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from cadenza.engine.outputs import count_in, whole_count
+from cadenza.engine.objective import count_in, whole_count
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.errors import DataError, LossError
 from cadenza.hooks.listener import Listener
@@ -20,66 +20,6 @@ from cadenza.hooks.moments import Moment
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.requests import Requests
-
-# -- tokens ----------------------------------------------------------------------------------------
-
-
-class TokenCount:
-    """The tokens of the current batch on this rank.
-
-    Args:
-        function: ``function(batch)`` returns the tokens of a batch of the loader; None: the outputs of a batch say them.
-        limit: The ``max_tokens`` of the run.
-    """
-
-    __slots__ = ("_limit", "asked", "function", "in_batch")
-
-    def __init__(self, function: Callable[[Any], int] | None = None, limit: int | None = None) -> None:
-        self.function: Callable[[Any], int] | None = function
-        self._limit = limit
-        self.asked: bool = function is not None or limit is not None
-        """Whether tokens are counted in any case; else they are if the outputs of a batch say them."""
-        self.in_batch: int = 0
-        """The tokens that the function counted in the current batch."""
-
-    def read(self, batch: Any) -> None:
-        """Count a batch by the function, before the transfer to the device: a count of its values needs no wait.
-
-        Raises:
-            DataError: The function returns no whole number of at least 0 that is on the host.
-        """
-        assert self.function is not None, "only called with a function"
-        counted = self.function(batch)
-        number = whole_count(counted)
-        if number is None:
-            raise DataError(
-                f"tokens={self.function!r} must return a whole number of at least 0, on the host; got {counted!r}. It is "
-                "called with the batch as the loader yields it. Return a shape, such as batch['input_ids'].numel(), or "
-                "int((labels != -100).sum())."
-            )
-        self.in_batch = number
-
-    def of(self, step: StepState) -> int:
-        """Return the tokens of the current batch, after its forward pass.
-
-        Raises:
-            LossError: The outputs give no whole number; give one beside the function; or give none, and the run needs it.
-        """
-        reported = count_in(step.outputs, "tokens")
-        if self.function is not None:
-            if reported is not None:
-                raise LossError(
-                    f"tokens are counted twice: by Trainer(tokens={self.function!r}), and by outputs['tokens'], which is "
-                    f"{reported}. Leave out one of the two."
-                )
-            return self.in_batch
-        if reported is None and self._limit is not None and not step.skipping:
-            raise LossError(
-                f"max_tokens={self._limit} needs the number of tokens in each batch: expected outputs['tokens']; got outputs "
-                f"{list(step.outputs)}. Return it from compute_loss (or step_fn), as in {{'loss': loss, 'tokens': "
-                "batch['input_ids'].numel()}, or give Trainer(tokens=...), a function (batch) -> int."
-            )
-        return reported or 0
 
 
 class Decide(Protocol):
@@ -122,7 +62,12 @@ class RankSync:
     """Whether there are other ranks."""
 
     def __init__(
-        self, progress: Progress, cursor: Cursor, step: StepState, decide: Decide, tokens: TokenCount | None = None
+        self,
+        progress: Progress,
+        cursor: Cursor,
+        step: StepState,
+        decide: Decide,
+        count_tokens: Callable[[Any], int] | None,
     ) -> None:
         self.requests: Requests = Requests()
         """The requests that are not carried out yet."""
@@ -130,8 +75,10 @@ class RankSync:
         """Whether the run has failed: other ranks may not know it yet, so nothing is exchanged any more."""
         self._progress, self._cursor, self._step, self._decide = progress, cursor, step, decide
         self._samples = 0
-        self.tokens: TokenCount = tokens or TokenCount()
-        """Counts the tokens of a batch."""
+        self.count_tokens: Callable[[Any], int] | None = count_tokens
+        """Returns the tokens of a batch of the loader; None: the outputs of a batch may say them."""
+        self._tokens_in_batch = 0  # by this function
+        self._asks_tokens = count_tokens is not None or progress.max_tokens is not None
 
     @property
     def together(self) -> bool:
@@ -159,7 +106,49 @@ class RankSync:
         outputs, samples = self._step.outputs, self._samples
         if dict.get(outputs, "samples") is not None:
             samples = count_in(outputs, "samples") or 0
-        return samples, self.tokens.of(self._step) if self.tokens.asked or dict.get(outputs, "tokens") is not None else 0
+        counts = self._asks_tokens or dict.get(outputs, "tokens") is not None
+        return samples, self._tokens_of_batch() if counts else 0
+
+    def read_tokens(self, batch: Any) -> None:
+        """Count a batch by the function, before the transfer to the device: a count of its values needs no wait.
+
+        Raises:
+            DataError: The function returns no whole number of at least 0 that is on the host.
+        """
+        if self.count_tokens is None:
+            return
+        counted = self.count_tokens(batch)
+        number = whole_count(counted)
+        if number is None:
+            raise DataError(
+                f"tokens={self.count_tokens!r} must return a whole number of at least 0, on the host; got {counted!r}. It is "
+                "called with the batch as the loader yields it. Return a shape, such as batch['input_ids'].numel(), or "
+                "int((labels != -100).sum())."
+            )
+        self._tokens_in_batch = number
+
+    def _tokens_of_batch(self) -> int:
+        """Return the tokens of the current batch on this rank, after its forward pass.
+
+        Raises:
+            LossError: The outputs give no whole number; give one beside the function; or give none, and the run needs it.
+        """
+        outputs, limit = self._step.outputs, self._progress.max_tokens
+        reported = count_in(outputs, "tokens")
+        if self.count_tokens is not None:
+            if reported is not None:
+                raise LossError(
+                    f"tokens are counted twice: by Trainer(tokens={self.count_tokens!r}), and by outputs['tokens'], which is "
+                    f"{reported}. Leave out one of the two."
+                )
+            return self._tokens_in_batch
+        if reported is None and limit is not None and not self._step.skipping:
+            raise LossError(
+                f"max_tokens={limit} needs the number of tokens in each batch: expected outputs['tokens']; got outputs "
+                f"{list(outputs)}. Return it from compute_loss (or step_fn), as in {{'loss': loss, 'tokens': "
+                "batch['input_ids'].numel()}, or give Trainer(tokens=...), a function (batch) -> int."
+            )
+        return reported or 0
 
     @property
     def holds_back(self) -> bool:
@@ -168,9 +157,6 @@ class RankSync:
 
     def expect_drops(self) -> None:
         """Exchange with each batch how many ranks drop theirs alone. Every rank must call this, before the first step."""
-
-    def expect_losses(self) -> None:
-        """Exchange the loss of each step while ranks compute. Every rank must call this, before the first step."""
 
     def before_backward(self, weight: Any) -> float | None:
         """Exchange whether this rank drops the batch alone, and its weight. Communicates: every rank must call this.

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.accumulating import units_of
-from cadenza.engine.outputs import count_in
-from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress, TokenCount
-from cadenza.engine.step_state import Cursor, StepState
-from cadenza.engine.window import AccumulationWindow, number_on_host
+from cadenza.engine.arguments import units_of_changes
+from cadenza.engine.objective import count_in
+from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress
+from cadenza.engine.step_state import AccumulationWindow, Cursor, StepState, number_on_host
 from cadenza.errors import LossError
 from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks
@@ -114,37 +113,6 @@ def mean_over_ranks(window: AccumulationWindow, driver: Driver, *, uneven: bool)
     return total[0] / total[1]
 
 
-def mean_on_its_way(step: StepState, weight: Any, driver: Driver) -> Callable[[], Tensor | None] | None:
-    """Start the exchange of `mean_over_ranks` before the backward pass of the last batch of a step. Every rank must call this.
-
-    Args:
-        step: The step, with the batches before this one in its window.
-        weight: The weight of the batch.
-        driver: Reduces over the ranks.
-
-    Returns:
-        A function that waits for the mean; None if the window is not full or its numbers are on a device, on all ranks.
-    """
-    window, loss = step.window, dict.get(step.outputs, "loss")
-    if window.seen < window.size or not isinstance(loss, Tensor) or loss.numel() != 1:  # no number: an error of this rank
-        return None
-    loss = loss.detach()
-    weights = [*window.weights, *([] if weight is None else [0.0 if step.dropped else weight])]
-    losses = [*window.losses, *([] if step.dropped and weight is None else [loss])]
-    on_host = [number for one in (*losses, *weights) if (number := number_on_host(one)) is not None]
-    if not loss.is_cpu or len(on_host) < len(losses) + len(weights):
-        return None
-    factors = on_host[len(losses) :] if weights else [1.0] * len(losses)
-    terms = [value * factor for value, factor in zip(on_host, factors, strict=False) if factor]
-    arrives = driver.reduce_later(torch.tensor([sum(terms), sum(factors)], dtype=torch.float64) * driver.counts)
-
-    def mean() -> Tensor | None:
-        total, count = arrives()
-        return total / count if weights or count else None
-
-    return mean
-
-
 def is_number(window: AccumulationWindow, *, uneven: bool) -> bool:
     """Return whether `mean_over_ranks` is the mean of the losses of all ranks as a record reduces it. All ranks agree.
 
@@ -180,20 +148,20 @@ class SharedSync(RankSync):
 
     def __init__(
         self,
-        driver: Driver,
-        model: nn.Module,
-        hooks: Hooks,
         progress: Progress,
         cursor: Cursor,
         step: StepState,
-        buffer: MetricBuffer,
         decide: Decide,
+        count_tokens: Callable[[Any], int] | None,
+        driver: Driver,
+        model: nn.Module,
+        hooks: Hooks,
+        buffer: MetricBuffer,
         *,
-        stepped: Sequence[Optimizer] = (),
-        uneven: bool = False,
-        tokens: TokenCount | None = None,
+        stepped: Sequence[Optimizer],
+        uneven: bool,
     ) -> None:
-        super().__init__(progress, cursor, step, decide, tokens)
+        super().__init__(progress, cursor, step, decide, count_tokens)
         self._driver, self._model, self._hooks, self._buffer = driver, model, hooks, buffer
         self._stepped = stepped  # the optimizers of a step_fn
         self._uneven = uneven or bool(stepped)  # code that may speak at any time calls the user's own module
@@ -206,7 +174,7 @@ class SharedSync(RankSync):
         units = {length.unit for schedule in schedules for length in schedule.lengths}
         self._by_tokens = progress.max_tokens is not None  # all ranks must know the tokens of each batch
         self._exact = self._by_tokens  # no quiet window: the counters must be those of this step
-        self.depends_on(units | units_of(step.most, progress))
+        self.depends_on(units | units_of_changes(step.most, progress))
         self._silence = Silence()
         self._announced: Callable[[], Tensor] | None = None  # what ranks exchange with a batch
         self._boundary: tuple[Counters, Callable[[], Tensor]] | None = None  # what they exchange at the end of a step
@@ -215,8 +183,6 @@ class SharedSync(RankSync):
         self._drops = False  # a batch is announced when its loss is known, which may be a reason to drop it on this rank
         self._weighs = False  # a batch is announced with its weight
         self._weight: float | None = None
-        self._shows_losses = False
-        self._mean_loss: Callable[[], Tensor | None] | None = None  # that of the step, on its way
 
     def depends_on(self, units: Collection[str]) -> None:
         self._by_tokens |= "token" in units
@@ -241,7 +207,6 @@ class SharedSync(RankSync):
 
     def begin_batch(self, batch: Any) -> None:
         step, window, driver = self._step, self._step.window, self._driver
-        self._mean_loss = None
         self.agree_on_skip(Callback.on_batch_start)
         self._count(batch)
         if not self._announces_late and not self._announces_at_loss:
@@ -286,17 +251,12 @@ class SharedSync(RankSync):
     def expect_drops(self) -> None:
         self._drops = True
 
-    def expect_losses(self) -> None:
-        self._shows_losses = not self._uneven
-
     def before_backward(self, weight: Any) -> float | None:
         own = None if self._uneven else number_on_host(weight)
         if own is not None:
             self._weigh(0.0 if self._step.dropped or not self._driver.counts else own)
         if self._announces_at_loss and not self._announces_late and self._announced is None:
             self._announce()
-        if self._shows_losses:
-            self._mean_loss = mean_on_its_way(self._step, weight, self._driver)
         return None if own is None else self._step.weight_unit or 1.0
 
     def _weigh(self, weight: float) -> None:
@@ -334,7 +294,7 @@ class SharedSync(RankSync):
     @property
     def _announces_late(self) -> bool:
         """Whether a batch is announced when it is over, because only its outputs say how many tokens it has."""
-        return self._by_tokens and self.tokens.function is None
+        return self._by_tokens and self.count_tokens is None
 
     def _count(self, batch: Any) -> None:
         """Count `batch` before the forward pass."""
@@ -343,16 +303,16 @@ class SharedSync(RankSync):
         alike = replicated or not self._driver.counts
         self._given = None if alike else source.size_of(batch)  # a batch that several ranks train on counts once
         self._samples += self._given or 0
-        if self.tokens.function is not None and not alike:
-            self._tokens += self.tokens.in_batch
+        if self.count_tokens is not None and not alike:
+            self._tokens += self._tokens_in_batch
 
     def _count_outputs(self) -> None:
         """Count what only the outputs of the batch say."""
         reported = count_in(self._step.outputs, "samples")
-        tokens = self.tokens.of(self._step)
+        tokens = self._tokens_of_batch()
         if self._given is not None:
             self._samples += 0 if reported is None else reported - self._given
-            self._tokens += tokens if self.tokens.function is None else 0
+            self._tokens += tokens if self.count_tokens is None else 0
 
     def _announce(self) -> None:
         """Start the exchange for a batch, unless this is a quiet step."""
@@ -490,8 +450,6 @@ class SharedSync(RankSync):
         return self.requests.stop or self.requests.signalled  # a signal is recorded when all ranks know of it
 
     def mean_loss(self) -> Tensor | None:
-        if self._mean_loss is not None:
-            return self._mean_loss()
         return mean_over_ranks(self._step.last_window, self._driver, uneven=self._uneven)
 
     def loss_to_log(self) -> Tensor | None:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
 
-from cadenza.engine import accumulating
-from cadenza.engine.arguments import check_schedule, check_some_batch
+import torch
+from torch import Tensor, nn
+
+from cadenza.drivers.agreeing import by_main
+from cadenza.drivers.base import Driver
+from cadenza.engine.arguments import absolute_folder, check_changes, check_schedule, check_some_batch, useless_changes
 from cadenza.engine.compiling import breaks_since
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Loops, Session
+from cadenza.errors import DistributedError
+from cadenza.files.new_directory import NewDirectory
 from cadenza.loading.arguments import is_read_once
 from cadenza.loading.hints import loader_hints
+from cadenza.loading.loaders import length_of
 from cadenza.optim.optimizers import fused_by_choice, notes
 from cadenza.status.counting import counted
 from cadenza.status.folding import for_screen
@@ -26,8 +37,8 @@ def check_schedules(session: Session) -> None:
         for listener in listeners:
             if listener.schedule is not None:
                 check_schedule(listener.owner, listener.schedule, session.progress)
-    accumulating.check("accumulate", session.accumulate, session.progress)
-    for reason in accumulating.never(session.accumulate, session.progress):
+    check_changes("accumulate", session.accumulate, session.progress)
+    for reason in useless_changes(session.accumulate, session.progress):
         session.warn(reason)
     for who, reason in never(session.hooks, session.progress, session.accumulate):
         session.warn(f"{who} never fires in this run: {reason}")
@@ -35,13 +46,8 @@ def check_schedules(session: Session) -> None:
 
 def check_computes(session: Session) -> None:
     """Raise `ValueError` if an evaluation in an attached loop has no function that computes a batch."""
-    without = [name for name, one in session.evaluations.items() if one.compute is None]
-    if session.loop is not Loops.FIT and without and inspect.unwrap(session.compute) is no_loss:
-        raise ValueError(
-            f"the evaluation {without[0]!r} does not say how to compute a batch, and a loop of cadenza.attach has no "
-            "compute_loss. Give Evaluate(..., compute=function), with a function (model, batch) that returns the loss, or a "
-            "mapping with 'loss', 'predictions' and 'targets'."
-        )
+    if session.loop is not Loops.FIT and inspect.unwrap(session.compute) is no_loss:
+        _check_each_computes(session, "a loop of cadenza.attach has no compute_loss")
 
 
 def check_computes_batch(session: Session, batch: object) -> None:
@@ -50,13 +56,19 @@ def check_computes_batch(session: Session, batch: object) -> None:
     In a loop over ``trainer.steps()`` the training does not show it.
     """
     compute = inspect.unwrap(session.compute)
-    without = [name for name, one in session.evaluations.items() if one.compute is None]
-    if without and isinstance(compute, ModelsOwnLoss) and not compute.takes(batch):
-        raise ValueError(
-            f"the evaluation {without[0]!r} does not say how to compute a batch, and the trainer has no compute_loss: it would "
-            "call the model with a whole batch, which this model cannot take. Give Evaluate(..., compute=function), with a "
-            "function (model, batch) that returns the loss, or a mapping with 'loss', 'predictions' and 'targets'."
-        )
+    if isinstance(compute, ModelsOwnLoss) and not compute.takes(batch):
+        without = "the trainer has no compute_loss: it would call the model with a whole batch, which this model cannot take"
+        _check_each_computes(session, without)
+
+
+def _check_each_computes(session: Session, otherwise: str) -> None:
+    for name, evaluation in session.evaluations.items():
+        if evaluation.compute is None:
+            raise ValueError(
+                f"the evaluation {name!r} does not say how to compute a batch, and {otherwise}. Give Evaluate(..., "
+                "compute=function), with a function (model, batch) that returns the loss, or a mapping with 'loss', "
+                "'predictions' and 'targets'."
+            )
 
 
 def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
@@ -144,3 +156,98 @@ def note_never_fired(session: Session) -> None:
     evaluated = any("evaluation" in decision.data for decision in session.decisions)
     for who, reason in never_fired(session.hooks, session.progress, evaluated):
         session.decide("never fired", reason, who=who)
+
+
+# -- checks that ranks have equal arguments: every rank must call these functions ------------------
+
+
+T = TypeVar("T")
+_SHOWN = 20  # differences in a message
+_VALUES = 3  # different values of each
+_LENGTH = 300  # characters of a value
+
+
+def main_only(driver: Driver, act: Callable[[], T]) -> T | None:
+    """Call `act` on the main process, and return its result there. An error of it is an error on every rank."""
+    results: list[T] = []
+    by_main(
+        driver.meeting,
+        lambda: results.append(act()),
+        lambda rank, problem: DistributedError(f"the main process cannot begin, so rank {driver.rank} cannot: {problem}"),
+    )
+    return results[0] if results else None
+
+
+def run_directory(directory: str | PathLike[str] | NewDirectory | None, driver: Driver) -> Path | None:
+    """Return the absolute path of the run directory. The main process names a new one; every rank must call this then."""
+    if not isinstance(directory, NewDirectory):
+        return absolute_folder(directory)
+    return Path(driver.broadcast(main_only(driver, lambda: str(directory.make()))))
+
+
+def check_alike(driver: Driver, facts: Mapping[str, Any]) -> None:
+    """Raise `DistributedError` if ranks have different arguments. The message names the first 20 differences.
+
+    Ranks with equal arguments exchange two integers, which are a digest of `facts`. Only if the digests differ, each rank gets
+    the facts of the main process, and sends back the names and values of its first 20 differences.
+    """
+    digest = int.from_bytes(hashlib.blake2b(repr([*facts.items()]).encode(), digest_size=7).digest())
+    least, most = driver.reduce(torch.tensor([-digest, digest]), "max").tolist()
+    if -least == most:
+        return
+    first: Mapping[str, Any] = driver.broadcast(dict(facts) if driver.is_main else None)
+    names = [name for name in {**first, **facts} if facts.get(name) != first.get(name)]
+    everyone = driver.gather_on_main((len(names), {name: _cut(facts.get(name)) for name in names[:_SHOWN]}))
+    if message := driver.broadcast(_told(first, everyone) if driver.is_main else None):
+        raise DistributedError(message)
+
+
+def _told(first: Mapping[str, Any], everyone: Sequence[tuple[int, Mapping[str, str]]]) -> str | None:
+    """Return the message about the differences of all ranks; None if there are none."""
+    ranks: dict[str, dict[str, list[int]]] = {}  # by name and value
+    for rank, (_, differing) in enumerate(everyone):
+        for name, value in differing.items():
+            ranks.setdefault(name, {}).setdefault(value, []).append(rank)
+    if not ranks:
+        return None
+    shown = []
+    for name, values in [*ranks.items()][:_SHOWN]:
+        texts = [f"{value} on {_listed(own)}" for value, own in [*values.items()][:_VALUES]]
+        texts += [f"other values on {counted(more, 'rank')}"] if (more := sum(map(len, [*values.values()][_VALUES:]))) else []
+        shown.append(f"{name} is {', '.join(texts)} and {_cut(first.get(name))} on rank 0")
+    count = max(len(ranks), *(count for count, _ in everyone))
+    shown += [f"and {count - len(shown)} more"] if count > len(shown) else []
+    return (
+        f"all ranks must have equal arguments; {count} differ: {'; '.join(shown)}. Run the same script with the same "
+        "arguments on all ranks."
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Name at most four ranks.
+
+    >>> _listed([1]), _listed([1, 2, 3, 4, 5, 6])
+    ('rank 1', 'ranks 1, 2, 3, 4 and 2 more')
+    """
+    names = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+def _cut(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LENGTH else f"{text[:_LENGTH]}..."
+
+
+def facts_of(model: nn.Module, loader: Any) -> dict[str, Any]:
+    """Return the facts about a model and a loader that must be equal on all ranks, by name."""
+    weights = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+    learning = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    seed_of = getattr(getattr(loader, "generator", None), "initial_seed", lambda: None)
+    return {
+        "the number of batches": length_of(loader),
+        "the seed of the loader's generator": seed_of(),
+        "the number of parameters that require a gradient": sum(learning.values()),
+        **{f"whether {name} requires a gradient": value for name, value in learning.items()},
+        **{f"the shape of {name}": tuple(value.shape) for name, value in weights},
+        **{f"the type of {name}": str(value.dtype) for name, value in weights},
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, filterwarnings
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from cadenza.drivers import Driver
-from cadenza.engine.outputs import count_in, on_host, predictions_in, targets_in
-from cadenza.engine.session import Session
-from cadenza.engine.window import number_on_host
+from cadenza.engine.objective import count_in, on_host, predictions_in, targets_in
+from cadenza.engine.step_state import number_on_host
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.loading.batches import moved
 from cadenza.loading.evaluation import Evaluation
@@ -32,14 +31,12 @@ from cadenza.records.scalars import as_numbers, weighted_sum
 from cadenza.status.outputs import Outputs, scalar
 from cadenza.status.tensor_parts import is_array
 
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
 NOT_AVERAGED = frozenset({"weight", "samples", "tokens", "predictions", "targets", "logits", "labels"})
 """The names of outputs that have another meaning, so that no mean of them is reported."""
 _PENDING = 512  # batches after which their numbers are added up, so that the lists stay short
-
-
-def tally_of(session: Session, evaluation: Evaluation) -> Tally | TallyBySource:
-    """Return a new tally: of each loader too, if the evaluation is one of a `Mixture`."""
-    return TallyBySource(session.driver, evaluation) if evaluation.sources else Tally(session.driver, evaluation)
 
 
 # -- metrics ---------------------------------------------------------------------------------------
@@ -174,36 +171,11 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-class TallyBySource:
-    """Adds up numbers and metrics of each loader in a mixture, and of all of them."""
-
-    def __init__(self, driver: Driver, evaluation: Evaluation) -> None:
-        self._evaluation, self._all = evaluation, Tally(driver, evaluation)
-        self._parts = evaluation.parts()
-        self._tallies = {name: Tally(driver, part) for name, part in self._parts.items()}
-
-    @property
-    def unused(self) -> Outputs | None:
-        """The outputs of the last batch, if no batch had a number so far."""
-        return self._all.unused
-
-    def add(self, batch: Any, outputs: Outputs) -> None:
-        """Add the numbers in the outputs of a batch, and update the metrics."""
-        source = self._evaluation.source or ""
-        self._all.add(batch, outputs)
-        self._parts[source].follow(self._evaluation)
-        self._tallies[source].add(batch, outputs)
-
-    def results(self) -> dict[str, float]:
-        """Return the results of each loader, then those of all batches. Every rank must call this."""
-        for name, part in self._parts.items():
-            part.first_rank = self._evaluation.first_ranks.get(name, 0)
-        each = [tally.results() for tally in self._tallies.values()]
-        return {name: value for results in (*each, self._all.results()) for name, value in results.items()}
-
-
 class Tally(MetricTally):
-    """Adds up numbers and metrics. Numbers leave the device once, at the end."""
+    """Adds up numbers and metrics, those of each loader too if the evaluation is one of a `Mixture`.
+
+    Numbers leave the device once, at the end.
+    """
 
     def __init__(self, driver: Driver, evaluation: Evaluation) -> None:
         super().__init__(driver, evaluation)
@@ -211,6 +183,8 @@ class Tally(MetricTally):
         self._left_out: frozenset[object] = NOT_AVERAGED
         self.unused: Outputs | None = None
         """The outputs of the last batch, if no batch had a number so far; for the warning of an evaluation without a result."""
+        parts = evaluation.parts() if evaluation.sources else {}
+        self._sources = {name: (part, Tally(driver, part)) for name, part in parts.items()}
 
     def add(self, batch: Any, outputs: Outputs) -> None:
         """Add the numbers in the outputs of a batch, and update the metrics."""
@@ -235,6 +209,10 @@ class Tally(MetricTally):
             self._means.add_up()
         if self._metrics:
             self.update(batch, outputs)
+        if self._sources:
+            part, tally = self._sources[self._evaluation.source or ""]
+            part.follow(self._evaluation)
+            tally.add(batch, outputs)
 
     def _number(self, name: object, value: Any) -> float | Tensor | None:
         number = number_of(name, value, self._evaluation.name)
@@ -249,18 +227,21 @@ class Tally(MetricTally):
         return weight if type(weight) is int else self._means.kept(weight)
 
     def results(self) -> dict[str, float]:
-        """Return the weighted means and the metrics, reduced over ranks. Every rank must call this.
+        """Return the weighted means and the metrics, of each loader first, reduced over ranks. Every rank must call this.
 
         Raises:
             DataError: The batches with a number have a total weight of 0, or two results have the same name.
         """
-        name, results = self._evaluation.name, {}
+        name, results, of_sources = self._evaluation.name, dict[str, float](), dict[str, float]()
+        for source, (part, tally) in self._sources.items():
+            part.first_rank = self._evaluation.first_ranks.get(source, 0)
+            of_sources |= tally.results()
         for key, (total, weight) in self._means.sums(self._driver).items():
             if not weight:
                 raise DataError(_weighs_nothing(name, key))
             results[f"{name}/{key}"] = total / weight
         self.add_metrics(results)
-        return results
+        return {**of_sources, **results}
 
     def _begun(self, name: Any) -> tuple[list[Any], list[Any]]:
         """Return the lists for the first number with this name.
@@ -353,13 +334,13 @@ class IntervalMetrics:
     """Metrics of the training over the batches of an interval.
 
     Args:
-        session: The session of the run.
+        run: The run.
         metrics: The metrics.
         prefix: The first part of the names of their results.
     """
 
-    def __init__(self, session: Session, metrics: Metrics | None, prefix: str) -> None:
-        self._driver, self._evaluation = session.driver, Evaluation([None], metrics=metrics)
+    def __init__(self, run: Run, metrics: Metrics | None, prefix: str) -> None:
+        self._driver, self._evaluation = run.driver, Evaluation([None], metrics=metrics)
         self._evaluation.name = prefix
         self.begin()
 

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
@@ -110,10 +109,8 @@ def _counting() -> Iterator[Any]:
         yield counter
 
 
-PARTS = ("steps", "samples", "tokens", "mfu")
-_READ = attrgetter("training_s", "step", "samples", "tokens", "batch")
-_AT = {"steps": 1, "samples": 2, "tokens": 3, "mfu": 4}  # where `_READ` has what a part counts
-_NAMES = {"steps": "steps_per_s", "samples": "samples_per_s", "tokens": "tokens_per_s", "mfu": "mfu"}
+PARTS = {"steps": "step", "samples": "samples", "tokens": "tokens", "mfu": "batch"}
+"""The numbers that can be logged, with the counter of each."""
 
 PEAKS = {
     "B200": 2250e12,
@@ -175,7 +172,7 @@ class Throughput:
 
     def begin(self, run: Run) -> None:
         """Measure from now on."""
-        self._mark: tuple[float, int, int, int, int] = _READ(run.progress)
+        self._mark = run.progress.now(), run.progress.training_s
 
     @property
     def counts(self) -> bool:
@@ -204,10 +201,10 @@ class Throughput:
 
     def values(self, run: Run) -> dict[str, float]:
         """Return the speed since the last call, or since the fit began."""
-        before, self._mark = self._mark, _READ(run.progress)
-        now = self._mark
-        passed_s = max(now[0] - before[0], 1e-9)
-        tokens = now[_AT["tokens"]]
+        before, before_s = self._mark
+        self.begin(run)
+        now, now_s = self._mark
+        passed_s, tokens = max(now_s - before_s, 1e-9), now.tokens
         if not tokens and "tokens" in self._parts and run.progress.step - run.progress.origin.step > 1:
             raise ValueError(
                 "LogTraining(throughput=...) has 'tokens', but nothing counts them: return 'tokens' from compute_loss, or give "
@@ -215,10 +212,13 @@ class Throughput:
             )
         values = {}
         for part in (*self._parts, "tokens") if self._automatic and tokens else self._parts:
-            at = _AT[part]
-            if now[at] or part in ("steps", "tokens"):  # 0 samples and batches in a loop of cadenza.attach without loop.batch()
-                done = now[at] - before[at]
-                values[_NAMES[part]] = (done if part != "mfu" else done * (self._flops or 0) / (self._peak or 1)) / passed_s
+            count = getattr(now, PARTS[part])
+            if count or part in ("steps", "tokens"):  # 0 samples and batches in a loop of cadenza.attach without loop.batch()
+                done = count - getattr(before, PARTS[part])
+                if part == "mfu":
+                    values["mfu"] = done * (self._flops or 0) / (self._peak or 1) / passed_s
+                else:
+                    values[f"{part}_per_s"] = done / passed_s
         return values
 
 

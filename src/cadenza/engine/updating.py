@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cadenza.drivers.sharding import locals_of
-from cadenza.engine.outputs import checked_loss
+from cadenza.engine.objective import checked_loss
 from cadenza.engine.session import Loops, Session
-from cadenza.engine.window import AccumulationWindow, number_on_host
+from cadenza.engine.step_state import AccumulationWindow, number_on_host
 from cadenza.hooks.moments import Callback
 from cadenza.optim.parameters import distinct_gradients
 from cadenza.records.scalars import as_number

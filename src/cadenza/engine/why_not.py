@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
-from cadenza.engine.metric_log import MetricLog
-from cadenza.engine.rank_sync import RankSync
+from cadenza.engine.session import Session
 from cadenza.errors import nearest
-from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.faults import Fault
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, moments_of
-from cadenza.loading.evaluation import Evaluation
 from cadenza.status.counting import counted
-from cadenza.status.decisions import Decision, Outcome, WhyNot
-from cadenza.status.progress import Progress
+from cadenza.status.decisions import WhyNot
 
 _OF_THE_RUN = ("stopped", "epoch ended", "batch skipped", "saved", "evaluated")
 _LOGGED = "logged "
 
 
-class Asked(Protocol):
-    """The part of the engine's session that this module reads."""
-
-    hooks: Hooks
-    progress: Progress
-    accumulate: int
-    sync: RankSync
-    metrics: MetricLog
-    outcome: Outcome | None
-    decisions: list[Decision]
-    faults: list[Fault]
-    evaluations: dict[str, Evaluation]
-
-
-def why_not(session: Asked, what: str) -> WhyNot:
+def why_not(session: Session, what: str) -> WhyNot:
     """Return why something did not happen. Nothing is read from the device, or exchanged with other ranks.
 
     Raises:
@@ -64,12 +44,12 @@ def why_not(session: Asked, what: str) -> WhyNot:
     return WhyNot(what, (*_ended(session), *dict.fromkeys(reasons)), last)
 
 
-def _ended(session: Asked) -> Iterator[str]:
+def _ended(session: Session) -> Iterator[str]:
     if session.outcome is not None:
         yield f"the run is over ({session.outcome.kind}: {session.outcome.reason})"
 
 
-def _of_decision(session: Asked, what: str) -> Iterator[str]:
+def _of_decision(session: Session, what: str) -> Iterator[str]:
     requests = session.sync.requests
     asked = {"stopped": requests.stop or requests.signalled, "epoch ended": requests.end_epoch}.get(what)
     if asked is not None and session.outcome is None:
@@ -86,7 +66,7 @@ def _of_decision(session: Asked, what: str) -> Iterator[str]:
         yield "no callback of this run does it on its own; a hook may request it"
 
 
-def _of_callback(session: Asked, name: str, callback: BaseCallback) -> Iterator[str]:
+def _of_callback(session: Session, name: str, callback: BaseCallback) -> Iterator[str]:
     fault = next((one for one in session.faults if one.callback == name), None)
     listeners = [one for several in session.hooks.by_moment.values() for one in several if one.owner == name]
     if fault is not None and all(one.disabled for one in listeners):
@@ -99,7 +79,7 @@ def _of_callback(session: Asked, name: str, callback: BaseCallback) -> Iterator[
         yield f"{name} waits for {names}" if listeners else f"{name} has no hooks"
 
 
-def _due(session: Asked, listeners: Iterable[Listener]) -> Iterator[str]:
+def _due(session: Session, listeners: Iterable[Listener]) -> Iterator[str]:
     """Yield when each listener is called next."""
     for listener in listeners:
         where = f"{listener.owner}, {listener.moment.__name__},"
@@ -113,7 +93,7 @@ def _due(session: Asked, listeners: Iterable[Listener]) -> Iterator[str]:
             yield f"{where} is due {listener.schedule}{_next(session, listener)}"
 
 
-def _next(session: Asked, listener: Listener) -> str:
+def _next(session: Session, listener: Listener) -> str:
     trigger = listener.trigger
     if trigger is None or session.outcome is not None:
         return f"; it was due {counted(trigger.times_due if trigger is not None else 0, 'time')}"
@@ -126,7 +106,7 @@ def _next(session: Asked, listener: Listener) -> str:
     return f", next at step {step:g} at the earliest, now at step {session.progress.step}{beyond}"
 
 
-def _not_logged(session: Asked, name: str) -> Iterator[str]:
+def _not_logged(session: Session, name: str) -> Iterator[str]:
     history = session.metrics.history
     yield from _ended(session)
     if name in history.names:

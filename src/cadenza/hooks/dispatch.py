@@ -121,7 +121,7 @@ class Hooks(Callback):
         listener = self.here().listener
         return None if listener is None else listener.owner
 
-    # -- callbacks of a run under way, at a step boundary: see `cadenza.engine.coming_and_going` ---
+    # -- callbacks of a run under way, at a step boundary: see `cadenza.loops.handle` ---
 
     def add(self, callback: BaseCallback) -> str:
         """Call the hooks of a callback from now on, in their order among the others. Return its name.

@@ -7,19 +7,27 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread, current_thread, main_thread
+from typing import TYPE_CHECKING
 
 import torch
 
 from cadenza.adapters.recognition import base_of
-from cadenza.engine import coming_and_going
+from cadenza.engine.arguments import check_schedule
 from cadenza.engine.session import Session
 from cadenza.errors import CallbackError
-from cadenza.hooks.moments import BaseCallback
+from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import BaseCallback, Callback, Moment
+from cadenza.hooks.order import Phase
 from cadenza.run import Run
 from cadenza.status.shown import brief
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
@@ -125,7 +133,8 @@ class Handle:
         """
         done = Answer()
         self._at_boundary("step_once", partial(self._step_once, done))
-        self._wait_for(done)
+        if current_thread() is not self._thread:
+            done.result()
 
     def attach(self, callback: BaseCallback) -> None:
         """Call the hooks of a callback from now on, in this run alone.
@@ -139,7 +148,7 @@ class Handle:
             RuntimeError: The run is over, or has other ranks.
         """
         _check_native(callback, "Give it to Trainer(callbacks=[...]) before the run begins.")
-        self._at_boundary("attach", lambda session, who: coming_and_going.attach(session, callback, who=who))
+        self._at_boundary("attach", lambda session, who: _attach(session, callback, who=who))
 
     def detach(self, callback: BaseCallback) -> None:
         """Call the hooks of a callback no more in this run.
@@ -152,14 +161,14 @@ class Handle:
             RuntimeError: The run is over, or has other ranks.
         """
         _check_native(callback, "Stop the run with handle.stop(...), and begin a new one without it.")
-        self._at_boundary("detach", lambda session, who: coming_and_going.detach(session, callback, who=who))
+        self._at_boundary("detach", lambda session, who: _detach(session, callback, who=who))
 
     def stop(self, reason: str) -> None:
         """Request the end of the run at the next step boundary, as `Run.stop` does, also of a paused run. Does not wait."""
         run = self.run
         if not self.done:
             run.stop(reason)
-            self._asked.put((_nothing, None))  # a paused run looks at its requests then
+            self._asked.put((lambda: None, None))  # a paused run looks at its requests then
 
     def join(self, timeout_s: float | None = None) -> Run:
         """Wait until the run is over, and return it; or raise its error. An interrupt (Ctrl-C) ends only this waiting.
@@ -199,10 +208,6 @@ class Handle:
             self._asked.put((partial(act, session, who or "the script"), answer))
         session.after_step(self._settle)
         if answer is not None:
-            answer.result()
-
-    def _wait_for(self, answer: Answer) -> None:
-        if current_thread() is not self._thread:
             answer.result()
 
     def _begun(self) -> Session:
@@ -268,7 +273,7 @@ class Handle:
             with suppress(Empty):
                 self._carry_out(*self._asked.get(timeout=_LOOK_S))
             if not main_thread().is_alive():
-                session.request_stop("the script is over while the run is paused")
+                session.run.stop("the script is over while the run is paused")
             if session.sync.requests.ends_run:
                 self._pauses_at = math.inf
 
@@ -299,10 +304,6 @@ class Handle:
         self._arriving.append(done)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _over() -> RuntimeError:
     return RuntimeError("the run is over, or has ended before its next step. See handle.run.outcome.")
 
@@ -312,3 +313,89 @@ def _check_native(callback: object, instead: str) -> None:
         raise CallbackError(
             f"{brief(callback)} is a callback of another system, which follows a run from its start to its end. {instead}"
         )
+
+
+# -- callbacks that join and leave a run, at a step boundary, in one process -----------------------
+
+
+def _attach(session: Session, callback: BaseCallback, *, who: str) -> str:
+    """Call the hooks of a callback from now on. Return its name.
+
+    It is prepared as at the start of a run: ``on_setup``, ``on_fit_start`` and, inside an epoch, ``on_epoch_start`` are called.
+    Points of its schedules that the run has passed are not due any more. After an error in this, it is detached again.
+
+    Raises:
+        CallbackError, OrderError: It is not a callback, or in the run already; or its order contradicts that of the others.
+        ScheduleError: One of its schedules does not work with this run.
+    """
+    run, hooks = session.run, session.hooks
+    if any(one is callback for one in hooks.callbacks.values()):
+        raise CallbackError(f"{hooks.name_of(callback)} is in the run already. Make a second instance to attach it as well.")
+    name = hooks.add(callback)
+    try:
+        for listener in _listeners(hooks, name):
+            if listener.schedule is not None:
+                check_schedule(name, listener.schedule, session.progress)
+        for moment in (Callback.on_setup, Callback.on_fit_start):
+            hooks.call(_listeners(hooks, name, moment), run)
+        for listener in _listeners(hooks, name):
+            if listener.trigger is not None:  # a schedule counts from the start of the run: what has passed is not due
+                listener.trigger.leave_out_the_past(run.progress)
+        if session.cursor.in_epoch:
+            hooks.call(_listeners(hooks, name, Callback.on_epoch_start), run)
+    except BaseException:
+        _forget(session, name)
+        raise
+    session.decide("attached", f"{name} is called from now on", who=who, data={"callback": name})
+    return name
+
+
+def _detach(session: Session, callback: BaseCallback, *, who: str) -> str:
+    """Call the hooks of a callback no more. Return its name.
+
+    What has begun for it ends: ``on_epoch_end`` is called inside an epoch, then ``on_fit_end``, then what it registered with
+    `Run.at_end`. ``run.outcome`` is None then.
+
+    Raises:
+        CallbackError: It is not in the run; or it writes checkpoints, which end with the run.
+    """
+    hooks = session.hooks
+    name = next((name for name, one in hooks.callbacks.items() if one is callback), None)
+    if name is None:
+        raise CallbackError(f"{brief(callback)} is not in this run. Its callbacks are {', '.join(hooks.callbacks) or 'none'}.")
+    if callback.phase is Phase.SAVE:
+        raise CallbackError(
+            f"{name} writes the checkpoints of the run, also the last one, and cannot be detached. Stop the run with "
+            "handle.stop(...), and begin a new one without it."
+        )
+    try:
+        for listener in _listeners(hooks, name):
+            if listener.trigger is not None:  # other callbacks with an equal schedule are not asked for now
+                listener.follow(copy(listener.trigger))
+        if session.cursor.in_epoch:
+            hooks.call(_listeners(hooks, name, Callback.on_epoch_end), session.run)
+        hooks.call(_listeners(hooks, name, Callback.on_fit_end), session.run)
+    finally:
+        _forget(session, name)
+    session.decide("detached", f"{name} is called no more", who=who, data={"callback": name})
+    return name
+
+
+def _listeners(hooks: Hooks, name: str, moment: Moment | None = None) -> list[Listener]:
+    """Return the listeners of a callback, in order: those of one moment, or all."""
+    moments = hooks.by_moment if moment is None else [moment]
+    return [one for at in moments for one in hooks.by_moment.get(at, ()) if one.owner == name]
+
+
+def _forget(session: Session, name: str) -> None:
+    """Close what a callback opened, and drop its listeners and its evaluations."""
+    callback = session.hooks.callbacks[name]
+    own = [one for one in session.closers if one.listener is not None and one.listener.owner == name]
+    session.closers = [one for one in session.closers if one not in own]
+    try:
+        session.hooks.carry_out(reversed(own), session.run)
+    finally:
+        session.hooks.drop(name)
+        for key, evaluation in [*session.evaluations.items()]:
+            if evaluation is getattr(callback, "evaluation", None):
+                del session.evaluations[key]

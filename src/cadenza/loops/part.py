@@ -1,67 +1,310 @@
-"""A run from its first file to its last: its files, its checkpoint, its session, and what ends them."""
+"""The arguments of a run, and the run from its first file to its last."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
+from cadenza.adapters.beforehand import beforehand
 from cadenza.adapters.lightning.before_fit import freeze_early
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.snapshot import config_of
 from cadenza.checkpoint.starting import Start, chosen_on_all_ranks
-from cadenza.engine import rank_checks
-from cadenza.engine.arguments import check_not_empty
+from cadenza.drivers import Driver
+from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, plain_accumulate
+from cadenza.engine.compiling import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs
+from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import OVER, Training
-from cadenza.engine.monitor_checks import monitors_in
-from cadenza.engine.recipe import Recipe
+from cadenza.engine.module_flags import in_evaluation_mode
+from cadenza.engine.monitor import monitors_in
+from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
+from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import UNDER_WAY, Loops, Session
 from cadenza.engine.start_checks import (
+    check_alike,
+    check_computes,
+    check_evaluation_loaders,
+    check_schedules,
+    facts_of,
+    main_only,
     note_never_fired,
+    warn_of_doubts,
+    warn_of_graph_breaks,
     warn_of_loader,
     warn_of_no_checkpoint,
     warn_of_notes,
     warn_of_trained_weights,
 )
-from cadenza.engine.whereabouts import caller, whereabouts
-from cadenza.errors import add_note
+from cadenza.errors import DirectoryError, add_note
+from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.loading import num_batches
+from cadenza.loading.arguments import check_loader
+from cadenza.loading.hints import loader_hints
+from cadenza.loading.rebuilding import with_batch_size
+from cadenza.loading.rng import derive_seed, draw_seed, seed_all
 from cadenza.loops.steps import end_abandoned
+from cadenza.optim import optimizers as updates
+from cadenza.optim.optimizers import Optimizers
+from cadenza.optim.parameters import modules_of, parameters_of
+from cadenza.optim.precision import precision_of
 from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
+from cadenza.records.logs import RankLog
+from cadenza.run import Run
+from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
 from cadenza.status.preemption import exit_after_signal
+from cadenza.status.progress import Counters, Progress
 from cadenza.status.requests import RESUMABLE, GoBack
+from cadenza.status.shown import brief
 
 
-class Part:
-    """A run, or the part of one up to where it goes back to a checkpoint, for ``with``: the block does its steps.
+class Recipe:
+    """The arguments of a run, and the session that is made of them. `repr` and notebooks show those that are set."""
 
-    Args:
-        trainer: The arguments of the run.
-        resume: Where the run begins: that of `Trainer.fit`, or where it goes back to.
-        given: The settings of ``override=``.
-        strict: That of `Trainer.fit`.
-        replay: That of `Trainer.fit`.
-        loop: Which loop does the steps.
-    """
+    max_epochs: int | None
+    max_steps: int | None
+    max_tokens: int | None
+    tokens: Callable[[Any], int] | None
+    accumulate: int
+    model: nn.Module
+    optimizer: Optimizers
+    loader: Iterable[Any]
+    compute_loss: Callable[[nn.Module, Any], Any]
+    precision: str
+    seed: int | None
+    step_fn: Callable[[Run, Any], Any] | None
+    directory: Path | None
+    callbacks: list[BaseCallback]
+    driver: Driver
+    debug_ranks: bool | float
+    _compile: dict[str, Any] | None
+    _notes: list[str]  # for the plan
+    _home: Path
+    _names_ranks_after_s: float | None  # None: calls of the ranks are not compared
+    _facts: dict[str, Any]  # what an adapter adds to the arguments that sinks get
+    _run: Run | None = None  # that began last
+    _last_progress: Progress | None = None  # of the last run that trained
 
-    def __init__(
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in _arguments(self))})"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show."""
+        from cadenza.status.markup import notebook_table  # imported here: few runs are in a notebook
+
+        return notebook_table(type(self).__name__, (), _arguments(self))
+
+    def _hooks(self) -> Hooks:
+        """Return a dispatch of the callbacks that are in the list now."""
+        return Hooks(self.callbacks)
+
+    @property
+    def _own_optimizer(self) -> bool:
+        """Whether the settings of the optimizers stay as they are given."""
+        return not callable(self.optimizer) or updates.is_kept(self.optimizer)
+
+    def _checked(self, optimizers: object) -> list[Optimizer]:
+        return updates.checked(optimizers, self.model, own_step=self.step_fn is not None or updates.is_kept(self.optimizer))
+
+    def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks, session: Session | None = None) -> Plan:
+        compiled = None if self._compile is None else " ".join(f"{name}={value}" for name, value in self._compile.items())
+        facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
+        facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
+        own, kind = self._own_optimizer, self.driver.device.type
+        notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
+        notes += [*_frozen_modes(self.model, optimizers), *beforehand(hooks)[0]]
+        limits = self._limits(self.loader if session is None else session.loader)
+        return Plan(hooks, limits, self.accumulate if session is None else session.accumulate, facts, notes)
+
+    def _compared(self, plan: Plan, since: str | PathLike[str] | None) -> Plan:
+        """Return a plan with its differences from the plan of an earlier run."""
+        directory = self.directory if since is None else absolute_folder(since)
+        before = None if directory is None else plan_in(directory)
+        if since is not None and before is None:
+            raise DirectoryError(f"{str(directory)!r} holds no plan. Expected the directory of a run, with a run.json.")
+        return plan if before is None else replace(plan, changes=plan_changes(before, plan.text()))
+
+    def _new_session(
         self,
-        trainer: Recipe,
-        resume: bool | str | PathLike[str] | GoBack,
-        given: Settings,
         *,
-        strict: bool,
-        replay: bool,
+        training: bool,
+        files: RunDirectory | None = None,
+        replay: bool = False,
+        given: Settings | None = None,
         loop: Loops = Loops.FIT,
-    ) -> None:
-        self._trainer, self._resume, self._given = trainer, resume, given
-        self._strict, self._replay, self._loop = strict, replay, loop
+        make_run: Callable[[Session], Run] = Run,
+    ) -> Session:
+        given = given or Settings()
+        accumulate, loader = self._in_effect(given)
+        hooks, several = self._hooks(), self.driver.world_size > 1
+        rank_log = RankLog.of(self.directory if training else None, self.driver.rank)  # before the main process can print
+        if training:
+            if several:
+                facts = facts_of(self.model, loader) | {"override": given.shown()}
+                check_alike(self.driver, plain(self, hooks.callbacks) | facts | {"debug_ranks": self.debug_ranks})
+            if self.seed is not None:  # each rank draws its own dropout masks, for its own data
+                seed_all(derive_seed(self.seed, rank) if (rank := self.driver.data_rank) else self.seed)
+        model = self._prepared_model()
+        optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
+        given.give_to(optimizers)
+        if training and several:
+            check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
+        draws = training and loop is not Loops.ATTACHED  # what cadenza.attach trains draws as it would by hand
+        return Session(
+            model=model,
+            optimizers=optimizers,
+            loader=loader,
+            compute=self.compute_loss,
+            driver=self.driver,
+            precision=precision_of(self.precision, self.driver.device.type),
+            accumulate=accumulate,
+            step_fn=self.step_fn,
+            loop=loop,
+            tokens=self.tokens,
+            seed=self.seed,
+            data_seed=self.driver.broadcast(draw_seed(keep=not draws) if self.seed is None else self.seed),
+            replay=replay,
+            arguments=described(self, hooks.callbacks, optimizers) | {"accumulate": plain_accumulate(accumulate)},
+            given=given,
+            hooks=hooks,
+            progress=self._limits(loader),
+            directory=self.directory if training else None,
+            files=files,
+            rank_log=rank_log,
+            home=self._home,
+            make_run=make_run,
+        )
+
+    def _prepared_model(self) -> nn.Module:
+        model = self.driver.prepare(self.model)
+        if self._compile is not None:
+            compile_model(self.driver.unwrap(model), self._compile)
+        for module in modules_of(self.compute_loss):
+            module.to(self.driver.device)
+        return model
+
+    def _set_up(self, session: Session) -> None:
+        for warning in beforehand(session.hooks)[1]:
+            session.warn(warning)
+        session.hooks.on_setup(session.run)
+        check_loader(session.loader, "run.loader")
+        session.extra_parameters.begin(session.run)
+        session.given.check(session.run)
+        session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
+        session.open_loader()
+        check_schedules(session)
+        check_computes(session)
+        check_evaluation_loaders(session)
+        warn_of_doubts(session, own_optimizer=self._own_optimizer)
+        if self._compile is not None:
+            one_pass = self.accumulate == 1 and self.step_fn is None and session.loop is Loops.FIT  # in each step
+            if has_graphs(self._compile) and not one_pass:
+                session.precision.backward_pass = BackwardOfGraphs(session.module)
+            session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))
+
+    def _in_effect(self, given: Settings) -> tuple[int, Iterable[Any]]:
+        """Return the accumulation and the loader of a run, with the values that ``fit(override=...)`` gives."""
+        accumulate, batch_size = given.values.get("accumulate", self.accumulate), given.values.get("batch_size")
+        if "accumulate" in given.values:
+            accumulate = checked_accumulate(accumulate, self.step_fn)
+            given.note("accumulate", plain_accumulate(self.accumulate), plain_accumulate(accumulate))
+        if batch_size is None:
+            return accumulate, self.loader
+        given.note("batch_size", getattr(self.loader, "batch_size", None), batch_size)
+        loader = with_batch_size(self.loader, batch_size)
+        check_not_empty(loader, self.driver.data_shard())
+        return accumulate, loader
+
+    def _limits(self, loader: Iterable[Any]) -> Progress:
+        kind = Progress if self.driver.world_size == 1 else SharedProgress
+        batches = num_batches(loader, self.driver.data_shard())
+        limits = {name: getattr(self, name) for name in LIMITS}
+        has_epochs = getattr(loader, "has_epochs", True)
+        return kind(**limits, batches_per_epoch=batches, has_epochs=has_epochs, accumulate=self.accumulate)
+
+
+def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return the arguments of a trainer that must be equal on all ranks, as plain data. `names` are those of its callbacks."""
+    given = {name: plain_accumulate(getattr(trainer, name)) for name in (*LIMITS, "accumulate", "precision", "seed")}
+    return {"callbacks": [*names], **given}
+
+
+def described(trainer: Any, names: Iterable[str], optimizers: Iterable[Optimizer]) -> dict[str, Any]:
+    """Return all arguments of a trainer as plain data: of the model its class and size, of the optimizers their settings."""
+    model = f"{type(trainer.model).__name__}, {sum(one.numel() for one in trainer.model.parameters())} parameters"
+    return {"model": model, "optimizer": [*map(updates.described, optimizers)], **plain(trainer, names), **trainer._facts}
+
+
+def _frozen_modes(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[str]:
+    """Yield a line for the plan with the modules that stay in evaluation mode and train no parameters."""
+    modules = in_evaluation_mode(model, {*map(id, parameters_of(optimizers))}) if model.training else {}
+    if names := [name for name, trains in modules.items() if not trains]:
+        yield f"stay in evaluation mode: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+
+
+def _arguments(trainer: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each argument of the trainer that is set."""
+    yield "model", _model(trainer.model)
+    yield "optimizer", _optimizers(trainer.optimizer)
+    yield "loader", _loader(trainer.loader)
+    plain = {name: getattr(trainer, name) for name in (*LIMITS, "seed", "directory")}
+    yield from ((name, str(value)) for name, value in plain.items() if value is not None)
+    if trainer.accumulate != 1:
+        yield "accumulate", str(trainer.accumulate)
+    yield "precision", trainer.precision
+    yield "driver", brief(trainer.driver)
+    yield "callbacks", f"[{', '.join(map(brief, trainer.callbacks))}]"
+
+
+def _model(model: nn.Module) -> str:
+    return f"{type(model).__name__} of {counted(sum(one.numel() for one in model.parameters()), 'parameter')}"
+
+
+def _loader(loader: Any) -> str:
+    return f"{type(loader).__name__} of {counted(len(loader), 'batch')}" if isinstance(loader, list | tuple) else brief(loader)
+
+
+def _optimizers(optimizer: object) -> str:
+    if isinstance(optimizer, Optimizer):
+        rates = dict.fromkeys(f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group)
+        return f"{type(optimizer).__name__}({', '.join(f'lr={rate}' for rate in rates)})"
+    if isinstance(optimizer, Sequence):
+        return f"[{', '.join(map(_optimizers, optimizer))}]"
+    name = brief(optimizer)
+    return "a function" if name == "<lambda>" else name
+
+
+# -- a run: its files, its checkpoint, its session, and what ends them -----------------------------
+
+
+@dataclass(eq=False, repr=False)
+class Part:
+    """A run, or the part of one up to where it goes back to a checkpoint, for ``with``: the block does its steps."""
+
+    trainer: Recipe
+    """The arguments of the run."""
+    resume: bool | str | PathLike[str] | GoBack
+    """Where the run begins: that of `Trainer.fit`, or where it goes back to."""
+    given: Settings
+    """The settings of ``override=``."""
+    strict: bool = False
+    """That of `Trainer.fit`."""
+    replay: bool = False
+    """That of `Trainer.fit`."""
+    loop: Loops = Loops.FIT
+    """Which loop does the steps."""
 
     def __enter__(self) -> Training:
         """Begin; return the training, with nothing open if the run is over already. Every rank must call this."""
@@ -88,23 +331,23 @@ class Part:
                 self._training.finish()
         session = self._training.session
         if session.sync.requests.signal is not None:
-            resuming.tell_how_to_go_on(session, self._resume)
+            resuming.tell_how_to_go_on(session, self.resume)
         exit_after_signal(session.sync.requests.signal)
 
     # -- how it begins -----------------------------------------------------------------------------
 
     def _begin(self, ending: ExitStack) -> Training:
         """Begin the run, and push what ends it."""
-        trainer = self._trainer
+        trainer = self.trainer
         end_abandoned("another run began")
         if any(one.run is trainer._run for one in UNDER_WAY):
             raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
         with trainer.driver.entering("at the start of a run"):
             files = self._opened_files(ending)
-            start = chosen_on_all_ranks(trainer.driver, self._resume, files, elsewhere(trainer.callbacks))
+            start = chosen_on_all_ranks(trainer.driver, self.resume, files, elsewhere(trainer.callbacks))
             session, over = self._new_session(files, start)
         trainer._run = session.run
-        session.advises &= not isinstance(self._resume, GoBack)  # the part before has said it
+        session.advises &= not isinstance(self.resume, GoBack)  # the part before has said it
         if session.rank_log is not None:
             ending.callback(session.rank_log.write_due, ends=True)
         training = Training(session)
@@ -120,21 +363,21 @@ class Part:
 
     def _opened_files(self, ending: ExitStack) -> RunDirectory | None:
         """Return the files of the run directory, on the main process, locked until `ending`. Every rank must call this."""
-        trainer, resume = self._trainer, bool(self._resume)
+        trainer, resume = self.trainer, bool(self.resume)
         check_not_empty(trainer.loader, trainer.driver.data_shard())
         path = trainer.directory
-        files = rank_checks.main_only(trainer.driver, lambda: RunDirectory(path, resume=resume)) if path else None
+        files = main_only(trainer.driver, lambda: RunDirectory(path, resume=resume)) if path else None
         if files is not None:
             ending.callback(files.release)
         return files
 
     def _new_session(self, files: RunDirectory | None, start: Start) -> tuple[Session, bool]:
         """Return the session of the run, and whether the run is over already."""
-        trainer, driver, given = self._trainer, self._trainer.driver, self._given
+        trainer, driver, given = self.trainer, self.trainer.driver, self.given
         freeze_early(trainer.callbacks, trainer.model)
-        session = trainer._new_session(training=True, files=files, replay=self._replay, given=given, loop=self._loop)
+        session = trainer._new_session(training=True, files=files, replay=self.replay, given=given, loop=self.loop)
         session.branch, session.restored.recovery = start.branch, start.recovery
-        if driver.broadcast(rank_checks.main_only(driver, lambda: resuming.is_over(files, session.progress, start))):
+        if driver.broadcast(main_only(driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, True
         if start.loaded is not None:
             own = start.loaded.by_rank[0].get("callbacks of the rank", {})
@@ -144,7 +387,7 @@ class Part:
 
     def _written_facts(self, session: Session) -> dict[str, Any]:
         """Return the facts of a run that its ``run.json`` holds."""
-        trainer = self._trainer
+        trainer = self.trainer
         facts: dict[str, Any] = {
             "arguments": session.arguments,
             "steps": session.progress.total("step"),
@@ -152,14 +395,14 @@ class Part:
             "device": str(session.device),
             "plan": trainer._plan(session.optimizers, session.hooks, session).text(),
         }
-        facts |= {"override": self._given.shown()} if self._given.override else {}
+        facts |= {"override": self.given.shown()} if self.given.override else {}
         facts |= {"checkpoints": folders} if (folders := elsewhere(trainer.callbacks)) else {}
         facts |= {"monitors": monitors} if (monitors := monitors_in(session.hooks)) else {}
         return facts
 
     def _watch(self, session: Session, ending: ExitStack) -> None:
         """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
-        driver, limit_s = self._trainer.driver, self._trainer._names_ranks_after_s
+        driver, limit_s = self.trainer.driver, self.trainer._names_ranks_after_s
         settle = () if session.rank_log is None else (session.rank_log.write_due,)
         most_s = math.inf if limit_s is None else limit_s / 20
         ending.enter_context(driver.watched(partial(whereabouts, session), *settle, most_s=most_s))
@@ -168,7 +411,7 @@ class Part:
 
     def _set_up(self, session: Session, start: Start) -> None:
         """Set up the run, and restore it if it resumes."""
-        trainer, resume = self._trainer, self._resume
+        trainer, resume = self.trainer, self.resume
         trainer._set_up(session)
         trainer.driver.check_trainable(session.module)  # after the callbacks, which may change layers
         session.restored.config = config_of(session)
@@ -181,7 +424,7 @@ class Part:
             warn_of_no_checkpoint(session, resume)
         warn_of_loader(session)
         if start.loaded is not None:
-            resuming.restored(session, session.files, start, strict=self._strict)
+            resuming.restored(session, session.files, start, strict=self.strict)
             start.loaded = None  # its memory is free during the training
 
 

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 Factor = Callable[[int], float]
 
 
+def rates_of(run: Run) -> Rates:
+    """Return the factors on the learning rates of a run."""
+    return run._session.rates
+
+
 class Rates:
     """Factors on the learning rates.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.adapters.recognition import AnyCallback
-from cadenza.loops.epoch_means import EpochMeans
+from cadenza.engine.interval_means import EpochMeans
 from cadenza.run import Run
 from cadenza.trainer import Trainer
 

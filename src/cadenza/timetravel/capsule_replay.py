@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from cadenza.drivers.single import SingleDriver
-from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading.batches import moved
 from cadenza.loading.rng import RNGState, preserve_rng_state
+from cadenza.loops.part import Recipe
 from cadenza.optim.model_state import load_into, state_of
 from cadenza.optim.parameters import modules_of
 from cadenza.status.plain import same

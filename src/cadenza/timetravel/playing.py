@@ -164,11 +164,10 @@ class _Playing(Trainer):
 
     def _do_steps(self, training: Training) -> None:
         while training.next_epoch():
-            self.player.play_epoch(training.session)
+            self.player.play_epoch(training)
 
     def _new_session(self, **arguments: Any) -> Session:
-        session = super()._new_session(**arguments)
-        self._run = session.run = _RecordedRun(session)
+        session = super()._new_session(**arguments, make_run=_RecordedRun)
         session.advises = False
         session.arguments = dict(self.recorded_arguments)
         return session
@@ -210,13 +209,13 @@ class _Player(Callback):
                 record_evaluated(session_of(run), evaluation, who=one.name)
                 hooks_of(run).on_eval_end(run, evaluation)
 
-    def play_epoch(self, session: Session) -> None:
+    def play_epoch(self, training: Training) -> None:
         """Pass through the steps of an epoch."""
-        windows: Sequence[Window] = next(self._epochs)
+        session, windows = training.session, next(self._epochs)
         index = 0
         while index < len(windows) and not session.sync.leaving_epoch():
             index = self._pass_over(session, windows, index)
-            self._step(session, windows[index])
+            self._step(training, windows[index])
             index += 1
         progress, is_last = session.progress, windows[-1].step == self.recording.steps
         whole = progress.batches_per_epoch
@@ -226,8 +225,8 @@ class _Player(Callback):
         if is_last and index == len(windows) and goes_on and not session.sync.over():
             self.end = session.decide("stopped", "the records end here", who="what_if")
             session.sync.requests.ask_stop(self.end)
-        session.take_stop()
-        session.finish_epoch()
+        training.take_stop()
+        training.count_epoch()
 
     def _pass_over(self, session: Session, windows: Sequence[Window], index: int) -> int:
         """Count the steps in which nothing happens; return the index of the next step in which something may."""
@@ -246,11 +245,12 @@ class _Player(Callback):
             index += 1
         return index
 
-    def _step(self, session: Session, window: Window) -> None:
+    def _step(self, training: Training, window: Window) -> None:
+        session = training.session
         session.cursor.leave_boundary()
         for _ in range(window.size):
             session.progress.finish_batch(0)
-        session.finish_step()
+        training.count_step()
         for record in self.recording.records.get(window.step, ()) if self.reads_records else ():
             session.metrics.history.add(record)
             session.hooks.on_log(session.run, record)

@@ -18,7 +18,6 @@ from cadenza.engine.session import Session, session_of
 from cadenza.engine.step_state import Cursor
 from cadenza.errors import DataError, DistributedError, add_note
 from cadenza.hooks.moments import Callback
-from cadenza.loops.part import Part
 from cadenza.records.record import Record
 from cadenza.run import Run
 from cadenza.status.counting import counted
@@ -119,7 +118,7 @@ class Replay:
             self._meet("close()")
             self._witness.leaving = True
             session = self._witness.session
-            session.request_stop("the replay is closed")
+            session.run.stop("the replay is closed")
             try:
                 self._go_on()
             except Exception as error:  # such as that of a callback that needs whole epochs
@@ -140,8 +139,7 @@ class Replay:
         return f"<Replay: {state}, from {self.checkpoint}{differs}>"
 
     def _begin(self, override: Sequence[str] | Mapping[str, Any], *, replay: bool) -> None:
-        given = self._trainer._given(self.checkpoint, override)
-        part = within(self._folder, Part(self._trainer, self.checkpoint, given, strict=False, replay=replay))
+        part = within(self._folder, self._trainer._part(self.checkpoint, override, replay=replay))
         training = part.__enter__()
         self._part, self._pauses = part, self._witness.pauses(training)
         self._go_on()

@@ -20,6 +20,7 @@ from cadenza.loading import num_batches
 from cadenza.loading.loaders import Limited
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.parameters import parameters_of
+from cadenza.run import Run
 from cadenza.status.progress import Counters, Progress
 from cadenza.timetravel.restore_point import RestorePoint, restore_in_place
 
@@ -120,6 +121,7 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
         data_seed=session.data_seed,
         hooks=Hooks(callbacks),
         progress=Progress(max_steps=steps, accumulate=session.step.window.size),
+        make_run=Run,
     )
     twin.step.derived, twin.cursor.permuted = session.step.derived, session.cursor.permuted
     twin.extra_parameters = session.extra_parameters

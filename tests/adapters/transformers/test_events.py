@@ -211,7 +211,7 @@ def with_classes(folder: Path) -> dict[str, Any]:
     shown = [transformers.integrations.TensorBoardCallback(), transformers.ProgressCallback(), transformers.PrinterCallback()]
     parts = [evaluate("3 steps"), Checkpoint("3 steps", keep_best=("eval/loss", "min")), Arguments(logging_steps=2)]
     run = pair.here([*parts, *shown, stopping, StopsOnOneRank(), Sees()], samples=24, max_epochs=3, directory=folder)
-    state = run._session.adapters["transformers"].state  # type: ignore[attr-defined]
+    state = run._session.adapters["transformers"].state
     losses = [row["loss"] for row in state.log_history if "loss" in row]
     return {"step": run.progress.step, "seen": seen, "losses": losses, "best": state.best_model_checkpoint}
 
@@ -327,7 +327,7 @@ def trained(folder: Path, *, dies_at: int = 0) -> tuple[Run | None, Counting, An
 
 
 def state_of(run: Run) -> Any:
-    return run._session.adapters["transformers"].state  # type: ignore[attr-defined]
+    return run._session.adapters["transformers"].state
 
 
 def logged(run: Run) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.lightning.library import is_lightning
-from cadenza.engine.accumulating import Accumulate
+from cadenza.engine.arguments import Accumulate
 
 _NAME = "GradientAccumulationScheduler"
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from cadenza.adapters.lightning.part_view import PartView
 from cadenza.adapters.lightning.setup_view import SetupView
-from cadenza.engine.outputs import on_host
+from cadenza.engine.objective import on_host
 from cadenza.engine.session import session_of
 from cadenza.hooks.moments import Callback
 

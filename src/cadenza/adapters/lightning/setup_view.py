@@ -239,7 +239,7 @@ class SetupView(CallbackLists, CountersView):
     @property
     def default_root_dir(self) -> str:
         """The run directory, or the working directory without one."""
-        return self.log_dir or str(session_of(self._run).home)
+        return self.log_dir or str(self._run.info.home)
 
 
 def validation_interval(run: Run) -> tuple[int | float, int | None]:

@@ -18,7 +18,7 @@ from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.callbacks.log_training import LogTraining
-from cadenza.engine.monitor_checks import monitors_in
+from cadenza.engine.monitor import monitors_in
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.schedule import Every, Schedule

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cadenza.adapters.view import OfRun
 from cadenza.engine.prediction import Prediction
-from cadenza.engine.window import mean_loss
+from cadenza.engine.step_state import mean_loss
 from cadenza.records.scalars import as_number, weighted_sum
 
 if TYPE_CHECKING:

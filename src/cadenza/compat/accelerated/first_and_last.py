@@ -51,8 +51,8 @@ class FirstCallback(Callback):
         session.advises = False
         trainer.model, trainer._accelerator.precision = session.model, session.precision
         adapted.own_passes = overrides(trainer, Overridable._perform_forward_and_backward_passes)
-        session.reseed_data(self.data_seed)
-        session.replace_precision(Hooked(adapted, session.precision))
+        session.data_seed = self.data_seed
+        session.precision = Hooked(adapted, session.precision)
         if trainer._eval_dataloader is not None:
             run.evaluations["eval"] = EvalEpoch(trainer._eval_dataloader, name="eval", compute=self.compute_eval)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from cadenza.engine.outputs import predictions_in
+from cadenza.engine.objective import predictions_in
 from cadenza.loading.batches import size_of
 
 

@@ -13,7 +13,7 @@ from cadenza.hooks.moments import Callback, Moment
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
-    from cadenza.engine.window import AccumulationWindow
+    from cadenza.engine.step_state import AccumulationWindow
     from cadenza.loading.evaluation import Evaluation
     from cadenza.loading.rng import RNGState
     from cadenza.run import Run

@@ -10,7 +10,7 @@ from cadenza.compat.neural import checkpoints
 from cadenza.compat.neural.arguments import frequency
 from cadenza.compat.neural.checkpoints import TRAINER, Folder, Kind, Mark
 from cadenza.compat.neural.logs import logging
-from cadenza.engine import rank_checks
+from cadenza.engine.start_checks import main_only
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,7 +112,7 @@ class Keeper:
         logging.info("Total model parameters: %d", sum(map(_size, weights.values())))
         # The main process completes an interrupted mark, while the others wait.
         if run.driver.world_size > 1:
-            rank_checks.main_only(run.driver, lambda: self.source.whole(self._in_use(run)))
+            main_only(run.driver, lambda: self.source.whole(self._in_use(run)))
         if not self.source.path.is_dir():
             self._nothing(f"the folder {self.source.path} does not exist")
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cadenza.adapters.foreign import never_called
 from cadenza.adapters.lightning import events
@@ -23,11 +23,17 @@ from cadenza.adapters.recognition import listed
 from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.limit import Limit
 from cadenza.drivers import driver_of
-from cadenza.engine.recipe import Recipe
 from cadenza.errors import AdapterError, CallbackError
 from cadenza.optim.rates import SetsRates
 
-R = TypeVar("R", bound=Recipe)
+
+class HasFacts(Protocol):
+    """A trainer, as far as it keeps facts about its module."""
+
+    _facts: dict[str, Any]
+
+
+R = TypeVar("R", bound=HasFacts)
 
 
 def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str, Any]) -> R:

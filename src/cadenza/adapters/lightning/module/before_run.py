@@ -10,7 +10,7 @@ import torch
 
 from cadenza.adapters.lightning.callback_lists import CallbackLists
 from cadenza.adapters.view import Weak
-from cadenza.engine.accumulating import checked_accumulate
+from cadenza.engine.arguments import checked_accumulate
 from cadenza.errors import AdapterError, nearest
 from cadenza.loading import num_batches
 from cadenza.status.progress import Progress

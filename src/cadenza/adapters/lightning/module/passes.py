@@ -11,7 +11,7 @@ from cadenza.adapters.lightning.module.module_evaluation import ModuleEvaluation
 from cadenza.adapters.lightning.moments import LightningMoments
 from cadenza.adapters.lightning.trainer_view import STEP_OUTPUT
 from cadenza.engine.evaluation import NONE, batches_of, check_some, record_evaluated, undisturbed
-from cadenza.engine.outputs import on_host
+from cadenza.engine.objective import on_host
 from cadenza.engine.session import Session
 from cadenza.hooks.moments import Callback
 from cadenza.status.outputs import Outputs

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cadenza.engine import updating
-from cadenza.engine.outputs import checked_loss
+from cadenza.engine.objective import checked_loss
 from cadenza.engine.session import session_of
 from cadenza.errors import AdapterError
 from cadenza.optim.optimizers import needs_closure
@@ -28,7 +28,7 @@ def install(attached: Attached, run: Run) -> None:
     if attached.overrides("backward") or not attached.automatic:
         session.precision.backward_pass = ModuleBackward(attached, session.precision.backward_pass)
     if attached.automatic and (attached.overrides("optimizer_step") or any(map(needs_closure, attached.optimizers))):
-        session.replace_precision(ModulePrecision(attached, session.precision))
+        session.precision = ModulePrecision(attached, session.precision)
 
 
 class ModuleBackward(BackwardPass):

@@ -18,7 +18,7 @@ from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
 from cadenza.engine import updating
 from cadenza.engine.evaluation import record_evaluated, undisturbed
-from cadenza.engine.window import AccumulationWindow
+from cadenza.engine.step_state import AccumulationWindow
 from cadenza.hooks.dispatch import hooks_of, unwinding
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.loading.evaluation import Evaluation
@@ -104,7 +104,7 @@ class FirstCallback(Callback):
         carried = trainer.carried
         # Without a seed of the run the order of the data depends on torch.manual_seed.
         seed = torch.initial_seed() % 2**56 if carried.data_seed is None else carried.data_seed
-        adapted.session.reseed_data(run.driver.broadcast(seed))
+        adapted.session.data_seed = run.driver.broadcast(seed)
         adapted.own_loop = trainer.runs_own_epochs
         trainer.live, trainer.driver.precision = run, adapted.session.precision
 

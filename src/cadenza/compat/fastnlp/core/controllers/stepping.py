@@ -18,7 +18,7 @@ from cadenza.compat.fastnlp.core.controllers.view import TrainerView
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, ModelFunction, apply_mapping, loss_in
 from cadenza.engine import updating
 from cadenza.engine.session import session_of
-from cadenza.engine.window import AccumulationWindow
+from cadenza.engine.step_state import AccumulationWindow
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.parameters import distinct_gradients
 from cadenza.status.outputs import parts_of

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 from cadenza.engine.session import session_of
-from cadenza.engine.window import AccumulationWindow
+from cadenza.engine.step_state import AccumulationWindow
 from cadenza.loading.rng import RNGState
 from cadenza.optim.parameters import parameters_of
 
