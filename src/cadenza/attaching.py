@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.adapters.recognition import AnyCallback
 from cadenza.drivers import Driver
 from cadenza.engine.compiling import Compile
 from cadenza.engine.loop import STEP, Training
@@ -21,6 +20,7 @@ from cadenza.engine.verbs import LoopVerbs
 from cadenza.errors import DataError
 from cadenza.files.new_directory import NewDirectory
 from cadenza.loading.rng import RNGState
+from cadenza.loops.foreign import AnyCallback
 from cadenza.loops.part import Part
 from cadenza.loops.steps import Kept
 from cadenza.optim.optimizers import Optimizers

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from os import PathLike
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
-from cadenza.adapters.lightning.before_fit import scheduled
-from cadenza.adapters.recognition import AnyCallback, adapted, adapted_list
 from cadenza.checkpoint.catalogue import Which
 from cadenza.checkpoint.resuming import beginning
 from cadenza.checkpoint.weights import Choice
@@ -48,6 +47,7 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.loading.sample_counts import batch_sizes
+from cadenza.loops.foreign import AnyCallback, adapted, adapted_list, before_trainer
 from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, Recipe, elsewhere
 from cadenza.loops.steps import Steps
@@ -152,7 +152,7 @@ class Trainer(Recipe):
         self.compute_loss = compute_loss or (ModelsOwnLoss(module) if step_fn is None else no_loss)
         self.max_epochs, self.max_steps, self.max_tokens = limits.values()
         self.tokens, self.precision, self.seed, self.step_fn = checked_tokens(tokens), precision, seed, step_fn
-        self.accumulate = checked_accumulate(scheduled(given, accumulate), step_fn)
+        self.accumulate = checked_accumulate(before_trainer(given, accumulate=accumulate)["accumulate"], step_fn)
         self.driver, self.debug_ranks, self.callbacks = driver_of(driver, device), debug_ranks, given
         self.directory, self._is_new = run_directory(directory, self.driver), isinstance(directory, NewDirectory)
         self._compile, self._notes, self._home = options_of(compile), notes, working_directory()
@@ -185,14 +185,14 @@ class Trainer(Recipe):
             arguments: Those of `Trainer` that the module does not provide, such as ``max_epochs``; ``evaluate_every``, the
                 interval of ``validation_step``, and ``sanity_batches``, as in `Evaluate`.
         """
-        from cadenza.adapters.lightning.module.assembling import assembled  # imported here: few runs need it
-
         if more:
             raise TypeError(
                 f"Trainer.from_lightning takes at most 2 positional arguments; got {2 + len(more)}. Give several loaders as "
                 "the second one: (train, val)."
             )
-        return assembled(cls, module, datamodule_or_loaders, arguments)
+        assembling = import_module("cadenza.adapters.lightning.module.assembling")  # imported here: few runs need it
+        trainer: Self = assembling.assembled(cls, module, datamodule_or_loaders, arguments)
+        return trainer
 
     def plan(self, since: str | PathLike[str] | None = None) -> Plan:
         """Return the tree of moments with the listeners of each, in order. Print it. No run is started.

@@ -27,8 +27,8 @@ FLOORS = {  # on a floor, too, a room imports only rooms that stand before it
     3: "drivers optim sinks",
     4: "engine run",
     5: "checkpoint",
-    6: "callbacks adapters loops trainer attaching",
-    7: "testing commands compat trackers report timetravel __main__",
+    6: "callbacks loops trainer attaching",
+    7: "testing commands adapters compat trackers report timetravel __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ORDER = list(FLOOR_OF)

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, get_args, get_origin, get_type_hints
 
-from cadenza.adapters.foreign import Event
+from cadenza.adapters.event import Event
 from cadenza.adapters.view import View
 from cadenza.errors import nearest
 

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cadenza.adapters.attributes import changed_since, left_out, plain_attributes, put_back
+from cadenza.adapters.event import Event
 from cadenza.errors import nearest
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener, inner
-from cadenza.hooks.moments import BaseCallback, Callback, Moment
+from cadenza.hooks.moments import Callback
+from cadenza.loops.foreign import AdaptedCallback
 
 if TYPE_CHECKING:
+    from cadenza.adapters.surface.surface import Surface
+    from cadenza.hooks.dispatch import Hooks
     from cadenza.run import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One event of another system.
-
-    Args:
-        moment: The native moment that calls it; None if a native run never calls it.
-        make: ``make(adapter, hook)`` returns the function that the moment calls. It takes the arguments of the moment, and
-            calls `hook` with those of the other system. Its cost is part of each step: at most three interpreter calls.
-        note: For the plan and the guide: what differs from the other system, or why the event is never called.
-    """
-
-    moment: Moment | None
-    make: Callable[[Any, Callable[..., Any]], Callable[..., None]] | None = None
-    note: str = ""
-
-
-class ForeignCallback(BaseCallback):
-    """A callback of another system in a native run. Subclasses are the adapters of one system each.
+class ForeignCallback(AdaptedCallback):
+    """An adapter with a table of the events of its system, and with the state of the callback in checkpoints.
 
     Args:
         callback: The callback.
         base: The base class of the other system.
     """
-
-    logs_training = True  # it sees the logs that its own trainer would give
-    system: ClassVar[str]
-    """The name of the other system: that of its adapter in `cadenza.adapters`, and the key in ``Session.adapters``."""
 
     events: ClassVar[Mapping[str, Event]]
     """The events of the other system by name, in the order of a run."""
@@ -52,10 +35,7 @@ class ForeignCallback(BaseCallback):
     """Events that the other system does not have any more, by the event that replaces them."""
 
     def __init__(self, callback: Any, base: type[Any]) -> None:
-        self.callback: Any = callback
-        self.base: type[Any] = base
-        self.name: str | None = type(callback).__name__
-        self.on_fault: Literal["raise", "disable", "retry"] = getattr(callback, "on_fault", type(self).on_fault)
+        super().__init__(callback, base)
         self._at_start = {}
         self._told: set[str] = set()
 
@@ -69,28 +49,34 @@ class ForeignCallback(BaseCallback):
         self._plain_at_start = attributes
         self._others_known: dict[str, Any] | None = None
 
-    def __repr__(self) -> str:
-        return f"{type(self.callback).__name__} ({self.system})"
+    def beforehand(self, name: str, hooks: Hooks) -> tuple[list[str], list[str]]:
+        """Return lines for the plan, and warnings for the start of a run: only of that which fails at each call of an event.
 
-    def __eq__(self, other: object) -> bool:
-        """An adapter equals its callback, so that ``in``, ``index`` and ``remove`` of a list take the callback."""
-        return other is self or other is self.callback
+        The source of the class is read; nothing of it is called.
+        """
+        warnings = self._never_called(name)
+        notes = [f"! {text}" for text in warnings]
+        if (surface := self.surface(hooks)) is not None:
+            notes += surface.notes(name)
+            if surface.refused:
+                warnings.append(f"{name} does not work in a native run: {surface.refused}")
+            warnings += (f"{name} will fail: it {error}" for error in surface.certain_errors())
+        return notes, warnings
 
-    def __hash__(self) -> int:
-        return object.__hash__(self)
+    def surface(self, hooks: Hooks) -> Surface | None:
+        """Return what the callback uses of a run, from its source; None if that is not described for its system."""
+        from cadenza.adapters.surface.surface import surface_of  # imported here: few runs need it
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are new adapters of a copy of the callback, without the run that the adapter was in."""
-        return type(self), (self.bare(), self.base)
+        return surface_of(self.callback)
 
-    def bare(self) -> Any:
-        """Return the callback to copy and to pickle. Override this if the adapter gives it parts of a run."""
-        return self.callback
-
-    @classmethod
-    def companions(cls, callbacks: list[Any]) -> list[Any]:
-        """Return the list of a trainer with the native callbacks that the adapters in it share. Override this."""
-        return callbacks
+    def _never_called(self, name: str) -> list[str]:
+        """Return a warning for each method that is named almost like an event, or was one, and is none."""
+        kind = type(self.callback)
+        own = kind.__mro__[: kind.__mro__.index(self.base)]
+        methods = {method for one in own for method, value in vars(one).items() if method.startswith("on_") and callable(value)}
+        unknown = sorted(methods - {*self.events, *dir(self.base)})
+        found = (never_called(name, method, self.system, self.events, self.removed) for method in unknown)
+        return [text for text in found if text]
 
     def overridden(self) -> list[str]:
         """Return the names of the events that the callback overrides, in its class or in the instance."""

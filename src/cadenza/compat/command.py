@@ -10,12 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cadenza.adapters.recognition import BASES, base_of
 from cadenza.adapters.surface.surface import Surface, distinct, sentence, surface_of
 from cadenza.commands.importing import guarded, imported, is_script, nothing_on_stdout
 from cadenza.commands.output import add_json, clean, complain, fitting, print_json, print_rows, say, say_folded
 from cadenza.errors import CadenzaError, nearest
 from cadenza.hooks.moments import BaseCallback
+from cadenza.loops.foreign import ADAPTERS, base_of
 from cadenza.status.counting import counted
 
 _LAZY = "Callback"  # of the names that a package imports late, those with this ending are classes of callbacks
@@ -117,13 +117,13 @@ def _no_callback(thing: object) -> str:
     if issubclass(kind, BaseCallback):
         return "is a native callback: it needs no adapter."
     what = "has" if isinstance(thing, type) else f"is a {kind.__name__}, which has"
-    return f"{what} none of the base classes {', '.join(BASES)}"
+    return f"{what} none of the base classes {', '.join(ADAPTERS)}"
 
 
 def _callbacks_in(module: ModuleType, source: str) -> list[Surface]:
     classes = {one: None for name in sorted(_names_in(module)) if (one := _class(module, name)) is not None}
     if not classes:
-        raise CadenzaError(f"{source!r} has no callback class with one of the base classes {', '.join(BASES)}")
+        raise CadenzaError(f"{source!r} has no callback class with one of the base classes {', '.join(ADAPTERS)}")
     return [surface for one in classes if (surface := surface_of(one)) is not None]
 
 

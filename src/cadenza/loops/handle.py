@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cadenza.adapters.recognition import base_of
 from cadenza.engine.arguments import check_schedule
 from cadenza.engine.session import Session
 from cadenza.errors import CallbackError
@@ -23,6 +22,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
 from cadenza.hooks.order import Phase
+from cadenza.loops.foreign import base_of
 from cadenza.run import Run
 from cadenza.status.shown import brief
 

@@ -14,8 +14,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from cadenza.adapters.beforehand import beforehand
-from cadenza.adapters.lightning.before_fit import freeze_early
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
 from cadenza.checkpoint.snapshot import config_of
@@ -53,6 +51,7 @@ from cadenza.loading.arguments import check_loader
 from cadenza.loading.hints import loader_hints
 from cadenza.loading.rebuilding import with_batch_size
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
+from cadenza.loops.foreign import before_fit, beforehand
 from cadenza.loops.steps import end_abandoned
 from cadenza.optim import optimizers as updates
 from cadenza.optim.optimizers import Optimizers
@@ -374,7 +373,7 @@ class Part:
     def _new_session(self, files: RunDirectory | None, start: Start) -> tuple[Session, bool]:
         """Return the session of the run, and whether the run is over already."""
         trainer, driver, given = self.trainer, self.trainer.driver, self.given
-        freeze_early(trainer.callbacks, trainer.model)
+        before_fit(trainer.callbacks, trainer.model)
         session = trainer._new_session(training=True, files=files, replay=self.replay, given=given, loop=self.loop)
         session.branch, session.restored.recovery = start.branch, start.recovery
         if driver.broadcast(main_only(driver, lambda: resuming.is_over(files, session.progress, start))):

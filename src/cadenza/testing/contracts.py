@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from cadenza.adapters.recognition import AnyCallback, adapt, base_of
 from cadenza.errors import CallbackError, DirectoryError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.subscription import on
+from cadenza.loops.foreign import AnyCallback, adapt, base_of
 from cadenza.run import Run
 from cadenza.status.plain import decode, encode, first_difference
 from cadenza.testing.differing import attributes_of, check_order, check_reads, check_resumed, evaluated

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from cadenza.adapters.foreign import ForeignCallback
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.callbacks.log_training import LogTraining
@@ -18,6 +17,7 @@ from cadenza.callbacks.profile import Profile
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.subscription import on
+from cadenza.loops.foreign import AdaptedCallback
 from cadenza.run import Run
 from cadenza.status.plain import first_difference
 from cadenza.testing.results import results_of, without_clocks
@@ -129,7 +129,7 @@ class _Ended:
 
 def attributes_of(callback: BaseCallback) -> dict[str, Any]:
     """Return the attributes of an instance that are numbers, texts or small tensors, as plain values."""
-    holder = callback.callback if isinstance(callback, ForeignCallback) else callback
+    holder = callback.callback if isinstance(callback, AdaptedCallback) else callback
     values = {name: _plain(value) for name, value in getattr(holder, "__dict__", {}).items()}
     return {name: value for name, value in values.items() if value is not _OTHER}
 

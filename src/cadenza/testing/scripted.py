@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from cadenza.adapters.recognition import AnyCallback
 from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
+from cadenza.loops.foreign import AnyCallback
 from cadenza.run import Run
 from cadenza.status.counting import counted
 from cadenza.testing.tiny import tiny_run

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadenza.adapters.recognition import AnyCallback
 from cadenza.engine.interval_means import EpochMeans
+from cadenza.loops.foreign import AnyCallback
 from cadenza.run import Run
 from cadenza.trainer import Trainer
 

@@ -10,12 +10,12 @@ from itertools import product
 from os import PathLike
 from typing import Any, overload
 
-from cadenza.adapters.recognition import AnyCallback, adapted
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.errors import CallbackError, MonitorError, add_note
 from cadenza.files.paths import local_path
 from cadenza.hooks.moments import BaseCallback
+from cadenza.loops.foreign import AnyCallback, adapted
 from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision
 from cadenza.timetravel.dry_checkpoint import DryCheckpoint, DryWriter

@@ -13,9 +13,9 @@ from torch import nn
 from cadenza import Callback, Run, Trainer, on
 from cadenza.adapters.keras.callback import KerasCallback
 from cadenza.adapters.keras.events import EVENTS
-from cadenza.adapters.recognition import adapt, base_of
 from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.loading import TensorBatches
+from cadenza.loops.foreign import adapt, base_of
 from cadenza.testing import prove_resume
 from tests.adapters.keras import parts as pair
 from tests.adapters.keras.parts import INPUTS, TARGETS, K, Recorder, acting, keras, native_model

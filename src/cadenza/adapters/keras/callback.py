@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cadenza.adapters.attributes import differing, plain_attributes, put_back
-from cadenza.adapters.foreign import Event, ForeignCallback
+from cadenza.adapters.event import Event
+from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.gradients import Gradients, reads_gradients
 from cadenza.adapters.keras import classes, saving
 from cadenza.adapters.keras.events import ALIASES, BATCH_ENDS, EVENTS, TRACKED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cadenza.adapters.foreign import Event
+from cadenza.adapters.event import Event
 from cadenza.adapters.keras.shared import plain_results
 from cadenza.adapters.keras.variables import to_numpy
 from cadenza.hooks.moments import Callback

@@ -139,7 +139,8 @@ class KerasRun(OfRun):
         self.seen += 1
         step = self.step
         if outputs:
-            skips, means = step.discarded, self.skipped if step.discarded else self.means
+            skips = step.skipping or step.dropped  # as `discarded`, without a call in each batch
+            means = self.skipped if skips else self.means
             # the window has the loss without its graph, but not that of a skipped batch
             own = dict(outputs) if skips else {**outputs, "loss": step.window.losses[-1]}
             means.add(own, batch, self.cursor.source.samples)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.lightning.library import is_lightning
 from cadenza.engine.arguments import Accumulate
 
@@ -22,19 +20,20 @@ def is_scheduler(callback: Any) -> bool:
     return all(getattr(type(callback), name) is getattr(base, name) for name in own)
 
 
-def scheduled(callbacks: Iterable[object], accumulate: Any) -> Accumulate:
-    """Return the argument ``accumulate`` of a native trainer with this list of callbacks.
+class _OfScheduler(dict[int | str, int]):
+    """The accumulation that a callback has set."""
+
+
+def scheduled(callback: Any, accumulate: Any) -> Accumulate:
+    """Return the argument ``accumulate`` of a native trainer with this callback.
 
     Raises:
-        ValueError: `accumulate` is given as well, or the list has two such callbacks.
+        ValueError: `accumulate` is given as well, or another such callback has set it.
     """
-    found = [one for one in callbacks if isinstance(one, ForeignCallback) and is_scheduler(one.callback)]
-    if not found:
-        return accumulate  # type: ignore[no-any-return]  # checked by the trainer
-    points = {int(epoch): int(batches) for epoch, batches in sorted(found[0].callback.scheduling.items())}
-    mapping: dict[int | str, int] = {(f"{epoch} epochs" if epoch else 0): batches for epoch, batches in points.items()}
-    if len(found) > 1 or accumulate != 1:
-        other = f"Trainer(accumulate={accumulate})" if accumulate != 1 else f"another {_NAME}"
+    points = {int(epoch): int(batches) for epoch, batches in sorted(callback.scheduling.items())}
+    mapping = _OfScheduler({(f"{epoch} epochs" if epoch else 0): batches for epoch, batches in points.items()})
+    if accumulate != 1:
+        other = f"another {_NAME}" if isinstance(accumulate, _OfScheduler) else f"Trainer(accumulate={accumulate})"
         raise ValueError(
             f"{_NAME} sets the batches in a step, and so does {other}: expected one of them. Keep "
             f"Trainer(accumulate={mapping}), which means the same as the callback."
@@ -42,16 +41,15 @@ def scheduled(callbacks: Iterable[object], accumulate: Any) -> Accumulate:
     return mapping
 
 
-def freeze_early(callbacks: Iterable[object], model: object) -> None:
-    """Freeze what subclasses of ``BaseFinetuning`` freeze, before the optimizers are made, as Lightning does.
+def freeze_early(callback: Any, model: object) -> None:
+    """Freeze what a subclass of ``BaseFinetuning`` freezes, before the optimizers are made, as Lightning does.
 
-    Their ``setup`` comes later here. Its call of ``freeze_before_training`` has no effect.
+    Its ``setup`` comes later here. Its call of ``freeze_before_training`` has no effect.
     """
-    for one in callbacks:
-        if isinstance(one, ForeignCallback) and is_lightning(one.callback, "BaseFinetuning"):
-            vars(one.callback).pop(_FREEZE, None)
-            one.callback.freeze_before_training(model)
-            vars(one.callback)[_FREEZE] = partial(_frozen_already, one.callback)
+    if is_lightning(callback, "BaseFinetuning"):
+        vars(callback).pop(_FREEZE, None)
+        callback.freeze_before_training(model)
+        vars(callback)[_FREEZE] = partial(_frozen_already, callback)
 
 
 _FREEZE = "freeze_before_training"

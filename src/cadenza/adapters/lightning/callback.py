@@ -8,9 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cadenza.adapters.attributes import plain_attributes
-from cadenza.adapters.foreign import Event, ForeignCallback
+from cadenza.adapters.event import Event
+from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.gradients import Gradients, reads_gradients
-from cadenza.adapters.lightning.before_fit import is_scheduler
+from cadenza.adapters.lightning.before_fit import freeze_early, is_scheduler, scheduled
 from cadenza.adapters.lightning.changing import around_hooks, saved_changes
 from cadenza.adapters.lightning.conductor import Conductor
 from cadenza.adapters.lightning.events import EVENTS, REMOVED
@@ -73,6 +74,13 @@ class LightningCallback(ForeignCallback, Conductor):
         for index, other in zip(slots, sorted(slots, key=lambda one: _writes(callbacks[one])), strict=True):
             ordered[index] = callbacks[other]
         return ordered
+
+    def before_trainer(self, arguments: dict[str, Any]) -> None:
+        if is_scheduler(self.callback):
+            arguments["accumulate"] = scheduled(self.callback, arguments["accumulate"])
+
+    def before_fit(self, model: Any) -> None:
+        freeze_early(self.callback, model)
 
     def conducts(self) -> bool:
         return bool(self.overridden())

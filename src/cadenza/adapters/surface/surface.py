@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from cadenza.adapters.description import description_of
-from cadenza.adapters.foreign import Event
-from cadenza.adapters.recognition import BASES, base_of, title_of
+from cadenza.adapters.event import Event
 from cadenza.adapters.surface.reader import Reader
 from cadenza.adapters.surface.values import PassedOn, Use
+from cadenza.loops.foreign import ADAPTERS, base_of, title_of
+
+SYSTEMS: Mapping[str, str] = {title: target.split(".")[2] for title, target in ADAPTERS.items()}
+"""The system of each base class: a folder of `cadenza.adapters`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ def surface_of(callback: Any) -> Surface | None:
     The source of the class is read. Nothing of it is called.
     """
     kind = callback if isinstance(callback, type) else type(callback)
-    if (base := base_of(kind)) is None:
+    if (base := base_of(kind)) is None or title_of(base) not in SYSTEMS:
         return None
     surface = _surface(kind, base)  # type: ignore[arg-type]  # mypy does not know that a class is hashable
     if kind is callback:
@@ -157,7 +160,7 @@ def _read(kind: type[Any], base: type[Any], own: dict[str, Any] | None) -> Surfa
         base: The base class of the other system.
         own: The functions of an instance; None if only the class is known.
     """
-    system = BASES[title_of(base)]
+    system = SYSTEMS[title_of(base)]
     description = description_of(system)
     reader = Reader(kind, base, description)
     if "__init__" in vars(kind) or reader.owner_of("__init__"):

@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from cadenza.adapters.attributes import changed_since, plain_attributes, put_back
-from cadenza.adapters.foreign import Event, ForeignCallback
+from cadenza.adapters.event import Event
+from cadenza.adapters.foreign import ForeignCallback
 from cadenza.adapters.transformers.companions import Control, State
 from cadenza.adapters.transformers.events import EVENTS
 from cadenza.adapters.transformers.flags import COLLECTIVE, flags_of
 from cadenza.adapters.transformers.flow import Flow, exports
+from cadenza.adapters.transformers.given import Given
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 
 if TYPE_CHECKING:
+    from cadenza.adapters.surface.surface import Surface
+    from cadenza.hooks.dispatch import Hooks
     from cadenza.run import Run
 
 _PROGRESS = ("ProgressCallback", "NotebookProgressCallback", "RichProgressCallback")
@@ -42,6 +46,14 @@ class TransformersCallback(ForeignCallback):
         self.after: Relation = (Phase.CLIP,) if "on_pre_optimizer_step" in events else ()
         early = {Phase.SCHEDULE: {"on_optimizer_step"}, Phase.EVALUATE: {"on_step_end", "on_epoch_end"}}
         self.before: Relation = tuple(phase for phase, names in early.items() if names.intersection(events))
+
+    def surface(self, hooks: Hooks) -> Surface | None:
+        """Return what the callback uses, with the ``args`` that the list gives to callbacks of transformers."""
+        found, given = super().surface(hooks), next((one for one in hooks.callbacks.values() if isinstance(one, Given)), None)
+        if found is None or given is None:
+            return found
+        values = getattr(given, "values", {})
+        return found.providing("args", lambda name: name in values or hasattr(given.arguments, name))
 
     @classmethod
     def companions(cls, callbacks: list[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cadenza.adapters.foreign import Event
+from cadenza.adapters.event import Event
 from cadenza.hooks.moments import Callback
 from cadenza.status.progress import Progress
 

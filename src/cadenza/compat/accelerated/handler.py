@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from cadenza.adapters.recognition import AnyCallback, adapt, base_of
 from cadenza.compat.accelerated.events import AcceleratedCallback
 from cadenza.errors import CallbackError
 from cadenza.hooks.moments import BaseCallback
+from cadenza.loops.foreign import AnyCallback, adapt, base_of
 
 
 class CallbackHandler:

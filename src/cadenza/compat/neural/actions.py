@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from cadenza.adapters.recognition import AnyCallback, adapted
 from cadenza.callbacks import ClipGradients
 from cadenza.compat.neural import checkpoints, inference, optimizers
 from cadenza.compat.neural.action import ActionCallback
@@ -39,6 +38,7 @@ from cadenza.compat.neural.training import (
 from cadenza.drivers import DdpDriver, Driver, driver_of
 from cadenza.drivers.joining import launched
 from cadenza.hooks.moments import BaseCallback, check_settings
+from cadenza.loops.foreign import AnyCallback, adapted
 from cadenza.optim.optimizers import load_state
 from cadenza.trainer import Trainer
 

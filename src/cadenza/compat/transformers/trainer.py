@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from cadenza.adapters.recognition import AnyCallback, adapted, listed
 from cadenza.adapters.transformers.given import Given
 from cadenza.adapters.transformers.loss import ModelLoss, base_model, count_tokens
 from cadenza.adapters.transformers.originals import original
@@ -46,6 +45,7 @@ from cadenza.engine.monitor import Mode
 from cadenza.hooks.dispatch import checked
 from cadenza.hooks.schedule import Last
 from cadenza.loading import num_batches
+from cadenza.loops.foreign import AnyCallback, adapted, listed
 from cadenza.trainer import Trainer
 
 _MADE: Mapping[str, str] = {

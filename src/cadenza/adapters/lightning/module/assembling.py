@@ -19,11 +19,11 @@ from cadenza.adapters.lightning.module.manual import ManualStep
 from cadenza.adapters.lightning.module.optimizers import ConfiguredOptimizers
 from cadenza.adapters.lightning.module.schedules import ModuleSchedules, PlateauSchedules
 from cadenza.adapters.lightning.module.training import TrainingStep
-from cadenza.adapters.recognition import listed
 from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.limit import Limit
 from cadenza.drivers import driver_of
 from cadenza.errors import AdapterError, CallbackError
+from cadenza.loops.foreign import listed
 from cadenza.optim.rates import SetsRates
 
 

@@ -10,12 +10,12 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from cadenza.adapters.recognition import adapted, base_of
 from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, refuse
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
 from cadenza.errors import nearest
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.loaders import set_loader_epoch
+from cadenza.loops.foreign import adapted, base_of
 from cadenza.status.signatures import signature_of
 
 logger: logging.Logger = logging.getLogger("cadenza")
