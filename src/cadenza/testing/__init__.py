@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
+    from cadenza.testing.adapters import check_adapter as check_adapter
     from cadenza.testing.contracts import check_callback as check_callback
     from cadenza.testing.launching import launch as launch
     from cadenza.testing.proof import prove_resume as prove_resume
@@ -22,6 +23,7 @@ else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
+            "cadenza.testing.adapters": "check_adapter",
             "cadenza.testing.contracts": "check_callback",
             "cadenza.testing.launching": "launch",
             "cadenza.testing.proof": "prove_resume",
