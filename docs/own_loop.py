@@ -33,16 +33,9 @@ def changed(before: str, after: str) -> tuple[int, int]:
     return sum(line[0] == "+" and line != "+" for line in lines), sum(line[0] == "-" for line in lines)
 
 
-def counted_diff(script: str) -> str:
-    """Return the diff from a script by hand to the one with Cadenza, and its numbers of lines."""
-    before = f"{script}_by_hand"
-    written, removed = changed(before, script)
-    return f"{diff(before, script)}\n{written} lines are written, {removed} are removed.\n"
-
-
 def parts() -> dict[str, Callable[[], str]]:
     """Return the generated parts of the page, by name."""
-    found: dict[str, Callable[[], str]] = {"own_gan": partial(counted_diff, "gan")}
+    found: dict[str, Callable[[], str]] = {}
     for folder in STAGES:
         found[f"own_{folder}_by_hand"] = partial(listing, f"{folder}/by_hand")
     for before, after in itertools.pairwise(STAGES["steps"]):

@@ -409,7 +409,7 @@ def test_hyperparameters_reach_the_arguments_of_the_run(tmp_path: Path) -> None:
 
 # -- what is refused ---------------------------------------------------------------------------------------
 
-TABLE = (Path(__file__).parents[4] / "docs" / "tables" / "lightning-trainer.md").read_text(encoding="utf-8")
+TABLE = (Path(__file__).parents[4] / "docs" / "tables" / "lightning.md").read_text(encoding="utf-8")
 TAKEN = ("self", "callbacks", "max_epochs", "max_steps", "precision")
 """The arguments that both trainers have."""
 
