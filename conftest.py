@@ -59,7 +59,7 @@ def _pages(setup: Callable[[dict[str, Any]], None], **which: Any) -> Sybil:
 
 
 STREAMING = "docs/recipes/mosaicml-streaming.md"
-PAGES = ["README.md", "docs/*.md", "docs/guides/*.md", "docs/recipes/*.md"]
+PAGES = ["README.md", "docs/*.md", "docs/guides/*.md", "docs/recipes/*.md", "docs/tables/*.md"]
 pytest_collect_file = SybilCollection(
     [_pages(_enter_folder, patterns=PAGES, excludes=[STREAMING]), _pages(_enter_streaming, patterns=[STREAMING])]
 ).pytest()

@@ -1,7 +1,7 @@
 """Cadenza beside the loop that one would write by hand, and beside every other framework that is installed.
 
     python benchmarks/peers.py --install     # once: an environment for each peer, in .venvs
-    python benchmarks/peers.py --docs        # measure, and write docs/performance.md and docs/performance.json
+    python benchmarks/peers.py --docs        # measure, and write docs/tables/performance.md and docs/performance.json
 
 A quarter of an hour on an idle machine. ``--quick`` shows in a minute or two that all of it works; ``--only Cadenza Ignite``
 and ``--workloads sgd log`` choose rows and columns; ``--resume`` goes on where a run was interrupted. What is measured, and
@@ -55,7 +55,7 @@ def main() -> int:
     (arguments.results / "performance.json").write_text(text, encoding="utf-8")
     if arguments.docs:
         (DOCS / "performance.json").write_text(text, encoding="utf-8")
-        tables.put_into(DOCS / "performance.md", results)
+        tables.put_into(DOCS / "tables" / "performance.md", results)
     return 1 if failed else 0
 
 
@@ -70,7 +70,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="in each run; fewer where a step takes long")
     parser.add_argument("--quick", action="store_true", help="a few steps: the figures say nothing")
     parser.add_argument("--resume", action="store_true", help="keep what an earlier run measured")
-    parser.add_argument("--docs", action="store_true", help="write docs/performance.md and docs/performance.json")
+    parser.add_argument("--docs", action="store_true", help="write docs/tables/performance.md and docs/performance.json")
     parser.add_argument("--results", type=Path, default=HERE / ".results", help="a folder for what was measured")
     arguments = parser.parse_args()
     if arguments.quick:

@@ -33,20 +33,15 @@ def changed(before: str, after: str) -> tuple[int, int]:
     return sum(line[0] == "+" and line != "+" for line in lines), sum(line[0] == "-" for line in lines)
 
 
-def counted_diff(script: str) -> str:
-    """Return the diff from a script by hand to the one with Cadenza, and its numbers of lines."""
-    before = f"{script}_by_hand"
-    written, removed = changed(before, script)
-    return f"{diff(before, script)}\n{written} lines are written, {removed} are removed.\n"
-
-
 def parts() -> dict[str, Callable[[], str]]:
     """Return the generated parts of the page, by name."""
-    found: dict[str, Callable[[], str]] = {f"own_{script}": partial(counted_diff, script) for script in SCRIPTS}
-    for folder, stages in STAGES.items():
+    found: dict[str, Callable[[], str]] = {}
+    for folder in STAGES:
         found[f"own_{folder}_by_hand"] = partial(listing, f"{folder}/by_hand")
-        for before, after in itertools.pairwise(stages):
-            found[f"own_{folder}_{after}"] = partial(diff, f"{folder}/{before}", f"{folder}/{after}")
+    for before, after in itertools.pairwise(STAGES["steps"]):
+        found[f"own_steps_{after}"] = partial(diff, f"steps/{before}", f"steps/{after}")
+    found["own_attach_attached"] = partial(diff, "attach/by_hand", "attach/attached")
+    found["own_attach_features"] = partial(diff, "attach/attached", "attach/ranks")
     return found
 
 

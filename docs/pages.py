@@ -32,6 +32,7 @@ SEARCH = {
     "decisions/": 0.1,
     "CHANGELOG": 0.1,
     "guides/from-": 0.2,
+    "tables/": 0.1,
     "reference/compat/": 0.2,
     "reference/errors/": 0.3,
     "reference/cadenza/Trainer": 4,
@@ -187,7 +188,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = LINK.sub(lambda match: f"]({_in_site(match, uri)})", markdown)
     if uri == "coming-from.md":  # the other columns hold names of other frameworks
         return SECOND_CELL.sub(lambda cell: cell[1] + linked(cell[2]), markdown)
-    return markdown if uri.startswith("guides/from-") or uri == "CHANGELOG.md" else linked(markdown)
+    return markdown if uri.startswith(("guides/from-", "tables/", "CHANGELOG")) else linked(markdown)
 
 
 def _in_site(match: re.Match[str], uri: str) -> str:

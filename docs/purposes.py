@@ -41,7 +41,7 @@ EXPLAINED: dict[str, str] = {
     "Swanlab": "[SwanLab](sinks.md#swanlab)",
     "Comet": "[Comet](sinks.md#comet)",
     "Dvclive": "[DVCLive](sinks.md#dvclive)",
-    "Sink": "[a sink of your own](sinks.md#a-sink-of-your-own) and [when a tracker fails](sinks.md#when-a-tracker-fails)",
+    "Sink": "[your own sink](sinks.md#your-own-sink) and [when a tracker fails](sinks.md#when-a-tracker-fails)",
 }
 """Pages with an example and the whole behaviour."""
 

@@ -128,6 +128,8 @@ CHECKED_BY = {
         "resume from the newest checkpoint, bit-identically": "after_an_error_it_is_started_again_and_ends_with_the_same_bits",
         "resumes bit-identically on the same number of ranks": RANKS,
         "not bit-identical, because sums are added in another order": "it_is_said_what_is_not_the_same",
+    },
+    "docs/guides/sharded-models.md": {
         "Clipping, checkpoints and `Ema` work with it, to the same bits": (
             "offloaded_shards_train_and_resume_to_the_bits_of_those_that_are_not"
         ),

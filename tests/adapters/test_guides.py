@@ -13,7 +13,7 @@ from cadenza import Callback, Run
 from cadenza.hooks.moments import moments_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE = (DOCS / "other-systems.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "tables" / "other-systems.md").read_text(encoding="utf-8")
 
 
 def not_named(names: set[str], guide: str) -> set[str]:

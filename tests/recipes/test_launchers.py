@@ -19,7 +19,8 @@ yaml = pytest.importorskip("yaml")  # it comes with the tools of the site
 pytestmark = pytest.mark.skipif(
     not hasattr(LaunchConfig, "shutdown_timeout"), reason="the torchrun of this version of torch has no --shutdown-timeout"
 )
-GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "scale.md").read_text(encoding="utf-8")
+GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
+GUIDE = "\n".join((GUIDES / page).read_text(encoding="utf-8") for page in ("scale.md", "clusters.md"))
 BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
 COMMANDS = [block for kind, block in BLOCKS if kind == "" and re.search(r"^(srun |torchrun )", block, re.MULTILINE)]
 DOCUMENTS: dict[str, Any] = {

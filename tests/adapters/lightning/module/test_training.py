@@ -409,7 +409,7 @@ def test_hyperparameters_reach_the_arguments_of_the_run(tmp_path: Path) -> None:
 
 # -- what is refused ---------------------------------------------------------------------------------------
 
-GUIDE = (Path(__file__).parents[4] / "docs" / "guides" / "from-lightning.md").read_text(encoding="utf-8")
+TABLE = (Path(__file__).parents[4] / "docs" / "tables" / "lightning.md").read_text(encoding="utf-8")
 TAKEN = ("self", "callbacks", "max_epochs", "max_steps", "precision")
 """The arguments that both trainers have."""
 
@@ -419,7 +419,7 @@ def test_each_argument_of_the_trainer_of_lightning_is_answered(name: str) -> Non
     with pytest.raises(TypeError, match=f"no argument '{name}'") as raised:
         Trainer.from_lightning(Regression(), batches(), max_epochs=1, **{name: 1})
     assert str(raised.value).endswith(ADVICE[name])
-    assert f"| `{name}" in GUIDE or f", `{name}" in GUIDE
+    assert f"| `{name}" in TABLE or f", `{name}" in TABLE
 
 
 def test_all_wrong_arguments_are_named_before_the_data_is_prepared() -> None:
