@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.module_flags import ModuleFlags
+from cadenza.engine.plan import why_not
 from cadenza.engine.session import Session, Verbs
-from cadenza.engine.why_not import why_not
 from cadenza.hooks.faults import Closer, Fault
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.parameters import parameters_of

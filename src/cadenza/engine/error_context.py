@@ -146,10 +146,7 @@ _SHOWN = 16  # at most so many samples, and parts of a batch, are listed
 _NO_LOSS = re.compile(
     r"forward\(\) (?:takes|missing|got)|must return the loss|the loss must .*; got a tensor of shape|the loss of .* shape"
 )
-_IN_EVALUATION = (
-    *("cadenza.engine.evaluation", "cadenza.engine.tally", "cadenza.engine.prediction"),
-    "cadenza.loading.evaluation",
-)
+_IN_EVALUATION = ("cadenza.engine.evaluation", "cadenza.engine.tally", "cadenza.loading.evaluation")
 _IN_LOOP = {
     ("cadenza.engine.loop", "fetch"): "the training loader",
     ("cadenza.engine.loop", "compute"): "compute_loss",
@@ -378,7 +375,7 @@ _PHASES = {
     **_IN_LOOP,
     ("cadenza.engine.session", "reach_boundary"): "the step boundary",
     ("cadenza.engine.evaluation", "evaluate"): "an evaluation",
-    ("cadenza.engine.prediction", "predict"): "a prediction",
+    ("cadenza.engine.evaluation", "predict"): "a prediction",
     ("cadenza.engine.loop", "begin"): "the start of the run",
     ("cadenza.loops.part", "_set_up"): "the start of the run",
 }

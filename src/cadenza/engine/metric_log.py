@@ -41,8 +41,6 @@ class MetricLog:
         decide: Records a decision.
     """
 
-    __slots__ = ("_decide", "_files", "_hooks", "_media", "_media_failed", "buffer", "history", "losses", "readers", "writer")
-
     def __init__(self, hooks: Hooks, losses: LossCheck, files: RunDirectory | None, decide: Decide) -> None:
         self._hooks, self._files, self._decide = hooks, files, decide
         self._media: MediaFiles | None = None

@@ -109,19 +109,17 @@ class RankSync:
         counts = self._asks_tokens or dict.get(outputs, "tokens") is not None
         return samples, self._tokens_of_batch() if counts else 0
 
-    def read_tokens(self, batch: Any) -> None:
-        """Count a batch by the function, before the transfer to the device: a count of its values needs no wait.
+    def read_tokens(self, batch: Any, count: Callable[[Any], int]) -> None:
+        """Count a batch by a function, before the transfer to the device: a count of its values needs no wait.
 
         Raises:
             DataError: The function returns no whole number of at least 0 that is on the host.
         """
-        if self.count_tokens is None:
-            return
-        counted = self.count_tokens(batch)
+        counted = count(batch)
         number = whole_count(counted)
         if number is None:
             raise DataError(
-                f"tokens={self.count_tokens!r} must return a whole number of at least 0, on the host; got {counted!r}. It is "
+                f"tokens={count!r} must return a whole number of at least 0, on the host; got {counted!r}. It is "
                 "called with the batch as the loader yields it. Return a shape, such as batch['input_ids'].numel(), or "
                 "int((labels != -100).sum())."
             )
@@ -157,6 +155,9 @@ class RankSync:
 
     def expect_drops(self) -> None:
         """Exchange with each batch how many ranks drop theirs alone. Every rank must call this, before the first step."""
+
+    def expect_losses(self) -> None:
+        """Exchange the loss of each step while ranks compute. Every rank must call this, before the first step."""
 
     def before_backward(self, weight: Any) -> float | None:
         """Exchange whether this rank drops the batch alone, and its weight. Communicates: every rank must call this.

@@ -113,6 +113,37 @@ def mean_over_ranks(window: AccumulationWindow, driver: Driver, *, uneven: bool)
     return total[0] / total[1]
 
 
+def mean_on_its_way(step: StepState, weight: Any, driver: Driver) -> Callable[[], Tensor | None] | None:
+    """Start the exchange of `mean_over_ranks` before the backward pass of the last batch of a step. Every rank must call this.
+
+    Args:
+        step: The step, with the batches before this one in its window.
+        weight: The weight of the batch.
+        driver: Reduces over the ranks.
+
+    Returns:
+        A function that waits for the mean; None if the window is not full or its numbers are on a device, on all ranks.
+    """
+    window, loss = step.window, dict.get(step.outputs, "loss")
+    if window.seen < window.size or not isinstance(loss, Tensor) or loss.numel() != 1:  # no number: an error of this rank
+        return None
+    loss = loss.detach()
+    weights = [*window.weights, *([] if weight is None else [0.0 if step.dropped else weight])]
+    losses = [*window.losses, *([] if step.dropped and weight is None else [loss])]
+    on_host = [number for one in (*losses, *weights) if (number := number_on_host(one)) is not None]
+    if not loss.is_cpu or len(on_host) < len(losses) + len(weights):
+        return None
+    factors = on_host[len(losses) :] if weights else [1.0] * len(losses)
+    terms = [value * factor for value, factor in zip(on_host, factors, strict=False) if factor]
+    arrives = driver.reduce_later(torch.tensor([sum(terms), sum(factors)], dtype=torch.float64) * driver.counts)
+
+    def mean() -> Tensor | None:
+        total, count = arrives()
+        return total / count if weights or count else None
+
+    return mean
+
+
 def is_number(window: AccumulationWindow, *, uneven: bool) -> bool:
     """Return whether `mean_over_ranks` is the mean of the losses of all ranks as a record reduces it. All ranks agree.
 
@@ -183,6 +214,8 @@ class SharedSync(RankSync):
         self._drops = False  # a batch is announced when its loss is known, which may be a reason to drop it on this rank
         self._weighs = False  # a batch is announced with its weight
         self._weight: float | None = None
+        self._shows_losses = False
+        self._mean_loss: Callable[[], Tensor | None] | None = None  # that of the step, on its way
 
     def depends_on(self, units: Collection[str]) -> None:
         self._by_tokens |= "token" in units
@@ -207,6 +240,7 @@ class SharedSync(RankSync):
 
     def begin_batch(self, batch: Any) -> None:
         step, window, driver = self._step, self._step.window, self._driver
+        self._mean_loss = None
         self.agree_on_skip(Callback.on_batch_start)
         self._count(batch)
         if not self._announces_late and not self._announces_at_loss:
@@ -251,12 +285,17 @@ class SharedSync(RankSync):
     def expect_drops(self) -> None:
         self._drops = True
 
+    def expect_losses(self) -> None:
+        self._shows_losses = not self._uneven
+
     def before_backward(self, weight: Any) -> float | None:
         own = None if self._uneven else number_on_host(weight)
         if own is not None:
             self._weigh(0.0 if self._step.dropped or not self._driver.counts else own)
         if self._announces_at_loss and not self._announces_late and self._announced is None:
             self._announce()
+        if self._shows_losses:
+            self._mean_loss = mean_on_its_way(self._step, weight, self._driver)
         return None if own is None else self._step.weight_unit or 1.0
 
     def _weigh(self, weight: float) -> None:
@@ -320,7 +359,7 @@ class SharedSync(RankSync):
         if self._silence.covers(progress.step) and not self._weighs:
             return
         may_speak = self._may_speak()
-        quiet = 0 if may_speak else self._next_call(asking=False) - progress.step - 2
+        quiet = 0 if may_speak else self._hooks.next_call(progress, asking=False) - progress.step - 2
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
         flags = [
             self._samples,
@@ -368,10 +407,7 @@ class SharedSync(RankSync):
         """Return whether a hook may still make a request, or log, in this step."""
         if self._uneven or self._buffer.holds_numbers:
             return True
-        return self._next_call(asking=True) <= self._progress.step + 1
-
-    def _next_call(self, *, asking: bool) -> float:
-        return self._hooks.next_call(self._progress, asking=asking)
+        return self._hooks.next_call(self._progress, asking=True) <= self._progress.step + 1
 
     # -- the step boundary -------------------------------------------------------------------------
 
@@ -450,6 +486,8 @@ class SharedSync(RankSync):
         return self.requests.stop or self.requests.signalled  # a signal is recorded when all ranks know of it
 
     def mean_loss(self) -> Tensor | None:
+        if self._mean_loss is not None:
+            return self._mean_loss()
         return mean_over_ranks(self._step.last_window, self._driver, uneven=self._uneven)
 
     def loss_to_log(self) -> Tensor | None:

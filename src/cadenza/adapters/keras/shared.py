@@ -20,7 +20,7 @@ from cadenza.adapters.keras.optimizer_view import rates_kept
 from cadenza.adapters.keras.ranks import agreed_logs, check_equal
 from cadenza.adapters.view import OfRun
 from cadenza.callbacks.evaluate import Evaluate
-from cadenza.engine.prediction import Prediction
+from cadenza.engine.evaluation import Prediction
 from cadenza.engine.session import session_of, weakly
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.hooks.dispatch import hooks_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cadenza.adapters.view import OfRun
-from cadenza.engine.prediction import Prediction
+from cadenza.engine.evaluation import Prediction
 from cadenza.engine.step_state import mean_loss
 from cadenza.records.scalars import as_number, weighted_sum
 
