@@ -88,6 +88,9 @@ class DueEvaluations:
 
         Every rank must call this.
         """
+        return not self._waiting or self._run_each(session)
+
+    def _run_each(self, session: Session) -> bool:
         outcome = session.outcome
         while self._waiting:
             listener = self._waiting[0]
