@@ -71,7 +71,8 @@ class Run:
     def __init__(self, session: Session) -> None:
         put = partial(object.__setattr__, self)
         put("_session", session)
-        for name in ("decisions", "device", "driver", "evaluations", "faults", "is_main", "optimizers", "progress", "state"):
+        put("device", session.driver.device)
+        for name in ("decisions", "driver", "evaluations", "faults", "is_main", "optimizers", "progress", "state"):
             put(name, getattr(session, name))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:

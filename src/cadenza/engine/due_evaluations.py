@@ -114,7 +114,7 @@ class DueEvaluations:
         saved, self.state = self.state, None
         if saved is None:
             return False
-        held = moved({name: saved[name] for name in ("losses", "weights")}, session.device)
+        held = moved({name: saved[name] for name in ("losses", "weights")}, session.driver.device)
         session.step.last_window.losses, session.step.last_window.weights = held["losses"], held["weights"]
         session.metrics.buffer.put_numbers(saved["numbers"])
         session.cursor.leave_boundary()

@@ -198,7 +198,7 @@ class _Trace:
         self.calls_model = isinstance(inspect.unwrap(session.compute), ModelsOwnLoss)
         """Whether the trainer has no ``compute_loss``."""
         self.models_own_loss = self.calls_model and session.loop is Loops.FIT
-        self.scene = InUse(session.device)
+        self.scene = InUse(session.driver.device)
         if session.loop is not Loops.FIT and not session.step.counted:
             self.what, self.function, self.scene.batch = "the loop", "compute", session.step.batch
         self.modules: list[nn.Module] = []
@@ -211,16 +211,17 @@ class _Trace:
         held = frame.f_locals
         if room == "cadenza.hooks.fan_out":  # an error of a callback, which has a note of its own
             self.what = self.function = ""
-            self.scene, self.modules = InUse(self.session.device), []
+            self.scene, self.modules = InUse(self.session.driver.device), []
         elif phase := _IN_LOOP.get((str(room), function)):
             self.function, self.what = function, phase
             if function == "compute" and self.session.step_fn is not None:
                 self.what = "step_fn"
-            self.scene = InUse(self.session.device, batch=held.get("batch") if function == "fetch" else self.session.step.batch)
+            batch = held.get("batch") if function == "fetch" else self.session.step.batch
+            self.scene = InUse(self.session.driver.device, batch=batch)
         elif room in _IN_EVALUATION:
             self._look_at_evaluation(function, held)
         elif room == "cadenza.loading.batches" and function == "moved":
-            self.what, self.scene.batch = f"moving a batch to {self.session.device}", held.get("batch")
+            self.what, self.scene.batch = f"moving a batch to {self.session.driver.device}", held.get("batch")
         elif room == "cadenza.engine.objective" and "predictions" in held and hasattr(held["self"], "loss_fn"):
             self.what, self.modules = f"loss function {_name_of(held['self'].loss_fn)}", []
             self.scene.predictions, self.scene.targets = held["predictions"], held["targets"]

@@ -391,7 +391,7 @@ def _of_decision(session: Session, what: str) -> Iterator[str]:
 
 
 def _of_callback(session: Session, name: str, callback: BaseCallback) -> Iterator[str]:
-    fault = next((one for one in session.faults if one.callback == name), None)
+    fault = next((one for one in session.run.faults if one.callback == name), None)
     listeners = [one for several in session.hooks.by_moment.values() for one in several if one.owner == name]
     if fault is not None and all(one.disabled for one in listeners):
         yield f"{fault}: it is disabled"
@@ -437,9 +437,9 @@ def _not_logged(session: Session, name: str) -> Iterator[str]:
         step, value = history[name][-1]
         yield f"it was logged: {name} is {value:g} at step {step}"
         return
-    evaluation = session.evaluations.get(name.partition("/")[0])
+    evaluation = session.run.evaluations.get(name.partition("/")[0])
     if evaluation is None:
-        known = [*history.names, *(f"{one}/loss" for one in session.evaluations)]
+        known = [*history.names, *(f"{one}/loss" for one in session.run.evaluations)]
         yield f"no record has {name!r}.{nearest(name, known)} Records have: {', '.join(history.names) or 'nothing yet'}"
         return
     if evaluation.results:

@@ -7,8 +7,9 @@ call its methods in the same order. Methods that communicate say so.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from signal import Signals
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -55,30 +56,28 @@ class SharedProgress(Progress):
         self._agreed_s = 0.0
 
 
+@dataclass(eq=False, repr=False)
 class RankSync:
     """The pending requests of a run in one process. Nothing is exchanged."""
 
-    several = False
+    several: ClassVar[bool] = False
     """Whether there are other ranks."""
 
-    def __init__(
-        self,
-        progress: Progress,
-        cursor: Cursor,
-        step: StepState,
-        decide: Decide,
-        count_tokens: Callable[[Any], int] | None,
-    ) -> None:
-        self.requests: Requests = Requests()
-        """The requests that are not carried out yet."""
-        self.broken = False
-        """Whether the run has failed: other ranks may not know it yet, so nothing is exchanged any more."""
-        self._progress, self._cursor, self._step, self._decide = progress, cursor, step, decide
-        self._samples = 0
-        self.count_tokens: Callable[[Any], int] | None = count_tokens
-        """Returns the tokens of a batch of the loader; None: the outputs of a batch may say them."""
-        self._tokens_in_batch = 0  # by this function
-        self._asks_tokens = count_tokens is not None or progress.max_tokens is not None
+    _progress: Progress
+    _cursor: Cursor
+    _step: StepState
+    _decide: Decide
+    count_tokens: Callable[[Any], int] | None
+    """Returns the tokens of a batch of the loader; None: the outputs of a batch may say them."""
+    requests: Requests = field(default_factory=Requests, init=False)
+    """The requests that are not carried out yet."""
+    broken: bool = field(default=False, init=False)
+    """Whether the run has failed: other ranks may not know it yet, so nothing is exchanged any more."""
+    _samples: int = field(default=0, init=False)
+    _tokens_in_batch: int = field(default=0, init=False)  # by `count_tokens`
+
+    def __post_init__(self) -> None:
+        self._asks_tokens = self.count_tokens is not None or self._progress.max_tokens is not None
 
     @property
     def together(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from cadenza.drivers.base import Driver
 from cadenza.engine.arguments import units_of_changes
 from cadenza.engine.objective import count_in
-from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress
-from cadenza.engine.step_state import AccumulationWindow, Cursor, StepState, number_on_host
+from cadenza.engine.rank_sync import RankSync, SharedProgress
+from cadenza.engine.step_state import AccumulationWindow, StepState, number_on_host
 from cadenza.errors import LossError
 from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks
@@ -26,7 +26,7 @@ from cadenza.optim.parameters import parameters_of
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.scalars import as_number, weighted_sum, widened
 from cadenza.status.decisions import Decision
-from cadenza.status.progress import Counters, Progress
+from cadenza.status.progress import Counters
 
 # -- quiet steps -----------------------------------------------------------------------------------
 
@@ -155,6 +155,7 @@ def is_number(window: AccumulationWindow, *, uneven: bool) -> bool:
     return is_mean and own is not None and own.is_cpu and own.dtype is not torch.float64
 
 
+@dataclass(eq=False, repr=False)
 class SharedSync(RankSync):
     """The exchange among several ranks. No rank waits for another in a step in which nothing was requested or logged.
 
@@ -175,27 +176,18 @@ class SharedSync(RankSync):
     know its tokens before ``on_batch_end``.
     """
 
-    several = True
+    several: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        progress: Progress,
-        cursor: Cursor,
-        step: StepState,
-        decide: Decide,
-        count_tokens: Callable[[Any], int] | None,
-        driver: Driver,
-        model: nn.Module,
-        hooks: Hooks,
-        buffer: MetricBuffer,
-        *,
-        stepped: Sequence[Optimizer],
-        uneven: bool,
-    ) -> None:
-        super().__init__(progress, cursor, step, decide, count_tokens)
-        self._driver, self._model, self._hooks, self._buffer = driver, model, hooks, buffer
-        self._stepped = stepped  # the optimizers of a step_fn
-        self._uneven = uneven or bool(stepped)  # code that may speak at any time calls the user's own module
+    _driver: Driver
+    _model: nn.Module
+    _hooks: Hooks
+    _buffer: MetricBuffer
+    _stepped: Sequence[Optimizer]  # the optimizers of a step_fn
+    _uneven: bool  # code that may speak at any time calls the user's own module
+
+    def __post_init__(self) -> None:
+        self._uneven |= bool(self._stepped)
+        hooks, progress = self._hooks, self._progress
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
         self._synchronized = False  # no request can have come since the last exchange
         self._quiet = self._leave_sent = False
@@ -205,7 +197,7 @@ class SharedSync(RankSync):
         units = {length.unit for schedule in schedules for length in schedule.lengths}
         self._by_tokens = progress.max_tokens is not None  # all ranks must know the tokens of each batch
         self._exact = self._by_tokens  # no quiet window: the counters must be those of this step
-        self.depends_on(units | units_of_changes(step.most, progress))
+        self.depends_on(units | units_of_changes(self._step.most, progress))
         self._silence = Silence()
         self._announced: Callable[[], Tensor] | None = None  # what ranks exchange with a batch
         self._boundary: tuple[Counters, Callable[[], Tensor]] | None = None  # what they exchange at the end of a step

@@ -373,7 +373,7 @@ class Part:
             "arguments": session.arguments,
             "steps": session.progress.total("step"),
             "seed": session.seed,
-            "device": str(session.device),
+            "device": str(session.driver.device),
             "plan": trainer._plan(session.optimizers, session.hooks, session).text(),
         }
         facts |= {"override": self.given.shown()} if self.given.override else {}

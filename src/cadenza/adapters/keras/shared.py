@@ -164,7 +164,7 @@ class KerasRun(OfRun):
             check_equal(self.session, self.view._setters)
             means = Means()
             for one in self.session.driver.gather_data(own.state_dict()):
-                means.add_all(one, self.session.device)
+                means.add_all(one, self.session.driver.device)
         self.epoch_logs = {**means.logs(), **self.results}
         self._recorded_epoch = self.epoch
         self.cut = self.progress.epoch == self.epoch
@@ -278,7 +278,7 @@ class KerasRun(OfRun):
         same = len(ranks) == driver.data_world_size
         self.means = Means()
         for one in [ranks[driver.data_rank]] if same else ranks if driver.rank == 0 else []:
-            self.means.add_all(one, self.session.device)
+            self.means.add_all(one, self.session.driver.device)
         self.epoch, self.epoch_logs, self.results = state["epoch"], dict(state["logs"]), dict(state["results"])
         self.recorded.load_state_dict(state.get("history", {}))
 
