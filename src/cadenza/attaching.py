@@ -241,7 +241,8 @@ class Loop:
         if self._training is None or self._training.open != STEP:
             raise RuntimeError("loop.batch(...) must be used inside of `with loop.step():`, and not inside of another batch.")
         training, session = self._training, self._training.session
-        session.sync.read_tokens(batch)
+        if session.sync.count_tokens is not None:
+            session.sync.read_tokens(batch, session.sync.count_tokens)
         moved = session.driver.to_device(batch)
         with self._ending_with_error():
             training.take(moved)

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.module_flags import ModuleFlags
+from cadenza.engine.plan import why_not
 from cadenza.engine.session import Session, Verbs
-from cadenza.engine.why_not import why_not
 from cadenza.hooks.faults import Closer, Fault
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.parameters import parameters_of
@@ -71,7 +71,8 @@ class Run:
     def __init__(self, session: Session) -> None:
         put = partial(object.__setattr__, self)
         put("_session", session)
-        for name in ("decisions", "device", "driver", "evaluations", "faults", "is_main", "optimizers", "progress", "state"):
+        put("device", session.driver.device)
+        for name in ("decisions", "driver", "evaluations", "faults", "is_main", "optimizers", "progress", "state"):
             put(name, getattr(session, name))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:

@@ -16,29 +16,17 @@ from cadenza.checkpoint.catalogue import Which
 from cadenza.checkpoint.resuming import beginning
 from cadenza.checkpoint.weights import Choice
 from cadenza.drivers import Driver, driver_of
+from cadenza.engine import arguments as checks
 from cadenza.engine import evaluation as evaluating
-from cadenza.engine.arguments import (
-    Accumulate,
-    check_parts,
-    check_recipe,
-    check_resume,
-    checked_accumulate,
-    checked_debugging,
-    checked_lengths,
-    checked_tokens,
-    given_by,
-    listed,
-    made_model,
-    unseeded,
-)
+from cadenza.engine.arguments import Accumulate
 from cadenza.engine.compiling import Compile, options_of
 from cadenza.engine.course import Beginning, Calendar, calendar_of
+from cadenza.engine.evaluation import Prediction, predict
 from cadenza.engine.interval_means import with_epoch_means
 from cadenza.engine.loop import Training, fit
 from cadenza.engine.monitor import check_monitors
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
-from cadenza.engine.prediction import Prediction, predict
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import run_directory
 from cadenza.files.new_directory import NewDirectory
@@ -137,13 +125,15 @@ class Trainer(Recipe):
         compile: Compile = False,
         debug_ranks: bool | float = False,
     ) -> None:
-        check_recipe(precision, seed)
-        notes = [*unseeded(model, seed)]
-        module = made_model(model, seed)
-        check_parts(module, optimizer, loader, compute_loss, step_fn)
+        checks.check_recipe(precision, seed)
+        notes = [*checks.unseeded(model, seed)]
+        module = checks.made_model(model, seed)
+        checks.check_parts(module, optimizer, loader, compute_loss, step_fn)
         ends_itself = not getattr(loader, "has_epochs", True)  # the data of cadenza.attach
-        limits = checked_lengths(ends_itself=ends_itself, max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens)
-        given = with_epoch_means(listed(adapted(callbacks)), loader)
+        limits = checks.checked_lengths(
+            ends_itself=ends_itself, max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens
+        )
+        given = with_epoch_means(checks.listed(adapted(callbacks)), loader)
         if progress:
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 
@@ -151,12 +141,12 @@ class Trainer(Recipe):
         self.model, self.optimizer, self.loader = module, optimizer, loader
         self.compute_loss = compute_loss or (ModelsOwnLoss(module) if step_fn is None else no_loss)
         self.max_epochs, self.max_steps, self.max_tokens = limits.values()
-        self.tokens, self.precision, self.seed, self.step_fn = checked_tokens(tokens), precision, seed, step_fn
-        self.accumulate = checked_accumulate(before_trainer(given, accumulate=accumulate)["accumulate"], step_fn)
+        self.tokens, self.precision, self.seed, self.step_fn = checks.checked_tokens(tokens), precision, seed, step_fn
+        self.accumulate = checks.checked_accumulate(before_trainer(given, accumulate=accumulate)["accumulate"], step_fn)
         self.driver, self.debug_ranks, self.callbacks = driver_of(driver, device), debug_ranks, given
         self.directory, self._is_new = run_directory(directory, self.driver), isinstance(directory, NewDirectory)
         self._compile, self._notes, self._home = options_of(compile), notes, working_directory()
-        self._names_ranks_after_s = checked_debugging(debug_ranks)
+        self._names_ranks_after_s = checks.checked_debugging(debug_ranks)
         self._facts = {}
         self.driver.check(optimizer=optimizer, precision=precision)
         self.driver.check_model(module)
@@ -236,7 +226,7 @@ class Trainer(Recipe):
         on_step_end  LogTraining  every 3 steps  3 times: steps 3, 6, 9
         called each time, by moment: on_setup 1, on_fit_start 1, on_load 1
         """
-        check_resume(resume)
+        checks.check_resume(resume)
         hooks, progress, several = self._hooks(), self._limits(self.loader), self.driver.world_size > 1
         given = resume, self.directory, elsewhere(self.callbacks), hooks, progress, self.loader, self.driver.data_shard()
         begins = beginning(*given) if resume else Beginning()
@@ -417,12 +407,12 @@ class Trainer(Recipe):
             TypeError, ValueError: An argument is wrong.
             RuntimeError: The trainer trains in the background.
         """
-        check_resume(resume, new=self._is_new)
+        checks.check_resume(resume, new=self._is_new)
         if self._handle is not None and not self._handle.done:
             raise RuntimeError(
                 "this trainer trains in the background already. Call stop(...) and join() of the handle that start() returned."
             )
-        return Part(self, resume, given_by(override, resume), strict, replay, loop)
+        return Part(self, resume, checks.given_by(override, resume), strict, replay, loop)
 
     def _train(self, part: Part, begun: Callable[[Session], object] = lambda session: None) -> Run:
         """Carry out a run. `begun` is called with its session.
@@ -447,7 +437,7 @@ class Trainer(Recipe):
         """Return the result of `evaluate` or `predict` outside of a fit, with the weights that were chosen."""
         choice = Choice(act.__name__, which, weights, self.directory, elsewhere(self.callbacks))
         with self.driver.entering(f"in {act.__name__}"):
-            session = self._new_session(training=False)
+            session = self._new_session()
             optimizers = partial(made, self.optimizer, session.model, own_step=self.step_fn is not None)
             return evaluating.alone(choice.during(act, optimizers), session, evaluation)
 

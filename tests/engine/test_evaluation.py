@@ -19,7 +19,6 @@ from torchmetrics import MeanAbsoluteError, MeanMetric, MeanSquaredError, Metric
 from cadenza import Callback, Evaluation, on, supervised
 from cadenza.callbacks import EarlyStopping, Evaluate
 from cadenza.engine import evaluation as evaluating
-from cadenza.engine import prediction as predicting
 from cadenza.engine.session import Session, session_of
 from cadenza.errors import DataError, LossError, MonitorError
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
@@ -201,7 +200,7 @@ def test_when_better_evaluates_only_after_a_gain_elsewhere_and_is_kept_over_a_sa
     assert after.state_dict() == {"better": True, "best": 1.5}
 
 
-@pytest.mark.parametrize("do", [evaluating.evaluate, predicting.predict])
+@pytest.mark.parametrize("do", [evaluating.evaluate, evaluating.predict])
 def test_an_evaluation_knows_at_its_end_whether_it_is_complete(do: Callable[[Session, Evaluation], Any]) -> None:
     seen: list[tuple[bool, bool]] = []
     look = on(Callback.on_eval_end)(lambda run, one: seen.append((one.complete, bool(one.results))))

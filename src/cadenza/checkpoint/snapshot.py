@@ -326,7 +326,7 @@ def config_of(session: Session) -> dict[str, Any]:
 
 def environment_of(session: Session) -> dict[str, Any]:
     """Return the environment. It must be the same for a bit-identical result."""
-    kind, cudnn = session.device.type, torch.backends.cudnn
+    kind, cudnn = session.driver.device.type, torch.backends.cudnn
     facts = {
         "torch": torch.__version__,
         "device": kind,
@@ -337,7 +337,7 @@ def environment_of(session: Session) -> dict[str, Any]:
         "float32 products": _float32_products(kind),
     }
     if kind == "cuda":
-        facts |= {"GPU": torch.cuda.get_device_name(session.device), "CUDA": torch.version.cuda}
+        facts |= {"GPU": torch.cuda.get_device_name(session.driver.device), "CUDA": torch.version.cuda}
         facts |= {"cuDNN": cudnn.version(), "cuDNN benchmark": cudnn.benchmark}
     return facts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -278,21 +278,21 @@ def _why_unknown(listener: Listener, limits: Progress, changes: set[str], *, siz
     return None
 
 
+@dataclass(eq=False, repr=False)
 class _Course:
     """The moments of a run in their order, without the work between them. Steps in which nothing is due are passed over."""
 
-    def __init__(
-        self,
-        listeners: dict[Moment, list[Listener]],
-        progress: Progress,
-        accumulate: int,
-        sizes: Sequence[int] | None,
-        end: Length,
-    ) -> None:
-        self._listeners, self._at, self._accumulate, self._sizes, self._end = listeners, progress, accumulate, sizes, end
-        self._triggers = {one.trigger for several in listeners.values() for one in several if one.trigger is not None}
-        self.sized: bool = progress.batches_per_epoch is not None
-        self.steps_known: bool = self.sized or progress.max_epochs is None
+    _listeners: dict[Moment, list[Listener]]
+    _at: Progress
+    _accumulate: int
+    _sizes: Sequence[int] | None
+    _end: Length
+
+    def __post_init__(self) -> None:
+        several = chain.from_iterable(self._listeners.values())
+        self._triggers = {one.trigger for one in several if one.trigger is not None}
+        self.sized = self._at.batches_per_epoch is not None
+        self.steps_known = self.sized or self._at.max_epochs is None
 
     def calls(self, begins: Beginning) -> Iterator[Call]:
         """Yield the calls of the run, or of the part of it that is asked for."""

@@ -7,6 +7,7 @@ evaluations that are still due, and these run first after the resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,6 @@ from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
 
 if TYPE_CHECKING:
-    from cadenza.hooks.dispatch import Hooks
     from cadenza.run import Run
     from cadenza.status.requests import Requests
 
@@ -56,16 +56,6 @@ class Deferred:
             self.evaluate(run)
         else:
             session.due.add(listener, self.evaluate)
-
-
-def deferred_in(hooks: Hooks) -> dict[str, list[Listener]]:
-    """Return the listeners that evaluate, by the name of their callback."""
-    found: dict[str, list[Listener]] = {}
-    for listeners in hooks.by_moment.values():
-        for one in listeners:
-            if isinstance(one.function, Deferred):
-                found.setdefault(one.owner, []).append(one)
-    return found
 
 
 class DueEvaluations:
@@ -124,15 +114,15 @@ class DueEvaluations:
         saved, self.state = self.state, None
         if saved is None:
             return False
-        held = moved({name: saved[name] for name in ("losses", "weights")}, session.device)
+        held = moved({name: saved[name] for name in ("losses", "weights")}, session.driver.device)
         session.step.last_window.losses, session.step.last_window.weights = held["losses"], held["weights"]
         session.metrics.buffer.put_numbers(saved["numbers"])
         session.cursor.leave_boundary()
-        known = deferred_in(session.hooks)
+        listeners: list[Listener] = [*chain.from_iterable(session.hooks.by_moment.values())]
+        known = {one.owner: (one, one.function.evaluate) for one in reversed(listeners) if isinstance(one.function, Deferred)}
         for name in saved["names"]:
             if name in known:
-                listener: Any = known[name][0]
-                self.add(listener, listener.function.evaluate)
+                self.add(*known[name])  # the first one of its callback
             else:
                 session.warn(
                     f"{name} was evaluating when the run was interrupted, but is no longer in callbacks. Its evaluation is not "

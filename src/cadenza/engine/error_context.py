@@ -146,10 +146,7 @@ _SHOWN = 16  # at most so many samples, and parts of a batch, are listed
 _NO_LOSS = re.compile(
     r"forward\(\) (?:takes|missing|got)|must return the loss|the loss must .*; got a tensor of shape|the loss of .* shape"
 )
-_IN_EVALUATION = (
-    *("cadenza.engine.evaluation", "cadenza.engine.tally", "cadenza.engine.prediction"),
-    "cadenza.loading.evaluation",
-)
+_IN_EVALUATION = ("cadenza.engine.evaluation", "cadenza.engine.tally", "cadenza.loading.evaluation")
 _IN_LOOP = {
     ("cadenza.engine.loop", "fetch"): "the training loader",
     ("cadenza.engine.loop", "compute"): "compute_loss",
@@ -201,7 +198,7 @@ class _Trace:
         self.calls_model = isinstance(inspect.unwrap(session.compute), ModelsOwnLoss)
         """Whether the trainer has no ``compute_loss``."""
         self.models_own_loss = self.calls_model and session.loop is Loops.FIT
-        self.scene = InUse(session.device)
+        self.scene = InUse(session.driver.device)
         if session.loop is not Loops.FIT and not session.step.counted:
             self.what, self.function, self.scene.batch = "the loop", "compute", session.step.batch
         self.modules: list[nn.Module] = []
@@ -214,16 +211,17 @@ class _Trace:
         held = frame.f_locals
         if room == "cadenza.hooks.fan_out":  # an error of a callback, which has a note of its own
             self.what = self.function = ""
-            self.scene, self.modules = InUse(self.session.device), []
+            self.scene, self.modules = InUse(self.session.driver.device), []
         elif phase := _IN_LOOP.get((str(room), function)):
             self.function, self.what = function, phase
             if function == "compute" and self.session.step_fn is not None:
                 self.what = "step_fn"
-            self.scene = InUse(self.session.device, batch=held.get("batch") if function == "fetch" else self.session.step.batch)
+            batch = held.get("batch") if function == "fetch" else self.session.step.batch
+            self.scene = InUse(self.session.driver.device, batch=batch)
         elif room in _IN_EVALUATION:
             self._look_at_evaluation(function, held)
         elif room == "cadenza.loading.batches" and function == "moved":
-            self.what, self.scene.batch = f"moving a batch to {self.session.device}", held.get("batch")
+            self.what, self.scene.batch = f"moving a batch to {self.session.driver.device}", held.get("batch")
         elif room == "cadenza.engine.objective" and "predictions" in held and hasattr(held["self"], "loss_fn"):
             self.what, self.modules = f"loss function {_name_of(held['self'].loss_fn)}", []
             self.scene.predictions, self.scene.targets = held["predictions"], held["targets"]
@@ -378,7 +376,7 @@ _PHASES = {
     **_IN_LOOP,
     ("cadenza.engine.session", "reach_boundary"): "the step boundary",
     ("cadenza.engine.evaluation", "evaluate"): "an evaluation",
-    ("cadenza.engine.prediction", "predict"): "a prediction",
+    ("cadenza.engine.evaluation", "predict"): "a prediction",
     ("cadenza.engine.loop", "begin"): "the start of the run",
     ("cadenza.loops.part", "_set_up"): "the start of the run",
 }

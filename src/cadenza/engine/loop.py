@@ -49,8 +49,6 @@ class Training:
     rank must call each method.
     """
 
-    __slots__ = ("_first", "open", "run", "session", "verbs")
-
     def __init__(self, session: Session) -> None:
         self.session: Session = session
         self.run: Run = session.run
@@ -185,7 +183,8 @@ class Training:
                 del batch  # the note on the error describes a batch
                 raise DataError(training_data.no_batches(session.progress))
             return END
-        session.sync.read_tokens(batch)
+        if session.sync.count_tokens is not None:
+            session.sync.read_tokens(batch, session.sync.count_tokens)
         return session.driver.to_device(batch)
 
     def take(self, batch: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,8 +40,6 @@ class MetricLog:
         files: The run directory of the main process; None if nothing is written.
         decide: Records a decision.
     """
-
-    __slots__ = ("_decide", "_files", "_hooks", "_media", "_media_failed", "buffer", "history", "losses", "readers", "writer")
 
     def __init__(self, hooks: Hooks, losses: LossCheck, files: RunDirectory | None, decide: Decide) -> None:
         self._hooks, self._files, self._decide = hooks, files, decide
@@ -109,6 +107,7 @@ EVERY = 100  # steps, after which their losses are copied to the host
 _TRAINING = "the loss"  # the name of the training loss
 
 
+@dataclass(eq=False, repr=False)
 class LossCheck:
     """Checks the training loss of every step, and the losses in records.
 
@@ -117,28 +116,25 @@ class LossCheck:
     and waits.
     """
 
-    def __init__(
-        self,
-        step: StepState,
-        progress: Progress,
-        driver: Driver,
-        decide: Decide,
-        warn: Callable[[str], None],
-        *,
-        may_overflow: bool,
-    ) -> None:
-        self._step, self._progress, self._driver, self._decide, self._warn = step, progress, driver, decide, warn
-        self._least = 2 if may_overflow else 1  # in fp16 the scaler skips an update that overflows: the next loss is finite
-        self.quiet = False
-        """Whether nothing is reported, as in a trial of learning rates."""
-        self.buffer: LossBuffer = LossBuffer()
+    _step: StepState
+    _progress: Progress
+    _driver: Driver
+    _decide: Decide
+    _warn: Callable[[str], None]
+    _may_overflow: bool
+    quiet: bool = field(default=False, init=False)
+    """Whether nothing is reported, as in a trial of learning rates."""
+    buffer: LossBuffer = field(default_factory=lambda: LossBuffer(), init=False)
+    _lasting: dict[str, list[Any]] = field(default_factory=dict, init=False)  # since which step, its value there, how often
+    _found: list[tuple[int, str, float]] = field(default_factory=list, init=False)  # that are not reported yet
+    _first: tuple[int, str] | None = field(default=None, init=False)  # of the run
+    _weightless: deque[int] = field(default_factory=lambda: deque(maxlen=EVERY), init=False)
+    _has_warned: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self.buffer.readers.append(self._look_at_step)
-        self._where = {_TRAINING: f" on rank {driver.rank}" if driver.world_size > 1 else ""}
-        self._lasting: dict[str, list[Any]] = {}  # by name: since which step it is not finite, its value there, how often
-        self._found: list[tuple[int, str, float]] = []  # that are not reported yet
-        self._first: tuple[int, str] | None = None  # of the run
-        self._weightless: deque[int] = deque(maxlen=EVERY)
-        self._has_warned = False
+        several = self._driver.world_size > 1
+        self._where = {_TRAINING: f" on rank {self._driver.rank}" if several else ""}
 
     def end_step(self) -> None:
         """Keep the losses of the step that is complete."""
@@ -216,7 +212,7 @@ class LossCheck:
             return
         since = self._lasting.setdefault(name, [step, value, 0])
         since[2] += 1
-        if since[2] >= self._least:
+        if since[2] >= 1 + self._may_overflow:  # in fp16 the scaler skips an update that overflows: the next loss is finite
             self._found.append((since[0], name, since[1]))
 
     def _report(self) -> None:

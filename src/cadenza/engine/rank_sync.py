@@ -7,8 +7,9 @@ call its methods in the same order. Methods that communicate say so.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from signal import Signals
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -55,30 +56,28 @@ class SharedProgress(Progress):
         self._agreed_s = 0.0
 
 
+@dataclass(eq=False, repr=False)
 class RankSync:
     """The pending requests of a run in one process. Nothing is exchanged."""
 
-    several = False
+    several: ClassVar[bool] = False
     """Whether there are other ranks."""
 
-    def __init__(
-        self,
-        progress: Progress,
-        cursor: Cursor,
-        step: StepState,
-        decide: Decide,
-        count_tokens: Callable[[Any], int] | None,
-    ) -> None:
-        self.requests: Requests = Requests()
-        """The requests that are not carried out yet."""
-        self.broken = False
-        """Whether the run has failed: other ranks may not know it yet, so nothing is exchanged any more."""
-        self._progress, self._cursor, self._step, self._decide = progress, cursor, step, decide
-        self._samples = 0
-        self.count_tokens: Callable[[Any], int] | None = count_tokens
-        """Returns the tokens of a batch of the loader; None: the outputs of a batch may say them."""
-        self._tokens_in_batch = 0  # by this function
-        self._asks_tokens = count_tokens is not None or progress.max_tokens is not None
+    _progress: Progress
+    _cursor: Cursor
+    _step: StepState
+    _decide: Decide
+    count_tokens: Callable[[Any], int] | None
+    """Returns the tokens of a batch of the loader; None: the outputs of a batch may say them."""
+    requests: Requests = field(default_factory=Requests, init=False)
+    """The requests that are not carried out yet."""
+    broken: bool = field(default=False, init=False)
+    """Whether the run has failed: other ranks may not know it yet, so nothing is exchanged any more."""
+    _samples: int = field(default=0, init=False)
+    _tokens_in_batch: int = field(default=0, init=False)  # by `count_tokens`
+
+    def __post_init__(self) -> None:
+        self._asks_tokens = self.count_tokens is not None or self._progress.max_tokens is not None
 
     @property
     def together(self) -> bool:
@@ -109,19 +108,17 @@ class RankSync:
         counts = self._asks_tokens or dict.get(outputs, "tokens") is not None
         return samples, self._tokens_of_batch() if counts else 0
 
-    def read_tokens(self, batch: Any) -> None:
-        """Count a batch by the function, before the transfer to the device: a count of its values needs no wait.
+    def read_tokens(self, batch: Any, count: Callable[[Any], int]) -> None:
+        """Count a batch by a function, before the transfer to the device: a count of its values needs no wait.
 
         Raises:
             DataError: The function returns no whole number of at least 0 that is on the host.
         """
-        if self.count_tokens is None:
-            return
-        counted = self.count_tokens(batch)
+        counted = count(batch)
         number = whole_count(counted)
         if number is None:
             raise DataError(
-                f"tokens={self.count_tokens!r} must return a whole number of at least 0, on the host; got {counted!r}. It is "
+                f"tokens={count!r} must return a whole number of at least 0, on the host; got {counted!r}. It is "
                 "called with the batch as the loader yields it. Return a shape, such as batch['input_ids'].numel(), or "
                 "int((labels != -100).sum())."
             )
@@ -157,6 +154,9 @@ class RankSync:
 
     def expect_drops(self) -> None:
         """Exchange with each batch how many ranks drop theirs alone. Every rank must call this, before the first step."""
+
+    def expect_losses(self) -> None:
+        """Exchange the loss of each step while ranks compute. Every rank must call this, before the first step."""
 
     def before_backward(self, weight: Any) -> float | None:
         """Exchange whether this rank drops the batch alone, and its weight. Communicates: every rank must call this.

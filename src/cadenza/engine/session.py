@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakMethod, ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -122,7 +121,6 @@ class Session:
     home: Path = field(default_factory=working_directory)
     """The working directory when the trainer was made: relative paths of callbacks start there if there is no directory."""
 
-    device: torch.device = field(init=False)
     is_main: bool = field(init=False)
     cursor: Cursor = field(init=False)
     step: StepState = field(init=False)
@@ -166,7 +164,7 @@ class Session:
 
     def __post_init__(self) -> None:
         driver, progress = self.driver, self.progress
-        self.device, self.is_main = driver.device, driver.is_main
+        self.is_main = driver.is_main
         self.extra_parameters, self.rates = ExtraParameters(self.compute), Rates()
         self.module_flags = ModuleFlags(self.module, self.optimizers)
         self.compute = self.precision.wrap(self.compute)
@@ -177,7 +175,7 @@ class Session:
         self.cursor, self.step, self.restored = Cursor(), StepState(window, self.optimizers), Restored()
         may_overflow = self.precision.name == "fp16"
         decide = weakly(self.decide)
-        losses = LossCheck(self.step, progress, driver, decide, weakly(self.warn), may_overflow=may_overflow)
+        losses = LossCheck(self.step, progress, driver, decide, weakly(self.warn), may_overflow)
         self.metrics = MetricLog(self.hooks, losses, self.files if self.is_main else None, decide)
         self.sync = self._new_sync()
         own = self.files.add_text if self.files is not None else self.rank_log.add if self.rank_log is not None else None
@@ -191,8 +189,7 @@ class Session:
             return RankSync(*own)
         is_fit = self.loop is Loops.FIT
         stepped = self.optimizers if is_fit and self.step_fn is not None else ()
-        parts = self.driver, self.model, self.hooks, self.metrics.buffer
-        return SharedSync(*own, *parts, stepped=stepped, uneven=not is_fit)
+        return SharedSync(*own, self.driver, self.model, self.hooks, self.metrics.buffer, stepped, not is_fit)
 
     # -- what it knows of itself -------------------------------------------------------------------
 
@@ -234,7 +231,7 @@ class Session:
 
     def new_source(self, past: Consumed = ()) -> ResumableLoader:
         """Return the training loader, readable from any batch of an epoch on."""
-        shard, pin = self.driver.data_shard().resumed(past), self.device.type == "cuda"
+        shard, pin = self.driver.data_shard().resumed(past), self.driver.device.type == "cuda"
         options: dict[str, Any] = {"replay": self.replay, "shard": shard, "pin": pin, "permuted": self.cursor.permuted}
         return changed(resumable(self.loader, self.data_seed, **options), self.change)
 

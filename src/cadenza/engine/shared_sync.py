@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from cadenza.drivers.base import Driver
 from cadenza.engine.arguments import units_of_changes
 from cadenza.engine.objective import count_in
-from cadenza.engine.rank_sync import Decide, RankSync, SharedProgress
-from cadenza.engine.step_state import AccumulationWindow, Cursor, StepState, number_on_host
+from cadenza.engine.rank_sync import RankSync, SharedProgress
+from cadenza.engine.step_state import AccumulationWindow, StepState, number_on_host
 from cadenza.errors import LossError
 from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks
@@ -26,7 +26,7 @@ from cadenza.optim.parameters import parameters_of
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.scalars import as_number, weighted_sum, widened
 from cadenza.status.decisions import Decision
-from cadenza.status.progress import Counters, Progress
+from cadenza.status.progress import Counters
 
 # -- quiet steps -----------------------------------------------------------------------------------
 
@@ -113,6 +113,37 @@ def mean_over_ranks(window: AccumulationWindow, driver: Driver, *, uneven: bool)
     return total[0] / total[1]
 
 
+def mean_on_its_way(step: StepState, weight: Any, driver: Driver) -> Callable[[], Tensor | None] | None:
+    """Start the exchange of `mean_over_ranks` before the backward pass of the last batch of a step. Every rank must call this.
+
+    Args:
+        step: The step, with the batches before this one in its window.
+        weight: The weight of the batch.
+        driver: Reduces over the ranks.
+
+    Returns:
+        A function that waits for the mean; None if the window is not full or its numbers are on a device, on all ranks.
+    """
+    window, loss = step.window, dict.get(step.outputs, "loss")
+    if window.seen < window.size or not isinstance(loss, Tensor) or loss.numel() != 1:  # no number: an error of this rank
+        return None
+    loss = loss.detach()
+    weights = [*window.weights, *([] if weight is None else [0.0 if step.dropped else weight])]
+    losses = [*window.losses, *([] if step.dropped and weight is None else [loss])]
+    on_host = [number for one in (*losses, *weights) if (number := number_on_host(one)) is not None]
+    if not loss.is_cpu or len(on_host) < len(losses) + len(weights):
+        return None
+    factors = on_host[len(losses) :] if weights else [1.0] * len(losses)
+    terms = [value * factor for value, factor in zip(on_host, factors, strict=False) if factor]
+    arrives = driver.reduce_later(torch.tensor([sum(terms), sum(factors)], dtype=torch.float64) * driver.counts)
+
+    def mean() -> Tensor | None:
+        total, count = arrives()
+        return total / count if weights or count else None
+
+    return mean
+
+
 def is_number(window: AccumulationWindow, *, uneven: bool) -> bool:
     """Return whether `mean_over_ranks` is the mean of the losses of all ranks as a record reduces it. All ranks agree.
 
@@ -124,6 +155,7 @@ def is_number(window: AccumulationWindow, *, uneven: bool) -> bool:
     return is_mean and own is not None and own.is_cpu and own.dtype is not torch.float64
 
 
+@dataclass(eq=False, repr=False)
 class SharedSync(RankSync):
     """The exchange among several ranks. No rank waits for another in a step in which nothing was requested or logged.
 
@@ -144,27 +176,18 @@ class SharedSync(RankSync):
     know its tokens before ``on_batch_end``.
     """
 
-    several = True
+    several: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        progress: Progress,
-        cursor: Cursor,
-        step: StepState,
-        decide: Decide,
-        count_tokens: Callable[[Any], int] | None,
-        driver: Driver,
-        model: nn.Module,
-        hooks: Hooks,
-        buffer: MetricBuffer,
-        *,
-        stepped: Sequence[Optimizer],
-        uneven: bool,
-    ) -> None:
-        super().__init__(progress, cursor, step, decide, count_tokens)
-        self._driver, self._model, self._hooks, self._buffer = driver, model, hooks, buffer
-        self._stepped = stepped  # the optimizers of a step_fn
-        self._uneven = uneven or bool(stepped)  # code that may speak at any time calls the user's own module
+    _driver: Driver
+    _model: nn.Module
+    _hooks: Hooks
+    _buffer: MetricBuffer
+    _stepped: Sequence[Optimizer]  # the optimizers of a step_fn
+    _uneven: bool  # code that may speak at any time calls the user's own module
+
+    def __post_init__(self) -> None:
+        self._uneven |= bool(self._stepped)
+        hooks, progress = self._hooks, self._progress
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
         self._synchronized = False  # no request can have come since the last exchange
         self._quiet = self._leave_sent = False
@@ -174,7 +197,7 @@ class SharedSync(RankSync):
         units = {length.unit for schedule in schedules for length in schedule.lengths}
         self._by_tokens = progress.max_tokens is not None  # all ranks must know the tokens of each batch
         self._exact = self._by_tokens  # no quiet window: the counters must be those of this step
-        self.depends_on(units | units_of_changes(step.most, progress))
+        self.depends_on(units | units_of_changes(self._step.most, progress))
         self._silence = Silence()
         self._announced: Callable[[], Tensor] | None = None  # what ranks exchange with a batch
         self._boundary: tuple[Counters, Callable[[], Tensor]] | None = None  # what they exchange at the end of a step
@@ -183,6 +206,8 @@ class SharedSync(RankSync):
         self._drops = False  # a batch is announced when its loss is known, which may be a reason to drop it on this rank
         self._weighs = False  # a batch is announced with its weight
         self._weight: float | None = None
+        self._shows_losses = False
+        self._mean_loss: Callable[[], Tensor | None] | None = None  # that of the step, on its way
 
     def depends_on(self, units: Collection[str]) -> None:
         self._by_tokens |= "token" in units
@@ -207,6 +232,7 @@ class SharedSync(RankSync):
 
     def begin_batch(self, batch: Any) -> None:
         step, window, driver = self._step, self._step.window, self._driver
+        self._mean_loss = None
         self.agree_on_skip(Callback.on_batch_start)
         self._count(batch)
         if not self._announces_late and not self._announces_at_loss:
@@ -251,12 +277,17 @@ class SharedSync(RankSync):
     def expect_drops(self) -> None:
         self._drops = True
 
+    def expect_losses(self) -> None:
+        self._shows_losses = not self._uneven
+
     def before_backward(self, weight: Any) -> float | None:
         own = None if self._uneven else number_on_host(weight)
         if own is not None:
             self._weigh(0.0 if self._step.dropped or not self._driver.counts else own)
         if self._announces_at_loss and not self._announces_late and self._announced is None:
             self._announce()
+        if self._shows_losses:
+            self._mean_loss = mean_on_its_way(self._step, weight, self._driver)
         return None if own is None else self._step.weight_unit or 1.0
 
     def _weigh(self, weight: float) -> None:
@@ -320,7 +351,7 @@ class SharedSync(RankSync):
         if self._silence.covers(progress.step) and not self._weighs:
             return
         may_speak = self._may_speak()
-        quiet = 0 if may_speak else self._next_call(asking=False) - progress.step - 2
+        quiet = 0 if may_speak else self._hooks.next_call(progress, asking=False) - progress.step - 2
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
         flags = [
             self._samples,
@@ -368,10 +399,7 @@ class SharedSync(RankSync):
         """Return whether a hook may still make a request, or log, in this step."""
         if self._uneven or self._buffer.holds_numbers:
             return True
-        return self._next_call(asking=True) <= self._progress.step + 1
-
-    def _next_call(self, *, asking: bool) -> float:
-        return self._hooks.next_call(self._progress, asking=asking)
+        return self._hooks.next_call(self._progress, asking=True) <= self._progress.step + 1
 
     # -- the step boundary -------------------------------------------------------------------------
 
@@ -450,6 +478,8 @@ class SharedSync(RankSync):
         return self.requests.stop or self.requests.signalled  # a signal is recorded when all ranks know of it
 
     def mean_loss(self) -> Tensor | None:
+        if self._mean_loss is not None:
+            return self._mean_loss()
         return mean_over_ranks(self._step.last_window, self._driver, uneven=self._uneven)
 
     def loss_to_log(self) -> Tensor | None:

@@ -62,7 +62,7 @@ def check_computes_batch(session: Session, batch: object) -> None:
 
 
 def _check_each_computes(session: Session, otherwise: str) -> None:
-    for name, evaluation in session.evaluations.items():
+    for name, evaluation in session.run.evaluations.items():
         if evaluation.compute is None:
             raise ValueError(
                 f"the evaluation {name!r} does not say how to compute a batch, and {otherwise}. Give Evaluate(..., "
@@ -139,7 +139,7 @@ def warn_of_loader(session: Session) -> None:
 
 def check_evaluation_loaders(session: Session) -> None:
     """Raise `DataError` for an evaluation with a loader that is known to be empty. A list may be filled later."""
-    for name, evaluation in session.evaluations.items():
+    for name, evaluation in session.run.evaluations.items():
         if not isinstance(evaluation.loader, list):
             check_some_batch(evaluation.loader, f"the loader of {name!r}")
 

@@ -31,11 +31,6 @@ class AccumulationWindow:
     window in which all batches have the weight of the first, and `correction` corrects the gradients at the end.
     """
 
-    __slots__ = (
-        *("_first_weight", "_mean_over_ranks", "_scale", "_taken", "_uneven", "applied", "left_out", "losses", "of_ranks"),
-        *("mean_weight", "seen", "size", "unreduced", "weights"),
-    )
-
     def __init__(self, size: int, mean_over_ranks: Callable[[Tensor], Tensor] | None = None, *, uneven: bool = False) -> None:
         self.size: int = size
         self._uneven = uneven  # a custom loop may leave out batches on one rank: nothing is exchanged in `add`
@@ -171,16 +166,13 @@ def mean_loss(losses: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Te
     A batch of weight 0 is ignored, even if its loss is NaN. If all weights are 0, the mean is NaN.
     """
     if len(losses) == 1:
-        return _nan_if_weightless(losses[0], weights[0]) if weights else losses[0]
+        loss = losses[0]
+        return torch.where(as_number(weights[0], loss.device) == 0, math.nan, loss) if weights else loss
     stacked = torch.stack([widened(loss) for loss in losses])
     if not weights:
         return stacked.mean()
     factors = torch.stack([as_number(weight, stacked.device, stacked.dtype) for weight in weights])
     return weighted_sum(stacked, factors) / factors.sum()
-
-
-def _nan_if_weightless(loss: Tensor, weight: float | Tensor) -> Tensor:
-    return torch.where(as_number(weight, loss.device) == 0, math.nan, loss)
 
 
 # -- blocked saves ---------------------------------------------------------------------------------
@@ -240,8 +232,6 @@ class SaveBlocks:
 class Cursor:
     """The position of a run in its training loader, and between or inside steps. Written by the loop."""
 
-    __slots__ = ("at_boundary", "batches", "course", "exhausted", "in_epoch", "permuted", "source")
-
     source: ResumableLoader
     """The training loader, readable from any batch of an epoch on."""
 
@@ -293,12 +283,6 @@ def is_discarded(run: Run) -> bool:
 
 class StepState:
     """The current batch and the batches of the current step. Written by the loop."""
-
-    __slots__ = (
-        *("batch", "counted", "derived", "dropped", "drops", "guard", "in_update", "last_window", "left_out"),
-        *("may_skip", "most", "next_change", "outputs", "owner", "raised", "run", "shown", "skipping"),
-        *("undone", "updated", "updates", "updating", "weight_unit", "window"),
-    )
 
     def __init__(self, window: Callable[[], AccumulationWindow], optimizers: Sequence[Optimizer]) -> None:
         self.window: AccumulationWindow = window()
@@ -393,8 +377,6 @@ class StepState:
 
 class Restored:
     """What a run that continues takes from its checkpoint later. Written by restore."""
-
-    __slots__ = ("callback_states", "config", "gradients", "recovery", "rng_state")
 
     def __init__(self) -> None:
         self.rng_state: RNGState | None = None

@@ -238,7 +238,11 @@ class Tally(MetricTally):
             of_sources |= tally.results()
         for key, (total, weight) in self._means.sums(self._driver).items():
             if not weight:
-                raise DataError(_weighs_nothing(name, key))
+                raise DataError(
+                    f"{name!r} has no mean {key}: its batches have a total weight of 0. Expected at least one batch with "
+                    "samples or, where compute reports outputs['weight'], with a weight above 0. Give a loader with such a "
+                    "batch, or raise limit=."
+                )
             results[f"{name}/{key}"] = total / weight
         self.add_metrics(results)
         return {**of_sources, **results}
@@ -321,13 +325,6 @@ def number_of(name: object, value: Any, owner: str) -> float | Tensor | None:
         what = "the loss" if name == "loss" else f"outputs[{name!r}]"
         raise LossError(f"{what} of {owner!r} is complex: expected a real number of shape (); return its abs(), say")
     return value if number else None
-
-
-def _weighs_nothing(evaluation: str, name: str) -> str:
-    return (
-        f"{evaluation!r} has no mean {name}: its batches have a total weight of 0. Expected at least one batch with samples "
-        "or, where compute reports outputs['weight'], with a weight above 0. Give a loader with such a batch, or raise limit=."
-    )
 
 
 class IntervalMetrics:

@@ -17,7 +17,7 @@ from cadenza.hooks.fan_out import ACTING, Calls, Failed, Scene, fan_out, profile
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
-from cadenza.hooks.order import arranged, name_beside, names_of, reasons
+from cadenza.hooks.order import arranged, name_beside, names_of
 from cadenza.hooks.schedule import Schedule, has_function, lengths_in
 from cadenza.hooks.trigger import Trigger, restore, state_of
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
@@ -59,8 +59,9 @@ class Hooks(Callback):
     def __init__(self, callbacks: Iterable[BaseCallback] = ()) -> None:
         given = checked(callbacks)
         names = names_of(given)
-        self.callbacks: dict[str, BaseCallback] = {names[index]: given[index] for index in arranged(given, names)}
-        self.reasons: list[str] = reasons(given, names)
+        self.reasons: list[str]
+        order, self.reasons = arranged(given, names)
+        self.callbacks: dict[str, BaseCallback] = {names[index]: given[index] for index in order}
         self.by_moment: dict[Moment, list[Listener]] = {}
         for owner in self.callbacks:
             self._listen(owner)
@@ -132,7 +133,7 @@ class Hooks(Callback):
         given = checked([*self.callbacks.values(), callback])
         name = name_beside(self.callbacks, callback)
         names = [*self.callbacks, name]
-        self.callbacks = {names[index]: given[index] for index in arranged(given, names)}
+        self.callbacks = {names[index]: given[index] for index in arranged(given, names)[0]}
         self._listen(name)
         index = {owner: index for index, owner in enumerate(self.callbacks)}
         for listeners in self.by_moment.values():

@@ -61,15 +61,22 @@ def name_beside(names: Container[str], callback: Ordered, numbers: dict[str, int
     return name
 
 
-def arranged(callbacks: Sequence[Ordered], names: Sequence[str]) -> list[int]:
-    """Return the indices of `callbacks` in the order in which they are called.
+def arranged(callbacks: Sequence[Ordered], names: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Return the indices of `callbacks` in the order in which they are called, and why it differs from the list.
 
-    A stable topological sort: the next callback is the first one of the list of which all predecessors are done.
+    The reasons are one sentence for each relation that the list does not meet. A stable topological sort: the next callback
+    is the first one of the list of which all predecessors are done.
 
     Raises:
         OrderError: The relations form a cycle. The message names its callbacks.
     """
     predecessors = _relations(callbacks)
+    reasons = [
+        f"{names[index]} comes after {names[other]}"
+        for index, earlier in predecessors.items()
+        for other in sorted(earlier)
+        if other > index
+    ]
     missing = {index: len(earlier) for index, earlier in predecessors.items()}
     successors: dict[int, list[int]] = {}
     for index, earlier in predecessors.items():
@@ -86,17 +93,7 @@ def arranged(callbacks: Sequence[Ordered], names: Sequence[str]) -> list[int]:
     if len(order) < len(callbacks):
         done = set(order)
         raise OrderError(_contradiction({index: one for index, one in predecessors.items() if index not in done}, names))
-    return order
-
-
-def reasons(callbacks: Sequence[Ordered], names: Sequence[str]) -> list[str]:
-    """Return why the order differs from the list: one sentence for each relation that the list does not meet."""
-    return [
-        f"{names[index]} comes after {names[other]}"
-        for index, earlier in _relations(callbacks).items()
-        for other in sorted(earlier)
-        if other > index
-    ]
+    return order, reasons
 
 
 def _relations(callbacks: Sequence[Ordered]) -> dict[int, set[int]]:

@@ -396,6 +396,6 @@ def _forget(session: Session, name: str) -> None:
         session.hooks.carry_out(reversed(own), session.run)
     finally:
         session.hooks.drop(name)
-        for key, evaluation in [*session.evaluations.items()]:
+        for key, evaluation in [*session.run.evaluations.items()]:
             if evaluation is getattr(callback, "evaluation", None):
-                del session.evaluations[key]
+                del session.run.evaluations[key]

@@ -19,6 +19,7 @@ from cadenza.checkpoint import resuming
 from cadenza.checkpoint.snapshot import config_of
 from cadenza.checkpoint.starting import Start, chosen_on_all_ranks
 from cadenza.drivers import Driver
+from cadenza.engine import start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, plain_accumulate
 from cadenza.engine.compiling import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs
 from cadenza.engine.error_context import caller, whereabouts
@@ -28,21 +29,6 @@ from cadenza.engine.monitor import monitors_in
 from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import UNDER_WAY, Loops, Session
-from cadenza.engine.start_checks import (
-    check_alike,
-    check_computes,
-    check_evaluation_loaders,
-    check_schedules,
-    facts_of,
-    main_only,
-    note_never_fired,
-    warn_of_doubts,
-    warn_of_graph_breaks,
-    warn_of_loader,
-    warn_of_no_checkpoint,
-    warn_of_notes,
-    warn_of_trained_weights,
-)
 from cadenza.errors import DirectoryError, add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback, Callback
@@ -136,30 +122,25 @@ class Recipe:
         return plan if before is None else replace(plan, changes=plan_changes(before, plan.text()))
 
     def _new_session(
-        self,
-        *,
-        training: bool,
-        files: RunDirectory | None = None,
-        replay: bool = False,
-        given: Settings | None = None,
-        loop: Loops = Loops.FIT,
-        make_run: Callable[[Session], Run] = Run,
+        self, part: Part | None = None, files: RunDirectory | None = None, make_run: Callable[[Session], Run] = Run
     ) -> Session:
-        given = given or Settings()
+        """Return the session of a part of a run; without one, of an evaluation."""
+        training, loop = part is not None, Loops.FIT if part is None else part.loop
+        given = Settings() if part is None else part.given
         accumulate, loader = self._in_effect(given)
         hooks, several = self._hooks(), self.driver.world_size > 1
         rank_log = RankLog.of(self.directory if training else None, self.driver.rank)  # before the main process can print
         if training:
             if several:
-                facts = facts_of(self.model, loader) | {"override": given.shown()}
-                check_alike(self.driver, plain(self, hooks.callbacks) | facts | {"debug_ranks": self.debug_ranks})
+                facts = start_checks.facts_of(self.model, loader) | {"override": given.shown()}
+                start_checks.check_alike(self.driver, plain(self, hooks.callbacks) | facts | {"debug_ranks": self.debug_ranks})
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, rank) if (rank := self.driver.data_rank) else self.seed)
         model = self._prepared_model()
         optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
         given.give_to(optimizers)
         if training and several:
-            check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
+            start_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
         draws = training and loop is not Loops.ATTACHED  # what cadenza.attach trains draws as it would by hand
         return Session(
             model=model,
@@ -174,7 +155,7 @@ class Recipe:
             tokens=self.tokens,
             seed=self.seed,
             data_seed=self.driver.broadcast(draw_seed(keep=not draws) if self.seed is None else self.seed),
-            replay=replay,
+            replay=part is not None and part.replay,
             arguments=described(self, hooks.callbacks, optimizers) | {"accumulate": plain_accumulate(accumulate)},
             given=given,
             hooks=hooks,
@@ -203,15 +184,15 @@ class Recipe:
         session.given.check(session.run)
         session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
         session.open_loader()
-        check_schedules(session)
-        check_computes(session)
-        check_evaluation_loaders(session)
-        warn_of_doubts(session, own_optimizer=self._own_optimizer)
+        start_checks.check_schedules(session)
+        start_checks.check_computes(session)
+        start_checks.check_evaluation_loaders(session)
+        start_checks.warn_of_doubts(session, own_optimizer=self._own_optimizer)
         if self._compile is not None:
             one_pass = self.accumulate == 1 and self.step_fn is None and session.loop is Loops.FIT  # in each step
             if has_graphs(self._compile) and not one_pass:
                 session.precision.backward_pass = BackwardOfGraphs(session.module)
-            session.after_step(partial(warn_of_graph_breaks, session, breaks_so_far()))
+            session.after_step(partial(start_checks.warn_of_graph_breaks, session, breaks_so_far()))
 
     def _in_effect(self, given: Settings) -> tuple[int, Iterable[Any]]:
         """Return the accumulation and the loader of a run, with the values that ``fit(override=...)`` gives."""
@@ -365,18 +346,18 @@ class Part:
         trainer, resume = self.trainer, bool(self.resume)
         check_not_empty(trainer.loader, trainer.driver.data_shard())
         path = trainer.directory
-        files = main_only(trainer.driver, lambda: RunDirectory(path, resume=resume)) if path else None
+        files = start_checks.main_only(trainer.driver, lambda: RunDirectory(path, resume=resume)) if path else None
         if files is not None:
             ending.callback(files.release)
         return files
 
     def _new_session(self, files: RunDirectory | None, start: Start) -> tuple[Session, bool]:
         """Return the session of the run, and whether the run is over already."""
-        trainer, driver, given = self.trainer, self.trainer.driver, self.given
+        trainer, driver = self.trainer, self.trainer.driver
         before_fit(trainer.callbacks, trainer.model)
-        session = trainer._new_session(training=True, files=files, replay=self.replay, given=given, loop=self.loop)
+        session = trainer._new_session(self, files)
         session.branch, session.restored.recovery = start.branch, start.recovery
-        if driver.broadcast(main_only(driver, lambda: resuming.is_over(files, session.progress, start))):
+        if driver.broadcast(start_checks.main_only(driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, True
         if start.loaded is not None:
             own = start.loaded.by_rank[0].get("callbacks of the rank", {})
@@ -391,7 +372,7 @@ class Part:
             "arguments": session.arguments,
             "steps": session.progress.total("step"),
             "seed": session.seed,
-            "device": str(session.device),
+            "device": str(session.driver.device),
             "plan": trainer._plan(session.optimizers, session.hooks, session).text(),
         }
         facts |= {"override": self.given.shown()} if self.given.override else {}
@@ -417,11 +398,11 @@ class Part:
         before, trainer._last_progress = trainer._last_progress, session.progress
         if start.loaded is None:
             session.given.tell_values(session.run)
-            warn_of_trained_weights(session, before)
-            warn_of_notes(session, trainer._notes if before is None else ())
+            start_checks.warn_of_trained_weights(session, before)
+            start_checks.warn_of_notes(session, trainer._notes if before is None else ())
         if resume or all(isinstance(one, Callback) for one in trainer.callbacks):  # adapters may write checkpoints of their own
-            warn_of_no_checkpoint(session, resume)
-        warn_of_loader(session)
+            start_checks.warn_of_no_checkpoint(session, resume)
+        start_checks.warn_of_loader(session)
         if start.loaded is not None:
             resuming.restored(session, session.files, start, strict=self.strict)
             start.loaded = None  # its memory is free during the training
@@ -438,7 +419,7 @@ def _end(session: Session, kind: object, raised: BaseException | None, traceback
         session.module_flags.rewind()
     if raised is None:
         if session.sync.requests.back is None:
-            note_never_fired(session)
+            start_checks.note_never_fired(session)
         _write_outcome(session)
         return
     error = session.driver.first_error(raised)

@@ -88,9 +88,9 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
     if capsule.state["batches"] is None:
         left_out = capsule.facts.get("batches_left_out", "")
         raise DataError(f"the capsule {str(capsule.path)!r} holds no batches: {left_out}. Use replay_step.")
-    session = _alone(trainer)._new_session(training=False)
+    session = _alone(trainer)._new_session()
     _load_weights(session, capsule)
-    batches = [moved(batch, session.device) for batch in capsule.state["batches"]]
+    batches = [moved(batch, session.driver.device) for batch in capsule.state["batches"]]
     states = [RNGState.from_plain(one) for one in capsule.state["rng"]]
     not_training = {*capsule.facts.get("not_training", ())}
     for name, module in session.module.named_modules():

@@ -27,6 +27,8 @@ from cadenza.hooks.order import Phase
 from cadenza.hooks.subscription import Subscription
 from cadenza.loading.data_course import Window
 from cadenza.loading.evaluation import Evaluation
+from cadenza.loops.part import Part
+from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
 from cadenza.status.counting import plural
 from cadenza.status.decisions import Decision
@@ -166,8 +168,8 @@ class _Playing(Trainer):
         while training.next_epoch():
             self.player.play_epoch(training)
 
-    def _new_session(self, **arguments: Any) -> Session:
-        session = super()._new_session(**arguments, make_run=_RecordedRun)
+    def _new_session(self, part: Part | None = None, files: RunDirectory | None = None, make_run: Any = None) -> Session:
+        session = super()._new_session(part, files, _RecordedRun)
         session.advises = False
         session.arguments = dict(self.recorded_arguments)
         return session

@@ -166,6 +166,7 @@ class Recover(Callback, Compared):
 
     def on_fit_start(self, run: Run) -> None:
         session = session_of(run)
+        session.sync.expect_losses()
         if not session.savers:
             run.warn("Recover goes back to checkpoints, and no callback writes them: it can only stop. Add Checkpoint(...).")
         if session.restored.recovery is not None:  # the present branch began with it

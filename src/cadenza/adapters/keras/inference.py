@@ -75,7 +75,7 @@ def evaluate(run: Run, x: Any, y: Any = None, batch_size: int | None = None, ste
     metrics, compute = (None, None) if like is None else (deepcopy(like.given_metrics), like.compute)
     evaluation = Evaluation(batches, metrics=metrics, compute=compute)
     with undisturbed(session):
-        tally, computed = Tally(SingleDriver(session.device), evaluation), computing(session, evaluation)
+        tally, computed = Tally(SingleDriver(session.driver.device), evaluation), computing(session, evaluation)
         for one in batches:
             batch = placed(run, one)
             outputs = computed(batch)

@@ -29,7 +29,7 @@ def agreed_logs(session: Session, means: Means, names: list[str] | None) -> tupl
     own = [*(means.totals.get(name, 0.0) for name in names), *(means.weights.get(name, 0.0) for name in names)]
     if not own:
         return names, Logs()
-    sums = session.driver.reduce(torch.stack([as_number(value, session.device, torch.float64) for value in own]), "sum")
+    sums = session.driver.reduce(torch.stack([as_number(value, session.driver.device, torch.float64) for value in own]), "sum")
     totals, weights = sums[: len(names)].unbind(), sums[len(names) :].unbind()
     logs = Logs(dict.fromkeys(names))
     logs.sums = dict(zip(names, totals, strict=True)), dict(zip(names, weights, strict=True))

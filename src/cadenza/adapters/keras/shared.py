@@ -20,7 +20,7 @@ from cadenza.adapters.keras.optimizer_view import rates_kept
 from cadenza.adapters.keras.ranks import agreed_logs, check_equal
 from cadenza.adapters.view import OfRun
 from cadenza.callbacks.evaluate import Evaluate
-from cadenza.engine.prediction import Prediction
+from cadenza.engine.evaluation import Prediction
 from cadenza.engine.session import session_of, weakly
 from cadenza.engine.step_state import Cursor, StepState
 from cadenza.hooks.dispatch import hooks_of
@@ -165,7 +165,7 @@ class KerasRun(OfRun):
             check_equal(self.session, self.view._setters)
             means = Means()
             for one in self.session.driver.gather_data(own.state_dict()):
-                means.add_all(one, self.session.device)
+                means.add_all(one, self.session.driver.device)
         self.epoch_logs = {**means.logs(), **self.results}
         self._recorded_epoch = self.epoch
         self.cut = self.progress.epoch == self.epoch
@@ -279,7 +279,7 @@ class KerasRun(OfRun):
         same = len(ranks) == driver.data_world_size
         self.means = Means()
         for one in [ranks[driver.data_rank]] if same else ranks if driver.rank == 0 else []:
-            self.means.add_all(one, self.session.device)
+            self.means.add_all(one, self.session.driver.device)
         self.epoch, self.epoch_logs, self.results = state["epoch"], dict(state["logs"]), dict(state["results"])
         self.recorded.load_state_dict(state.get("history", {}))
 

@@ -22,7 +22,7 @@ from cadenza.adapters.transformers.saves import Saves
 from cadenza.adapters.view import OfRun
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.evaluate import Evaluate
-from cadenza.engine.prediction import Prediction
+from cadenza.engine.evaluation import Prediction
 from cadenza.engine.session import Session
 from cadenza.engine.step_state import StepState
 from cadenza.errors import AdapterError, nearest

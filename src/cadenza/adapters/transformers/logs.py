@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cadenza.adapters.view import OfRun
-from cadenza.engine.prediction import Prediction
+from cadenza.engine.evaluation import Prediction
 from cadenza.engine.step_state import mean_loss
 from cadenza.records.scalars import as_number, weighted_sum
 
@@ -136,7 +136,7 @@ class TrainingLogs(OfRun):
         if not self._flops:
             return float(before)
         if self.session.driver.world_size > 1:
-            counted = torch.tensor(float(tokens), dtype=torch.float64, device=self.session.device)
+            counted = torch.tensor(float(tokens), dtype=torch.float64, device=self.session.driver.device)
             tokens = int(self.session.driver.reduce(counted, "sum").item())
         return before + self._flops * tokens
 
@@ -170,7 +170,7 @@ class TrainingLogs(OfRun):
         elif ranks:  # of another number of ranks: the mean, and the sum
             state["total"] = torch.stack([total for total, _ in ranks]).mean(0)
             state["tokens"] = sum(tokens for _, tokens in ranks) if driver.is_main else 0
-        self.total = state["total"].to(self.session.device)
+        self.total = state["total"].to(self.session.driver.device)
         self._all, self.logged_at, self._tokens = state["all"], state["logged_at"], state["tokens"]
 
 

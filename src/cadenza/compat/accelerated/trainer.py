@@ -344,7 +344,7 @@ class _NativeTrainer(NativeTrainer):
 
     def new_run(self) -> Run:
         """Return a run without training, as the native `evaluate` creates it."""
-        return self._new_session(training=False).run
+        return self._new_session().run
 
 
 class TrainerWithTimmScheduler(Trainer):
