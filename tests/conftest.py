@@ -85,8 +85,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Put back what a tracker sets during a test: environment variables, and where MLflow writes."""
+    """Put back what a test leaves in the process: environment variables, where MLflow writes, and which hints were given."""
     before = dict(os.environ)
+    if (checks := sys.modules.get("cadenza.engine.start_checks")) is not None:
+        checks._WARNED_OF.clear()
     yield
     if (fluent := sys.modules.get("mlflow.tracking.fluent")) is not None:
         fluent._active_experiment_id = None  # type: ignore[attr-defined]

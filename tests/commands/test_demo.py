@@ -29,7 +29,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     directory = tmp_path_factory.mktemp("demo") / "a run"
     arguments = [sys.executable, "-W", "error", "-m", "cadenza", "demo", "--directory", str(directory)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=500, check=False)
-    assert re.fullmatch(r"optimizer: AdamW, built fused, .*\n", done.stderr), done.stderr
+    assert not done.stderr
     return Demo(done.returncode, done.stdout, directory)
 
 

@@ -20,7 +20,7 @@ from cadenza.errors import DirectoryError
 from cadenza.hooks.counting import counting_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment, moments_of
-from cadenza.testing import Recorder, launch, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import Recorder, launch, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.distributed.parts import loader as sharded_loader
 from tests.distributed.parts import trainer as sharded_trainer
 
@@ -337,3 +337,10 @@ def test_one_rank_may_ask_alone() -> None:
     first, (answer,) = launch(work, 2)
     assert first == []
     assert "next at step 2" in answer
+
+
+def test_a_script_with_many_runs_says_each_hint_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        model = tiny_model()
+        tiny_run(model=model, optimizer=torch.optim.AdamW(model.parameters()), steps=1, epochs=None)
+    assert caplog.text.count("AdamW could be fused") == 1

@@ -116,20 +116,6 @@ FUSED = (
 )
 
 
-def test_a_run_that_shows_its_progress_says_once_that_the_optimizer_is_fused(capsys: pytest.CaptureFixture[str]) -> None:
-    def told(optimizer: Any, **arguments: Any) -> list[str]:
-        trainer = tiny_trainer(optimizer=optimizer, **{"progress": True, "epochs": 2, **arguments})
-        trainer.fit()
-        return [line for line in capsys.readouterr().err.splitlines() if "fused" in line]
-
-    assert told(AdamW) == [FUSED]
-    assert told(AdamW, progress=False) == []
-    for own in (partial(AdamW, fused=True), partial(AdamW, fused=False), partial(AdamW, foreach=True)):
-        assert told(own) == []
-    model = tiny_model()
-    assert told(AdamW(model.parameters(), fused=True), model=model) == []
-
-
 def lines(optimizer: Any, **arguments: Any) -> list[str]:
     """Return what the plan says of the optimizer."""
     plan = str(tiny_trainer(optimizer=optimizer, **arguments).plan()).splitlines()

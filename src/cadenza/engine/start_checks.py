@@ -25,7 +25,7 @@ from cadenza.files.new_directory import NewDirectory
 from cadenza.loading.arguments import is_read_once
 from cadenza.loading.hints import loader_hints
 from cadenza.loading.loaders import length_of
-from cadenza.optim.optimizers import fused_by_choice, notes
+from cadenza.optim.optimizers import notes
 from cadenza.status.counting import counted
 from cadenza.status.folding import for_screen
 from cadenza.status.progress import Progress
@@ -74,8 +74,6 @@ def _check_each_computes(session: Session, otherwise: str) -> None:
 def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
     """Warn of parameters that no optimizer holds, of short accumulation windows, and of slow optimizers and loaders.
 
-    If a callback shows the progress, a line names each optimizer that Cadenza built fused.
-
     Args:
         session: The session of the run.
         own_optimizer: Whether the user made the optimizers.
@@ -83,16 +81,17 @@ def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
     for doubt in doubts(session):
         session.warn(doubt)
     warn_of_notes(session, [*notes(session.optimizers, session.module, own=own_optimizer), *loader_hints(session.loader)])
-    if session.is_main and session.advises:
-        for note in fused_by_choice(session.optimizers):
-            tell(session, note)
 
 
 def warn_of_notes(session: Session, lines: Iterable[str]) -> None:
-    """Warn of those lines of the plan that begin with ``"! "``."""
+    """Warn of those lines of the plan that begin with ``"! "``, once in a process: a script with many runs says them once."""
     for line in lines:
-        if session.is_main and session.advises and line.startswith("! "):
+        if session.is_main and session.advises and line.startswith("! ") and line not in _WARNED_OF:
+            _WARNED_OF.add(line)
             session.warn(line.removeprefix("! "))
+
+
+_WARNED_OF: set[str] = set()
 
 
 def tell(session: Session, text: str) -> None:

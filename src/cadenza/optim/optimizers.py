@@ -187,12 +187,6 @@ def notes(optimizers: Iterable[Optimizer], model: nn.Module, *, own: bool, devic
     return list(dict.fromkeys(lines))  # two optimizers of one class have one line
 
 
-def fused_by_choice(optimizers: Iterable[Optimizer]) -> list[str]:
-    """Return a line for each class of optimizers that `made` fused, although its function did not ask for it."""
-    chosen = (_CHOSEN.format(name=type(one).__name__) for one in optimizers if fused(one) and _is_chosen(one))
-    return list(dict.fromkeys(chosen))
-
-
 def _is_chosen(optimizer: Optimizer) -> bool:
     return made_fit in optimizer._optimizer_step_pre_hooks.values()
 
