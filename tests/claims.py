@@ -142,7 +142,7 @@ CHECKED_BY = {
         ),
         "On the same number of ranks, a run resumes bit-identically": RANKS,
     },
-    "docs/index.md": {"ends with the same bits": KILLS},
+    "docs/index.md": {"Kill the process at any instant": KILLS, "the training ends with the same bits": KILLS},
     "docs/logging.md": {
         "It always keeps the first and the newest value": "beyond_the_limit_an_even_view_is_kept_with_the_first_and_the_newest",
         "never a record from more than a second before the last one": (
