@@ -120,6 +120,17 @@ def test_the_map_in_contributing_has_each_folder_on_its_floor_in_the_order_of_im
     assert folders == {name for names in known.values() for name in names}
 
 
+def test_the_page_of_the_architecture_names_files_that_exist_and_six_to_read_first() -> None:
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\b([a-z_]+(?:/[a-z_]+)*\.py)\b", page))
+    assert len(named) > 20
+    assert {name for name in named if not any(SOURCE.rglob(name.rpartition("/")[2]))} == set()
+    assert {name for name in named if "/" in name and not (SOURCE / name).exists()} == set()
+    first = re.findall(r"^\| `([\w/.]+)` \|", page, re.MULTILINE)
+    assert len(first) == 6
+    assert sum(len((SOURCE / name).read_text(encoding="utf-8").splitlines()) for name in first) < 2000
+
+
 def test_the_ground_floor_knows_no_torch() -> None:
     ground = [name for name in modules() if floor_of(name) == 0 or name.startswith(("files", "hooks", "status.progress"))]
     imported = [(module, name) for module in ground for name in imported_by(modules()[module])]
