@@ -27,18 +27,17 @@ def reach(session: Session, *, closing: bool = False, after_step: bool = False) 
     Every rank must call this. With `after_step`, wait for the other ranks only if this rank has a request, has logged a
     number or has this to do. With `closing`, run no evaluation.
     """
-    sync, hooks = session.sync, session.hooks
-    if (closing or session.due.run(session)) and after_step and sync.several:
-        sync.end_step(acts=bool(session.waiting or session.waiting_longer))
-    elif sync.several:
-        sync.synchronize()
+    if (closing or session.due.run(session)) and after_step and session.sync.several:
+        session.sync.end_step(acts=bool(session.waiting or session.waiting_longer))
+    elif session.sync.several:
+        session.sync.synchronize()
     if not session.metrics.buffer.idle:
         session.metrics.deliver(session.run, session.progress.now(), wait=closing)
     session.cursor.at_boundary |= not closing
     if session.waiting_longer:
         session.waiting, session.waiting_longer = session.waiting + session.waiting_longer, []
     while session.waiting:
-        hooks.carry_out([session.waiting.pop(0)], session.run, "after_step")
+        session.hooks.carry_out([session.waiting.pop(0)], session.run, "after_step")
 
 
 def count_step(session: Session) -> None:
@@ -52,13 +51,12 @@ def count_step(session: Session) -> None:
 
 def take_stop(session: Session) -> None:
     """Call ``on_stop``, once, if a stop was requested."""
-    sync = session.sync
-    sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
+    session.sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
     session.metrics.deliver(session.run, wait=False)  # nor its record have been complete
-    stop = sync.take_stop()
+    stop = session.sync.take_stop()
     if stop is not None and session.outcome is None:
-        session.end(Outcome(sync.requests.kind, stop.why))
-        if sync.requests.back is None:
+        session.end(Outcome(session.sync.requests.kind, stop.why))
+        if session.sync.requests.back is None:
             session.hooks.on_stop(session.run, stop.why)
 
 

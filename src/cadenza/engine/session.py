@@ -196,8 +196,7 @@ class Session:
     @property
     def run(self) -> Run:
         """What hooks receive."""
-        run = self._run()
-        if run is None:
+        if (run := self._run()) is None:
             run = self.make_run(self)
             self._run = ref(run)
         return run
