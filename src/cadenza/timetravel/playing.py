@@ -28,8 +28,6 @@ from cadenza.hooks.order import Phase
 from cadenza.hooks.subscription import Subscription
 from cadenza.loading.data_course import Window
 from cadenza.loading.evaluation import Evaluation
-from cadenza.loops.part import Part
-from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
 from cadenza.status.counting import plural
 from cadenza.status.decisions import Decision
@@ -169,8 +167,8 @@ class _Playing(Trainer):
         while training.next_epoch():
             self.player.play_epoch(training.session)
 
-    def _new_session(self, part: Part | None = None, files: RunDirectory | None = None, make_run: Any = None) -> Session:
-        session = super()._new_session(part, files, _RecordedRun)
+    def _new_session(self, part: Any = None, files: Any = None, make_run: Any = _RecordedRun) -> Session:
+        session = super()._new_session(part, files, make_run)
         session.advises = False
         session.arguments = dict(self.recorded_arguments)
         return session
