@@ -374,7 +374,7 @@ _LIBRARIES = tuple(
 )
 _PHASES = {
     **_IN_LOOP,
-    ("cadenza.engine.session", "reach_boundary"): "the step boundary",
+    ("cadenza.engine.boundary", "reach"): "the step boundary",
     ("cadenza.engine.evaluation", "evaluate"): "an evaluation",
     ("cadenza.engine.evaluation", "predict"): "a prediction",
     ("cadenza.engine.loop", "begin"): "the start of the run",

@@ -5,12 +5,11 @@ The moments are those of `Callback`.
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
-from cadenza.engine import training_data
+from cadenza.engine import boundary
 from cadenza.engine.error_context import explain
 from cadenza.engine.session import UNDER_WAY, Session
 from cadenza.engine.updating import backward, drop_gradients, finish_window
@@ -66,7 +65,7 @@ class Training:
     def begin(self) -> None:
         """Fire ``on_fit_start``, and restore what the hooks must not change before the first step."""
         session = self.session
-        training_data.begin(session)
+        boundary.begin(session)
         session.hooks.measure(session.progress)
         session.module_flags.begin(session.driver, session.model, session.decide)
         session.hooks.on_fit_start(self.run)
@@ -77,7 +76,7 @@ class Training:
             session.restored.take_rng_state()
         session.due.run_first(session)
         if not session.cursor.in_epoch and session.due.take_up(session):
-            self._leave_epoch()
+            boundary.leave_epoch(session)
 
     # -- what comes next ---------------------------------------------------------------------------
 
@@ -146,7 +145,7 @@ class Training:
         if self.open == EPOCH:
             self._open_loader()
         elif not session.cursor.at_boundary:
-            session.reach_boundary(after_step=True)
+            boundary.reach(session, after_step=True)
         return self.open == BETWEEN and not session.sync.leaving_epoch()
 
     def _open_loader(self) -> None:
@@ -156,7 +155,7 @@ class Training:
         self.session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
         self.open = BETWEEN
         if self.session.due.take_up(self.session):
-            self.session.reach_boundary()
+            boundary.reach(self.session)
 
     def begin_step(self) -> None:
         """Fire ``on_step_start``."""
@@ -181,7 +180,7 @@ class Training:
             cursor.exhausted = True
             if not session.progress.batch_in_epoch:
                 del batch  # the note on the error describes a batch
-                raise DataError(training_data.no_batches(session.progress))
+                raise DataError(boundary.no_batches(session.progress))
             return END
         if session.sync.count_tokens is not None:
             session.sync.read_tokens(batch, session.sync.count_tokens)
@@ -213,54 +212,18 @@ class Training:
         if session.step_fn is None:
             finish_window(session)
         session.step.finish()
-        self.count_step()
+        boundary.count_step(session)
         self.open = BETWEEN
         session.hooks.on_step_end(self.run)
 
-    def count_step(self) -> None:
-        """Count the step."""
-        session, progress = self.session, self.session.progress
-        progress.finish_step()
-        session.metrics.losses.end_step()
-        if progress.step >= session.step.next_change:
-            training_data.change_windows(session)
-
     def _end_steps(self) -> None:
         """Count the epoch if it is whole."""
-        self.take_stop()
-        training_data.check_length(self.session)
-        self.count_epoch()
-        training_data.note_point(self.session)
-        self.open = EPOCH
-
-    def take_stop(self) -> None:
-        """Call ``on_stop``, once, if a stop was requested."""
         session = self.session
-        sync = session.sync
-        sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
-        session.metrics.deliver(self.run, wait=False)  # nor its record have been complete
-        stop = sync.take_stop()
-        if stop is not None and session.outcome is None:
-            session.end(Outcome(sync.requests.kind, stop.why))
-            if sync.requests.back is None:
-                session.hooks.on_stop(self.run, stop.why)
-
-    def count_epoch(self) -> None:
-        """Count the epoch if it is whole: all batches seen, or ended on request; and no evaluation before its end is due.
-
-        A run that a limit ends inside an epoch is saved now, as at a stop: a longer run continues in this epoch.
-        """
-        session, progress, cursor = self.session, self.session.progress, self.session.cursor
-        if session.due.state is not None:
-            return
-        if cursor.exhausted or session.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
-            progress.finish_epoch()
-            training_data.change_windows(session)
-            session.hooks.measure(progress)
-            cursor.at_boundary = False  # until the hooks of on_epoch_end are called
-        elif session.outcome is None:
-            for saver in session.savers:
-                saver.request("the end of the run")
+        boundary.take_stop(session)
+        boundary.check_length(session)
+        boundary.count_epoch(session)
+        boundary.note_point(session)
+        self.open = EPOCH
 
     def end_epoch(self) -> None:
         """End the open epoch, and all in it."""
@@ -272,15 +235,7 @@ class Training:
             session.cursor.leave_epoch()
             self.open = RUN
             session.hooks.on_epoch_end(self.run)
-            self._leave_epoch()
-
-    def _leave_epoch(self) -> None:
-        """Reach the boundary after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
-        session = self.session
-        session.due.run(session)
-        session.sync.requests.drop_epoch()
-        session.metrics.losses.end_epoch()
-        session.reach_boundary()
+            boundary.leave_epoch(session)
 
     # -- its end -----------------------------------------------------------------------------------
 
@@ -300,7 +255,7 @@ class Training:
         """End the open epoch, and set how the run ended."""
         session = self.session
         self.end_epoch()
-        self.take_stop()
+        boundary.take_stop(session)
         session.end(session.metrics.losses.ended(session.outcome or Outcome("finished", "the limit is reached")))
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -310,8 +265,10 @@ class Training:
         try:
             with session.hooks.unwinding_of(first):
                 try:
-                    with closing(session):
+                    try:
                         session.hooks.on_fit_end(self.run)
+                    finally:
+                        boundary.close(session)
                 finally:
                     UNDER_WAY.remove(session)
                     session.cursor.close()

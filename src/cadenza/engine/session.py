@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakMethod, ref
@@ -158,7 +157,8 @@ class Session:
     _run: Callable[[], Run | None] = field(default=lambda: None, init=False)
     waiting: list[Closer] = field(default_factory=list, init=False)
     """What waits for the next step boundary, in order."""
-    _waiting_longer: list[Closer] = field(default_factory=list, init=False)  # for the one after it
+    waiting_longer: list[Closer] = field(default_factory=list, init=False)
+    """What waits for the boundary after it."""
     closers: list[Closer] = field(default_factory=list, init=False)
     """What callbacks have opened, and close at the end of the run."""
 
@@ -196,8 +196,7 @@ class Session:
     @property
     def run(self) -> Run:
         """What hooks receive."""
-        run = self._run()
-        if run is None:
+        if (run := self._run()) is None:
             run = self.make_run(self)
             self._run = ref(run)
         return run
@@ -220,7 +219,7 @@ class Session:
 
     def after_next_step(self, act: Callable[[], object]) -> None:
         """Call `act` at the step boundary after this one, or at the end of the epoch."""
-        self._waiting_longer.append(Closer(self.hooks.here().listener, act))
+        self.waiting_longer.append(Closer(self.hooks.here().listener, act))
 
     # -- its data ---------------------------------------------------------------------------------
 
@@ -267,36 +266,6 @@ class Session:
         self.decide(what, f"{fault.moment} raised {data['error']}", who=fault.callback, data=data)
         self.warn(f"{fault}\n{''.join(traceback.format_exception(fault.error))}".rstrip())
         drop_tracebacks(fault.error)
-
-    # -- for the loop ------------------------------------------------------------------------------
-
-    def reach_boundary(self, *, closing: bool = False, after_step: bool = False) -> None:
-        """Run the due evaluations, deliver the step's record, then carry out what waits for the step boundary.
-
-        Every rank must call this. With `after_step`, wait for the other ranks only if this rank has a request, has logged a
-        number or has this to do. With `closing`, run no evaluation.
-        """
-        if (closing or self.due.run(self)) and after_step and self.sync.several:
-            self.sync.end_step(acts=bool(self.waiting or self._waiting_longer))
-        elif self.sync.several:
-            self.sync.synchronize()
-        if not self.metrics.buffer.idle:
-            self.metrics.deliver(self.run, self.progress.now(), wait=closing)
-        self.cursor.at_boundary |= not closing
-        if self._waiting_longer:
-            self.waiting, self._waiting_longer = self.waiting + self._waiting_longer, []
-        while self.waiting:
-            self.hooks.carry_out([self.waiting.pop(0)], self.run, "after_step")
-
-    def close(self) -> None:
-        """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
-        self.sync.close()
-        finish = partial(self.reach_boundary, closing=True)
-        closers = iter(lambda: self.closers.pop() if self.closers else None, None)  # also those that a closer adds
-        # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
-        self.hooks.carry_out(chain((finish, finish), closers, (finish, self.metrics.close)), self.run)
-        for block in self.blocks.open:
-            self.warn(f"the run ended while saves were blocked by {block}. Leave the context of run.block_saves() before")
 
 
 UNDER_WAY: list[Session] = []

@@ -56,10 +56,12 @@ class Hooks(Callback):
     ['StopOnNonFinite', 'EarlyStopping', 'EarlyStopping#2']
     """
 
+    reasons: list[str]
+    """Why the order differs from the list, in sentences."""
+
     def __init__(self, callbacks: Iterable[BaseCallback] = ()) -> None:
         given = checked(callbacks)
         names = names_of(given)
-        self.reasons: list[str]
         order, self.reasons = arranged(given, names)
         self.callbacks: dict[str, BaseCallback] = {names[index]: given[index] for index in order}
         self.by_moment: dict[Moment, list[Listener]] = {}

@@ -13,6 +13,7 @@ from typing import Any
 from cadenza.adapters.foreign import ForeignCallback
 from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.drivers.single import SingleDriver
+from cadenza.engine import boundary
 from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.loop import Training
@@ -27,8 +28,6 @@ from cadenza.hooks.order import Phase
 from cadenza.hooks.subscription import Subscription
 from cadenza.loading.data_course import Window
 from cadenza.loading.evaluation import Evaluation
-from cadenza.loops.part import Part
-from cadenza.records.directory import RunDirectory
 from cadenza.run import Run
 from cadenza.status.counting import plural
 from cadenza.status.decisions import Decision
@@ -166,10 +165,10 @@ class _Playing(Trainer):
 
     def _do_steps(self, training: Training) -> None:
         while training.next_epoch():
-            self.player.play_epoch(training)
+            self.player.play_epoch(training.session)
 
-    def _new_session(self, part: Part | None = None, files: RunDirectory | None = None, make_run: Any = None) -> Session:
-        session = super()._new_session(part, files, _RecordedRun)
+    def _new_session(self, part: Any = None, files: Any = None, make_run: Any = _RecordedRun) -> Session:
+        session = super()._new_session(part, files, make_run)
         session.advises = False
         session.arguments = dict(self.recorded_arguments)
         return session
@@ -211,13 +210,13 @@ class _Player(Callback):
                 record_evaluated(session_of(run), evaluation, who=one.name)
                 hooks_of(run).on_eval_end(run, evaluation)
 
-    def play_epoch(self, training: Training) -> None:
+    def play_epoch(self, session: Session) -> None:
         """Pass through the steps of an epoch."""
-        session, windows = training.session, next(self._epochs)
+        windows: Sequence[Window] = next(self._epochs)
         index = 0
         while index < len(windows) and not session.sync.leaving_epoch():
             index = self._pass_over(session, windows, index)
-            self._step(training, windows[index])
+            self._step(session, windows[index])
             index += 1
         progress, is_last = session.progress, windows[-1].step == self.recording.steps
         whole = progress.batches_per_epoch
@@ -227,8 +226,8 @@ class _Player(Callback):
         if is_last and index == len(windows) and goes_on and not session.sync.over():
             self.end = session.decide("stopped", "the records end here", who="what_if")
             session.sync.requests.ask_stop(self.end)
-        training.take_stop()
-        training.count_epoch()
+        boundary.take_stop(session)
+        boundary.count_epoch(session)
 
     def _pass_over(self, session: Session, windows: Sequence[Window], index: int) -> int:
         """Count the steps in which nothing happens; return the index of the next step in which something may."""
@@ -247,17 +246,16 @@ class _Player(Callback):
             index += 1
         return index
 
-    def _step(self, training: Training, window: Window) -> None:
-        session = training.session
+    def _step(self, session: Session, window: Window) -> None:
         session.cursor.leave_boundary()
         for _ in range(window.size):
             session.progress.finish_batch(0)
-        training.count_step()
+        boundary.count_step(session)
         for record in self.recording.records.get(window.step, ()) if self.reads_records else ():
             session.metrics.history.add(record)
             session.hooks.on_log(session.run, record)
         session.hooks.on_step_end(session.run)
-        session.reach_boundary(after_step=True)
+        boundary.reach(session, after_step=True)
 
 
 class _Batches:

@@ -1,8 +1,13 @@
-"""What a run notes of its training data: the points of `DataCourse`, the size of its windows, the length of its loader."""
+"""The boundaries between steps and between epochs: counters, records and what waits for a boundary.
+
+And what a run notes there of its training data: the points of `DataCourse`, the size of its windows, the length of its loader.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from cadenza.engine.session import Session
@@ -10,7 +15,89 @@ from cadenza.loading.data_course import Point, Segment
 from cadenza.loading.described import described
 from cadenza.status.accumulation import Accumulation
 from cadenza.status.counting import counted
+from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Progress
+
+# -- the boundary ----------------------------------------------------------------------------------
+
+
+def reach(session: Session, *, closing: bool = False, after_step: bool = False) -> None:
+    """Run the due evaluations, deliver the step's record, then carry out what waits for the step boundary.
+
+    Every rank must call this. With `after_step`, wait for the other ranks only if this rank has a request, has logged a
+    number or has this to do. With `closing`, run no evaluation.
+    """
+    if (closing or session.due.run(session)) and after_step and session.sync.several:
+        session.sync.end_step(acts=bool(session.waiting or session.waiting_longer))
+    elif session.sync.several:
+        session.sync.synchronize()
+    if not session.metrics.buffer.idle:
+        session.metrics.deliver(session.run, session.progress.now(), wait=closing)
+    session.cursor.at_boundary |= not closing
+    if session.waiting_longer:
+        session.waiting, session.waiting_longer = session.waiting + session.waiting_longer, []
+    while session.waiting:
+        session.hooks.carry_out([session.waiting.pop(0)], session.run, "after_step")
+
+
+def count_step(session: Session) -> None:
+    """Count the step."""
+    progress = session.progress
+    progress.finish_step()
+    session.metrics.losses.end_step()
+    if progress.step >= session.step.next_change:
+        change_windows(session)
+
+
+def take_stop(session: Session) -> None:
+    """Call ``on_stop``, once, if a stop was requested."""
+    session.sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
+    session.metrics.deliver(session.run, wait=False)  # nor its record have been complete
+    stop = session.sync.take_stop()
+    if stop is not None and session.outcome is None:
+        session.end(Outcome(session.sync.requests.kind, stop.why))
+        if session.sync.requests.back is None:
+            session.hooks.on_stop(session.run, stop.why)
+
+
+def count_epoch(session: Session) -> None:
+    """Count the epoch if it is whole: all batches seen, or ended on request; and no evaluation before its end is due.
+
+    A run that a limit ends inside an epoch is saved now, as at a stop: a longer run continues in this epoch.
+    """
+    progress, cursor = session.progress, session.cursor
+    if session.due.state is not None:
+        return
+    if cursor.exhausted or session.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
+        progress.finish_epoch()
+        change_windows(session)
+        session.hooks.measure(progress)
+        cursor.at_boundary = False  # until the hooks of on_epoch_end are called
+    elif session.outcome is None:
+        for saver in session.savers:
+            saver.request("the end of the run")
+
+
+def leave_epoch(session: Session) -> None:
+    """Reach the boundary after ``on_epoch_end``. A request for the end of this epoch has nothing left to end."""
+    session.due.run(session)
+    session.sync.requests.drop_epoch()
+    session.metrics.losses.end_epoch()
+    reach(session)
+
+
+def close(session: Session) -> None:
+    """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
+    session.sync.close()
+    finish = partial(reach, session, closing=True)
+    closers = iter(lambda: session.closers.pop() if session.closers else None, None)  # also those that a closer adds
+    # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
+    session.hooks.carry_out(chain((finish, finish), closers, (finish, session.metrics.close)), session.run)
+    for block in session.blocks.open:
+        session.warn(f"the run ended while saves were blocked by {block}. Leave the context of run.block_saves() before")
+
+
+# -- the training data -----------------------------------------------------------------------------
 
 
 def begin(session: Session) -> None:
