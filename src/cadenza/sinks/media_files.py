@@ -36,7 +36,7 @@ class MediaFiles:
         earlier = [path.stat().st_size for path in folder.glob("*/*") if path.is_file()]
         self._files, self._bytes = len(earlier), sum(earlier)
         self._first_missed = 0
-        self._channel: Channel = writer.channel(self._write)
+        self._channel: Channel = Channel(writer, self._write)
 
     def put(self, record: Record) -> None:
         """Queue the media of a record. Figures are drawn now, before they change.
@@ -59,7 +59,7 @@ class MediaFiles:
                 f"the media of {counted(missed, 'record')} are left out, the first of step {self._first_missed}: they were "
                 "logged faster than they can be written. Log media less often, or smaller ones"
             )
-        self._channel.ask_close(lambda: None)
+        self._channel.ask_close()
         self._channel.finish(60.0)
 
     def _write(self, records: Sequence[Record]) -> None:
