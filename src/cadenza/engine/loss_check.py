@@ -86,7 +86,8 @@ class LossCheck:
         for name, value in losses.items():
             if name in record.values:
                 self._look(name, value, record.step)
-        self._report()
+        if self._found:
+            self._report()
         return record
 
     def state_dict(self) -> dict[str, Any]:

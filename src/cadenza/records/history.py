@@ -58,23 +58,24 @@ class History:
         notice = None
         names = tuple(record.values)
         self._rows.append((record.at, record.time, self._names.setdefault(names, names)))
-        step, all_series, thinned = record.at.step, self._series, self._given
         for name, value in record.values.items():
-            series = all_series.get(name)
-            if series is None:
-                series = all_series[name] = []
-            if name in thinned:
-                if (thinned[name] - 1) % self._every[name]:
-                    series.pop()  # it was kept only as the newest
-                thinned[name] += 1
-            series.append((step, value))
+            series = self._series.setdefault(name, [])
+            if name in self._given:
+                self._drop_newest(name)
+            series.append((record.at.step, value))
             if len(series) >= self.limit:
-                first = not self._every
-                self._thin(name)
-                notice = self._notice(name) if first else notice
+                notice = self._thin(name) or notice
         return notice
 
-    def _thin(self, name: str) -> None:
+    def _drop_newest(self, name: str) -> None:
+        """Drop the newest value of a thinned name before another one comes, if it was kept only as the newest."""
+        if (self._given[name] - 1) % self._every[name]:
+            self._series[name].pop()
+        self._given[name] += 1
+
+    def _thin(self, name: str) -> str | None:
+        """Drop every second value of a name. Return the notice at the first name."""
+        first = not self._every
         if len(self._rows) >= self.limit:
             self._rows = [*self._rows[::2], self._rows[-1]]
         series = self._series[name]
@@ -82,12 +83,11 @@ class History:
         self._every[name] = self._every.get(name, 1) * 2
         # The newest stays: if it is not in line with the others, only until the next one comes.
         series[:] = series[::2] if len(series) % 2 else [*series[::2], series[-1]]
-
-    def _notice(self, name: str) -> str:
+        if not first:
+            return None
         return (
             f"{name!r} has {counted(self._given[name], 'value')}: run.history keeps one in {self._every[name]} of them "
-            "from here on, and "
-            "likewise of other names when they have as many; metrics.jsonl has all"
+            "from here on, and likewise of other names when they have as many; metrics.jsonl has all"
         )
 
     @property

@@ -64,22 +64,15 @@ class MetricBuffer:
 
     def add(self, name: str, value: object) -> None:
         """Add a value to the open record; a later one of the same name replaces it. Raises TypeError or ValueError."""
-        if not isinstance(name, str) or self._ways.get(name, "new") is not None:
-            self._check_first(name, value)
+        if not isinstance(name, str) or (name in RESERVED and not isinstance(value, Media)):
+            raise _wrong_name(name)
+        if (how := self._ways.setdefault(name, None)) is not None:
+            raise mixed(name, how, None)
         if type(value) is not float:
             value = _loggable(name, value)
             self._plain &= not isinstance(value, Tensor | Media)
         self._open[name] = value
         self.idle = False
-
-    def _check_first(self, name: object, value: object) -> None:
-        """Raise TypeError or ValueError unless a value without a reduction can have this name. A good name is checked once."""
-        if not isinstance(name, str) or (name in RESERVED and not isinstance(value, Media)):
-            raise _wrong_name(name)
-        if (how := self._ways.get(name)) is not None:
-            raise mixed(name, how, None)
-        if name not in RESERVED:
-            self._ways[name] = None
 
     def add_reduced(self, name: str, value: object, how: object, weight: object = None) -> None:
         """Add a value to those of the same name in the open record, over which and over ranks it is reduced.

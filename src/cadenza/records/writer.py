@@ -272,13 +272,16 @@ class Channel:
 
     @property
     def due_in_s(self) -> float | None:
-        """The time in seconds until the next attempt; None if there is none to wait for."""
-        waits = self.down and not self._broken and not self.over
-        return max(self._due - self._writer.clock(), 0.0) if waits else None
+        """The time in seconds until it must be served: until the next attempt, or 0 if it has work; None without work."""
+        if self.over or self._closes:
+            return None if self.over else 0.0
+        if self.down:
+            return None if self._broken else max(self._due - self._writer.clock(), 0.0)
+        return 0.0 if self._taken < self._count else None
 
     def serve(self) -> None:
         """Write what waits, and close if that was asked for. If another thread is in this method, it does both."""
-        while self._has_work and self._served.acquire(blocking=False):
+        while self.due_in_s == 0.0 and self._served.acquire(blocking=False):
             try:
                 closes = self._closes  # read before the records: if it is set, the records that wait now are the last ones
                 try:
@@ -291,14 +294,6 @@ class Channel:
             finally:
                 self._served.release()
 
-    @property
-    def _has_work(self) -> bool:
-        if self.over or self._closes:
-            return not self.over
-        if self.down:
-            return not self._broken and self._writer.clock() >= self._due
-        return self._taken < self._count
-
     def _send_all(self) -> None:
         """Write the records that were put so far. If the target failed, open it again first."""
         was_down, first, until, count = self.down, self._sent, self._count, 0
@@ -307,7 +302,9 @@ class Channel:
             self._reopen(first)
             self.is_open = True
         while self._taken < until:
-            count += self._send(self._queued())
+            if not self._waiting:
+                self._read_back()
+            count += self._send()
         if was_down or (self._continues and count):
             records = f"{counted(count, 'record')} after step {max(first, 0)} went to it"
             self.events.append(records if count else "it missed no record")
@@ -315,26 +312,10 @@ class Channel:
             self.down, self._works_since = False, self._writer.clock()
         self._continues = False
 
-    def _queued(self) -> list[Record]:
-        """Return the records in the queue. If it is empty, fill it with rows that the sink missed."""
+    def _send(self) -> int:
+        """Write the records in the queue, and return their number."""
         with self._lock:
-            records, until = [*self._waiting], min(self._count, self._taken + _SLICE)
-        if records or self._rows is None:
-            return records
-        for number, row in self._rows.read(self._taken, until):
-            with self._lock:
-                record = self._media.pop(number, None)
-            record = record or record_in(row)
-            if record is not None:
-                records.append(record)
-        with self._lock:
-            self._waiting.extend(records)
-            self._size += sum(map(size_of, records))
-            self._taken = until - len(records)  # rows that cannot be read count as taken
-        return records
-
-    def _send(self, records: list[Record]) -> int:
-        """Write records, which are the first in the queue, and return their number."""
+            records = [*self._waiting]
         if records:
             self._sends_since = time.monotonic()
             self._write(records)
@@ -346,6 +327,24 @@ class Channel:
                 self._taken, self._sent, self._sends_since = self._taken + len(records), step - 1, None
                 self._last = [one for one in (*self._last, *records) if one.step == step]
         return len(records)
+
+    def _read_back(self) -> None:
+        """Fill the queue with rows that did not fit into it, if it is empty."""
+        with self._lock:
+            until = self._taken if self._waiting else min(self._count, self._taken + _SLICE)
+        if until == self._taken or self._rows is None:  # a record has just been put
+            return
+        records = []
+        for number, row in self._rows.read(self._taken, until):
+            with self._lock:
+                record = self._media.pop(number, None)
+            record = record or record_in(row)
+            if record is not None:
+                records.append(record)
+        with self._lock:
+            self._waiting.extend(records)
+            self._size += sum(map(size_of, records))
+            self._taken = until - len(records)  # rows that cannot be read count as taken
 
     def _fail(self, error: BaseException) -> None:
         """Note an error. If the target can be opened again, queue the whole step of the first record that failed."""
