@@ -20,7 +20,7 @@ from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Loggable
-from cadenza.records.reductions import Reduce
+from cadenza.records.scalars import Reduce
 from cadenza.records.writer import Writer
 from cadenza.status.decisions import Decision, Outcome, WhyNot, why
 from cadenza.status.outputs import Outputs

@@ -15,8 +15,8 @@ from torch import Tensor
 from cadenza.drivers.base import Driver
 from cadenza.engine.rank_sync import Decide
 from cadenza.engine.step_state import StepState
-from cadenza.records.arriving import ArrivingNumbers
 from cadenza.records.record import Record
+from cadenza.records.scalars import ArrivingNumbers
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Progress
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from cadenza.engine.loss_check import LossCheck
 from cadenza.engine.rank_sync import Decide
 from cadenza.hooks.dispatch import Hooks
-from cadenza.records import media_folder
 from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
 from cadenza.records.metric_buffer import MetricBuffer
@@ -81,7 +80,7 @@ class MetricLog:
             if self._media is None:
                 from cadenza.sinks.media_files import MediaFiles  # most runs log no media
 
-                self._media = MediaFiles(files.path / media_folder.FOLDER, self.writer)
+                self._media = MediaFiles(files.path, self.writer)
             self._media.put(record)
         except Exception as error:  # as for a sink: the training goes on
             self._media_failed = True

@@ -14,19 +14,20 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from cadenza.records.arriving import ArrivingNumbers
 from cadenza.records.record import RESERVED, Loggable, Media, Record
-from cadenza.records.reductions import (
+from cadenza.records.scalars import (
     EXTREMES,
+    ArrivingNumbers,
     IntervalSums,
     Reduce,
     Reduced,
+    as_numbers,
     checked_reduce,
     extremes,
     mixed,
     put_extremes,
+    widened,
 )
-from cadenza.records.scalars import as_numbers, widened
 from cadenza.status.progress import Counters
 
 _EXCHANGED = 24  # numbers of a record that ranks exchange together with their requests

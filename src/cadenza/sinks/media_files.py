@@ -1,4 +1,4 @@
-"""The media of a run as files in its directory; see `media_folder`. The report shows them."""
+"""The media of a run as files in its directory; see `branch_files`. The report shows them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cadenza.records.branch_files import MEDIA, path_of
 from cadenza.records.formats import counted
-from cadenza.records.media_folder import path_of
 from cadenza.records.record import Audio, Figure, Histogram, Image, Media, Record, Text
 from cadenza.records.writer import Channel, Writer
 from cadenza.sinks.media import MediaBox, counts_of, picture_of, wave_of
@@ -24,16 +24,16 @@ class MediaFiles:
     A continued run replaces the files of the steps that it repeats.
 
     Args:
-        folder: Made with the first file.
+        directory: The run's directory.
         writer: The writer thread.
     """
 
-    def __init__(self, folder: Path, writer: Writer) -> None:
-        self.folder = folder
+    def __init__(self, directory: Path, writer: Writer) -> None:
+        self.folder = directory / MEDIA
         self.remarks: list[str] = []
         """Each medium that was left out, with the reason."""
         self._box = MediaBox(self.remarks.append)
-        earlier = [path.stat().st_size for path in folder.glob("*/*") if path.is_file()]
+        earlier = [path.stat().st_size for path in self.folder.glob("*/*") if path.is_file()]
         self._files, self._bytes = len(earlier), sum(earlier)
         self._first_missed = 0
         self._channel: Channel = Channel(writer, self._write)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
-from cadenza.records.arriving import Arriving
 from cadenza.records.formats import amount, clock, number
+from cadenza.records.scalars import Arriving
 from cadenza.sinks.best_kept import best_lines
 from cadenza.status.counting import counted, plural
 
