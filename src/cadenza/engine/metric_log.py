@@ -17,7 +17,7 @@ from cadenza.run import Run
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
-    from cadenza.sinks.media_files import MediaFiles
+    from cadenza.sinks.media import MediaFiles
 
 
 class MetricLog:
@@ -78,7 +78,7 @@ class MetricLog:
             return
         try:
             if self._media is None:
-                from cadenza.sinks.media_files import MediaFiles  # most runs log no media
+                from cadenza.sinks.media import MediaFiles  # most runs log no media
 
                 self._media = MediaFiles(files.path, self.writer)
             self._media.put(record)
