@@ -26,7 +26,6 @@ from cadenza.files.locking import HOLDER, LOCK, FolderLock, HeldError, is_held
 from cadenza.files.paths import local_path
 from cadenza.loading.data_course import DataCourse
 from cadenza.records.branch_files import ROWS, cut
-from cadenza.records.fingerprints import FILE as FINGERPRINTS
 from cadenza.records.logs import GatheredLog, Log
 from cadenza.records.reading import count_in
 from cadenza.records.record import Record
@@ -207,7 +206,7 @@ class RunDirectory(RecordedRun):
 
     def add_fingerprint(self, row: Mapping[str, Any]) -> None:
         """Append a line to ``fingerprints.jsonl``."""
-        self._logs[FINGERPRINTS].add(json.dumps(row))
+        self._logs["fingerprints.jsonl"].add(json.dumps(row))
 
     def add_text(self, text: str) -> None:
         """Append a text that the user has seen to ``console.log``."""
