@@ -44,7 +44,7 @@ class Fingerprint(Callback):
         ValueError: When a run starts: it has no directory.
 
     >>> import tempfile, torch
-    >>> from cadenza.records.fingerprints import parting, read_fingerprints
+    >>> from cadenza.report.fingerprints import parting, read_fingerprints
     >>> from cadenza.testing import tiny_run
     >>> rows = []
     >>> for lr in (0.1, 0.2):
