@@ -5,6 +5,8 @@ A reduction says how the values that are logged under one name become one number
 
 from __future__ import annotations
 
+import math
+import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -120,13 +122,14 @@ class ArrivingNumbers:
 class Reduced:
     """The values of one name in one step, as far as they are logged. A tensor on a device is not read.
 
-    A mean has a total and a weight, all others have a total.
+    A mean has a total and a weight, all others have a total. Without `how` it is a number that was logged without a
+    reduction: over ranks it becomes the mean, and does not change if all have the same number.
     """
 
     __slots__ = ("how", "total", "weight")
 
-    def __init__(self, how: Reduce, total: Any = None, weight: Any = 0) -> None:
-        self.how: Reduce = how
+    def __init__(self, how: Reduce | None, total: Any = None, weight: Any = 0) -> None:
+        self.how: Reduce | None = how
         self.total: Any = total
         self.weight: Any = weight
 
@@ -145,7 +148,7 @@ class Reduced:
     @property
     def kind(self) -> str:
         """What plain values of it name: `how`, but for sums of an interval."""
-        return self.how
+        return self.how or ""
 
     @property
     def on_device(self) -> bool:
@@ -182,18 +185,27 @@ class Reduced:
             return [self.total, self.weight]
         if self.how == "last":
             return [self.total if first else 0.0]
-        return [self.total] if self.how == "sum" else []
+        return [] if self.how in EXTREMES else [self.total]
 
-    def put(self, terms: Sequence[Any]) -> None:
-        """Take the sums over all ranks."""
-        if self.how == "mean":
-            self.total, self.weight = terms
-        else:
-            (self.total,) = terms
+    def put(self, sums: Iterator[Any], ranks: int) -> None:
+        """Take the sums of the terms over all ranks, of which so many count."""
+        if self.how is None:
+            mean = next(sums) / ranks
+            rounded = ranks * sys.float_info.epsilon
+            if isinstance(mean, Tensor) or not math.isclose(mean, self.total, rel_tol=rounded):
+                self.total = mean
+        elif self.how == "mean":
+            self.total, self.weight = next(sums), next(sums)
+        elif self.how not in EXTREMES:
+            self.total = next(sums)
 
     def with_others(self, others: Sequence[Reduced]) -> Reduced:
         """Return the number of this rank and of later ranks, with all parts on the host."""
         result = Reduced(self.how, self.total, self.weight)
+        if self.how is None:
+            totals = [one.total for one in (self, *others)]
+            result.total = self.total if totals.count(self.total) == len(totals) else sum(totals) / len(totals)
+            return result
         for other in others:
             if self.how in EXTREMES:
                 result.total = self.chosen(result.total, other.total)
