@@ -22,7 +22,7 @@ from cadenza.checkpoint.store.writing import write_common
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DirectoryError
 from cadenza.files.disk import Unflushed
-from cadenza.records import media_folder
+from cadenza.records import branch_files
 from cadenza.records.reading import NewRecords, read_decisions, read_records
 from cadenza.report.page import page
 from cadenza.report.story import story_at
@@ -196,7 +196,7 @@ def test_a_resume_deletes_no_media_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "album/summer").mkdir(parents=True)
     (tmp_path / "album/summer/0000000009.png").touch()
     (tmp_path / "media").symlink_to(tmp_path / "album")
-    media_folder.cut(tmp_path / "media", 2)
+    branch_files.cut(tmp_path, {}, 2)
     assert (tmp_path / "album/summer/0000000009.png").exists()
 
 

@@ -22,7 +22,7 @@ from cadenza.optim.parameters import parameters_of
 from cadenza.profiling.timings import Timings
 from cadenza.records.history import History
 from cadenza.records.record import Loggable
-from cadenza.records.reductions import Reduce
+from cadenza.records.scalars import Reduce
 from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision, Outcome, WhyNot, why
 from cadenza.status.outputs import Outputs

@@ -28,7 +28,7 @@ from cadenza.errors import DirectoryError
 from cadenza.hooks import At, Every, First, Last
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.records import writer
-from cadenza.records.writer import Writer
+from cadenza.records.writer import Channel, Writer
 from cadenza.sinks import Csv
 from cadenza.status.decisions import Outcome
 from cadenza.status.plain import first_difference
@@ -515,13 +515,13 @@ except KeyboardInterrupt:
 
 
 def test_a_close_within_its_time_is_waited_for_and_one_that_takes_too_long_is_an_error() -> None:
-    channel = Writer().channel(lambda records: None)
-    channel.ask_close(lambda: time.sleep(0.05))
+    channel = Channel(Writer(), lambda records: None, lambda: time.sleep(0.05))
+    channel.ask_close()
     channel.finish(60.0)
     assert channel.over
     go, begin = threading.Event(), time.monotonic()
-    channel = Writer().channel(lambda records: None)
-    channel.ask_close(lambda: go.wait(120))
+    channel = Channel(Writer(), lambda records: None, lambda: go.wait(120))
+    channel.ask_close()
     with pytest.raises(TimeoutError, match=r"not written within 0\.1 s"):
         channel.finish(0.1)
     assert 0.1 <= time.monotonic() - begin < 60.0

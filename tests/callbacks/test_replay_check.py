@@ -18,7 +18,7 @@ from cadenza.callbacks import Checkpoint, ClipGradients, Ema, Fingerprint, Repla
 from cadenza.commands.main import main
 from cadenza.drivers import DdpDriver, FsdpDriver
 from cadenza.errors import ReplayError
-from cadenza.records.fingerprints import FILE, Parting, parting, read_fingerprints
+from cadenza.report.fingerprints import FILE, Parting, parting, read_fingerprints
 from cadenza.testing import launch, tiny_run, tiny_trainer
 from tests.callbacks.flips import KINDS, Flip, Kind, bits, network, same, samples, state_of, trainer
 from tests.callbacks.parts import failing

@@ -289,7 +289,7 @@ def test_no_sentence_of_the_package_makes_a_plural_of_its_own() -> None:
         "drivers/sharding.py",  # a shape
         "report/chart.py",
         "report/curves.py",
-        "sinks/progress_view.py",  # a speed
+        "sinks/progress_bar.py",  # a speed
         "testing/launching.py",
         "loops/part.py",  # in run.json, where a comma would be new
     }

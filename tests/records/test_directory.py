@@ -254,7 +254,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_no_line_waits_longer_than_the_bound_if_the_thread_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: list[float]
 ) -> None:
-    monkeypatch.setattr(GatheredLog, "_work", lambda self: None)  # a thread that gets no time
+    monkeypatch.setattr(GatheredLog, "_write_later", lambda self: None)  # a thread that gets no time
     path = tmp_path / "metrics.jsonl"
     log = GatheredLog(path)
     for number in range(300):

@@ -350,11 +350,7 @@ def test_more_names_than_one_exchange_holds_are_reduced() -> None:
 
 
 def test_tensors_of_a_device_are_reduced_over_ranks_without_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unread(value: Any) -> bool:
-        return value.on_device if hasattr(value, "on_device") else isinstance(value, torch.Tensor)
-
     monkeypatch.setattr(metric_buffer, "_loggable", lambda name, value: torch.as_tensor(value))
-    monkeypatch.setattr(metric_buffer, "_on_device", unread)
 
     def script(run: Run, rank: int) -> None:
         for way in (*WAYS, "last"):

@@ -27,7 +27,8 @@ from cadenza.report import page, pictures, small, story_at
 from cadenza.report.best import Best, best_of
 from cadenza.report.page import LIMIT
 from cadenza.report.story import Series, Story
-from cadenza.sinks import Console, Csv, ProgressBar, media_files
+from cadenza.sinks import Console, Csv, ProgressBar
+from cadenza.sinks import media as media_files
 from cadenza.status.decisions import decide
 from cadenza.status.progress import Counters
 from cadenza.testing import tiny_run, tiny_trainer

@@ -19,7 +19,7 @@ from cadenza import Callback, Figure, Image, Record, Run, on
 from cadenza.errors import DirectoryError
 from cadenza.hooks.subscription import Subscription
 from cadenza.records import writer
-from cadenza.records.writer import Writer
+from cadenza.records.writer import Channel, Writer
 from cadenza.sinks.sink import Sink
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Counters
@@ -155,7 +155,7 @@ def test_with_a_directory_records_that_the_queue_cannot_hold_are_read_back_from_
 
 
 def test_pictures_take_room_by_their_size(blocked: Blocked) -> None:
-    channel = Writer().channel(lambda records: blocked.go.wait(200), capacity=1000)
+    channel = Channel(Writer(), lambda records: blocked.go.wait(200), capacity=1000)
     picture = Record(Counters(), 0.0, {}, {"a": Image(torch.zeros(3, 512, 512))})  # 3 MB: as much as 314 records of numbers
     assert [channel.put(picture) for _ in range(6)] == [True, True, True, True, False, False]
     assert channel.missed == 2

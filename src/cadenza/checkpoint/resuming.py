@@ -32,8 +32,7 @@ from cadenza.optim.settings import limits_of
 from cadenza.records import branch_files
 from cadenza.records.directory import RecordedRun, RunDirectory
 from cadenza.records.formats import clock
-from cadenza.records.history import History
-from cadenza.records.lost_rows import write_again
+from cadenza.records.history import History, write_again
 from cadenza.records.reading import read_records
 from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome

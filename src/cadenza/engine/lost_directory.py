@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from cadenza.engine.session import Session
-from cadenza.records.lost_rows import write_again
+from cadenza.records.history import write_again
 from cadenza.status.counting import counted
 from cadenza.status.masking import masked
 

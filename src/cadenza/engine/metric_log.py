@@ -16,19 +16,18 @@ from cadenza.drivers.base import Driver
 from cadenza.engine.rank_sync import Decide
 from cadenza.engine.step_state import StepState
 from cadenza.hooks.dispatch import Hooks
-from cadenza.records import media_folder
-from cadenza.records.arriving import ArrivingNumbers
 from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.records.record import Record
+from cadenza.records.scalars import ArrivingNumbers
 from cadenza.records.writer import Writer
 from cadenza.status.decisions import Outcome
 from cadenza.status.progress import Counters, Progress
 
 if TYPE_CHECKING:
     from cadenza.run import Run
-    from cadenza.sinks.media_files import MediaFiles
+    from cadenza.sinks.media import MediaFiles
 
 
 class MetricLog:
@@ -87,9 +86,9 @@ class MetricLog:
             return
         try:
             if self._media is None:
-                from cadenza.sinks.media_files import MediaFiles  # most runs log no media
+                from cadenza.sinks.media import MediaFiles  # most runs log no media
 
-                self._media = MediaFiles(files.path / media_folder.FOLDER, self.writer)
+                self._media = MediaFiles(files.path, self.writer)
             self._media.put(record)
         except Exception as error:  # as for a sink: the training goes on
             self._media_failed = True
@@ -167,7 +166,8 @@ class LossCheck:
         for name, value in losses.items():
             if name in record.values:
                 self._look(name, value, record.step)
-        self._report()
+        if self._found:
+            self._report()
         return record
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
+    from cadenza.records.directory import read_info as read_info
     from cadenza.records.reading import read_decisions as read_decisions
     from cadenza.records.reading import read_records as read_records
-    from cadenza.records.run_info import read_info as read_info
 
     __all__: list[str]
 else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
-        {"cadenza.records.reading": "read_decisions read_records", "cadenza.records.run_info": "read_info"},
+        {"cadenza.records.reading": "read_decisions read_records", "cadenza.records.directory": "read_info"},
     )

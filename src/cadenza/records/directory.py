@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,16 @@ import torch
 from cadenza.errors import DirectoryError
 from cadenza.files.disk import flush, read_object, replacing
 from cadenza.files.locking import HOLDER, LOCK, FolderLock, HeldError, is_held
-from cadenza.records import media_folder
+from cadenza.files.paths import local_path
+from cadenza.loading.data_course import DataCourse
 from cadenza.records.branch_files import ROWS, cut
-from cadenza.records.fingerprints import FILE as FINGERPRINTS
 from cadenza.records.logs import GatheredLog, Log
 from cadenza.records.reading import count_in
 from cadenza.records.record import Record
 from cadenza.status.branches import Branch
 from cadenza.status.masking import masked, masked_text
 from cadenza.status.progress import Counters
-from cadenza.status.run_info import working_directory
+from cadenza.status.run_info import RunInfo, working_directory
 from cadenza.version import __version__
 
 logger: logging.Logger = logging.getLogger("cadenza")
@@ -182,9 +183,7 @@ class RunDirectory(RecordedRun):
         After a rollback or a new start it does not, so they are copied first; see `branch_files`.
         """
         self.flush_records()
-        media_folder.cut(self.path / media_folder.FOLDER, step)
-        for name in ROWS:
-            cut(self.path / name, offsets.get(name, 0))
+        cut(self.path, offsets, step)
 
     def add_record(self, record: Record) -> None:
         """Append a line to ``metrics.jsonl``: within a second, see `GatheredLog`."""
@@ -207,7 +206,7 @@ class RunDirectory(RecordedRun):
 
     def add_fingerprint(self, row: Mapping[str, Any]) -> None:
         """Append a line to ``fingerprints.jsonl``."""
-        self._logs[FINGERPRINTS].add(json.dumps(row))
+        self._logs["fingerprints.jsonl"].add(json.dumps(row))
 
     def add_text(self, text: str) -> None:
         """Append a text that the user has seen to ``console.log``."""
@@ -248,6 +247,45 @@ class RunDirectory(RecordedRun):
     def _write_info(self) -> None:
         with replacing(self.path / "run.json") as beside:  # a reader sees a whole file at any time
             beside.write_text(json.dumps(masked(self._info), indent=2) + "\n", encoding="utf-8")
+
+
+def read_info(run: str | PathLike[str]) -> RunInfo:
+    """Return the facts about a run, from its ``run.json`` alone, also of one in progress or killed. See `RunInfo.samples`.
+
+    Args:
+        run: The run directory.
+
+    Raises:
+        DirectoryError: It holds no run.
+
+    >>> import tempfile
+    >>> from cadenza.testing import tiny_run
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first = tiny_run(epochs=2, directory=folder)
+    ...     print(read_info(folder).samples(7))
+    step 7, in epoch 2:
+      rank 0, batch 2: index in the list 1
+    """
+    path = local_path(run)
+    info = RecordedRun(path).previous
+    if info is None:
+        raise DirectoryError(f"{str(path)!r} is not the directory of a run: expected a run.json in it.")
+    arguments, data, reached = info.get("arguments"), info.get("data"), info.get("progress")
+    done = None if reached is None else reached["step"]
+    over = (info.get("outcome") or {}).get("kind") in OVER
+    last = info.get("steps") if done is None else done + (not over)
+    try:
+        course = DataCourse.from_plain(data) if data else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise DirectoryError(f"the part 'data' of {str(path / 'run.json')!r} cannot be read: {error!r}") from None
+    return RunInfo(
+        str(info.get("id", "")),
+        path,
+        arguments if isinstance(arguments, dict) else {},
+        done or 0,
+        name_samples=None if course is None else course.samples,
+        last_step=last if isinstance(last, int) else None,
+    )
 
 
 def _do_nothing() -> None: ...

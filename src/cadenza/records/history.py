@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections import deque
+import os
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cadenza.errors import MissingExtraError, nearest
+from cadenza.files.disk import open_regular, replacing
 from cadenza.records.formats import precise
+from cadenza.records.reading import read_records
 from cadenza.records.record import Record
 from cadenza.status.counting import counted
 from cadenza.status.progress import Counters
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
 LIMIT = 50_000
 _SHOWN, _MOST_ROWS = 4, 50  # names in the line of a history, and in its table
 _COUNTS = attrgetter(*(field.name for field in fields(Counters)))  # astuple takes 30 times as long
+_TAIL = 1 << 20  # bytes at the end of a file, among which its last line is sought
 _Row = tuple[Counters, float, tuple[str, ...]]
 
 
@@ -58,23 +64,24 @@ class History:
         notice = None
         names = tuple(record.values)
         self._rows.append((record.at, record.time, self._names.setdefault(names, names)))
-        step, all_series, thinned = record.at.step, self._series, self._given
         for name, value in record.values.items():
-            series = all_series.get(name)
-            if series is None:
-                series = all_series[name] = []
-            if name in thinned:
-                if (thinned[name] - 1) % self._every[name]:
-                    series.pop()  # it was kept only as the newest
-                thinned[name] += 1
-            series.append((step, value))
+            series = self._series.setdefault(name, [])
+            if name in self._given:
+                self._drop_newest(name)
+            series.append((record.at.step, value))
             if len(series) >= self.limit:
-                first = not self._every
-                self._thin(name)
-                notice = self._notice(name) if first else notice
+                notice = self._thin(name) or notice
         return notice
 
-    def _thin(self, name: str) -> None:
+    def _drop_newest(self, name: str) -> None:
+        """Drop the newest value of a thinned name before another one comes, if it was kept only as the newest."""
+        if (self._given[name] - 1) % self._every[name]:
+            self._series[name].pop()
+        self._given[name] += 1
+
+    def _thin(self, name: str) -> str | None:
+        """Drop every second value of a name. Return the notice at the first name."""
+        first = not self._every
         if len(self._rows) >= self.limit:
             self._rows = [*self._rows[::2], self._rows[-1]]
         series = self._series[name]
@@ -82,12 +89,11 @@ class History:
         self._every[name] = self._every.get(name, 1) * 2
         # The newest stays: if it is not in line with the others, only until the next one comes.
         series[:] = series[::2] if len(series) % 2 else [*series[::2], series[-1]]
-
-    def _notice(self, name: str) -> str:
+        if not first:
+            return None
         return (
             f"{name!r} has {counted(self._given[name], 'value')}: run.history keeps one in {self._every[name]} of them "
-            "from here on, and "
-            "likewise of other names when they have as many; metrics.jsonl has all"
+            "from here on, and likewise of other names when they have as many; metrics.jsonl has all"
         )
 
     @property
@@ -211,3 +217,47 @@ def _figures(name: str, series: list[tuple[int, float]]) -> list[str]:
     finite = [value for _, value in series if math.isfinite(value)]
     values = (series[-1][1], min(finite, default=math.nan), max(finite, default=math.nan))
     return [name, *map(precise, values), f"{len(series):,}"]
+
+
+def write_again(path: Path, history: History) -> int:
+    """Write the records that a history has and the file lacks, and return their number. Other rows do not change.
+
+    The file is read only if its last line differs from the newest record. Whole numbers come back as floats.
+
+    Args:
+        path: The ``metrics.jsonl`` of the run, cut to its length at the time of the checkpoint.
+        history: The history in the checkpoint. Records that a thinned history does not keep are lost.
+    """
+    newest = history.newest
+    if newest is None or _last_key(path) == _key(newest):
+        return 0
+    expected = list(history.records())
+    last = _key(newest)[2]  # batches
+    there = [record for record in read_records(path) if record.at.batch <= last]
+    known = Counter(map(_key, there))
+    missing = []
+    for record in expected:
+        if known[_key(record)]:
+            known[_key(record)] -= 1
+        else:
+            missing.append(record)
+    with replacing(path) as beside, beside.open("w", encoding="utf-8") as file:
+        file.writelines(f"{record.to_json()}\n" for record in sorted([*there, *missing], key=lambda one: one.at.batch))
+    return len(missing)
+
+
+def _key(record: Record) -> tuple[int, int, int, int]:
+    return record.at.epoch, record.at.step, record.at.batch, record.at.samples
+
+
+def _last_key(path: Path) -> tuple[int, int, int, int] | None:
+    """Return the key of the last line; None if there is no line, or it is cut."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL))
+            lines = file.read().splitlines(keepends=True)
+        line = json.loads(lines[-1]) if lines and lines[-1].endswith(b"\n") else {}
+        return line["epoch"], line["step"], line["batch"], line["samples"]
+    except (FileNotFoundError, LookupError, TypeError, ValueError, RecursionError):
+        return None

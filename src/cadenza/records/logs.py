@@ -10,7 +10,7 @@ from contextlib import suppress
 from io import FileIO
 from logging import Logger, getLogger
 from pathlib import Path
-from threading import Event, Lock, RLock, Thread, current_thread
+from threading import Lock, RLock, Timer, current_thread
 from typing import Self
 
 from cadenza.status.masking import masked_text
@@ -72,7 +72,7 @@ class GatheredLog(Log):
     A line that comes `GATHER_S` or more after the last write is written at once. Other lines wait for the thread. If the
     process is killed (``SIGKILL``, a crash in native code), the lines of the last `GATHER_S` may be lost, and in no case
     a line that came more than `LONGEST_S` before the last one. `flush` writes all lines; `end` does so too. The thread ends
-    when no line waits. The interpreter waits for it when it exits, so that a run that was never ended loses no line.
+    when it has written. The interpreter waits for it when it exits, so that a run that was never ended loses no line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,8 +81,8 @@ class GatheredLog(Log):
         """Whether each line is written at once."""
         self._lines: deque[Callable[[], str]] = deque()
         self._written_at = -math.inf
-        self._writing, self._hurry = RLock(), Event()
-        self._thread: Thread | None = None
+        self._writing = RLock()
+        self._timer: Timer | None = None
 
     def add(self, line: str) -> None:
         self.gather(lambda: line)
@@ -91,10 +91,16 @@ class GatheredLog(Log):
         """Append the line that a function returns. The thread calls it: many in a row take less time than each in a step."""
         self._lines.append(make)
         since = time.monotonic() - self._written_at
-        if since > (GATHER_S if self._thread is None else LONGEST_S) or self.at_once or self._ended:
+        if since > (GATHER_S if self._timer is None else LONGEST_S) or self.at_once or self._ended:
             self.flush()
-        elif self._thread is None:
-            self._start()
+        elif self._timer is None:
+            self._timer = Timer(GATHER_S, self._write_later)
+            self._timer.name = "cadenza-records"
+            try:
+                self._timer.start()
+            except RuntimeError:  # the interpreter exits
+                self._timer = None
+                self.flush()
 
     def flush(self) -> None:
         """Write the lines that wait. May be called from any thread."""
@@ -109,27 +115,18 @@ class GatheredLog(Log):
             super().reopen()
 
     def end(self) -> None:
-        thread = self._thread
-        self._hurry.set()
+        timer = self._timer
+        if timer is not None:
+            timer.cancel()
         self.flush()
         with self._writing:
             super().end()
-        if thread is not None and thread is not current_thread():
-            thread.join()
+        if timer is not None and timer is not current_thread():
+            timer.join()
 
-    def _start(self) -> None:
-        self._thread = Thread(target=self._work, name="cadenza-records")
-        try:
-            self._thread.start()
-        except RuntimeError:  # the interpreter exits
-            self._thread = None
-            self.flush()
-
-    def _work(self) -> None:
-        while self._lines:
-            self._hurry.wait(GATHER_S)
-            self.flush()
-        self._thread = None
+    def _write_later(self) -> None:
+        self.flush()
+        self._timer = None
         if self._lines:  # one came in between, and saw this thread
             self.flush()
 

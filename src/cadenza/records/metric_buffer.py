@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 import zlib
 from collections import deque
@@ -14,19 +12,20 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from cadenza.records.arriving import ArrivingNumbers
 from cadenza.records.record import RESERVED, Loggable, Media, Record
-from cadenza.records.reductions import (
+from cadenza.records.scalars import (
     EXTREMES,
+    ArrivingNumbers,
     IntervalSums,
     Reduce,
     Reduced,
+    as_numbers,
     checked_reduce,
     extremes,
     mixed,
     put_extremes,
+    widened,
 )
-from cadenza.records.scalars import as_numbers, widened
 from cadenza.status.progress import Counters
 
 _EXCHANGED = 24  # numbers of a record that ranks exchange together with their requests
@@ -64,22 +63,15 @@ class MetricBuffer:
 
     def add(self, name: str, value: object) -> None:
         """Add a value to the open record; a later one of the same name replaces it. Raises TypeError or ValueError."""
-        if not isinstance(name, str) or self._ways.get(name, "new") is not None:
-            self._check_first(name, value)
+        if not isinstance(name, str) or (name in RESERVED and not isinstance(value, Media)):
+            raise _wrong_name(name)
+        if (how := self._ways.setdefault(name, None)) is not None:
+            raise mixed(name, how, None)
         if type(value) is not float:
             value = _loggable(name, value)
             self._plain &= not isinstance(value, Tensor | Media)
         self._open[name] = value
         self.idle = False
-
-    def _check_first(self, name: object, value: object) -> None:
-        """Raise TypeError or ValueError unless a value without a reduction can have this name. A good name is checked once."""
-        if not isinstance(name, str) or (name in RESERVED and not isinstance(value, Media)):
-            raise _wrong_name(name)
-        if (how := self._ways.get(name)) is not None:
-            raise mixed(name, how, None)
-        if name not in RESERVED:
-            self._ways[name] = None
 
     def add_reduced(self, name: str, value: object, how: object, weight: object = None) -> None:
         """Add a value to those of the same name in the open record, over which and over ranks it is reduced.
@@ -119,7 +111,7 @@ class MetricBuffer:
     @property
     def holds_numbers(self) -> bool:
         """Whether the open record has numbers."""
-        return bool(self._numbers())
+        return any(not isinstance(value, Media) for value in self._open.values())
 
     def summary(self, *, rank: int = 0, counts: bool = True) -> list[float]:
         """Return what ranks exchange about the open record: marks of its names, and the first `_EXCHANGED` numbers.
@@ -131,11 +123,12 @@ class MetricBuffer:
             rank: The index of this rank.
             counts: Whether the numbers of this rank are part of the sums.
         """
-        numbers, first = self._numbers(), rank == 0
-        mark = 1 + zlib.crc32("\0".join(_mark(name, value) for name, value in numbers.items()).encode()) if numbers else 0
+        numbers = self._numbers()
+        texts = [f"{name}\1{value.kind}\1{'device' * value.on_device}" for name, value in numbers.items()]
+        mark = 1 + zlib.crc32("\0".join(texts).encode()) if numbers else 0
         low, high = mark & 0xFFFF, mark >> 16
-        here = [value for value in numbers.values() if not _on_device(value)]
-        values = [float(term) for value in here for term in _terms(value, first)][:_EXCHANGED] if counts else []
+        here = [value for value in numbers.values() if not value.on_device]
+        values = [float(term) for value in here for term in value.terms(first=rank == 0)][:_EXCHANGED] if counts else []
         some = [1, rank] if numbers else [0, 0]
         return [low, low * low, high, high * high, *some, *values, *[0.0] * (_EXCHANGED - len(values))]
 
@@ -154,24 +147,24 @@ class MetricBuffer:
         if not holders:
             return
         if holders == 1 < ranks:  # such as the main process: what it has does not grow with the ranks
-            only = driver.broadcast({name: _on_host(value) for name, value in numbers.items()}, holder)
+            only = driver.broadcast({name: value.on_host() for name, value in numbers.items()}, holder)
             self._reduce_gathered([only], 1)
             return
         if any(squares * ranks != total * total for total, squares in zip(marks[::2], marks[1::2], strict=True)):
-            everyone = driver.gather({name: _on_host(value) for name, value in numbers.items()})
+            everyone = driver.gather({name: value.on_host() for name, value in numbers.items()})
             self._reduce_gathered(everyone, driver.tensor_parallel)
             return
-        here = {name: value for name, value in numbers.items() if not _on_device(value)}
-        terms = [float(term) for value in here.values() for term in _terms(value, first)]
+        here = {name: value for name, value in numbers.items() if not value.on_device}
+        terms = [float(term) for value in here.values() for term in value.terms(first=first)]
         more = torch.tensor(terms[_EXCHANGED:], dtype=torch.float64)
         self._put(here, iter([*sums[6:], *(driver.reduce(more, "sum").tolist() if len(more) else [])]), counted)
         away = {name: value for name, value in numbers.items() if name not in here}
-        if apart := [term for value in away.values() for term in _terms(value, first)]:
+        if apart := [term for value in away.values() for term in value.terms(first=first)]:
             tensors = [widened(term) for term in apart if isinstance(term, Tensor)] or [torch.zeros((), device=driver.device)]
             like = max(tensors, key=lambda term: term.itemsize)
             self._put(away, iter(driver.reduce(as_numbers(like, apart), "sum").unbind()), counted)
         for side in (here, away):
-            if chosen := [value for value in side.values() if isinstance(value, Reduced) and value.how in EXTREMES]:
+            if chosen := [value for value in side.values() if value.how in EXTREMES]:
                 put_extremes(chosen, driver.reduce(extremes(chosen), "max"))
 
     def set_aside(self, at: Counters) -> None:
@@ -200,19 +193,13 @@ class MetricBuffer:
         self._open, self._plain = later
         self.idle = not self._open and not self._closed
 
-    def _put(self, numbers: Mapping[str, Any], totals: Iterator[Any], ranks: int) -> None:
+    def _put(self, numbers: Mapping[str, Reduced], sums: Iterator[Any], ranks: int) -> None:
         """Replace numbers by what follows from the sums of their terms over all ranks."""
-        for name, own in numbers.items():
-            if isinstance(own, Reduced):
-                if own.how not in EXTREMES:
-                    own.put([next(totals) for _ in own.terms(first=True)])
-                continue
-            mean = next(totals) / ranks
-            alike = not isinstance(mean, Tensor) and math.isclose(mean, own, rel_tol=ranks * sys.float_info.epsilon)
-            if not alike:  # else it was rounded
-                self._open[name] = mean
+        for name, number in numbers.items():
+            number.put(sums, ranks)
+            self._open[name] = number.total if number.how is None else number
 
-    def _reduce_gathered(self, everyone: Sequence[Mapping[str, float | Reduced]], together: int) -> None:
+    def _reduce_gathered(self, everyone: Sequence[Mapping[str, Reduced]], together: int) -> None:
         """Reduce the numbers of all ranks, which logged different names or in different ways.
 
         Of the ranks that compute `together`, which follow one another, the first counts, if one of these has the name.
@@ -221,27 +208,24 @@ class MetricBuffer:
             values = [one[name] for ranks in (everyone[::together], everyone) for one in ranks if name in one]
             values = values[: sum(name in one for one in everyone[::together])] or values
             values = [value for value in values if not isinstance(value, IntervalSums)] or values
-            ways = list(dict.fromkeys(value.how if isinstance(value, Reduced) else None for value in values))
+            ways = list(dict.fromkeys(value.how for value in values))
             if len(ways) > 1:
                 raise mixed(name, *ways[:2])
-            first, *others = values
-            if isinstance(first, Reduced):
-                self._open[name] = first.with_others(cast("list[Reduced]", others))
-                self._plain = False
-            else:
-                total = sum(cast("list[float]", values))
-                self._open[name] = first if values.count(first) == len(values) else total / len(values)
+            number = values[0].with_others(values[1:])
+            self._open[name] = number.total if number.how is None else number
+            self._plain &= number.how is None
         self.idle = False
 
-    def _numbers(self) -> dict[str, float | Tensor | Reduced]:
-        return {name: value for name, value in self._open.items() if not isinstance(value, Media)}
+    def _numbers(self) -> dict[str, Reduced]:
+        """Return the numbers of the open record, also those without a reduction."""
+        numbers = {name: value for name, value in self._open.items() if not isinstance(value, Media)}
+        return {name: one if isinstance(one, Reduced) else Reduced(None, one) for name, one in numbers.items()}
 
-    def take_numbers(self) -> dict[str, float | Tensor | tuple[Reduce, Any, Any]]:
+    def take_numbers(self) -> dict[str, float | Tensor | tuple[str, Any, Any]]:
         """Remove the numbers from the open record, and return them as plain values, for `put_numbers`."""
         numbers = self._numbers()
         self._open = {name: value for name, value in self._open.items() if name not in numbers}
-        parts = {name: (one.kind, one.total, one.weight) for name, one in numbers.items() if isinstance(one, Reduced)}
-        return {**numbers, **parts}  # type: ignore[dict-item]  # no `Reduced` is left
+        return {name: one.total if one.how is None else (one.kind, one.total, one.weight) for name, one in numbers.items()}
 
     def put_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Add the numbers that `take_numbers` returned."""
@@ -302,25 +286,6 @@ class _OnTheWay:
         values = {name: moved.get(name, value) for name, value in self.content.items() if not isinstance(value, Media)}
         media = {name: value for name, value in self.content.items() if isinstance(value, Media)}
         return Record(self.at, self.when, values, media)
-
-
-def _on_device(value: float | Tensor | Reduced) -> bool:
-    return value.on_device if isinstance(value, Reduced) else isinstance(value, Tensor) and not value.is_cpu
-
-
-def _terms(value: Any, first: bool) -> list[Any]:
-    """Return the numbers of which ranks exchange the sum."""
-    return value.terms(first=first) if isinstance(value, Reduced) else [value]
-
-
-def _mark(name: str, value: object) -> str:
-    """Return a text that is equal on two ranks if they can exchange sums of the terms of a value."""
-    how = value.kind if isinstance(value, Reduced) else ""
-    return f"{name}\1{how}\1{'device' * _on_device(value)}"  # type: ignore[arg-type]
-
-
-def _on_host(value: Any) -> float | Reduced:
-    return value.on_host() if isinstance(value, Reduced) else float(value)
 
 
 def _final(value: Any) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cadenza.files.disk import open_regular
 from cadenza.records.record import Record
 from cadenza.status.decisions import Decision
 from cadenza.status.progress import Counters
 
+T = TypeVar("T")
 Numbers = tuple[int, int, int, int, int]
 """Epoch, step, batch, samples and tokens."""
 Row = tuple[Numbers, float, dict[str, float]]
@@ -39,19 +41,24 @@ def read_records(path: Path, *, broken: list[int] | None = None, names: Collecti
     >>> [(record.step, list(record.values)) for record in read_records(run.info.directory / "metrics.jsonl")]
     [(2, ['train/loss', 'train/lr']), (4, ['train/loss', 'train/lr'])]
     """
-    for (epoch, step, batch, samples, tokens), when, values in read_values(path, broken=broken, names=names):
-        yield Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples, tokens=tokens), when, values)
+    return map(_record, read_values(path, broken=broken, names=names))
 
 
 def read_values(path: Path, *, broken: list[int] | None = None, names: Collection[str] | None = None) -> Iterator[Row]:
     """Yield the counters, the time and the values of each record, as `read_records` does, but in half the time."""
-    parse = _parser()
-    for number, line in _lines(path) if names is None else _lines_with(names, _lines(path)):
-        try:
-            yield _row(line, parse)
-        except _WRONG:
-            if line.endswith(b"\n") or _is_object(line):
-                _note(broken, number)
+    lines = _lines(path) if names is None else _lines_with(names, _lines(path))
+    return _parsed(lines, partial(_row, parse=_parser()), broken)
+
+
+def read_rows(path: Path, parse: Callable[[Any], T], *, broken: list[int] | None = None) -> Iterator[T]:
+    """Yield what `parse` returns for the content of each line of JSON; nothing if there is no file.
+
+    Args:
+        path: The file.
+        parse: Raises `LookupError`, `TypeError`, `ValueError` or `OverflowError` for a line of another form.
+        broken: The numbers of lines that cannot be read are appended to it, as in `read_records`.
+    """
+    return _parsed(_lines(path), lambda line: parse(json.loads(line)), broken)
 
 
 class NewRecords:
@@ -81,7 +88,7 @@ class NewRecords:
                     break
                 self._offset, self._end = self._offset + len(line), line
                 try:
-                    record = _record(line, parse)
+                    record = _record(_row(line, parse))
                 except _WRONG:
                     self.broken += 1
                     continue
@@ -105,30 +112,29 @@ def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[D
     >>> [(one.what, one.why, one.when.step) for one in read_decisions(run.info.directory / "decisions.jsonl")]
     [('stopped', 'enough', 3)]
     """
-    for number, line in _lines(path):
-        try:
-            facts = _object(json.loads(line))
-            what, who, why = (str(facts.pop(name)) for name in ("what", "who", "why"))
-            data = facts.pop("data", {})
-            if not isinstance(data, dict):
-                raise TypeError("data is no object")
-            yield Decision(what, who, why, Counters(**{name: count_in(value) for name, value in facts.items()}), data)
-        except _WRONG:
-            if line.endswith(b"\n") or _is_object(line):
-                _note(broken, number)
+    return read_rows(path, _decision, broken=broken)
 
 
 def record_in(line: str) -> Record | None:
     """Return the record of one line; None if it cannot be read."""
     try:
-        return _record(line, json.loads)
+        return _record(_row(line, json.loads))
     except _WRONG:
         return None
 
 
-def _record(line: bytes | str, parse: Parse) -> Record:
-    (epoch, step, batch, samples, tokens), when, values = _row(line, parse)
+def _record(row: Row) -> Record:
+    (epoch, step, batch, samples, tokens), when, values = row
     return Record(Counters(epoch=epoch, step=step, batch=batch, samples=samples, tokens=tokens), when, values)
+
+
+def _decision(content: Any) -> Decision:
+    facts = _object(content)
+    what, who, why = (str(facts.pop(name)) for name in ("what", "who", "why"))
+    data = facts.pop("data", {})
+    if not isinstance(data, dict):
+        raise TypeError("data is no object")
+    return Decision(what, who, why, Counters(**{name: count_in(value) for name, value in facts.items()}), data)
 
 
 def _row(line: bytes | str, parse: Parse) -> Row:
@@ -171,6 +177,16 @@ def _object(content: Any) -> dict[str, Any]:
     if type(content) is not dict:
         raise ValueError("no object")
     return content
+
+
+def _parsed(lines: Iterable[tuple[int, bytes]], parse: Callable[[bytes], T], broken: list[int] | None) -> Iterator[T]:
+    """Yield what `parse` returns for each line. The numbers of lines that cannot be read are appended to `broken`."""
+    for number, line in lines:
+        try:
+            yield parse(line)
+        except _WRONG:
+            if broken is not None and (line.endswith(b"\n") or _is_object(line)):
+                broken.append(number)
 
 
 def _is_object(line: bytes) -> bool:
@@ -226,8 +242,3 @@ def _lines_with(names: Collection[str], lines: Iterable[tuple[int, bytes]]) -> I
             skipped = number, line
     if skipped is not None:
         yield skipped
-
-
-def _note(broken: list[int] | None, number: int) -> None:
-    if broken is not None:
-        broken.append(number)

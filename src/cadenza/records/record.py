@@ -124,7 +124,7 @@ class Text(Media):
 _FLOATS = {float}
 _TEXTS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 Loggable: TypeAlias = "float | int | Tensor | Media"
-RESERVED = ("epoch", "step", "batch", "samples", "tokens", "time")
+RESERVED = frozenset(("epoch", "step", "batch", "samples", "tokens", "time"))
 """The counters and the time of a record; no number can have these names."""
 
 

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from cadenza.files.disk import open_regular
+from cadenza.records.reading import record_in
 from cadenza.records.record import Audio, Histogram, Image, Media, Record, Text
+from cadenza.status.counting import counted
 
 if TYPE_CHECKING:
+    from cadenza.records.directory import RunDirectory
     from cadenza.run import Run
-
-C = TypeVar("C", bound="Channel")
 
 _GATHER_S = 0.1  # records are written together: to wake a thread for each would cost a tiny step as much again
 HANGS_S = 10.0
 """A call that takes longer, in seconds, gets a thread of its own."""
 _END_HANGS_S = 1.0  # the same at the end of a run, where all wait
+FIRST_S, LONGEST_S = 1.0, 300.0
+"""The shortest and the longest time between two attempts to open a target again, in seconds."""
 CAPACITY = 10_000
 """The most records that wait for a sink, if they are small."""
 _RECORD = 10_000  # bytes of pictures and sounds that take as much room as a record of numbers
+_SLICE = 1000  # records; so many are read from the file and sent at once
 
 
 def writer_of(run: Run) -> Writer:
@@ -37,9 +45,9 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self._channels: list[Channel] = []
+        self.channels: list[Channel] = []
+        """The channels, in the order in which they were made."""
         self._asked, self._hurried = Event(), Event()
-        self._ends: list[tuple[Channel, Callable[[], object], str]] = []
         self._stopped = False
         self.clock: Callable[[], float] = time.monotonic
         """Returns seconds: when a sink that failed is tried again."""
@@ -47,15 +55,6 @@ class Writer:
         """When the run ended, as `time.monotonic` returns it; None while it goes on."""
         self._serving: list[Any] | None = None
         """The channel that the thread serves, and since when; empty while it waits. Each thread has a list of its own."""
-
-    def channel(self, write: Callable[[Sequence[Record]], object], capacity: int | None = None) -> Channel:
-        """Return a channel that calls `write` in the thread. It holds at most `capacity` records, fewer if they are large."""
-        return self.add(Channel(self, write, CAPACITY if capacity is None else capacity))
-
-    def add(self, channel: C) -> C:
-        """Serve a channel from now on."""
-        self._channels.append(channel)
-        return channel
 
     def ask(self, channel: Channel, *, hurry: bool = False) -> None:
         """Serve `channel` soon; with `hurry`, do not gather more records first."""
@@ -69,35 +68,25 @@ class Writer:
         if not self._asked.is_set():
             self._asked.set()
 
-    def close_at_end(self, channel: Channel, close: Callable[[], object], name: str) -> None:
-        """Call `close` in the thread when the run ends, after the last record of `channel`. `name` is shown while it waits."""
-        self._ends.append((channel, close, name))
-
     def end(self) -> float:
-        """Close all channels of `close_at_end`, once and without waiting. Return the time of the first call."""
+        """Close all channels that have a name, once and without waiting. Return the time of the first call."""
         if self.ended is None:
             self.ended = time.monotonic()
-            for channel, close, _ in self._ends:
-                channel.ask_close(close)
+            for channel in self.channels:
+                if channel.name:
+                    channel.ask_close()
         return self.ended
-
-    def leave(self, channel: Channel) -> float:
-        """Close one channel of `close_at_end` before the run ends, without waiting. Return the time."""
-        for one in [one for one in self._ends if one[0] is channel]:
-            self._ends.remove(one)
-            channel.ask_close(one[1])
-        return time.monotonic()
 
     def hurry(self) -> None:
         """Serve the channels that are not closed. If one of them hangs, another thread serves the others."""
-        for channel in self._channels:
+        for channel in self.channels:
             if not channel.over:
                 self.ask(channel, hurry=True)
 
     @property
     def busy(self) -> list[str]:
         """The names of the channels that the end of the run waits for."""
-        return [name for channel, _, name in self._ends if not channel.over]
+        return [channel.name for channel in self.channels if channel.name and not channel.over]
 
     def stop(self) -> None:
         """End the thread after the work that it was given; does not wait for it."""
@@ -107,11 +96,11 @@ class Writer:
 
     def _work(self, serving: list[Any]) -> None:
         while self._serving is serving and not self._stopped:  # else another thread has taken over
-            self._asked.wait(min((due for one in self._channels if (due := one.due_in_s) is not None), default=None))
+            self._asked.wait(min((due for one in self.channels if (due := one.due_in_s) is not None), default=None))
             self._hurried.wait(_GATHER_S)
             self._hurried.clear()
             self._asked.clear()  # before the channels are served: a record that is put from now on asks again
-            for channel in self._channels:
+            for channel in self.channels:
                 if self._serving is serving:
                     serving[:] = channel, time.monotonic()
                     channel.serve()
@@ -119,56 +108,118 @@ class Writer:
 
 
 class Channel:
-    """The records of one sink on their way to the writer thread, in order."""
+    """The records of one sink on their way to the writer thread, in order.
 
-    def __init__(self, writer: Writer, write: Callable[[Sequence[Record]], object], capacity: int) -> None:
-        self._writer, self._write, self._capacity = writer, write, capacity
+    The records that are put are numbered from 1. The target has the first ones, the next ones wait in the queue, and the rest,
+    which did not fit into it, is read back from the rows of the run. Without rows, what does not fit is left out.
+
+    After an error, the target is opened again with `reopen`, and gets the whole step of the first record that failed. A channel
+    without `reopen` is broken by its first error, and raises it.
+
+    Args:
+        writer: The writer thread.
+        write: Writes records, in the thread.
+        close: Closes the target, in the thread, after the last record; not if the target is not open.
+        name: The end of the run waits for a channel with a name, and shows it.
+        reopen: Opens the target again. The argument is a step: the target has all records up to this step, and may have a
+            part of the later ones, which are written again.
+        rows: The rows of the run; None if it writes none.
+        step: The step at which the run starts or continues.
+        now: Write each record in the thread of the training, unless earlier ones wait.
+        capacity: The longest queue, in records; shorter if they are large. None: `CAPACITY`.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        write: Callable[[Sequence[Record]], object],
+        close: Callable[[], object] = lambda: None,
+        name: str = "",
+        *,
+        reopen: Callable[[int], object] | None = None,
+        rows: Rows | None = None,
+        step: int = 0,
+        now: bool = False,
+        capacity: int | None = None,
+    ) -> None:
+        self._writer, self._write, self._close, self._reopen = writer, write, close, reopen
+        self._rows, self._now, self._capacity = rows, now, CAPACITY if capacity is None else capacity
+        self.name: str = name
         self._waiting: deque[Record] = deque()
-        self._put = self._written = 0  # sizes in all; each is changed in one thread alone, so no lock is needed
-        self._close: Callable[[], Any] | None = None
-        self._closed = Event()
+        self._size = 0  # of the records in the queue
+        self._count = self._taken = 0  # the records that were put, and those of them that the target has
+        self._media: dict[int, Record] = {}  # by number, records with media that did not fit into the queue
+        self._last: list[Record] = []  # that were written last and have the same step: another one of this step may follow
+        self._sent = step  # the target has all records up to this step
+        self._continues = False  # whether the target lacks records of an earlier process
+        self._sends_since: float | None = None
+        self._delay = self._due = 0.0
+        self._works_since = math.inf
+        self._lock, self._served = Lock(), Lock()
+        self._closes, self._closed = False, Event()
         self._error: Exception | None = None
-        self._broken = False
-        self._served = Lock()
+        self.down: bool = False
+        """Whether the last attempt failed."""
+        self.is_open: bool = True
+        """Whether the target is open, so that it must be closed."""
         self.missed: int = 0
         """Records that were not taken, because so many were waiting already."""
         self.events: deque[BaseException | str] = deque()
         """Errors that began an outage, and sentences about its end, for the thread of the training."""
+        writer.channels.append(self)
 
-    @property
-    def over(self) -> bool:
-        """Whether it is closed; false as well while its last call does not come to an end."""
-        return self._closed.is_set()
+    # -- in the thread of the training -------------------------------------------------------------
 
-    def missing(self) -> int:
-        """Return the number of records that the target does not have."""
-        return self.missed
+    def continue_at(self, step: int) -> None:
+        """Send what the sink missed before the run was continued: all records after `step`."""
+        if self._rows is not None:
+            self._sent, self._continues, self._count = step, True, self._rows.go_back(step)
+            self._writer.ask(self)
 
-    @property
-    def due_in_s(self) -> float | None:
-        """The time in seconds until it must be served, if it is not asked for; None: it need not be."""
-        return None
+    def fail(self, error: BaseException) -> None:
+        """Note an error of the first `open`: the channel tries again."""
+        self.is_open = False
+        self._fail(error)
 
     def put(self, record: Record) -> bool:
-        """Queue a record. Return False if the queue is full, and the record is left out.
+        """Queue a record. Return False if the queue is full, the run has no file of records, and the record is left out.
 
         Raises:
-            Exception: The error of an earlier record in the thread; once.
+            Exception: The error that broke the channel; once.
         """
-        if self._error is not None:
-            self._raise()
-        if self._put - self._written >= self._capacity:
-            self.missed += 1
-            return False
-        self._put += size_of(record)
-        self._waiting.append(record)
-        # Each time: this call notices that the thread hangs in another channel.
-        self._writer.ask(self, hurry=self._put - self._written > self._capacity // 2)
+        with self._lock:
+            fits = self._size < self._capacity and not self._behind
+            if not fits and self._rows is None:
+                self.missed += 1
+                return False
+            self._count += 1
+            if fits:
+                self._waiting.append(record)
+                self._size += size_of(record)
+            elif record.media and sum(map(size_of, self._media.values())) < self._capacity:
+                self._media[self._count] = record  # the file has no media
+        if self._now and not self.down and self._count - self._taken == 1:
+            self.serve()
+        else:  # each time: this call notices that the thread hangs in another channel
+            self._writer.ask(self, hurry=self._size > self._capacity // 2)
+        self._raise()
         return True
 
-    def ask_close(self, close: Callable[[], object]) -> None:
-        """Request that the thread writes the waiting records, then calls `close`: once, also after an error."""
-        self._close = close
+    def position(self) -> int | None:
+        """Return the last step that the target has for certain, if it is behind; None if it is not."""
+        with self._lock:
+            hangs = self._sends_since is not None and time.monotonic() - self._sends_since > HANGS_S
+            if self._reopen is None or not (self.down or self._behind or self._continues or hangs):
+                return None
+            return self._waiting[0].step - 1 if self._waiting else self._sent
+
+    def missing(self) -> int:
+        """Return the number of records that the target does not have, or not for certain."""
+        return self.missed + (0 if self._reopen is None else self._count - self._taken)
+
+    def ask_close(self) -> None:
+        """Request that the thread writes the waiting records, then closes the target: once, also after an error."""
+        self._closes = True
         self._writer.ask(self, hurry=True)
 
     def finish(self, timeout_s: float, *, since: float | None = None, wait: Callable[[float], object] | None = None) -> None:
@@ -196,40 +247,185 @@ class Channel:
             slice_s = min(2 * slice_s, HANGS_S)
         self._raise()
 
-    def serve(self) -> None:
-        """Write the waiting records, then close if that was asked for. If another thread is in this method, it does both."""
-        while (self._waiting or self._close) and self._served.acquire(blocking=False):
-            try:
-                close = self._close  # read before the records: if it is set, the records that wait now are the last ones
-                records = [self._waiting.popleft() for _ in range(len(self._waiting))]
-                try:
-                    if records and not self._broken:
-                        self._write(records)
-                except BaseException as error:  # also sys.exit(): it must not end this thread
-                    self._break(error)
-                self._written += sum([size_of(record) for record in records])
-                if close is not None:
-                    self._end(close)
-            finally:
-                self._served.release()
-
-    def _end(self, close: Callable[[], object]) -> None:
-        try:
-            close()
-        except BaseException as error:
-            self._break(error)
-        self._close = None
-        self._closed.set()
-
     def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _break(self, error: BaseException) -> None:
-        if self._broken:  # the first error is the cause; closing what broke often fails as well
+    # -- in both threads ---------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """Whether it is closed; false as well while its last call does not come to an end."""
+        return self._closed.is_set()
+
+    @property
+    def _behind(self) -> bool:
+        """Whether records must be read back from the file."""
+        return self._taken + len(self._waiting) < self._count
+
+    @property
+    def _broken(self) -> bool:
+        return self.down and self._reopen is None
+
+    # -- in the writer thread ----------------------------------------------------------------------
+
+    @property
+    def due_in_s(self) -> float | None:
+        """The time in seconds until it must be served: until the next attempt, or 0 if it has work; None without work."""
+        if self.over or self._closes:
+            return None if self.over else 0.0
+        if self.down:
+            return None if self._broken else max(self._due - self._writer.clock(), 0.0)
+        return 0.0 if self._taken < self._count else None
+
+    def serve(self) -> None:
+        """Write what waits, and close if that was asked for. If another thread is in this method, it does both."""
+        while self.due_in_s == 0.0 and self._served.acquire(blocking=False):
+            try:
+                closes = self._closes  # read before the records: if it is set, the records that wait now are the last ones
+                try:
+                    if not self._broken:
+                        self._send_all()
+                except BaseException as error:  # also sys.exit(): it must not end this thread
+                    self._fail(error)
+                if closes:
+                    self._end()
+            finally:
+                self._served.release()
+
+    def _send_all(self) -> None:
+        """Write the records that were put so far. If the target failed, open it again first."""
+        was_down, first, until, count = self.down, self._sent, self._count, 0
+        if was_down and self._reopen is not None:
+            self.is_open = False
+            self._reopen(first)
+            self.is_open = True
+        while self._taken < until:
+            if not self._waiting:
+                self._read_back()
+            count += self._send()
+        if was_down or (self._continues and count):
+            records = f"{counted(count, 'record')} after step {max(first, 0)} went to it"
+            self.events.append(records if count else "it missed no record")
+        if was_down:
+            self.down, self._works_since = False, self._writer.clock()
+        self._continues = False
+
+    def _send(self) -> int:
+        """Write the records in the queue, and return their number."""
+        with self._lock:
+            records = [*self._waiting]
+        if records:
+            self._sends_since = time.monotonic()
+            self._write(records)
+            with self._lock:
+                for record in records:
+                    self._size -= size_of(record)
+                    self._waiting.popleft()
+                step = records[-1].step
+                self._taken, self._sent, self._sends_since = self._taken + len(records), step - 1, None
+                self._last = [one for one in (*self._last, *records) if one.step == step]
+        return len(records)
+
+    def _read_back(self) -> None:
+        """Fill the queue with rows that did not fit into it, if it is empty."""
+        with self._lock:
+            until = self._taken if self._waiting else min(self._count, self._taken + _SLICE)
+        if until == self._taken or self._rows is None:  # a record has just been put
             return
-        self._error, self._broken = as_exception(error), True
+        records = []
+        for number, row in self._rows.read(self._taken, until):
+            with self._lock:
+                record = self._media.pop(number, None)
+            record = record or record_in(row)
+            if record is not None:
+                records.append(record)
+        with self._lock:
+            self._waiting.extend(records)
+            self._size += sum(map(size_of, records))
+            self._taken = until - len(records)  # rows that cannot be read count as taken
+
+    def _fail(self, error: BaseException) -> None:
+        """Note an error. If the target can be opened again, queue the whole step of the first record that failed."""
+        if self._reopen is None:
+            self._error = self._error if self.down else as_exception(error)  # the first error is the cause
+            self.down = True
+            return
+        if not self.down:
+            self.events.append(as_exception(error))
+        with self._lock:
+            self.down, self._sends_since = True, None
+            if self._waiting:
+                step = self._waiting[0].step
+                again = [one for one in self._last if one.step == step]
+                self._waiting.extendleft(reversed(again))
+                self._size += sum(map(size_of, again))
+                self._taken, self._sent, self._last = self._taken - len(again), step - 1, []
+        now = self._writer.clock()
+        if now - self._works_since > self._delay:  # it had worked for longer than the last delay
+            self._delay = 0.0
+        self._works_since = math.inf
+        self._delay = min(max(2 * self._delay, FIRST_S), LONGEST_S)
+        self._due = now + self._delay
+        self._writer.ask(self)
+
+    def _end(self) -> None:
+        try:
+            if self.is_open:
+                self._close()
+        except BaseException as error:
+            if not self._broken:  # closing what broke often fails as well
+                self._error = as_exception(error)
+        self._closed.set()
+
+
+class Rows:
+    """Reads the rows of ``metrics.jsonl`` that a run adds. They are numbered from 1.
+
+    Args:
+        files: The run directory. Rows that it holds already are not read, unless `go_back` says so.
+    """
+
+    def __init__(self, files: RunDirectory) -> None:
+        self._files, self._path = files, files.path / "metrics.jsonl"
+        self._offset, self._number = files.offsets().get("metrics.jsonl", 0), 0  # of the last row that was read
+
+    def go_back(self, step: int) -> int:
+        """Begin with the rows after a step, which an earlier process wrote, and return their number."""
+        end, self._offset, position, count = self._offset, 0, 0, 0
+        with suppress(FileNotFoundError), open_regular(self._path) as file:
+            for line in file:
+                if position >= end:
+                    break
+                position += len(line)
+                count += 1
+                if _step_of(line) <= step:
+                    self._offset, count = position, 0
+        return count
+
+    def read(self, after: int, until: int) -> list[tuple[int, str]]:
+        """Return the rows after a number and up to another one, with their numbers. Each row can be read once, in order."""
+        rows = []
+        self._files.flush_records()
+        with suppress(FileNotFoundError), open_regular(self._path) as file:
+            file.seek(self._offset)
+            while self._number < until and (line := file.readline()).endswith(b"\n"):
+                self._offset, self._number = self._offset + len(line), self._number + 1
+                if self._number > after:
+                    rows.append((self._number, line[:-1].decode(errors="replace")))
+        return rows
+
+
+def _step_of(line: bytes) -> int:
+    """Return the step of a row; -1 if it cannot be read."""
+    try:  # rows have this form; decoding all of them would take many times as long
+        return int(line.split(b'"step": ', 1)[1].split(b",", 1)[0])
+    except (IndexError, ValueError):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, LookupError, TypeError):
+            return -1
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -12,8 +12,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 from cadenza.files.disk import open_regular
+from cadenza.records.branch_files import media_in
 from cadenza.records.formats import counted, precise
-from cadenza.records.media_folder import files_in
 from cadenza.report.story import Story
 from cadenza.status.markup import Html, element, joined
 
@@ -45,7 +45,7 @@ def media_of(stories: Sequence[Story]) -> dict[str, dict[int, list[Medium]]]:
     """Return the files by name and run, in the order of their steps; without steps that a continued run has not reached."""
     found: dict[str, dict[int, list[Medium]]] = {}
     for run, story in enumerate(stories):
-        for name, step, path in files_in(story.media) if story.media else ():
+        for name, step, path in media_in(story.media) if story.media else ():
             if path.suffix in _SHOWS and step <= story.reached.step:
                 found.setdefault(name, {}).setdefault(run, []).append(Medium(run, step, path))
     return found

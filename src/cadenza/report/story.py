@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.files.disk import read_object
-from cadenza.records import media_folder
+from cadenza.records.branch_files import MEDIA
 from cadenza.records.formats import counted, duration
 from cadenza.records.reading import count_in, read_decisions, read_values
 from cadenza.status import dates
@@ -163,7 +163,7 @@ def story_at(path: Path, *, names: Collection[str] | None = None, checkpoints: b
         )
     story = Story(path.resolve().name)
     story.info = _json_in(path / "run.json", story.problems) or {}
-    story.media = path / media_folder.FOLDER
+    story.media = path / MEDIA
     story.profile = _json_in(path / "profile.json", story.problems)
     broken: list[int] = []
     try:

@@ -12,8 +12,8 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.trigger import Trigger
 from cadenza.records.formats import clock, counted, number
-from cadenza.sinks.best_kept import best_lines
 from cadenza.status.progress import Counters
+from cadenza.status.run_info import working_directory
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
@@ -150,3 +150,26 @@ def _repeats(name: str, values: Mapping[str, float]) -> bool:
 
 def _passed(seconds: float) -> str:
     return f"{max(seconds, 0.0):.1f} s" if seconds < 60 else clock(seconds)
+
+
+def best_lines(run: Run) -> list[str]:
+    """Return a line for each result by which a checkpoint was kept as the best: value, step and path.
+
+    >>> import tempfile
+    >>> from cadenza.callbacks import Checkpoint, Evaluate
+    >>> from cadenza.testing import tiny_loader, tiny_run
+    >>> callbacks = [Evaluate(tiny_loader(), "2 steps"), Checkpoint(keep_best=("eval/loss", "min"))]
+    >>> best_lines(tiny_run(directory=tempfile.mkdtemp(), callbacks=callbacks))  # doctest: +ELLIPSIS
+    ['best eval/loss ... at step 4: ...checkpoints/step-00000004']
+    """
+    found = [one for decision in run.decisions if decision.what == "best kept" for one in decision.data["best"]]
+    return [
+        f"best {one['monitor']} {number(float(one['value']))} at step {one['step']}: {_path(run, one['path'])}" for one in found
+    ]
+
+
+def _path(run: Run, path: str) -> str:
+    if "://" in path:
+        return path
+    whole, here = run.info.base / path, working_directory()
+    return str(whole.relative_to(here) if whole.is_relative_to(here) else whole)

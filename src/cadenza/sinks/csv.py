@@ -16,7 +16,6 @@ from cadenza.sinks.sink import Sink
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
-    from cadenza.run import Run
     from cadenza.status.decisions import Outcome
     from cadenza.status.run_info import RunInfo
 
@@ -63,12 +62,6 @@ class Csv(Sink):
         earlier = [*self._own_rows(info.step)] if info.directory is None and info.continued else [*map(_row, _earlier(info))]
         self._columns = [*dict.fromkeys(chain(_COUNTERS, chain.from_iterable(earlier)))]
         self._write_anew(earlier)
-
-    def on_log(self, run: Run, record: Record) -> None:
-        if self.on_fault == "retry":
-            super().on_log(run, record)
-        elif self._file is not None:
-            self.write([record])
 
     def write(self, records: Sequence[Record]) -> None:
         assert self._file is not None, "open comes first"

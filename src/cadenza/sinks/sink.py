@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,8 +17,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.faults import Fault
 from cadenza.hooks.moments import Callback
 from cadenza.records.record import Figure
-from cadenza.records.recovery import RecoveringChannel, Rows
-from cadenza.records.writer import Channel, writer_of
+from cadenza.records.writer import Channel, Rows, writer_of
 from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
 
@@ -113,8 +112,7 @@ class Sink(Callback):
         self.close(None)
 
     def state_dict(self) -> dict[str, Any]:
-        channel = self._channel
-        behind = channel.position() if isinstance(channel, RecoveringChannel) else self._has_until
+        behind = self._has_until if self._channel is None else self._channel.position()
         return {} if behind is None else {"has_until": behind}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
@@ -130,9 +128,7 @@ class Sink(Callback):
             self._channel = self._begin(run, has_until)
         else:
             self.open(run.info)
-            self._channel = writer_of(run).channel(self.write)
-        name, close = hooks_of(run).name_of(self), lambda: self.close(run.outcome)
-        writer_of(run).close_at_end(self._channel, close, name)
+            self._channel = self._channel_to(run)
         run.at_end(partial(self._finish, run, self._channel))
 
     def on_log(self, run: Run, record: Record) -> None:
@@ -147,29 +143,32 @@ class Sink(Callback):
                 f"the sink is too slow and its queue is full: records are left out, the first at step {record.step}"
             )
 
-    def _begin(self, run: Run, has_until: int | None) -> RecoveringChannel:
+    def _channel_to(self, run: Run, reopen: Callable[[int], object] | None = None, rows: Rows | None = None) -> Channel:
+        writer, name, now = writer_of(run), hooks_of(run).name_of(self), self._writes_now
+        close, step = lambda: self.close(run.outcome), run.info.step
+        return Channel(writer, self.write, close, name, reopen=reopen, rows=rows, step=step, now=now)
+
+    def _begin(self, run: Run, has_until: int | None) -> Channel:
         """Open the target, and return the channel that opens it again after an error."""
-        info, rows = run.info, Rows.of(run)
+        info, files = run.info, run._session.files
         if not info.id:  # a tracker finds its run by the id when it is opened again
             info = replace(info, id=uuid4().hex)
-        began = info.step
-        if has_until is not None and has_until < began and rows is not None:
+        if has_until is not None and has_until < info.step and files is not None:
             info = replace(info, step=has_until)
         opened = False
 
         def reopen(step: int) -> None:
             nonlocal opened
-            if rows is not None:
-                rows.flush()  # `open` reads the records up to this step
+            if files is not None:
+                files.flush_records()  # `open` reads the records up to this step
             if opened:
                 with suppress(Exception):
                     self.abandon()
             self.open(replace(info, step=step, continued=info.continued or opened))
             opened = True
 
-        channel = RecoveringChannel(writer_of(run), self.write, reopen, rows=rows, step=began, now=self._writes_now)
-        writer_of(run).add(channel)
-        if info.step < began:
+        channel = self._channel_to(run, reopen, None if files is None else Rows(files))
+        if info.step < run.info.step:
             channel.continue_at(info.step)
         try:
             self.open(info)
@@ -185,8 +184,9 @@ class Sink(Callback):
         hurried = run.outcome is not None and run.outcome.kind in ("preempted", "interrupted")
         patience_s = min(self.patience_s, 10.0) if hurried else self.patience_s
         try:
-            writer = writer_of(run)
-            since = writer.leave(channel) if run.outcome is None else writer.end()
+            if run.outcome is None:  # it leaves the run before the end
+                channel.ask_close()
+            since = None if run.outcome is None else writer_of(run).end()
             channel.finish(patience_s, since=since, wait=partial(_say_who_is_busy, run))
         finally:
             self._channel = None if channel.over else channel

@@ -262,30 +262,40 @@ class Progress:
 
     def _without_tokens(self, unit: Unit, accumulate: int | None, *, corrected: bool = True) -> int | None:
         """Return the total by the limits of epochs and steps alone."""
-        accumulate = self._accumulate if accumulate is None else accumulate
+        end = self._end(accumulate, corrected=corrected)
+        if end is not None:
+            return {"epoch": end[0].epoch, "step": end[0].step, "batch": end[0].batch}[unit]
+        return None if self._max_epochs is not None and self._max_steps is not None else self._limit(unit)
+
+    def _end(self, accumulate: int | None, *, corrected: bool = True) -> tuple[Counters, int] | None:
+        """Return the counters at the limits of epochs and steps, and the last number of batches in a step; None if not known.
+
+        Of the counters, `batch_in_epoch` are the batches that this fit does in an epoch that it leaves early.
+        """
+        size = self._accumulate if accumulate is None else accumulate
         per_epoch, at = self._batches_per_whole_epoch if corrected else self._batches_said, self._origin
+        if per_epoch is None:
+            return None
         first = self._batches_per_first_epoch or 0
-        known = per_epoch is not None
-        if per_epoch is not None and isinstance(accumulate, Accumulation):
-            changed = accumulate.after_changes(at, self, per_epoch, first)
-            known = changed is not None
-            at, accumulate = changed or (at, accumulate)
+        if isinstance(size, Accumulation):
+            changed = size.after_changes(at, self, per_epoch, first)
+            if changed is None:
+                return None
+            at, size = changed
             first = first if at.epoch == self._origin.epoch else per_epoch
-        if per_epoch is None or not known:
-            both = self._max_epochs is not None and self._max_steps is not None
-            return None if both else self._limit(unit)
         inside = at.batch_in_epoch > 0
         left = max(0, first - at.batch_in_epoch) if inside else 0
-        whole = at.step + -(-left // accumulate)  # steps at the end of the epoch in which this fit began
-        steps_per_epoch = max(1, -(-per_epoch // accumulate))  # an empty loader is refused elsewhere
+        whole = at.step + -(-left // size)  # steps at the end of the epoch in which this fit began
+        steps_per_epoch = max(1, -(-per_epoch // size))  # an empty loader is refused elsewhere
         steps = min(self._last_step, whole + max(0, self._last_epoch - at.epoch - inside) * steps_per_epoch)
         if steps == math.inf:
             return None
         if steps < whole:
-            return {"epoch": at.epoch, "step": int(steps), "batch": at.batch + int(steps - at.step) * accumulate}[unit]
+            batches, before = int(steps - at.step) * size, min(at.batch - self._origin.batch, at.batch_in_epoch)
+            return Counters(at.epoch, int(steps), at.batch + batches, before + batches), size
         epochs, rest = divmod(int(steps) - whole, steps_per_epoch)
-        batches = at.batch + left + epochs * per_epoch + rest * accumulate
-        return {"epoch": at.epoch + inside + epochs, "step": int(steps), "batch": batches}[unit]
+        batches = left + epochs * per_epoch + rest * size
+        return Counters(at.epoch + inside + epochs, int(steps), at.batch + batches, rest * size), size
 
     def at_most(self, unit: Unit, accumulate: int | None = None) -> int | None:
         """Return how many of `unit` the run will not exceed: the total or, if it is not known, the limit; None without one.
@@ -311,24 +321,14 @@ class Progress:
         >>> progress.begun("epoch"), progress.begun("batch"), Progress(max_epochs=1, batches_per_epoch=5).begun("batch")
         (2, 7, 6)
         """
-        accumulate = self._accumulate if accumulate is None else accumulate
-        total, steps = self.total(unit, accumulate), self.total("step", accumulate)
-        batches, epochs = self.total("batch", accumulate), self.total("epoch", accumulate)
-        if total is None or steps is None or batches is None or epochs is None or unit == "step":
-            return total
-        at, inside = self._origin, self._origin.batch_in_epoch > 0
-        ends = at.batch + (epochs - at.epoch) * (self._batches_per_whole_epoch or 0)  # of the last whole epoch
-        if inside and epochs > at.epoch:
-            ends += (self._batches_per_first_epoch or 0) - at.batch_in_epoch - (self._batches_per_whole_epoch or 0)
+        end = self._end(accumulate)
+        if end is None or self._max_tokens is not None or unit == "step":
+            return self.total(unit, accumulate)
+        at, size = end
         if unit == "epoch":
-            return epochs + (batches > ends)
-        if isinstance(accumulate, Accumulation):
-            accumulate = (
-                accumulate.after_changes(at, self, self._batches_per_whole_epoch or 0, self._batches_per_first_epoch or 0)
-                or (at, 1)
-            )[1]
-        short = (self._batches_per_whole_epoch or 0) % accumulate  # a short group is closed after the fetch that gets nothing
-        return batches + (batches == ends and (steps < self._last_step or short > 0))
+            return at.epoch + (at.batch_in_epoch > 0)
+        short = (self._batches_per_whole_epoch or 0) % size  # a short group is closed after the fetch that gets nothing
+        return at.batch + (at.batch_in_epoch == 0 and (at.step < self._last_step or short > 0))
 
     @property
     def finished(self) -> bool:

@@ -25,7 +25,7 @@ from cadenza.loading.rng import Parts, QuickState, quick_capture
 from cadenza.optim.finite import all_finite, first_not_finite
 from cadenza.optim.model_state import load_into, plain_name, state_of
 from cadenza.optim.parameters import modules_of
-from cadenza.records.arriving import Arriving, arriving
+from cadenza.records.scalars import Arriving, arriving
 from cadenza.status.decisions import decide
 from cadenza.timetravel.alone import alone
 from cadenza.timetravel.capsule_files import FOLDER, write_capsule

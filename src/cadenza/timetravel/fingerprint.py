@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,7 +17,6 @@ from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import in_steps
 from cadenza.loading.batches import tensors_in
 from cadenza.optim.finite import tensors_at
-from cadenza.records.fingerprints import FILE, KINDS
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -45,7 +44,7 @@ class Fingerprint(Callback):
         ValueError: When a run starts: it has no directory.
 
     >>> import tempfile, torch
-    >>> from cadenza.records.fingerprints import parting, read_fingerprints
+    >>> from cadenza.report.fingerprints import parting, read_fingerprints
     >>> from cadenza.testing import tiny_run
     >>> rows = []
     >>> for lr in (0.1, 0.2):
@@ -74,7 +73,9 @@ class Fingerprint(Callback):
     def on_setup(self, run: Run) -> None:
         self._gradients = -1, {}
         if run.info.directory is None:
-            raise ValueError(f"Fingerprint writes {FILE} to the directory of the run, and there is none. Give directory=.")
+            raise ValueError(
+                "Fingerprint writes fingerprints.jsonl to the directory of the run, and there is none. Give directory=."
+            )
 
     def on_fit_start(self, run: Run) -> None:
         if run.progress.step == 0:
@@ -89,13 +90,14 @@ class Fingerprint(Callback):
         session, (step, gradients) = session_of(run), self._gradients
         if not run.is_main and not run.driver.shards:
             return
-        sums: dict[str, Mapping[str, str]] = {kind: {} for kind in KINDS}
-        if run.progress.step:
-            sums["batch"] = {"": f"{checksum_of_all(tensors_in(run.batch)):08x}"}
-            sums["outputs"] = {path: f"{checksum(one):08x}" for path, one in tensors_at(dict(run.outputs), "outputs")}
-        sums["gradients"] = gradients if step == run.progress.step else {}
-        sums["buffers"] = _sums(run, session.module.named_buffers())
-        sums["weights"] = _sums(run, _parameters(session))
+        outputs = tensors_at(dict(run.outputs), "outputs") if run.progress.step else ()
+        sums = {  # what `cadenza compare` reads
+            "batch": {"": f"{checksum_of_all(tensors_in(run.batch)):08x}"} if run.progress.step else {},
+            "outputs": {path: f"{checksum(one):08x}" for path, one in outputs},
+            "gradients": gradients if step == run.progress.step else {},
+            "buffers": _sums(run, session.module.named_buffers()),
+            "weights": _sums(run, _parameters(session)),
+        }
         if run.is_main and session.files is not None:
             facts = {"step": run.progress.step, "ranks": run.driver.world_size, "shards": run.driver.shards}
             session.files.add_fingerprint({**facts, **sums})

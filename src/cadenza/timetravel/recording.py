@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from cadenza.errors import CadenzaError
 from cadenza.loading.data_course import DataCourse, Window
-from cadenza.records.directory import RecordedRun
+from cadenza.records.directory import RecordedRun, read_info
 from cadenza.records.reading import read_decisions, read_records, read_values
 from cadenza.records.record import Record
-from cadenza.records.run_info import read_info
 
 
 class Evaluated(NamedTuple):

@@ -23,10 +23,10 @@ from cadenza.commands.output import (
     say,
     width,
 )
-from cadenza.records.fingerprints import FILE, Parting, Row, parting, read_fingerprints
 from cadenza.records.formats import precise
 from cadenza.report.best import best_of
 from cadenza.report.commands.directories import RunFolder, last_of, read
+from cadenza.report.fingerprints import FILE, Parting, Row, parting, read_fingerprints
 from cadenza.report.settings import differing, text_of
 from cadenza.report.story import name_distinctly
 from cadenza.status import dates

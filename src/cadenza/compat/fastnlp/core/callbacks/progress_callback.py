@@ -18,9 +18,7 @@ from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonito
 from cadenza.compat.fastnlp.core.utils.utils import Watched
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.moments import BaseCallback
-from cadenza.sinks.progress_notebook import NotebookRenderer, in_notebook
-from cadenza.sinks.progress_rich import RichRenderer
-from cadenza.sinks.progress_view import Row
+from cadenza.sinks.progress_renderers import NotebookRenderer, RichRenderer, Row, in_notebook
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView

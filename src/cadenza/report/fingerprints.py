@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cadenza.files.disk import open_regular
+from cadenza.records.reading import read_rows
 from cadenza.status.counting import counted
 
 FILE = "fingerprints.jsonl"
@@ -32,21 +31,7 @@ def read_fingerprints(path: Path, *, broken: list[int] | None = None) -> dict[in
         broken: The numbers of lines that cannot be read are appended to it. An incomplete last line is not one of them:
             the run still writes it, or was killed.
     """
-    rows: dict[int, Row] = {}
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
-        return rows
-    with file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = _checked(json.loads(line))
-            except (ValueError, TypeError, LookupError, RecursionError):  # also bytes that are not UTF-8
-                if broken is not None and line.endswith(b"\n"):
-                    broken.append(number)
-                continue
-            rows[row["step"]] = row
-    return dict(sorted(rows.items()))
+    return dict(sorted({row["step"]: row for row in read_rows(path, _checked, broken=broken)}.items()))
 
 
 def _checked(row: Any) -> Row:
