@@ -19,17 +19,16 @@ from cadenza.engine.session import Session, Verbs
 from cadenza.hooks.faults import Closer, Fault
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.parameters import parameters_of
-from cadenza.profiling.timings import Timings
+from cadenza.profiling.spans import Timings
 from cadenza.records.history import History
 from cadenza.records.record import Loggable
 from cadenza.records.scalars import Reduce
-from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision, Outcome, WhyNot, why
-from cadenza.status.outputs import Outputs
+from cadenza.status.formats import counted
+from cadenza.status.outputs import Outputs, Window
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo
 from cadenza.status.state import State
-from cadenza.status.window import Window
 from cadenza.text.hints import advised, instead_of_setting
 
 P = ParamSpec("P")

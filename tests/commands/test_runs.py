@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Evaluate, FindBatchSize, LogTraining
 from cadenza.commands.main import main
-from cadenza.records.formats import precise
+from cadenza.status.formats import precise
 from cadenza.testing import tiny_loader, tiny_run
 from tests.commands.parts import Command, died, going_on, let_go, rows_of, trained
 

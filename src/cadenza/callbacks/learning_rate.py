@@ -32,10 +32,9 @@ from cadenza.optim.rates import (
     takes_total,
 )
 from cadenza.optim.settings import Compared, Settings, plain, set_option, settings_of
-from cadenza.status.counting import counted, plural
 from cadenza.status.decisions import decide
-from cadenza.status.shown import brief
-from cadenza.status.signatures import signature_of
+from cadenza.status.formats import counted, plural
+from cadenza.status.shown import brief, signature_of
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation

@@ -16,7 +16,7 @@ from cadenza.commands.output import add_json, clean, complain, fitting, print_js
 from cadenza.errors import CadenzaError, nearest
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loops.foreign import ADAPTERS, base_of
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 _LAZY = "Callback"  # of the names that a package imports late, those with this ending are classes of callbacks
 

@@ -35,7 +35,7 @@ from cadenza.optim.precision import check_precision
 from cadenza.optim.rates import is_counted
 from cadenza.optim.settings import Settings
 from cadenza.status.accumulation import Accumulation, Change, Limits
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.progress import Progress
 from cadenza.status.shown import brief
 from cadenza.text.hints import hints, moment_meant

@@ -14,8 +14,8 @@ from cadenza.engine.session import Session
 from cadenza.loading.data_course import Point, Segment
 from cadenza.loading.described import described
 from cadenza.status.accumulation import Accumulation
-from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
+from cadenza.status.formats import counted
 from cadenza.status.progress import Progress
 
 # -- the boundary ----------------------------------------------------------------------------------

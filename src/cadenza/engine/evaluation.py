@@ -32,10 +32,10 @@ from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.records.tables import Format, Table, column_of, format_of, plain_value, writing
-from cadenza.status.counting import counted
+from cadenza.status.decisions import Requests
+from cadenza.status.formats import counted
 from cadenza.status.outputs import Outputs, parts_of
-from cadenza.status.requests import Requests
-from cadenza.status.tensor_parts import is_array
+from cadenza.status.plain import is_array
 
 if TYPE_CHECKING:
     from cadenza.drivers import Driver

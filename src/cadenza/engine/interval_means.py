@@ -20,8 +20,8 @@ from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.records.scalars import as_numbers, host_number, weighted_sum
 from cadenza.status.outputs import Outputs
+from cadenza.status.plain import is_array
 from cadenza.status.shown import brief
-from cadenza.status.tensor_parts import is_array
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -16,8 +16,7 @@ from cadenza.engine.updating import backward, drop_gradients, finish_window
 from cadenza.engine.verbs import OF_LOOP, Verbs
 from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
-from cadenza.status.decisions import Outcome
-from cadenza.status.requests import RESUMABLE
+from cadenza.status.decisions import RESUMABLE, Outcome
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -34,7 +34,7 @@ from cadenza.optim.parameters import ExtraParameters
 from cadenza.optim.precision import Precision
 from cadenza.optim.rates import Rates
 from cadenza.optim.settings import Settings
-from cadenza.profiling.timings import Timings
+from cadenza.profiling.spans import Timings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.status.branches import Branch

@@ -26,8 +26,8 @@ from cadenza.loading.arguments import is_read_once
 from cadenza.loading.hints import loader_hints
 from cadenza.loading.loaders import length_of
 from cadenza.optim.optimizers import notes
-from cadenza.status.counting import counted
 from cadenza.status.folding import for_screen
+from cadenza.status.formats import counted
 from cadenza.status.progress import Progress
 
 

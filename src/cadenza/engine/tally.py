@@ -29,7 +29,7 @@ from cadenza.loading.metrics import (
 )
 from cadenza.records.scalars import as_numbers, weighted_sum
 from cadenza.status.outputs import Outputs, scalar
-from cadenza.status.tensor_parts import is_array
+from cadenza.status.plain import is_array
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -47,11 +47,10 @@ from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.run import Run
-from cadenza.status.counting import counted
-from cadenza.status.decisions import Outcome
+from cadenza.status.decisions import RESUMABLE, GoBack, Outcome
+from cadenza.status.formats import counted
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Counters, Progress
-from cadenza.status.requests import RESUMABLE, GoBack
 from cadenza.status.shown import brief
 
 

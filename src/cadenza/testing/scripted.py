@@ -12,7 +12,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loops.foreign import AnyCallback
 from cadenza.run import Run
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.testing.tiny import tiny_run
 
 

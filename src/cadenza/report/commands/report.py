@@ -9,8 +9,8 @@ from cadenza import report
 from cadenza.commands.output import say
 from cadenza.errors import DirectoryError
 from cadenza.files.disk import replacing
-from cadenza.records.formats import counted, size
 from cadenza.report.commands.directories import found
+from cadenza.status.formats import counted, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

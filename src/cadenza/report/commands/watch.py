@@ -14,12 +14,12 @@ from pathlib import Path
 
 from cadenza.commands.output import add_json, clean, columns_of, curve, cut, print_json, say, width
 from cadenza.errors import CadenzaError
-from cadenza.records.formats import amount, clock, counted, number, precise
-from cadenza.records.media_folder import FOLDER, files_in
+from cadenza.records.branch_files import MEDIA, media_in
 from cadenza.records.record import Record
 from cadenza.report.best import best_of
 from cadenza.report.commands.directories import SUCCESS, last_of
 from cadenza.report.commands.following import Following
+from cadenza.status.formats import amount, clock, counted, number, precise
 from cadenza.status.progress import Counters
 
 INTERRUPTED = 130
@@ -107,7 +107,7 @@ def _follow(
 
 
 def _print_records(folder: Path, records: list[Record]) -> None:
-    media = Counter((step, _KINDS.get(path.suffix, "file")) for _, step, path in files_in(folder / FOLDER)) if records else {}
+    media = Counter((step, _KINDS.get(path.suffix, "file")) for _, step, path in media_in(folder / MEDIA)) if records else {}
     for record in records:
         values = "  ".join(f"{clean(name)} {number(value)}" for name, value in record.values.items())
         values = values or ", ".join(counted(count, kind) for (step, kind), count in media.items() if step == record.step)
