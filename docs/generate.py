@@ -24,7 +24,7 @@ from cadenza.compat.transformers.fields import FIELDS
 from cadenza.engine.plan import indented
 from cadenza.hooks.counting import counting_of
 from cadenza.hooks.moments import moments_of
-from cadenza.status.counting import plural
+from cadenza.status.formats import plural
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ from cadenza.drivers.base import Driver
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Fault
 from cadenza.loading.evaluation import Evaluation
-from cadenza.profiling.timings import Timings
+from cadenza.profiling.spans import Timings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
 from cadenza.records.metric_buffer import MetricBuffer
@@ -23,11 +23,10 @@ from cadenza.records.record import Loggable
 from cadenza.records.scalars import Reduce
 from cadenza.records.writer import Writer
 from cadenza.status.decisions import Decision, Outcome, WhyNot, why
-from cadenza.status.outputs import Outputs
+from cadenza.status.outputs import Outputs, Window
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo
 from cadenza.status.state import State
-from cadenza.status.window import Window
 from cadenza.text.hints import advised, instead_of_setting
 
 P = ParamSpec("P")

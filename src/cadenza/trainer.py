@@ -52,7 +52,7 @@ from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.rates import check_one_each
 from cadenza.optim.settings import Settings
 from cadenza.run import Run
-from cadenza.status.requests import GoBack
+from cadenza.status.decisions import GoBack
 from cadenza.text.hints import advised, answered
 
 T = TypeVar("T")

@@ -19,8 +19,7 @@ from cadenza.callbacks import Checkpoint, Ema, Evaluate, LogTraining, StopOnNonF
 from cadenza.callbacks.profile import Profile
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.profiling.host_reads import READS
-from cadenza.profiling.spans import HostRead
-from cadenza.profiling.timings import Timings
+from cadenza.profiling.spans import HostRead, Timings
 from cadenza.sinks import Console, JsonLines, ProgressBar
 from cadenza.status.decisions import decide
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer

@@ -23,7 +23,7 @@ from cadenza.engine.session import session_of
 from cadenza.hooks import HeldWeights
 from cadenza.loading import Mixture, Shard, TensorBatches, resumable
 from cadenza.sinks import Csv, JsonLines, Mlflow, ProgressBar
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.markup import notebook_table
 from cadenza.status.shown import brief
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
@@ -299,7 +299,7 @@ def test_no_sentence_of_the_package_makes_a_plural_of_its_own() -> None:
         for path in source.rglob("*.py")
         if "compat" not in path.parts and own_plural.search(path.read_text(encoding="utf-8"))
     }
-    assert own - always_many == set(), "use counted(count, noun) of cadenza.status.counting"
+    assert own - always_many == set(), "use counted(count, noun) of cadenza.status.formats"
 
 
 # -- the face of a run -------------------------------------------------------------------------------

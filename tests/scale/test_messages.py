@@ -28,7 +28,7 @@ from cadenza.drivers.group import Tree
 from cadenza.drivers.posts import Post, Posts, Waits, culprit, interval
 from cadenza.engine.rank_checks import check_alike
 from cadenza.errors import DistributedError
-from cadenza.profiling.timings import CallbackTime, PhaseTime, Timings
+from cadenza.profiling.spans import CallbackTime, PhaseTime, Timings
 from cadenza.testing import launch
 from tests.distributed.drivers import ddp
 from tests.distributed.parts import loader, own_rank, trainer, weights_of

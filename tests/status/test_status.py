@@ -22,7 +22,7 @@ from cadenza import Counters, Progress
 from cadenza.errors import CheckpointFormatError, StateError
 from cadenza.status.plain import decode, encode, first_difference, host_copy, same
 from cadenza.status.progress import Unit
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 from cadenza.status.state import State
 from cadenza.testing import tiny_run
 from tests.long import seeds

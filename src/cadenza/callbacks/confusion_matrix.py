@@ -14,7 +14,7 @@ from cadenza.errors import DataError, MissingExtraError
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least_or_none
 from cadenza.records.record import Figure
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.text.hints import renamed
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, check_real
 from cadenza.hooks.order import Phase
 from cadenza.optim.settings import Compared
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.text.hints import answered, renamed
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
 from cadenza.optim.averaging import Averaging
 from cadenza.optim.held_weights import holders_in, no_such_weights
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.shown import as_call
 from cadenza.text.hints import answered
 

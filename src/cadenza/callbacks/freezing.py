@@ -17,8 +17,8 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import At
 from cadenza.hooks.subscription import point
 from cadenza.optim.parameters import parameters_of
-from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
+from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -20,10 +20,9 @@ from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Every
 from cadenza.optim.rates import CountedSchedule, Scheduler, SetsRates, check_one_each, optimizer_of, planned_total, takes_total
 from cadenza.optim.settings import Compared, Settings, plain, set_option, settings_of
-from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
-from cadenza.status.shown import brief
-from cadenza.status.signatures import signature_of
+from cadenza.status.formats import counted
+from cadenza.status.shown import brief, signature_of
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation

@@ -23,8 +23,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading.hints import fetching_hint
 from cadenza.profiling.host_reads import AFTER, SAMPLED, HostReads
-from cadenza.profiling.spans import MOST_EVENTS, Profiler
-from cadenza.profiling.timings import RankTime, Timings
+from cadenza.profiling.spans import MOST_EVENTS, Profiler, RankTime, Timings
 from cadenza.status.decisions import decide
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.hooks.moments import Callback
-from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
+from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
     from cadenza.run import Run

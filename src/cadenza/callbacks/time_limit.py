@@ -8,7 +8,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every
 from cadenza.hooks.subscription import periodic
-from cadenza.status.requests import RESUMABLE
+from cadenza.status.decisions import RESUMABLE
 from cadenza.text.hints import renamed
 
 if TYPE_CHECKING:

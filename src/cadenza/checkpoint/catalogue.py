@@ -18,7 +18,7 @@ from cadenza.errors import CheckpointError, nearest
 from cadenza.files.disk import read_object
 from cadenza.files.paths import local_text
 from cadenza.status.branches import Rank, present
-from cadenza.status.counting import counted, some
+from cadenza.status.formats import counted, some
 
 Which = str | PathLike[str]
 """``"last"``, ``"best"``, ``"best:eval/acc"``, the name of a checkpoint such as ``"step-500"``, or a path."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from cadenza.engine.session import Session
 from cadenza.optim.model_state import buffers_of, decides, plain_name
-from cadenza.status.counting import some
+from cadenza.status.formats import some
 
 CHANGED = "changed_shapes"
 """The name in the state of a checkpoint."""

@@ -18,7 +18,7 @@ from cadenza.loading.resumable_base import ResumableLoader
 from cadenza.loading.rng import RNGState, derive_seed
 from cadenza.loading.settings import loader_settings
 from cadenza.loading.shards import Shard
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.progress import Counters, Progress
 
 _OF_RANKS = ("ranks", "batches an epoch", "accumulate")  # what follows from their number, or makes up for it

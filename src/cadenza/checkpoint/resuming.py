@@ -31,12 +31,11 @@ from cadenza.loading.shards import Shard
 from cadenza.optim.settings import limits_of
 from cadenza.records import branch_files
 from cadenza.records.directory import RecordedRun, RunDirectory
-from cadenza.records.formats import clock
 from cadenza.records.history import History, write_again
 from cadenza.records.reading import read_records
-from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
 from cadenza.status.folding import printable
+from cadenza.status.formats import clock, counted
 from cadenza.status.progress import Counters, Progress
 
 logger: logging.Logger = logging.getLogger("cadenza")

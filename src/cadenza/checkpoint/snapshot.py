@@ -29,9 +29,8 @@ from cadenza.optim.optimizers import changed_by_loading, is_of_torch, load_state
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import Difference
 from cadenza.records.history import History
-from cadenza.status.counting import some
-from cadenza.status.plain import encode, host_copy
-from cadenza.status.tensor_parts import first_unbuilt, is_built_of_tensors
+from cadenza.status.formats import some
+from cadenza.status.plain import encode, first_unbuilt, host_copy, is_built_of_tensors
 
 
 @dataclass(slots=True)

@@ -25,8 +25,8 @@ from cadenza.files.paths import is_local, local_text
 from cadenza.optim.finite import all_finite
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RecordedRun
+from cadenza.status.decisions import RESUMABLE, GoBack
 from cadenza.status.progress import Counters
-from cadenza.status.requests import RESUMABLE, GoBack
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

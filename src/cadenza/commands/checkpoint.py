@@ -15,9 +15,8 @@ from cadenza.checkpoint.store.manifest import best_text, bytes_in
 from cadenza.checkpoint.weights import MODEL, chosen_of, write_chosen
 from cadenza.commands.output import add_json, complain, print_json, print_rows, say
 from cadenza.errors import CheckpointError
-from cadenza.status import dates
 from cadenza.status.branches import newest_branches
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted, local_date
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +69,7 @@ def show_list(arguments: argparse.Namespace) -> None:
         run = entry.branch.run
         rank = lines[run].rank(entry.saved, entry.branch)
         size = bytes_in(manifest)
-        written = dates.local(manifest["time"])
+        written = local_date(manifest["time"])
         state = _state(manifest, abandoned=rank is not None and rank[0] == 0)
         by = kept[run].get(entry.name, [])
         row = (entry.name, run[:12], written, f"{size / 1e6:.1f}", state, _rules_in(by), manifest["reason"])
@@ -117,7 +116,7 @@ def show_newest(arguments: argparse.Namespace) -> None:
         callbacks = [*loaded.state.get("callbacks", {})]
         tensors = {name: {"shape": [*one.shape], "dtype": str(one.dtype)} for name, one in loaded.model.items()}
         return print_json({"name": entry.name, **entries, "callbacks": callbacks, "model": tensors})
-    entries |= {"time": dates.local(loaded.manifest["time"])} if "time" in entries else {}
+    entries |= {"time": local_date(loaded.manifest["time"])} if "time" in entries else {}
     told = [f"{one['monitor']} {best_text(one)} at {one['checkpoint']}" for one in entries.pop("best", [])]
     entries |= {"best": ", ".join(told)} if told else {}
     for key, value in entries.items():

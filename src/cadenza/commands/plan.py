@@ -10,7 +10,7 @@ from cadenza.commands.output import add_json, print_json, say
 from cadenza.engine.course import Calendar
 from cadenza.engine.plan import Plan
 from cadenza.errors import CadenzaError, nearest
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 from cadenza.trainer import Trainer
 
 

@@ -16,7 +16,7 @@ from cadenza.commands.importing import guarded, imported, is_script, nothing_on_
 from cadenza.commands.output import add_json, clean, complain, fitting, print_json, print_rows, say, say_folded
 from cadenza.errors import CadenzaError, nearest
 from cadenza.hooks.moments import BaseCallback
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 _LAZY = "Callback"  # of the names that a package imports late, those with this ending are classes of callbacks
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cadenza.drivers.sharding import local
-from cadenza.status.tensor_parts import is_built_of_tensors, parts_of_tensor
+from cadenza.status.plain import is_built_of_tensors, parts_of_tensor
 
 
 def checksum(tensor: Tensor) -> int:

@@ -19,7 +19,7 @@ from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.materializing import materialize
 from cadenza.drivers.single import is_split
 from cadenza.errors import DistributedError
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 # -- batches without a loss ------------------------------------------------------------------------
 

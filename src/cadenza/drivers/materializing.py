@@ -25,7 +25,7 @@ from cadenza.drivers.sharding import Region, is_sharded, laid_out, local, region
 from cadenza.errors import CheckpointFormatError, DistributedError
 from cadenza.files.paths import local_path
 from cadenza.loading.rng import draw_seed, preserve_rng_state, seed_all
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 # -- files of weights ------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 
 from cadenza.drivers.matching import named_matches
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import kept
 from cadenza.hooks.length import Length
 from cadenza.status.accumulation import Accumulation, Change, Limits
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.progress import Progress
 
 POINTS = '2000 (steps), "2000 steps", "3 epochs", "0.5 epoch", "500 batches", "50000 samples", "1e9 tokens", "50%"'

@@ -28,7 +28,7 @@ from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.precision import check_precision
 from cadenza.optim.rates import is_counted
 from cadenza.optim.settings import Settings
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.progress import Progress
 from cadenza.text.hints import hints, moment_meant
 

@@ -18,7 +18,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.hooks.schedule import Every, lengths_in
 from cadenza.status.accumulation import Accumulation
-from cadenza.status.counting import counted, plural
+from cadenza.status.formats import counted, plural
 from cadenza.status.progress import Progress
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from cadenza.errors import notes_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading.batches import moved
-from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
+from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
     from cadenza.hooks.dispatch import Hooks
     from cadenza.run import Run
-    from cadenza.status.requests import Requests
+    from cadenza.status.decisions import Requests
 
 Evaluating = Callable[["Run"], object]
 Session = Any  # that of cadenza.engine.session, which holds a `DueEvaluations`

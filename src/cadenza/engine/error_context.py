@@ -21,7 +21,7 @@ from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import CadenzaError, add_note, notes_of
 from cadenza.loading.batches import tensors_in
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.text.hints import data
 
 # -- likely cures ----------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.rng import preserve_rng_state
-from cadenza.status.counting import counted
+from cadenza.status.decisions import Requests
+from cadenza.status.formats import counted
 from cadenza.status.outputs import Outputs, parts_of
-from cadenza.status.requests import Requests
 
 if TYPE_CHECKING:
     from cadenza.drivers import Driver

@@ -15,8 +15,8 @@ from cadenza.engine.session import Session
 from cadenza.engine.tally import NOT_AVERAGED
 from cadenza.records.scalars import as_numbers, host_number, weighted_sum
 from cadenza.status.outputs import Outputs
+from cadenza.status.plain import is_array
 from cadenza.status.shown import brief
-from cadenza.status.tensor_parts import is_array
 
 _NO_MEANS = NOT_AVERAGED | {"loss"}  # the loss is that of the steps
 

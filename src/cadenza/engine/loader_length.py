@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cadenza.engine.session import Session
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.progress import Progress
 
 

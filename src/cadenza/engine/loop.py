@@ -18,8 +18,7 @@ from cadenza.engine.verbs import OF_LOOP, Verbs
 from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
 from cadenza.run import Run
-from cadenza.status.decisions import Outcome
-from cadenza.status.requests import RESUMABLE
+from cadenza.status.decisions import RESUMABLE, Outcome
 
 END: Any = object()  # what `fetch` returns when the loader has no more batches
 OVER, RUN, EPOCH, BETWEEN, STEP, BATCH = range(6)

@@ -6,7 +6,7 @@ import json
 
 from cadenza.engine.session import Session
 from cadenza.records.history import write_again
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.masking import masked
 
 NOTE = "MOVED.txt"

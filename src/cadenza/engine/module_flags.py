@@ -13,7 +13,7 @@ from cadenza.drivers.base import Driver
 from cadenza.engine.rank_sync import Decide
 from cadenza.optim.model_state import plain_name
 from cadenza.optim.parameters import parameters_of
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 
 class ModuleFlags:

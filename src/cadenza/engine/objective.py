@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from cadenza.errors import DataError
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 
 
 class supervised:  # noqa: N801  # used like a function

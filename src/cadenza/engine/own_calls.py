@@ -18,8 +18,8 @@ from cadenza.errors import LossError
 from cadenza.optim.optimizers import needs_closure
 from cadenza.optim.parameters import distinct_gradients, parameters_of
 from cadenza.optim.stepping import StepGuard
-from cadenza.status.counting import counted
 from cadenza.status.decisions import COMPLETE
+from cadenza.status.formats import counted
 
 _STEPS = 100  # replay buffers fill, and critics train, before the first update
 

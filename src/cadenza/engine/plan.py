@@ -21,8 +21,8 @@ from cadenza.hooks.moments import Callback, Moment, moments_of
 from cadenza.hooks.subscription import Subscription
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.accumulation import Accumulation
-from cadenza.status.counting import counted
 from cadenza.status.folding import folded
+from cadenza.status.formats import counted
 from cadenza.status.progress import Progress
 
 LIMITS = ("max_epochs", "max_steps", "max_tokens")

@@ -27,7 +27,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.records.tables import Format, Table, column_of, format_of, plain_value, writing
 from cadenza.status.outputs import Outputs, parts_of
-from cadenza.status.tensor_parts import is_array
+from cadenza.status.plain import is_array
 
 _OWNER = "predict(to=...)"
 _COUNTER = "index"

@@ -13,7 +13,7 @@ from cadenza.drivers.agreeing import by_main
 from cadenza.drivers.base import Driver
 from cadenza.errors import DistributedError
 from cadenza.loading.loaders import length_of
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 T = TypeVar("T")
 _SHOWN = 20  # differences in a message

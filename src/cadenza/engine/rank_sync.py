@@ -17,9 +17,8 @@ from cadenza.engine.step_state import Cursor, StepState
 from cadenza.errors import DataError, LossError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Moment
-from cadenza.status.decisions import Decision
+from cadenza.status.decisions import Decision, Requests
 from cadenza.status.progress import Counters, Progress
-from cadenza.status.requests import Requests
 
 # -- tokens ----------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.run import Run
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.run_info import working_directory
 from cadenza.status.shown import brief

@@ -41,18 +41,18 @@ from cadenza.optim.parameters import ExtraParameters, parameters_of
 from cadenza.optim.precision import Precision
 from cadenza.optim.rates import Rates
 from cadenza.optim.settings import Settings
-from cadenza.profiling.timings import Timings
+from cadenza.profiling.spans import Timings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.run import Run, Verbs
 from cadenza.status.branches import Branch
-from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision, Outcome, WhyNot
 from cadenza.status.folding import for_screen
+from cadenza.status.formats import counted
+from cadenza.status.outputs import Window
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo, working_directory
 from cadenza.status.state import State
-from cadenza.status.window import Window
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from cadenza.engine.session import Loops, Session
 from cadenza.loading.arguments import is_read_once
 from cadenza.loading.hints import loader_hints
 from cadenza.optim.optimizers import fused_by_choice, notes
-from cadenza.status.counting import counted
 from cadenza.status.folding import for_screen
+from cadenza.status.formats import counted
 from cadenza.status.progress import Progress
 
 

@@ -30,7 +30,7 @@ from cadenza.loading.metrics import (
 )
 from cadenza.records.scalars import as_numbers, weighted_sum
 from cadenza.status.outputs import Outputs, scalar
-from cadenza.status.tensor_parts import is_array
+from cadenza.status.plain import is_array
 
 NOT_AVERAGED = frozenset({"weight", "samples", "tokens", "predictions", "targets", "logits", "labels"})
 """The names of outputs that have another meaning, so that no mean of them is reported."""

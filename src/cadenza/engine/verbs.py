@@ -20,7 +20,7 @@ from cadenza.engine.start_checks import check_computes_batch
 from cadenza.errors import LossError
 from cadenza.optim.optimizers import needs_closure
 from cadenza.optim.parameters import parameters_of
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.outputs import Outputs, scalar
 from cadenza.status.shown import brief
 

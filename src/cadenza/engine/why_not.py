@@ -14,8 +14,8 @@ from cadenza.hooks.faults import Fault
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, moments_of
 from cadenza.loading.evaluation import Evaluation
-from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision, Outcome, WhyNot
+from cadenza.status.formats import counted
 from cadenza.status.progress import Progress
 
 _OF_THE_RUN = ("stopped", "epoch ended", "batch skipped", "saved", "evaluated")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from cadenza.status.counting import plural
+from cadenza.status.formats import plural
 
 if TYPE_CHECKING:
     from fractions import Fraction

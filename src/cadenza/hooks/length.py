@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 from cadenza.errors import ScheduleError, nearest
 from cadenza.hooks.counting import COUNTERS
 from cadenza.hooks.numbers import whole_number
-from cadenza.status.counting import plural
+from cadenza.status.formats import plural
 
 if TYPE_CHECKING:
     from fractions import Fraction

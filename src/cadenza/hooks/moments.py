@@ -13,8 +13,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import brief_setting
 from cadenza.hooks.signatures import check_call
-from cadenza.status.shown import as_call
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import as_call, signature_of
 from cadenza.text.hints import moment_meant
 
 if TYPE_CHECKING:

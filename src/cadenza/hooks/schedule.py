@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import NEVER, NOW, STEP_END, Bound, Counting, Reading, reading_at, steps_until
 from cadenza.hooks.length import LENGTHS, Length, Unit, check_length, too_late
-from cadenza.status.counting import plural
+from cadenza.status.formats import plural
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any
 
 from cadenza.errors import MomentError
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 
 
 def check_call(function: Callable[..., Any], wanted: list[str], problem: str) -> None:

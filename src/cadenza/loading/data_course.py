@@ -12,7 +12,7 @@ from cadenza.loading.mixed_loader import PASS
 from cadenza.loading.resumable_base import Located, ResumableLoader
 from cadenza.loading.resumable_loader import resumable
 from cadenza.loading.shards import Consumed, Shard
-from cadenza.status.step_samples import BatchSamples, StepSamples
+from cadenza.status.run_info import BatchSamples, StepSamples
 
 
 class Point(NamedTuple):

@@ -20,7 +20,7 @@ from cadenza.loading.sample_counts import SampleCounter, with_sample_counts
 from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.loading.streams import is_sharded_stream
 from cadenza.loading.workers import one_pass
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
     from cadenza.run import Run

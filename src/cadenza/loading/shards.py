@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from cadenza.errors import DataError
 from cadenza.loading.loaders import is_of
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 
 def _alone(flag: bool) -> Callable[[], int]:

@@ -12,7 +12,7 @@ from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation
 from cadenza.loading.rng import derive_seed
 from cadenza.loading.rounds import PositionBatches, RankBatches, batches_of_rank
 from cadenza.loading.shards import Shard
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 BatchT = TypeVar("BatchT", tuple[Tensor, ...], dict[str, Tensor])
 

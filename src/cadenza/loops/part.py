@@ -27,9 +27,8 @@ from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loops.steps import end_abandoned
 from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
-from cadenza.status.decisions import Outcome
+from cadenza.status.decisions import RESUMABLE, GoBack, Outcome
 from cadenza.status.preemption import exit_after_signal
-from cadenza.status.requests import RESUMABLE, GoBack
 
 
 class Part:

@@ -19,8 +19,8 @@ from cadenza.hooks.held_weights import HeldWeights
 from cadenza.hooks.moments import Callback
 from cadenza.optim.held_weights import holders_in
 from cadenza.optim.model_state import buffers_of, fitted, plain_name, set_buffer, state_of
-from cadenza.status.counting import counted
 from cadenza.status.decisions import COMPLETE, decide
+from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
     from cadenza.run import Run

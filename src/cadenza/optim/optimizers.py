@@ -15,7 +15,7 @@ from cadenza.drivers.sharding import is_sharded
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import settings_of
 from cadenza.optim.stepping import made_fit
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.sharding import laid_out
 from cadenza.errors import CheckpointMismatchError
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
     from cadenza.run import Run

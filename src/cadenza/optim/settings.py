@@ -30,11 +30,10 @@ from cadenza.hooks.length import Length
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.settings import CLASS_NAMES, loader_settings
 from cadenza.status.accumulation import Accumulation
-from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
+from cadenza.status.formats import counted
 from cadenza.status.progress import Progress
-from cadenza.status.shown import brief
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import brief, signature_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -16,10 +16,9 @@ import torch
 
 from cadenza.errors import MissingExtraError, nearest
 from cadenza.files.disk import open_regular, replacing
-from cadenza.records.formats import precise
 from cadenza.records.reading import read_records
 from cadenza.records.record import Record
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted, precise
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:

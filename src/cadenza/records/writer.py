@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.files.disk import open_regular
 from cadenza.records.reading import record_in
 from cadenza.records.record import Audio, Histogram, Image, Media, Record, Text
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
     from cadenza.records.directory import RunDirectory

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cadenza.records.formats import short
+from cadenza.status.formats import short
 
 CHARACTER = 7
 """The width of a digit in a label, in pixels, rounded up."""

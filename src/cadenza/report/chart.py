@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cadenza.records.formats import precise
 from cadenza.report.axes import CHARACTER, Scale, labels, padded, room_for, ticks
 from cadenza.report.story import Series
 from cadenza.report.thinning import thinned
+from cadenza.status.formats import precise
 from cadenza.status.markup import Html, element
 
 WIDTH, HEIGHT = 480, 210

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cadenza.records.formats import counted, precise
 from cadenza.report.chart import CROWD, Line, chart, look, mark
 from cadenza.report.story import Series, Story
 from cadenza.report.thinning import noisy, thinned, trend, window
+from cadenza.status.formats import counted, precise
 from cadenza.status.markup import Html, element, joined
 
 NO_RECORDS = "This run has no records. Add LogTraining(...) or Evaluate(...) to its callbacks."

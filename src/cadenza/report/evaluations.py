@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cadenza.records.formats import counted, precise
 from cadenza.report.best import Best, best_of
 from cadenza.report.story import Story
 from cadenza.status.decisions import Decision
+from cadenza.status.formats import counted, precise
 from cadenza.status.markup import Html, element
 
 REGION = {"class_": "wide", "tabindex": "0", "role": "region", "aria_label": "evaluations"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.records.reading import read_rows
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 FILE = "fingerprints.jsonl"
 KINDS = {

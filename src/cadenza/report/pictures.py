@@ -13,8 +13,8 @@ from pathlib import Path
 
 from cadenza.files.disk import open_regular
 from cadenza.records.branch_files import media_in
-from cadenza.records.formats import counted, precise
 from cadenza.report.story import Story
+from cadenza.status.formats import counted, precise
 from cadenza.status.markup import Html, element, joined
 
 BYTES = 1_000_000

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.records.formats import counted, precise
 from cadenza.report.evaluations import judged
 from cadenza.report.settings import differing, settings_of
 from cadenza.report.story import Story
+from cadenza.status.formats import counted, precise
 from cadenza.status.markup import Html, element, joined
 
 CARDS = 6

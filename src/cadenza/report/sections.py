@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cadenza.records.formats import counted, duration, size
 from cadenza.report.story import Kept, Story
-from cadenza.status import dates
 from cadenza.status.decisions import Decision
+from cadenza.status.formats import counted, duration, local_date, shown_date, size
 from cadenza.status.markup import Html, element, joined
 
 FEW = 3
@@ -58,7 +57,7 @@ def _checkpoint(kept: Kept) -> list[object]:
     marks["weights only"] = bool(manifest.get("weights_only"))
     length = size(bytes_in(manifest))
     marked = ", ".join(mark for mark, holds in marks.items() if holds)
-    when = element("time", dates.local(manifest["time"]))
+    when = element("time", local_date(manifest["time"]))
     return [name, f"{manifest.get('epoch', 0):,}", f"{manifest['step']:,}", when, length, manifest["reason"], marked]
 
 
@@ -178,7 +177,7 @@ def _flat(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _as_text(name: str, value: Any) -> str:
     if name in ("started", "ended"):
-        return dates.shown(value)
+        return shown_date(value)
     if isinstance(value, list):
         return (" " if name == "command" else "; ").join(_as_text("", one) for one in value)[:2000]
     if isinstance(value, Mapping):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cadenza.records.formats import counted, precise
 from cadenza.report.chart import sparkline
 from cadenza.report.story import Series, story_of
+from cadenza.status.formats import counted, precise
 from cadenza.status.markup import Html, element
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.files.disk import read_object
 from cadenza.records.branch_files import MEDIA
-from cadenza.records.formats import counted, duration
 from cadenza.records.reading import count_in, read_decisions, read_values
-from cadenza.status import dates
 from cadenza.status.decisions import Decision, Outcome
+from cadenza.status.formats import counted, duration, local_date, parsed_date
 from cadenza.status.masking import masked
 from cadenza.status.progress import Counters
 
@@ -103,7 +102,7 @@ class Story:
         """A sentence about its end."""
         if self.outcome is not None:
             return f"{self.outcome.kind}: {self.outcome.reason}"
-        last = "no record yet" if self.seen is None else f"last record {dates.local(self.seen)}"
+        last = "no record yet" if self.seen is None else f"last record {local_date(self.seen)}"
         return f"in progress or killed: run.json holds no outcome; {last}"
 
     @property
@@ -124,7 +123,7 @@ class Story:
     @property
     def duration_s(self) -> float | None:
         """Seconds from the start to the end or to the last record, pauses before a resume included."""
-        started, ended = dates.parsed(self.info.get("started")), dates.parsed(self.info.get("ended"))
+        started, ended = parsed_date(self.info.get("started")), parsed_date(self.info.get("ended"))
         if started is None:
             return None
         last = ended.timestamp() if ended else self.seen

@@ -11,7 +11,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.trigger import Trigger
-from cadenza.records.formats import clock, counted, number
+from cadenza.status.formats import clock, counted, number
 from cadenza.status.progress import Counters
 from cadenza.status.run_info import working_directory
 

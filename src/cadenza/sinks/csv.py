@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cadenza.files.paths import local_path
-from cadenza.records.formats import no_formula
 from cadenza.sinks.own_file import earlier_records, own_path
 from cadenza.sinks.sink import Sink
+from cadenza.status.formats import no_formula
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record

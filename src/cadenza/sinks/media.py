@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cadenza.records.branch_files import MEDIA, path_of
-from cadenza.records.formats import counted
 from cadenza.records.record import Audio, Figure, Histogram, Image, Media, Record, Text
 from cadenza.records.writer import Channel, Writer
+from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
     import numpy

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.moments import Callback
-from cadenza.records.formats import amount, clock, number
 from cadenza.records.scalars import Arriving
 from cadenza.sinks.console import best_lines
 from cadenza.sinks.progress_renderers import (
@@ -30,8 +29,8 @@ from cadenza.sinks.progress_renderers import (
     draws_on,
     in_notebook,
 )
-from cadenza.status.counting import plural
 from cadenza.status.folding import for_screen
+from cadenza.status.formats import amount, clock, number, plural
 
 if TYPE_CHECKING:
     from cadenza.hooks.moments import BaseCallback

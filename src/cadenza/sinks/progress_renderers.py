@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
-from cadenza.status.counting import counted, plural
 from cadenza.status.folding import encodable
+from cadenza.status.formats import counted, plural
 
 if TYPE_CHECKING:
     from rich.text import Text

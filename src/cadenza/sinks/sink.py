@@ -18,8 +18,8 @@ from cadenza.hooks.faults import Fault
 from cadenza.hooks.moments import Callback
 from cadenza.records.record import Figure
 from cadenza.records.writer import Channel, Rows, writer_of
-from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
+from cadenza.status.formats import counted
 
 M = TypeVar("M")
 if TYPE_CHECKING:

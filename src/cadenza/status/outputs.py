@@ -1,13 +1,15 @@
-"""The outputs of a batch: ``loss``, the other results of ``compute_loss``, and values that are computed when they are read."""
+"""What hooks see of a batch and its step: the outputs, and ``run.window``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from cadenza.errors import LossError, OutputError, nearest
 
@@ -82,3 +84,34 @@ def parts_of(result: object) -> Mapping[str, Any]:
         return {field.name: getattr(result, field.name) for field in fields(result)}
     loss = {"loss": result.loss} if hasattr(result, "loss") else {}
     return {**getattr(result, "__dict__", {}), **loss}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """The batches of the current step, or of the last one, and what its update changes. Read-only.
+
+    >>> from cadenza import Callback, on
+    >>> from cadenza.testing import tiny_run
+    >>> @on(Callback.on_batch_end)
+    ... def show(run, batch, outputs):
+    ...     print(run.window.seen, run.window.size, run.window.loss_scale, len(run.window.parameters))
+    >>> run = tiny_run(steps=1, accumulate=2, callbacks=[show])
+    1 2 0.5 2
+    2 2 0.5 2
+    """
+
+    seen: int
+    """The batches of the step so far."""
+    size: int
+    """The batches of a whole step."""
+    weights: Sequence[float | Tensor]
+    """The weights of the batches so far; empty if they have none."""
+    loss_scale: float | Tensor
+    """The factor on the loss of the last batch in its backward pass, without that of fp16."""
+    optimizers: Sequence[Optimizer]
+    """The optimizers that the step updates: one update of a ``step_fn`` or of an attached loop may have some of them."""
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The parameters that the step updates."""
+        return [one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]]

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Literal
 
 from cadenza.status.accumulation import Accumulation
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 # -- the clock -------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Objects on one line, for ``repr``: without addresses, and without the numbers of tensors."""
+"""Objects on one line, for ``repr``, and the signatures of functions that users write."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import PurePath
 from typing import Any
-
-from cadenza.status.signatures import signature_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, range)
 
@@ -95,3 +93,24 @@ def _equal(value: object, text: str, default: object, read: Callable[[Any], str]
     if not isinstance(value, _PLAIN) or not isinstance(default, _PLAIN):
         return False
     return value == default or (not default and value in (None, (), [], {}))
+
+
+if sys.version_info >= (3, 14):
+    from annotationlib import Format
+
+    _UNREAD = {"annotation_format": Format.STRING}
+else:
+    _UNREAD = dict[str, Any]()
+
+
+def signature_of(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+    """Return ``inspect.signature(function)`` without evaluation of its annotations.
+
+    From Python 3.14, annotations are evaluated when they are read (PEP 649), and a name that is imported below
+    ``if TYPE_CHECKING:`` would be a NameError here.
+
+    Raises:
+        ValueError: A builtin has no signature.
+        TypeError: `function` cannot be called.
+    """
+    return inspect.signature(function, follow_wrapped=follow_wrapped, **_UNREAD)

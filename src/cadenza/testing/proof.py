@@ -23,7 +23,7 @@ from cadenza.hooks.moments import Callback, moments_of
 from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import RNGState
 from cadenza.run import Run
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.plain import first_difference
 from cadenza.testing.fresh import FreshProcesses
 from cadenza.testing.results import CLOCKS, results_of, states_of, without_clocks

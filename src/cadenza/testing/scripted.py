@@ -12,7 +12,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.testing.tiny import tiny_run
 
 

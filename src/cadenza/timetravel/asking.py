@@ -16,8 +16,8 @@ from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.errors import CallbackError, MonitorError, add_note
 from cadenza.files.paths import local_path
 from cadenza.hooks.moments import BaseCallback
-from cadenza.status.counting import counted
 from cadenza.status.decisions import Decision
+from cadenza.status.formats import counted
 from cadenza.timetravel.dry_checkpoint import DryCheckpoint, DryWriter
 from cadenza.timetravel.playing import Played, check_playable, play
 from cadenza.timetravel.recording import Recording

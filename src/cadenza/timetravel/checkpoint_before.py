@@ -12,7 +12,7 @@ from cadenza.checkpoint.store import Entry
 from cadenza.errors import CheckpointError
 from cadenza.records.directory import RecordedRun
 from cadenza.status.branches import Branch
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 
 class Before(NamedTuple):

@@ -18,8 +18,8 @@ from cadenza.hooks.order import Phase, Relation
 from cadenza.loading.arguments import check_loader
 from cadenza.loading.loaders import length_of
 from cadenza.loading.rng import preserve_rng_state
-from cadenza.status.counting import counted
 from cadenza.status.decisions import decide
+from cadenza.status.formats import counted
 from cadenza.text.hints import renamed
 from cadenza.timetravel.trial import try_steps
 

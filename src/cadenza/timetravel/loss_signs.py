@@ -11,7 +11,7 @@ from copy import deepcopy
 from statistics import median
 from typing import Any
 
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 _SPREADS = 16  # losses of small batches have long tails: means of 4 squares are 8 such distances away once in 300 steps
 _LOG_SPREADS = 4  # of single squares, 1 in 60 is 16 distances away; in logarithms, their tail is short

@@ -28,8 +28,8 @@ from cadenza.hooks.subscription import Subscription
 from cadenza.loading.data_course import Window
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
-from cadenza.status.counting import plural
 from cadenza.status.decisions import Decision
+from cadenza.status.formats import plural
 from cadenza.status.progress import Progress
 from cadenza.testing.tiny import tiny_model
 from cadenza.timetravel.dry_checkpoint import DryCheckpoint

@@ -21,7 +21,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.loops.part import Part
 from cadenza.records.record import Record
 from cadenza.run import Run
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.testing.results import depends_on_clock
 from cadenza.timetravel.outside import acts_outside, left_out
 from cadenza.timetravel.replay_start import ReplayStart

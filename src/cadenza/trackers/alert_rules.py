@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cadenza.hooks.schedule import Every
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.status.shown import brief
 
 Level = Literal["info", "warning", "error"]

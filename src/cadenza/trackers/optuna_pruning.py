@@ -11,7 +11,7 @@ from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, is_pair, watche
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.moments import Callback
 from cadenza.records.reading import read_decisions
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.records.record import Audio, Histogram, Image, Media, Text
 from cadenza.sinks.media import EMPTY, MediaBox, counts_of, picture_of, samples_of
 from cadenza.sinks.sink import Sink
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 from cadenza.text.hints import renamed
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from torch.nn.utils import prune
 
 from cadenza.adapters.parameter_groups import Trainable, groups_of, regroup, signature
 from cadenza.adapters.view import OfRun
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -15,7 +15,7 @@ from cadenza.checkpoint.store.tensor_files import Facts, checked_shape
 from cadenza.drivers.sharding import Region, part_of
 from cadenza.drivers.sharding import Split as Cut
 from cadenza.errors import CheckpointFormatError, StateError
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted
 
 MODEL, STATE, RANK = "model", "state", "rank"
 """The kinds of files of a rank: its shards of the model, those of other tensors, and the state that only this rank has."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from cadenza.checkpoint.store.files import Files
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
-from cadenza.records.formats import number
 from cadenza.records.reading import count_in, time_in
 from cadenza.status.branches import Branch
+from cadenza.status.formats import number
 
 FORMAT = 3
 """1: the main process wrote all files. 2: `INDEX` lists the parts of tensors in the files of each rank.

@@ -21,8 +21,7 @@ from cadenza.checkpoint.store.layout import MODEL, STATE, Chunk, Layout, Listed,
 from cadenza.checkpoint.store.tensor_files import checked_shape
 from cadenza.drivers.sharding import Region, Splits, region_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError
-from cadenza.status.plain import host_copy
-from cadenza.status.tensor_parts import is_built_of_tensors
+from cadenza.status.plain import host_copy, is_built_of_tensors
 
 
 @dataclass(frozen=True, slots=True)

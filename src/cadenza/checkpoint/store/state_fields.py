@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from cadenza.checkpoint.store.shards import Stored
-from cadenza.status.counting import counted
-from cadenza.status.tensor_parts import Unbuilt
+from cadenza.status.formats import counted
+from cadenza.status.plain import Unbuilt
 
 Kind = Any
 """A class or a union; a function that raises; ``[kind]`` for a list of any length, ``(kind, kind)`` for one of this length.

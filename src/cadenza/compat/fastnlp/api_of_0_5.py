@@ -10,7 +10,7 @@ from typing import ParamSpec
 from torch import nn
 
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 
 P = ParamSpec("P")
 

@@ -23,14 +23,12 @@ from cadenza.commands.output import (
     say,
     width,
 )
-from cadenza.records.formats import precise
 from cadenza.report.best import best_of
 from cadenza.report.commands.directories import RunFolder, last_of, read
 from cadenza.report.fingerprints import FILE, Parting, Row, parting, read_fingerprints
 from cadenza.report.settings import differing, text_of
 from cadenza.report.story import name_distinctly
-from cadenza.status import dates
-from cadenza.status.counting import counted
+from cadenza.status.formats import counted, precise, shown_date
 
 Cells = tuple[str, list[str]]
 _NARROW = 14  # columns for a run; with fewer, the runs are below each other
@@ -128,7 +126,7 @@ def _outcomes(runs: Sequence[RunFolder]) -> list[Cells]:
             else []
         ),
         ("time", [run.story.took or "-" for run in runs]),
-        ("started", [dates.shown(run.story.info.get("started") or "-") for run in runs]),
+        ("started", [shown_date(run.story.info.get("started") or "-") for run in runs]),
     ]
 
 

@@ -15,7 +15,7 @@ from cadenza.files.locking import is_held
 from cadenza.report.best import best_of
 from cadenza.report.settings import settings_of
 from cadenza.report.story import Series, Story, story_at
-from cadenza.status import dates
+from cadenza.status.formats import local_date
 
 FILES = ("run.json", "metrics.jsonl")
 """A folder with one of these is a run directory."""
@@ -66,7 +66,7 @@ def state_of(held: bool, story: Story) -> str:
 
 def ending(state: str, story: Story) -> str:
     """Return a sentence about a state."""
-    last = "no record" if story.seen is None else f"last record at {dates.local(story.seen)}, {story.reached}"
+    last = "no record" if story.seen is None else f"last record at {local_date(story.seen)}, {story.reached}"
     if state == "running":
         return f"running: {last}"
     if state == "killed":

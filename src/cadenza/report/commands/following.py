@@ -20,8 +20,8 @@ from cadenza.records.record import Record
 from cadenza.report.best import best_of
 from cadenza.report.commands.directories import FILES, ending, last_of, state_of
 from cadenza.report.story import Series, Story, final_counters
-from cadenza.status import dates
 from cadenza.status.branches import Saved
+from cadenza.status.formats import parsed_date
 from cadenza.status.masking import masked
 from cadenza.status.progress import Counters
 
@@ -122,7 +122,7 @@ class Following:
 
     def elapsed_s(self) -> float | None:
         """Return the seconds since the start, until now or the end."""
-        started = dates.parsed(self.story.info.get("started"))
+        started = parsed_date(self.story.info.get("started"))
         if self.is_over or started is None:
             return self.story.duration_s
         return max(0.0, time.time() - started.timestamp())
@@ -165,7 +165,7 @@ class Following:
         """Return when the process that writes now began, in seconds since 1970."""
         continued = self.story.info.get("continued")
         began = continued[-1] if isinstance(continued, list) and continued else self.story.info.get("started")
-        instant = dates.parsed(began)
+        instant = parsed_date(began)
         return 0.0 if instant is None else instant.timestamp()
 
     def _state(self, held: bool) -> str:

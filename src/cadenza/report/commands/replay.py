@@ -19,8 +19,8 @@ from cadenza.records.reading import NewRecords
 from cadenza.report.story import outcome_in
 from cadenza.sinks import Comet, Csv, Dvclive, Mlflow, Swanlab, TensorBoard, Trackio, Wandb
 from cadenza.sinks.sink import Sink
-from cadenza.status.counting import counted
 from cadenza.status.decisions import Outcome
+from cadenza.status.formats import counted
 from cadenza.status.run_info import RunInfo
 
 _BATCH = 1000  # records; so much is in memory, and goes to the sink at once

@@ -9,7 +9,7 @@ from cadenza import report
 from cadenza.commands.output import say
 from cadenza.errors import DirectoryError
 from cadenza.files.disk import replacing
-from cadenza.records.formats import counted, size
+from cadenza.status.formats import counted, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 from cadenza.commands.output import add_json, clean, complain, cut, cut_at_start, fitting, print_json, print_rows, say, width
 from cadenza.errors import CadenzaError, nearest
-from cadenza.records.formats import counted, precise
 from cadenza.report.best import kept_in
 from cadenza.report.commands.directories import RunFolder, found, read, values_of
 from cadenza.report.settings import differing, text_of
-from cadenza.status import dates
+from cadenza.status.formats import counted, parsed_date, precise, shown_date
 
 _FIXED = ("run", "state", "steps", "time", "started")
 _LONGEST = 28  # columns of an argument in the table; --json has all of it
@@ -119,7 +118,7 @@ def _sort(
             higher = any(mode == "max" for name, mode, _ in run.story.watched if name == column)
             value = -value if value is not None and higher else value
         if column in (None, "started"):
-            started = dates.parsed(run.story.info.get("started"))
+            started = parsed_date(run.story.info.get("started"))
             value = None if started is None else started.timestamp()
         if value is None or value != value:  # NaN
             return (2, 0.0, "")
@@ -143,7 +142,7 @@ def _value(run: RunFolder, metric: str) -> str:
 
 
 def _started(run: RunFolder) -> str:
-    return dates.shown(run.story.info.get("started") or "-")[:16]
+    return shown_date(run.story.info.get("started") or "-")[:16]
 
 
 def _data(run: RunFolder, metrics: Sequence[str]) -> dict[str, Any]:

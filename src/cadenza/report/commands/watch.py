@@ -12,11 +12,11 @@ from pathlib import Path
 
 from cadenza.commands.output import add_json, clean, columns_of, curve, cut, print_json, say, width
 from cadenza.errors import CadenzaError
-from cadenza.records.formats import amount, clock, counted, number, precise
 from cadenza.records.record import Record
 from cadenza.report.best import best_of
 from cadenza.report.commands.directories import SUCCESS, last_of
 from cadenza.report.commands.following import Following
+from cadenza.status.formats import amount, clock, counted, number, precise
 from cadenza.status.progress import Counters
 
 INTERRUPTED = 130

@@ -9,7 +9,7 @@ from pathlib import Path
 from cadenza.commands.output import add_json, clean, print_json, say, say_folded
 from cadenza.errors import CadenzaError
 from cadenza.records.directory import read_info
-from cadenza.status.step_samples import StepSamples
+from cadenza.status.run_info import StepSamples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

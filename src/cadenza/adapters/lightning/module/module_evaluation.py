@@ -14,7 +14,7 @@ from cadenza.adapters.lightning.module.transfer import Transfer
 from cadenza.errors import AdapterError
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 
 NAMES: Mapping[str, str] = {"validate": "val", "test": "test", "predict": "predict"}
 """By stage, the name of its evaluation."""

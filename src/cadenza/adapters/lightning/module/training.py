@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cadenza.adapters.lightning.module.run_trainer import attach
 from cadenza.errors import AdapterError, LossError
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 
 if TYPE_CHECKING:
     from cadenza.adapters.lightning.module.attached import Attached

@@ -12,7 +12,7 @@ from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.utils.utils import Watched, as_number, plain_name
 from cadenza.compat.fastnlp.results import NamedResults
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.adapted import AdaptedRun

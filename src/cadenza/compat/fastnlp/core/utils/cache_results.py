@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.logger import logger
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 
 advise(__name__)
 

@@ -19,7 +19,7 @@ from cadenza.compat.fastnlp.core.utils.nested import (
     dataclass_to_dict,
     flat_nest_dict,
 )
-from cadenza.status.signatures import signature_of
+from cadenza.status.shown import signature_of
 
 advise(__name__)
 

@@ -1,11 +1,43 @@
-"""Numbers, durations and sizes as text for people: the one implementation for consoles, progress bars and reports."""
+"""Counts, numbers, durations, sizes and dates as text for people."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
-from cadenza.status.counting import counted as counted
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """Return a count with its noun.
+
+    >>> counted(1, "point"), counted(2000, "point"), counted(0, "batch"), counted(2, "child", "children")
+    ('1 point', '2,000 points', '0 batches', '2 children')
+    """
+    return f"{count:,} {one if count == 1 else many or plural(one)}"
+
+
+def some(texts: Sequence[str], most: int = 10) -> str:
+    """Return the first texts, joined by semicolons, and the number of the others.
+
+    >>> some(["a", "b", "c"]), some(["a", "b", "c"], most=2)
+    ('a; b; c', 'a; b; and 1 more')
+    """
+    more = [f"and {len(texts) - most:,} more"] if len(texts) > most else []
+    return "; ".join([*texts[:most], *more])
+
+
+def plural(one: str) -> str:
+    """Return the plural of a noun that follows the rules.
+
+    >>> [plural(one) for one in ("step", "batch", "entry", "epoch", "branch")]
+    ['steps', 'batches', 'entries', 'epochs', 'branches']
+    """
+    if one.endswith("y") and one[-2:-1] not in "aeiou":
+        return f"{one[:-1]}ies"
+    hissed = one.endswith(("s", "x", "sh", "ch")) and not one.endswith("och")
+    return f"{one}es" if hissed else f"{one}s"
 
 
 def number(value: float, digits: int = 4, grouping: str = "") -> str:
@@ -95,11 +127,7 @@ def duration(seconds: float) -> str:
     if seconds < _MINUTE:
         return f"{seconds:.3g} s"
     whole = round(seconds)
-    size, unit, smaller, less = next(
-        units
-        for units in ((_DAY, "d", _HOUR, "h"), (_HOUR, "h", _MINUTE, "min"), (_MINUTE, "min", 1, "s"))
-        if whole >= units[0]
-    )
+    size, unit, smaller, less = next(units for units in _UNITS if whole >= units[0])
     return f"{whole // size} {unit} {whole % size // smaller} {less}"
 
 
@@ -129,3 +157,22 @@ def no_formula(cell: Any) -> Any:
     except ValueError:
         return f"'{cell}"
     return cell
+
+
+def local_date(seconds: float) -> str:
+    """Return a time in seconds since 1970 as local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def shown_date(text: object) -> str:
+    """Return a time of ``run.json`` as date, time and zone; a text of another form does not change."""
+    instant = parsed_date(text)
+    return str(text) if instant is None else instant.strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def parsed_date(text: object) -> datetime | None:
+    """Return a time of ``run.json``; None for a text of another form."""
+    try:
+        return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%S%z")
+    except ValueError:
+        return None
