@@ -271,6 +271,20 @@ def test_a_wrong_argument_is_an_error_before_the_run_starts_and_the_error_of_a_r
     assert broken.outcomes == [Outcome("failed", "ValueError('mine')")]
 
 
+def test_a_sink_with_a_wrong_argument_is_not_closed_and_the_others_are() -> None:
+    class Wrong(Kept):
+        def open(self, facts: RunInfo) -> None:
+            super().open(facts)
+            raise DirectoryError("no such folder")
+
+    sound, wrong = Kept(), Wrong()
+    with pytest.raises(DirectoryError, match="no such folder"):
+        tiny_run(callbacks=[log_step, sound, wrong])
+    for thread in sound.threads:
+        thread.join(200)
+    assert (sound.calls, wrong.calls) == (["open", "close"], ["open"])
+
+
 def test_remarks_of_the_writer_thread_are_warnings_of_the_training() -> None:
     class Talking(Kept):
         def write(self, records: Sequence[Record]) -> None:

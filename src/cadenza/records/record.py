@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -157,6 +157,12 @@ class Record:
         line = f'{{{counters}, "time": {round(self.time, 3)}{_json_of(self.values)}}}'
         object.__setattr__(self, "_line", line)
         return line
+
+
+def drawn(record: Record) -> Record:
+    """Return a record with its figures drawn, in the thread that made them and before they change."""
+    media = {name: medium.drawn() if isinstance(medium, Figure) else medium for name, medium in record.media.items()}
+    return replace(record, media=media)
 
 
 def _json_of(values: Mapping[str, float]) -> str:

@@ -6,7 +6,6 @@ import io
 import json
 import wave
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cadenza.records.branch_files import MEDIA, path_of
-from cadenza.records.record import Audio, Figure, Histogram, Image, Media, Record, Text
+from cadenza.records.record import Audio, Histogram, Image, Media, Record, Text, drawn
 from cadenza.records.writer import Channel, Writer
 from cadenza.status.formats import counted
 
@@ -106,7 +105,7 @@ class MediaFiles:
     """
 
     def __init__(self, directory: Path, writer: Writer) -> None:
-        self.folder = directory / MEDIA
+        self.folder: Path = directory / MEDIA
         self.remarks: list[str] = []
         """Each medium that was left out, with the reason."""
         self._box = MediaBox(self.remarks.append)
@@ -121,8 +120,7 @@ class MediaFiles:
         Raises:
             Exception: The error of an earlier record in the thread; once.
         """
-        drawn = {name: medium.drawn() if isinstance(medium, Figure) else medium for name, medium in record.media.items()}
-        if not self._channel.put(replace(record, media=drawn)) and self._channel.missed == 1:
+        if not self._channel.put(drawn(record)) and self._channel.missed == 1:
             self._first_missed = record.step
 
     def finish(self) -> None:

@@ -16,7 +16,7 @@ from cadenza.errors import CadenzaError, MissingExtraError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.faults import Fault
 from cadenza.hooks.moments import Callback
-from cadenza.records.record import Figure
+from cadenza.records.record import drawn
 from cadenza.records.writer import Channel, Rows, writer_of
 from cadenza.status.decisions import decide
 from cadenza.status.formats import counted
@@ -137,7 +137,7 @@ class Sink(Callback):
             self._tell(run, channel, "on_log")
         if channel is None:  # it failed to start or is closed, and the run is ending
             return
-        taken = channel.put(_drawn(record) if record.media else record)
+        taken = channel.put(drawn(record) if record.media else record)
         if not taken and channel.missed == 1:
             self.remarks.append(
                 f"the sink is too slow and its queue is full: records are left out, the first at step {record.step}"
@@ -174,6 +174,7 @@ class Sink(Callback):
             self.open(info)
             opened = True
         except CadenzaError:
+            channel.is_open = False
             raise
         except Exception as error:
             channel.fail(error)
@@ -229,9 +230,3 @@ def checked_mode(mode: M, modes: Sequence[str]) -> M:
 def _say_who_is_busy(run: Run, left_s: float) -> None:
     """Show which sinks the end of the run waits for."""
     run.print(f"waiting up to {left_s:.0f} s for the last records of {', '.join(writer_of(run).busy)}")
-
-
-def _drawn(record: Record) -> Record:
-    """Return a record with its figures drawn, in the thread that made them and before they change."""
-    media = {name: medium.drawn() if isinstance(medium, Figure) else medium for name, medium in record.media.items()}
-    return replace(record, media=media)

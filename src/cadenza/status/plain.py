@@ -2,6 +2,10 @@
 
 JSON has no tuples, bytes, NaN, tensors, or keys other than strings. Each of these becomes an object with one key that starts
 with ``$``. A dict of the user that looks like such an object becomes a list of pairs.
+
+Tensors that are built of other tensors, such as the 8-bit states of torchao, are saved as their parts. PyTorch's protocol for
+such classes is ``__tensor_flatten__`` and ``__tensor_unflatten__``. A class is found among those that
+``torch.serialization.add_safe_globals`` allows, and never imported by name.
 """
 
 from __future__ import annotations
