@@ -32,9 +32,9 @@ from cadenza.engine.start_checks import run_directory
 from cadenza.files.new_directory import NewDirectory
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
+from cadenza.loading.batches import batch_sizes
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
-from cadenza.loading.sample_counts import batch_sizes
 from cadenza.loops.foreign import AnyCallback, adapted, adapted_list, before_trainer
 from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, Recipe, elsewhere

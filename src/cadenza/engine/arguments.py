@@ -25,8 +25,7 @@ from cadenza.hooks.length import Length
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule
-from cadenza.loading.arguments import check_loader
-from cadenza.loading.loaders import length_of
+from cadenza.loading.loaders import check_loader, length_of
 from cadenza.loading.metrics import Metric
 from cadenza.loading.mixture import Mixture
 from cadenza.loading.rng import preserve_rng_state, seed_all

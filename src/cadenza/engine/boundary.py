@@ -11,8 +11,7 @@ from itertools import chain
 from typing import Any
 
 from cadenza.engine.session import Session
-from cadenza.loading.data_course import Point, Segment
-from cadenza.loading.described import described
+from cadenza.loading.data_course import Point, Segment, described
 from cadenza.status.accumulation import Accumulation
 from cadenza.status.decisions import Outcome
 from cadenza.status.formats import counted

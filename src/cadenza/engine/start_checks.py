@@ -22,9 +22,8 @@ from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import DistributedError
 from cadenza.files.new_directory import NewDirectory
-from cadenza.loading.arguments import is_read_once
-from cadenza.loading.hints import loader_hints
-from cadenza.loading.loaders import length_of
+from cadenza.loading.loaders import is_read_once, length_of
+from cadenza.loading.settings import loader_hints
 from cadenza.optim.optimizers import notes
 from cadenza.status.folding import for_screen
 from cadenza.status.formats import counted

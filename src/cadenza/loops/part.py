@@ -33,10 +33,9 @@ from cadenza.errors import DirectoryError, add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loading import num_batches
-from cadenza.loading.arguments import check_loader
-from cadenza.loading.hints import loader_hints
-from cadenza.loading.rebuilding import with_batch_size
+from cadenza.loading.loaders import check_loader
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
+from cadenza.loading.settings import loader_hints, with_batch_size
 from cadenza.loops.foreign import before_fit, beforehand
 from cadenza.loops.steps import end_abandoned
 from cadenza.optim import optimizers as updates
