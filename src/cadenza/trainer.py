@@ -41,9 +41,9 @@ from cadenza.engine.recipe import Recipe
 from cadenza.engine.session import Loops, Session
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
+from cadenza.loading.batches import batch_sizes
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
-from cadenza.loading.sample_counts import batch_sizes
 from cadenza.loops.epoch_means import with_epoch_means
 from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, elsewhere

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cadenza.callbacks import Profile
-from cadenza.loading.hints import fetching_hint
+from cadenza.loading.settings import fetching_hint
 from cadenza.testing import tiny_loader, tiny_run
 
 

@@ -19,9 +19,8 @@ from cadenza import Run, Trainer
 from cadenza.callbacks import Checkpoint, Evaluate, Limit
 from cadenza.errors import DataError, LossError
 from cadenza.loading import Shard, TensorBatches, num_batches, resumable
-from cadenza.loading.batches import moved, pinned, size_of, tensors_in
+from cadenza.loading.batches import CountedBatch, moved, pinned, size_of, tensors_in, with_sample_counts
 from cadenza.loading.loaders import Limited, length_of
-from cadenza.loading.sample_counts import CountedBatch, with_sample_counts
 from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
 from tests.loading.data import Numbers
 

@@ -21,7 +21,7 @@ from cadenza.files.paths import local_text
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.loading.hints import fetching_hint
+from cadenza.loading.settings import fetching_hint
 from cadenza.profiling.host_reads import AFTER, SAMPLED, HostReads
 from cadenza.profiling.spans import MOST_EVENTS, Profiler, RankTime, Timings
 from cadenza.status.decisions import decide

@@ -9,7 +9,7 @@ from cadenza.engine import accumulating
 from cadenza.engine.session import session_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
-from cadenza.loading.cutting import cut_to
+from cadenza.loading.resumable_base import cut_to
 from cadenza.optim.settings import Compared
 from cadenza.status.accumulation import Accumulation
 from cadenza.status.decisions import decide

@@ -13,10 +13,9 @@ from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading import Consumed, num_batches
 from cadenza.loading.data_course import DataCourse
 from cadenza.loading.loaders import length_of
-from cadenza.loading.rebuilding import ordered_by_sample
 from cadenza.loading.resumable_base import ResumableLoader
 from cadenza.loading.rng import RNGState, derive_seed
-from cadenza.loading.settings import loader_settings
+from cadenza.loading.settings import loader_settings, ordered_by_sample
 from cadenza.loading.shards import Shard
 from cadenza.status.formats import counted
 from cadenza.status.progress import Counters, Progress

@@ -20,8 +20,7 @@ from cadenza.files.paths import local_path
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule
-from cadenza.loading.arguments import check_loader
-from cadenza.loading.loaders import length_of
+from cadenza.loading.loaders import check_loader, length_of
 from cadenza.loading.metrics import Metric
 from cadenza.loading.mixture import Mixture
 from cadenza.loading.shards import Shard, check_enough_batches

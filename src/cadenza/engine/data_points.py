@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.step_state import Cursor, StepState
-from cadenza.loading.data_course import Point, Segment
-from cadenza.loading.described import described
+from cadenza.loading.data_course import Point, Segment, described
 from cadenza.records.directory import RunDirectory
 from cadenza.status.progress import Progress
 

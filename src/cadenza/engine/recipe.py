@@ -31,10 +31,9 @@ from cadenza.errors import DirectoryError
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import num_batches
-from cadenza.loading.arguments import check_loader
-from cadenza.loading.hints import loader_hints
-from cadenza.loading.rebuilding import with_batch_size
+from cadenza.loading.loaders import check_loader
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
+from cadenza.loading.settings import loader_hints, with_batch_size
 from cadenza.optim import optimizers as updates
 from cadenza.optim.optimizers import Optimizers
 from cadenza.optim.parameters import modules_of, parameters_of

@@ -34,9 +34,9 @@ from cadenza.errors import drop_tracebacks
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault
 from cadenza.loading import Consumed, ResumableLoader, resumable
-from cadenza.loading.cutting import changed
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.mixture import set_source
+from cadenza.loading.resumable_base import changed
 from cadenza.optim.parameters import ExtraParameters, parameters_of
 from cadenza.optim.precision import Precision
 from cadenza.optim.rates import Rates

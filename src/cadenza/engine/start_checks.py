@@ -11,8 +11,8 @@ from cadenza.engine.compiling import breaks_since
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Loops, Session
-from cadenza.loading.arguments import is_read_once
-from cadenza.loading.hints import loader_hints
+from cadenza.loading.loaders import is_read_once
+from cadenza.loading.settings import loader_hints
 from cadenza.optim.optimizers import fused_by_choice, notes
 from cadenza.status.folding import for_screen
 from cadenza.status.formats import counted

@@ -12,14 +12,12 @@ from torch.utils.data import SequentialSampler
 
 from cadenza.errors import DataError
 from cadenza.loading import TensorBatches, resumable
-from cadenza.loading.arguments import check_loader
-from cadenza.loading.loaders import Limited, length_of
+from cadenza.loading.batches import SampleCounter, with_sample_counts
+from cadenza.loading.loaders import Limited, check_loader, length_of, one_pass
 from cadenza.loading.metrics import Metrics, by_name
 from cadenza.loading.mixture import Mixture, separate_source, set_source
-from cadenza.loading.sample_counts import SampleCounter, with_sample_counts
 from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.loading.streams import is_sharded_stream
-from cadenza.loading.workers import one_pass
 from cadenza.status.formats import counted
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from cadenza.errors import DataError, nearest
-from cadenza.loading.arguments import check_loader
-from cadenza.loading.loaders import length_of, set_loader_epoch
+from cadenza.loading.loaders import check_loader, length_of, set_loader_epoch
 from cadenza.loading.resumable_base import END
 from cadenza.loading.rng import derive_seed
 from cadenza.loading.shards import Consumed

@@ -13,19 +13,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from cadenza.errors import DataError
-from cadenza.loading.loaders import Limited, length_of, set_loader_epoch
+from cadenza.loading.batches import CountingCollate, uses_torch_iteration, with_sample_counts
+from cadenza.loading.loaders import Limited, end_workers, is_worker_death, length_of, set_loader_epoch, started
 from cadenza.loading.mixed_loader import MixedLoader, num_mixed_batches
 from cadenza.loading.mixture import Mixture
-from cadenza.loading.orders import PERMUTED
+from cadenza.loading.orders import PERMUTED, PositionBatches, batches_of_rank
 from cadenza.loading.resumable_base import LimitedLoader, Located, ResumableLoader, read_with_seeds
 from cadenza.loading.rng import derive_seed, isolated_rng, seed_host, seeds_below
-from cadenza.loading.rounds import PositionBatches, batches_of_rank
-from cadenza.loading.sample_counts import CountingCollate, uses_torch_iteration, with_sample_counts
 from cadenza.loading.seeded import ResumableSampler, SeededCollate, SeededDataset, SeededWorkerInit, may_draw
 from cadenza.loading.shards import Shard
 from cadenza.loading.streams import ShardedStream, is_sharded_stream
 from cadenza.loading.tensors import TensorBatches
-from cadenza.loading.workers import end_workers, is_worker_death, started
 
 # -- workers that stay -----------------------------------------------------------------------------
 

@@ -25,11 +25,10 @@ from torch.utils.data import (
 )
 
 from cadenza.errors import DataError, add_note
+from cadenza.loading.batches import CountedBatch
 from cadenza.loading.loaders import set_loader_epoch
-from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation, Unshuffled
+from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation, PositionBatches, Unshuffled, batches_of_rank
 from cadenza.loading.rng import HostState, derive_seed, isolated_rng, seed_host, seeds_below
-from cadenza.loading.rounds import PositionBatches, batches_of_rank
-from cadenza.loading.sample_counts import CountedBatch
 from cadenza.loading.shards import Shard
 from cadenza.status.preemption import end_of_process, spare_this_worker
 

@@ -11,11 +11,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from cadenza.errors import DataError
-from cadenza.loading.batches import pinned
+from cadenza.loading.batches import CountedBatch, pinned, uses_torch_iteration
 from cadenza.loading.loaders import set_loader_epoch
 from cadenza.loading.resumable_base import END, ResumableLoader, read_with_seeds
 from cadenza.loading.rng import derive_seed, isolated_rng, seed_host
-from cadenza.loading.sample_counts import CountedBatch, uses_torch_iteration
 from cadenza.loading.shards import Shard, has_shards
 from cadenza.status.formats import counted
 from cadenza.status.preemption import end_of_process, spare_this_worker

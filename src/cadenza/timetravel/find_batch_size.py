@@ -15,8 +15,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
 from cadenza.hooks.order import Phase, Relation
-from cadenza.loading.arguments import check_loader
-from cadenza.loading.loaders import length_of
+from cadenza.loading.loaders import check_loader, length_of
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.status.decisions import decide
 from cadenza.status.formats import counted
