@@ -13,9 +13,8 @@ from cadenza.engine.data_points import Reading
 from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import kept
 from cadenza.hooks.length import Length
-from cadenza.status.accumulation import Accumulation, Change, Limits
 from cadenza.status.formats import counted
-from cadenza.status.progress import Progress
+from cadenza.status.progress import Accumulation, Change, Progress
 
 POINTS = '2000 (steps), "2000 steps", "3 epochs", "0.5 epoch", "500 batches", "50000 samples", "1e9 tokens", "50%"'
 """The forms of a point, for messages."""
@@ -85,7 +84,7 @@ def plain(accumulate: Any) -> Any:
     return accumulate.plain() if isinstance(accumulate, Accumulation) else accumulate
 
 
-def units_of(accumulate: int, limits: Limits) -> set[str]:
+def units_of(accumulate: int, limits: Progress) -> set[str]:
     """Return the units of the points at which the number of batches in a step changes."""
     units: set[str] = {one.unit for one in accumulate.changes} if isinstance(accumulate, Accumulation) else set()
     return units | {"token"} if "%" in units and limits.max_tokens is not None else units
