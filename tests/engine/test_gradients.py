@@ -23,8 +23,7 @@ from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, StopOnNonFinit
 from cadenza.engine.arguments import checked_accumulate
 from cadenza.errors import CheckpointMismatchError
 from cadenza.records import read_decisions
-from cadenza.status.accumulation import Accumulation
-from cadenza.status.progress import Counters, Progress
+from cadenza.status.progress import Accumulation, Counters, Progress
 from cadenza.testing import launch, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.engine.parts import Stream
 from tests.long import LONG

@@ -11,8 +11,8 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.loading.resumable_base import cut_to
 from cadenza.optim.settings import Compared
-from cadenza.status.accumulation import Accumulation
 from cadenza.status.decisions import decide
+from cadenza.status.progress import Accumulation
 
 if TYPE_CHECKING:
     from cadenza.run import Run

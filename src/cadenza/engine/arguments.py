@@ -33,9 +33,8 @@ from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.precision import check_precision
 from cadenza.optim.rates import is_counted
 from cadenza.optim.settings import Settings
-from cadenza.status.accumulation import Accumulation, Change, Limits
 from cadenza.status.formats import counted
-from cadenza.status.progress import Progress
+from cadenza.status.progress import Accumulation, Change, Progress
 from cadenza.status.shown import brief
 from cadenza.text.hints import hints, moment_meant
 
@@ -368,7 +367,7 @@ def plain_accumulate(accumulate: Any) -> Any:
     return accumulate.plain() if isinstance(accumulate, Accumulation) else accumulate
 
 
-def units_of_changes(accumulate: int, limits: Limits) -> set[str]:
+def units_of_changes(accumulate: int, limits: Progress) -> set[str]:
     """Return the units of the points at which the number of batches in a step changes."""
     units: set[str] = {one.unit for one in accumulate.changes} if isinstance(accumulate, Accumulation) else set()
     return units | {"token"} if "%" in units and limits.max_tokens is not None else units

@@ -12,10 +12,9 @@ from typing import Any
 
 from cadenza.engine.session import Session
 from cadenza.loading.data_course import Point, Segment, described
-from cadenza.status.accumulation import Accumulation
 from cadenza.status.decisions import Outcome
 from cadenza.status.formats import counted
-from cadenza.status.progress import Progress
+from cadenza.status.progress import Accumulation, Progress
 
 # -- the boundary ----------------------------------------------------------------------------------
 

@@ -17,9 +17,8 @@ from cadenza.hooks.length import Length
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.hooks.schedule import Every, lengths_in
-from cadenza.status.accumulation import Accumulation
 from cadenza.status.formats import counted, plural
-from cadenza.status.progress import Progress
+from cadenza.status.progress import Accumulation, Progress
 
 if TYPE_CHECKING:
     import pandas

@@ -29,10 +29,9 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.length import Length
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.settings import CLASS_NAMES, loader_settings
-from cadenza.status.accumulation import Accumulation
 from cadenza.status.decisions import decide
 from cadenza.status.formats import counted
-from cadenza.status.progress import Progress
+from cadenza.status.progress import Accumulation, Progress
 from cadenza.status.shown import brief, signature_of
 
 if TYPE_CHECKING:

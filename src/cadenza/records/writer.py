@@ -297,15 +297,24 @@ class Channel:
     def _send_all(self) -> None:
         """Write the records that were put so far. If the target failed, open it again first."""
         was_down, first, until, count = self.down, self._sent, self._count, 0
-        if was_down and self._reopen is not None:
-            self.is_open = False
-            self._reopen(first)
-            self.is_open = True
+        if was_down:
+            self._open_again()
         while self._taken < until:
             if not self._waiting:
                 self._read_back()
             count += self._send()
-        if was_down or (self._continues and count):
+        if was_down or self._continues:
+            self._note_recovery(first, count, was_down=was_down)
+
+    def _open_again(self) -> None:
+        assert self._reopen is not None, "else it is broken"
+        self.is_open = False
+        self._reopen(self._sent)
+        self.is_open = True
+
+    def _note_recovery(self, first: int, count: int, *, was_down: bool) -> None:
+        """Note that the target has all records, of which it missed so many after a step."""
+        if was_down or count:
             records = f"{counted(count, 'record')} after step {max(first, 0)} went to it"
             self.events.append(records if count else "it missed no record")
         if was_down:

@@ -72,11 +72,14 @@ class TensorBoard(Sink):
             numbers = [Summary.Value(tag=name, simple_value=value) for name, value in record.values.items()]
             if numbers:
                 files.add_summary(Summary(value=numbers), record.at.step, record.time)
-            for name, medium in record.media.items():
-                if not _written(self._writer, name, medium, record.at.step, record.time) and name not in self._left_out:
-                    self.remarks.append(f"{name!r} of step {record.at.step} has no values to show, and is left out")
-                    self._left_out.add(name)
+            self._write_media(self._writer, record)
         self._writer.flush()  # an error is that of these records, which are then written again
+
+    def _write_media(self, writer: SummaryWriter, record: Record) -> None:
+        for name, medium in record.media.items():
+            if not _written(writer, name, medium, record.at.step, record.time) and name not in self._left_out:
+                self.remarks.append(f"{name!r} of step {record.at.step} has no values to show, and is left out")
+                self._left_out.add(name)
 
     def close(self, outcome: Outcome | None) -> None:
         writer, self._writer = self._writer, None
