@@ -17,8 +17,8 @@ from torch.nn.functional import mse_loss
 from cadenza import Callback, Counters, Record, load_weights, on, supervised
 from cadenza.callbacks import Checkpoint, LogTraining, SavePredictions
 from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.store.content import write_common
 from cadenza.checkpoint.store.manifest import canonical
-from cadenza.checkpoint.store.writing import write_common
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DirectoryError
 from cadenza.files.disk import Unflushed

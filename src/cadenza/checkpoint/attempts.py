@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cadenza.checkpoint.frozen import LEFT_OUT
+from cadenza.checkpoint.model_parts import LEFT_OUT
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.content import JoinedFiles
 from cadenza.drivers.agreeing import ALONE, Meeting

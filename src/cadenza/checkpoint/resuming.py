@@ -17,7 +17,7 @@ from cadenza.checkpoint.other_ranks import Written
 from cadenza.checkpoint.snapshot import check_whole
 from cadenza.checkpoint.starting import Start, chosen, none_to_continue
 from cadenza.checkpoint.store import Loaded
-from cadenza.checkpoint.store.link_names import LAST
+from cadenza.checkpoint.store.files import LAST
 from cadenza.engine import lost_directory, rank_checks
 from cadenza.engine.course import Beginning
 from cadenza.engine.plan import argument_changes, plan_changes

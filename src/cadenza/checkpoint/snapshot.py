@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cadenza.checkpoint.changed_shapes import CHANGED, add_groups, as_at_start, changed_buffers, changed_of
-from cadenza.checkpoint.frozen import LEFT_OUT, left_out_of, unchanged
+from cadenza.checkpoint.model_parts import (
+    CHANGED,
+    LEFT_OUT,
+    add_groups,
+    as_at_start,
+    changed_buffers,
+    changed_of,
+    left_out_of,
+    unchanged,
+)
 from cadenza.checkpoint.other_ranks import Written, data_of, rebatched
 from cadenza.checkpoint.store import Content, Loaded, Stored
 from cadenza.checkpoint.store.content import JoinedFiles

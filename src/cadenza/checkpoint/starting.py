@@ -17,8 +17,7 @@ from cadenza.checkpoint.catalogue import Catalogue, checkpoint_at, find, first_u
 from cadenza.checkpoint.reader import Reader, on_all_ranks
 from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
 from cadenza.checkpoint.store.checkpoints import not_exact
-from cadenza.checkpoint.store.files import absolute_path
-from cadenza.checkpoint.store.link_names import LAST
+from cadenza.checkpoint.store.files import LAST, absolute_path
 from cadenza.drivers import Driver
 from cadenza.errors import CheckpointError
 from cadenza.files.paths import is_local, local_text

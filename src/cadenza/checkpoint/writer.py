@@ -12,8 +12,8 @@ from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.attempts import Attempts, Save
 from cadenza.checkpoint.retention import Member, Retention
 from cadenza.checkpoint.store import Content, Saved, Store
-from cadenza.checkpoint.store.buffers import HostBuffers, host_view
-from cadenza.checkpoint.store.link_names import BEST, LAST
+from cadenza.checkpoint.store.content import HostBuffers, host_view
+from cadenza.checkpoint.store.files import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_text
 from cadenza.drivers.agreeing import ALONE
 from cadenza.engine.session import Session

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from cadenza.checkpoint.store.files import Files
-from cadenza.checkpoint.store.layout import MODEL, RANK, STATE, dtype_of, files_by_rank, part_file, split_of
 from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, check_file, check_sums, files_in
-from cadenza.checkpoint.store.shards import Stored, stored_in
+from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Stored, dtype_of, files_by_rank, part_file, split_of, stored_in
 from cadenza.checkpoint.store.state_fields import checked_rank, checked_state
 from cadenza.checkpoint.store.tensor_files import Facts, checked_shape, facts_of, read_tensors
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
