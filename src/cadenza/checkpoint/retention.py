@@ -102,10 +102,12 @@ class Retention:
         readable = [(rank, entry, entry.manifest) for rank, entry in self._catalogue.ranked if entry.manifest is not None]
         began = min((one for _, _, facts in readable if isinstance(one := facts.get("time"), int | float)), default=0.0)
         before, self._read = self._read, {}
+        earlier = any(member.earlier for member in self.members.values())
         for rank, entry, facts in readable:
             held = before.get(entry.name)
             if held is None or held[0] is not entry:
-                held = entry, self._with_earlier(Known.of(entry.saved, rank, facts, began, self._joined.get(entry.name, ())))
+                known = Known.of(entry.saved, rank, facts, began, self._joined.get(entry.name, ()))
+                held = entry, self._with_earlier(known) if earlier else known
             self._read[entry.name] = held
         self.known = [one for _, one in self._read.values() if one.owners & self.members.keys()]
 
@@ -227,7 +229,8 @@ class Retention:
         except OSError as error:
             problem = error
         self._note(kept, gone)
-        self.store.delete(gone)
+        if gone:
+            self.store.delete(gone)
         self.known = [one for one in self.known if one.name in kept]
         if problem is not None:
             raise problem
@@ -239,7 +242,8 @@ class Retention:
         ``best`` is that of the first rule; of several rules, each has its own as well.
         """
         line = [one.name for one in line_of(self.known) if one.rank[0] and one.name in kept]
-        bests = [(one["monitor"], one["checkpoint"]) for one in self.bests() if one["checkpoint"] in kept]
+        all_bests = self.bests() if self.watching else []
+        bests = [(one["monitor"], one["checkpoint"]) for one in all_bests if one["checkpoint"] in kept]
         links = {best_link(monitor): name for monitor, name in reversed(bests)} if len(self.watching) > 1 else {}
         if bests and BEST in self.sets:
             links[BEST] = bests[0][1]
@@ -265,7 +269,7 @@ class Retention:
         found = {monitor: one for monitor, one in earlier if one.get("name") == known.name}
         values = {monitor: one["best"] for monitor, one in found.items()}
         averaged = {monitor: one["weights"] for monitor, one in found.items() if one.get("weights")}
-        return replace(known, values={**values, **known.values}, averaged={**averaged, **known.averaged}) if found else known
+        return replace(known, values={**values, **known.values}, averaged={**averaged, **known.averaged})
 
     def _texts(self) -> dict[str, list[str]]:
         return {member.name: [one.text for one in member.rules] for member in self.members.values()}

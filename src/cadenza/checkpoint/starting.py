@@ -187,21 +187,27 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], 
     Raises:
         CheckpointError: No existing checkpoint can be used, and a new start would waste one.
     """
-    known, path, begun_at = _catalogue(directory, elsewhere), path_in(directory), openable_in(directory, elsewhere)
+    known = _catalogue(directory, elsewhere)
     branch, line = known.branch, known.line()
     own = [one for one in line if one.branch is None or one.branch.number == branch.number]
     # The checkpoint at which the branch began may be inexact, since the user named it.
-    begun = [
-        one
-        for one in (*begun_in(directory, elsewhere), *line)
-        if one.branch is not None and branch.ancestors[-1:] == (one.branch.point(one.name),)
-    ]
+    first = branch.ancestors[-1] if branch.ancestors else None
+    known_first = () if first is None else (*begun_in(directory, elsewhere), *line)
+    begun = [one for one in known_first if one.branch is not None and one.branch.point(one.name) == first]
     others = [one for one in line if one not in own and one not in begun]
     newest, skipped = first_usable([*own, *begun, *others], lambda one: reader.problem(one, exact=one not in begun))
     for reason in dict.fromkeys(skipped):
         logger.warning("skipped a checkpoint: %s", reason)
-    if newest is not None:
-        return Start(replace(branch, at=newest.name), reader.read(newest), path, recovery=recovery_in(directory))
+    if newest is None:
+        return _without_checkpoint(directory, elsewhere, known, reader)
+    return Start(replace(branch, at=newest.name), reader.read(newest), path_in(directory), recovery=recovery_in(directory))
+
+
+def _without_checkpoint(
+    directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], known: Catalogue, reader: Reader
+) -> Start:
+    """Return the start of a run without a checkpoint at which it can continue. Raises as `at_newest`."""
+    branch, path, begun_at = known.branch, path_in(directory), openable_in(directory, elsewhere)
     unusable, is_over = [_unusable(one, reader) for _, one in known.ranked], ended_in(directory) is not None
     lost = tuple(why for why, _ in unusable)
     # After the end of the run only damage counts: there is no new start.
@@ -213,7 +219,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], 
             "Repair or remove them, name one with fit(resume=PATH), or give another directory=."
         )
     if is_over:
-        models = [one for one in line if one.manifest is not None and one.manifest.get("weights_only")]
+        models = [one for one in known.line() if one.manifest is not None and one.manifest.get("weights_only")]
         model, _ = first_usable(models, reader.problem)
         return Start(branch, None if model is None else reader.read(model), path, lost=lost)
     if path is not None and (begun_at is None or branch.ancestors[-1].run != branch.run):

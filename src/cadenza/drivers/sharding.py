@@ -144,8 +144,12 @@ def laid_out(value: Tensor | Readable, like: Tensor) -> Tensor:
 
     Every rank must call this. If `like` is not sharded, the result is whole and stays on its device.
     """
-    if not is_sharded(like):
-        return whole(value) if isinstance(value, Tensor) else value.read()
+    if is_sharded(like):
+        return _sharded(value, like)
+    return whole(value) if isinstance(value, Tensor) else value.read()
+
+
+def _sharded(value: Tensor | Readable, like: Tensor) -> Tensor:
     if isinstance(value, Tensor) and is_sharded(value):
         given: Any = value
         if (given.device_mesh, given.placements) == (like.device_mesh, like.placements):  # type: ignore[attr-defined]

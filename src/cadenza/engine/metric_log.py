@@ -86,7 +86,3 @@ class MetricLog:
         except Exception as error:  # as for a sink: the training goes on
             self._media_failed = True
             self._decide("not kept", f"media cannot be written, and no more are: {error!r}", who="the run")
-
-    def restore(self, history: History) -> None:
-        """Continue with the history of a checkpoint."""
-        self.history = history

@@ -235,7 +235,7 @@ class Store:
         """
         manifest = self.manifest(saved)
         for name, said in (files_in(manifest) | files_of_ranks(self.files, saved.name, manifest)).items():
-            check_file(self.files, saved.name, name, said)
+            check_file(self.files, f"{saved.name}/{name}", said)
         self._whole.add(saved.name)
         return manifest
 

@@ -1,8 +1,4 @@
-"""The content of a checkpoint: copied to the host, and written to its folder by one process or by each rank.
-
-What lies on a CUDA device is first copied there, if memory is free: a gigabyte takes about a millisecond. The training goes
-on, and the thread that writes copies to the host.
-"""
+"""The content of a checkpoint: copied to the host, and written to its folder by one process or by each rank."""
 
 from __future__ import annotations
 
@@ -139,8 +135,7 @@ class Content:
 class HostBuffers:
     """The memory of the checkpoint that was written last. New memory costs more than the copy: the system clears each page.
 
-    It never holds more than one checkpoint. The memory of a checkpoint comes here when it is written, never before. Copies on
-    a device take half of its free memory at most, until they are on the host; the rest is copied to the host at once.
+    It never holds more than one checkpoint. The memory of a checkpoint comes here when it is written, never before.
 
     >>> buffers = HostBuffers()
     >>> first = buffers.copy(torch.ones(3))
@@ -151,6 +146,37 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a contiguous copy on the host."""
+        free = self._free.get((tensor.dtype, tensor.shape))
+        return host_copy(tensor, free.pop() if free else None)
+
+    def copied(self) -> None:
+        """Clear the memory that nothing needs any more, as all tensors are copied."""
+        self._free = {}
+
+    def fetched(self, content: Content) -> Content:
+        """Return the content on the host."""
+        return content
+
+    def take_back(self, tensors: Iterable[Tensor]) -> None:
+        """Take the copies of a checkpoint that is written, and clear the rest. Nothing may read them any more."""
+        self._free = {}
+        for one in tensors:
+            if one.layout is torch.strided:
+                self._free.setdefault((one.dtype, one.shape), []).append(one)
+
+
+class DeviceBuffers(HostBuffers):
+    """The same for tensors on CUDA devices. What has room is first copied there: a gigabyte takes about a millisecond.
+
+    The training goes on, and the thread that writes copies to the host. Copies on a device take half of its free memory at
+    most, until they are on the host; the rest is copied to the host at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
         self._room: dict[torch.device, int] = {}  # the bytes that copies may still take on a device
         self._pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # tensors to copy on a device, and their copies
         self._ready: dict[torch.device, torch.cuda.Event] = {}  # when the copies on a device are made
@@ -158,11 +184,11 @@ class HostBuffers:
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a copy, which holds the numbers after `copied`: on the device, if it has room; else contiguous on the host."""
         if not tensor.is_cuda or tensor.layout is not torch.strided or not self._takes(tensor):
-            return self._on_host(tensor)
+            return super().copy(tensor)
         try:
             copy = torch.empty_like(tensor, requires_grad=False)
         except torch.OutOfMemoryError:  # no single piece is large enough
-            return self._on_host(tensor)
+            return super().copy(tensor)
         sources, copies = self._pairs.setdefault(tensor.dtype, ([], []))
         sources.append(tensor.detach())
         copies.append(copy)
@@ -175,7 +201,7 @@ class HostBuffers:
         self._ready = {device: torch.cuda.current_stream(device).record_event() for device in self._room}
         self._pairs, self._room = {}, {}
         if not self._ready:
-            self.clear()
+            super().copied()
 
     def fetched(self, content: Content) -> Content:
         """Return the content on the host. The thread that writes calls this; the devices do their work beside it."""
@@ -187,11 +213,11 @@ class HostBuffers:
             if not tensor.is_cuda:
                 return tensor
             with torch.cuda.stream(streams[tensor.device]):
-                return self._on_host(tensor)
+                return HostBuffers.copy(self, tensor)
 
         if self._ready:
             content, self._ready = content.mapped(on_host), {}
-            self.clear()
+            super().copied()
         return content
 
     def _takes(self, tensor: Tensor) -> bool:
@@ -201,21 +227,6 @@ class HostBuffers:
         fits = tensor.nbytes <= self._room[tensor.device]
         self._room[tensor.device] -= tensor.nbytes * fits
         return fits
-
-    def _on_host(self, tensor: Tensor) -> Tensor:
-        free = self._free.get((tensor.dtype, tensor.shape))
-        return host_copy(tensor, free.pop() if free else None)
-
-    def clear(self) -> None:
-        """Give the free memory back to the system."""
-        self._free = {}
-
-    def take_back(self, tensors: Iterable[Tensor]) -> None:
-        """Take the copies of a checkpoint that is written, and clear the rest. Nothing may read them any more."""
-        self._free = {}
-        for one in tensors:
-            if one.layout is torch.strided:
-                self._free.setdefault((one.dtype, one.shape), []).append(one)
 
 
 def host_view(tensor: Tensor) -> Tensor:

@@ -102,7 +102,8 @@ class LocalFiles:
                 facts = self._write(path, iter(partial(file.read, CHUNK), b""))
         else:
             flush(target)
-            facts = self.checksum(path)
+            with self.open(path) as file:
+                facts = facts_of_file(file)
         flush(target.parent)
         return facts
 
@@ -116,11 +117,6 @@ class LocalFiles:
         except SafetensorError as error:
             raise OSError(f"{path}: {error}") from error
         return part
-
-    def checksum(self, path: str) -> Facts:
-        """Read a file; return ``size``, in bytes, and ``crc32``, in hexadecimal digits. Raises FileNotFoundError."""
-        with self.open(path) as file:
-            return facts_of_file(file)
 
     def rename(self, old: str, new: str) -> None:
         """Rename a folder, so that its new name survives a power cut."""
@@ -169,20 +165,16 @@ class LocalFiles:
 
     def links(self) -> dict[str, str]:
         """Return the links that `link` made: by name, the folder that each names, which may be gone."""
-        if not self.root.is_dir():
-            return {}
-        found = [entry for entry in os.scandir(self.root) if is_link_name(entry.name)]
-        targets = {one.name: self._target(one) for one in found if one.is_symlink() or one.is_file()}
+        targets: dict[str, str | None] = {}
+        for entry in os.scandir(self.root) if self.root.is_dir() else ():
+            if is_link_name(entry.name) and not entry.is_dir(follow_symlinks=False):
+                with suppress(OSError):  # it was deleted meanwhile
+                    if entry.is_symlink():
+                        targets[entry.name] = target_in(os.readlink(entry.path).encode())
+                    else:
+                        with self.open(entry.name) as file:
+                            targets[entry.name] = target_in(file.read(CHUNK))
         return {name: target for name, target in sorted(targets.items()) if target is not None}
-
-    def _target(self, entry: os.DirEntry[str]) -> str | None:
-        try:
-            if entry.is_symlink():
-                return target_in(os.readlink(entry.path).encode())
-            with open_regular(Path(entry.path)) as file:
-                return target_in(file.read(CHUNK))
-        except OSError:  # it was deleted meanwhile
-            return None
 
     def unlink(self, name: str) -> None:
         """Delete a link."""
@@ -263,9 +255,6 @@ class RemoteFiles:
             size = int.from_bytes(self._system.cat_file(full, start=0, end=8), "little")
             self._headers[path] = (8 + size, json.loads(self._system.cat_file(full, start=8, end=8 + size)))
         return self._headers[path]
-
-    def checksum(self, path: str) -> Facts:
-        return facts_of(self.read(path))
 
     def rename(self, old: str, new: str) -> None:
         self._system.mv(f"{self.root}/{old}", f"{self.root}/{new}", recursive=True)
