@@ -160,15 +160,17 @@ class Attempts:
                 self._notify()
             return False
         self._written(content.emptied())
-        pruned: list[str] | Exception
-        try:
-            pruned = self._prune(saved)
-        except Exception as error:  # the checkpoint is written, and that counts
-            pruned = error
+        pruned = self._pruned(saved)
         self._unsaved = None
         self.results.append(Result(save, saved, pruned))
         self._notify()
         return True
+
+    def _pruned(self, saved: Saved) -> list[str] | Exception:
+        try:
+            return self._prune(saved)
+        except Exception as error:  # the checkpoint is written, and that counts
+            return error
 
     def _write_weights_first(self, content: Content, left_s: float) -> None:
         """Write the weights alone if the time may be too short for the whole checkpoint. Shards are not written alone."""

@@ -101,9 +101,8 @@ def as_at_start(session: Session, state: Mapping[str, Any], config: Mapping[str,
         state: The state in the checkpoint.
         config: The configuration of the session.
     """
-    if CHANGED not in state and _agree(state["config"], config):
-        return dict(state["config"])
-    return _without_changes(session, state, config)
+    same = CHANGED not in state and _agree(state["config"], config)
+    return dict(state["config"]) if same else _without_changes(session, state, config)
 
 
 def _without_changes(session: Session, state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,21 +121,17 @@ class Written(NamedTuple):
 
     def restore_counters(self, progress: Progress, loader: object, shard: Shard) -> Consumed:
         """Restore the counters. Return the batches of the epoch that other numbers of ranks had done."""
-        past = self._past_for(shard.world_size)
+        past: Consumed = ()
+        if self.at.batch_in_epoch and self.dealt:
+            own = self.at.batch_in_epoch - sum(turns for _, turns in self.past)
+            done = (*self.past, (self.ranks, own)) if own else self.past
+            past = done[:-1] if done and done[-1][0] == shard.world_size else done
         progress.begin(self.at, progress.batches_per_whole_epoch)
         if past:
             progress.take_over(self.at.batch_in_epoch if self.over else num_batches(loader, shard.resumed(past)))
         if self.found and self.ranks == shard.world_size:
             progress.correct(self.found)
         return past
-
-    def _past_for(self, ranks: int) -> Consumed:
-        """Return the batches of the epoch that other numbers of ranks have done, before `ranks` ranks continue it."""
-        if not self.at.batch_in_epoch or not self.dealt:
-            return ()
-        own = self.at.batch_in_epoch - sum(turns for _, turns in self.past)
-        done = (*self.past, (self.ranks, own)) if own else self.past
-        return done[:-1] if done and done[-1][0] == ranks else done
 
     def taken_over(self, session: Session, loaded: Loaded) -> dict[str, Any]:
         """Return the entries of this rank, from those of the ranks that wrote the checkpoint."""

@@ -42,12 +42,13 @@ class Part(NamedTuple):
 
     name: str
     save: Callable[[Session], Any]
-    """Returns plain values and tensors; None leaves an `optional` part out."""
+    """Returns plain values and tensors."""
     load: Callable[[Target, Any], object] | None = None
     """None: another part loads it, or it is only compared."""
     each_rank: bool = False
     """Whether each rank has its own."""
     optional: bool = False
+    """Whether it is left out if it is None."""
     fixed: bool = False
     """Whether it does not change during a run."""
 
@@ -69,10 +70,6 @@ def _streams(to: Target, plain: Mapping[str, Any]) -> None:
     to.session.restored.rng_state = RNGState.from_plain(plain)  # set with the first step
 
 
-def _outside(to: Target, state: Mapping[str, Any]) -> None:
-    to.session.extra_parameters.load_state_dict(state)
-
-
 def _course(to: Target, plain: Sequence[Mapping[str, Any]]) -> None:
     to.session.cursor.course = DataCourse.from_plain(plain)
 
@@ -84,14 +81,6 @@ def _switched(to: Target, flags: Mapping[str, Any]) -> None:
 def _history(to: Target, series: Mapping[str, Any]) -> None:
     metrics = to.session.metrics
     metrics.history = History.from_state(series, metrics.history.limit, to.loaded.state.get("rows"))
-
-
-def _due(to: Target, state: Any) -> None:
-    to.session.due.restore(placed(to.session, state))
-
-
-def _schedules(to: Target, state: Mapping[str, Any]) -> None:
-    to.session.hooks.restore_schedules(state, to.session.progress)
 
 
 def _states_of(session: Session, *, each_rank: bool) -> dict[str, Any]:
@@ -166,7 +155,12 @@ PARTS: tuple[Part, ...] = (
     Part("streams", lambda run: RNGState.capture().to_plain(), _streams, each_rank=True),
     # The training.
     Part("optimizers", lambda run: [one.state_dict() for one in run.optimizers], _optimizers),
-    Part("outside", lambda run: run.extra_parameters.state_dict() or None, _outside, optional=True),
+    Part(
+        "outside",
+        lambda run: run.extra_parameters.state_dict() or None,
+        lambda to, one: to.session.extra_parameters.load_state_dict(one),
+        optional=True,
+    ),
     _state("precision", lambda run: run.precision),
     _attribute("weight_unit", lambda run: run.step),
     Part("switched", lambda run: run.module_flags.changed(), _switched),
@@ -188,14 +182,18 @@ PARTS: tuple[Part, ...] = (
     _state("loader", lambda run: run.cursor.source, each_rank=True),
     # The hooks: their requests and their states.
     _state("requests", lambda run: run.sync.requests),
-    Part("evaluations due", lambda run: run.due.state, _due, each_rank=True),
+    Part("evaluations due", lambda run: run.due.state, lambda to, one: to.session.due.restore(placed(to.session, one)), True),
     _state("losses", lambda run: run.metrics.losses, each_rank=True),
     Part("callbacks", lambda run: _states_of(run, each_rank=False), _callbacks),
     Part("callbacks of the rank", lambda run: _states_of(run, each_rank=True) or None, each_rank=True, optional=True),
     Part(
         "weight_sets", lambda run: {name: [one.callback, *one.held] for name, one in holders_in(run.hooks).items() if one.held}
     ),
-    Part("schedules", lambda run: run.hooks.schedules_at(run.progress), _schedules),
+    Part(
+        "schedules",
+        lambda run: run.hooks.schedules_at(run.progress),
+        lambda to, one: to.session.hooks.restore_schedules(one, to.session.progress),
+    ),
     Part("gradients", _unused_gradients, _gradients),
     Part("gradients", _gradients_of_the_rank, each_rank=True, optional=True),
     Part("offsets", lambda run: {} if run.files is None else run.files.offsets()),  # last: saving a part may write a row

@@ -217,8 +217,10 @@ def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[
 
 def _reached(directory: RecordedRun, loaded: Loaded | None) -> Counters:
     """Return the last counters of a run: from its last checkpoint, else from ``run.json``, else from the last record."""
-    if _is_whole(loaded):
-        return Counters(**loaded.state["progress"])
+    return Counters(**loaded.state["progress"]) if _is_whole(loaded) else _last_noted(directory)
+
+
+def _last_noted(directory: RecordedRun) -> Counters:
     told = (directory.previous or {}).get("progress")
     if told is not None:
         return Counters(**told)

@@ -15,6 +15,7 @@ from cadenza.checkpoint.catalogue import Catalogue
 from cadenza.checkpoint.keeping import Best, KeepRules, Kept, Known, best_of, is_among_best, line_of
 from cadenza.checkpoint.store import Entry, Saved, Store
 from cadenza.checkpoint.store.files import BEST, LAST, best_link
+from cadenza.checkpoint.store.state_fields import check
 from cadenza.engine.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class Retention:
         """The checkpoint that is being written."""
         self.began: float = 0.0
         """The time at which the run began."""
+        self.is_settled: bool = False
+        """Whether links, notes and checkpoints were as the rules say when the run began: no process was killed in `apply`."""
         self._joined: dict[str, set[str]] = {}
         self._catalogue = Catalogue([])
         self._notes: tuple[bytes, Notes] = b"", {}
@@ -130,6 +133,7 @@ class Retention:
             if name in before and before[name] != now[name]
         ]
         there, missing, gone = {saved.name for saved in self.store.saved()}, [], dict[str, list[str]]()
+        self.is_settled = {*self._read} == {*checkpoints} & there and now.items() <= before.items()
         for name, note in checkpoints.items():
             bests = [by for by in note["kept_by"] if by["callback"] in self.members and by["rule"].startswith("Best(")]
             missing += [f"{name}, which {by['rule']} kept, no longer exists" for by in bests if name not in there]
@@ -288,6 +292,10 @@ class Retention:
 
 
 Notes = dict[str, dict[str, Any]]
+_NOTES = {
+    "callbacks": {str: [str]},
+    "checkpoints": {str: {"asked_by": [str], "kept_by": [{"callback": str, "rule": str}]}},
+}
 
 
 def noted(store: Store, known: tuple[bytes, Notes] = (b"", {})) -> Notes:
@@ -300,30 +308,16 @@ def noted(store: Store, known: tuple[bytes, Notes] = (b"", {})) -> Notes:
     Returns:
         ``callbacks``: the rules of each callback. ``checkpoints``: by name, ``asked_by`` and ``kept_by``. Empty without notes.
     """
-    content: Any = None
     with suppress(OSError, ValueError, RecursionError):
         written = store.files.read(store.notes)
         if written == known[0]:
             return known[1]
-        content = json.loads(written)
-    parts = content if isinstance(content, dict) else {}
-    callbacks, checkpoints = (one if isinstance(one := parts.get(key), dict) else {} for key in ("callbacks", "checkpoints"))
-    return {
-        "callbacks": {name: one for name, one in callbacks.items() if _are_texts(one)},
-        "checkpoints": {name: one for name, one in checkpoints.items() if _is_note(one)},
-    }
+        content: Notes = json.loads(written)
+        check(content, _NOTES, "")
+        return content
+    return {"callbacks": {}, "checkpoints": {}}
 
 
 def kept_by(store: Store) -> dict[str, list[dict[str, str]]]:
     """Return the callbacks and rules that keep the checkpoints of the store's run, by their names; empty without notes."""
     return {name: one["kept_by"] for name, one in noted(store)["checkpoints"].items()}
-
-
-def _is_note(one: Any) -> bool:
-    if not isinstance(one, dict) or not _are_texts(one.get("asked_by")) or not isinstance(one.get("kept_by"), list):
-        return False
-    return all(isinstance(by, dict) and _are_texts([by.get("callback"), by.get("rule")]) for by in one["kept_by"])
-
-
-def _are_texts(one: Any) -> bool:
-    return isinstance(one, list) and all(isinstance(text, str) for text in one)

@@ -27,7 +27,6 @@ from cadenza.drivers.sharding import is_sharded, local
 from cadenza.engine import accumulating
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, StateError
-from cadenza.optim.finite import all_finite
 from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plain_name, state_of, untied
 from cadenza.optim.optimizers import is_of_torch
 from cadenza.optim.settings import Difference
@@ -128,19 +127,11 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         if saved is not None or not part.optional:
             state[part.name] = saved
             own |= {part.name: saved} if part.each_rank else {}
-    exact = session.cursor.at_boundary and (session.driver.world_size == 1 or session.sync.together)
-    exact = exact and not session.restored.pending
-    main = session.is_main
-    snapshot = Snapshot(reason, tensors, state, {}, exact, None if main or not session.sync.together else own, main)
+    together, main = session.driver.world_size == 1 or session.sync.together, session.is_main
+    exact = session.cursor.at_boundary and together and not session.restored.pending
+    snapshot = Snapshot(reason, tensors, state, {}, exact, own if together and not main else None, main)
     session.hooks.on_save(session.run, snapshot)
     return snapshot
-
-
-def is_finite(session: Session) -> bool:
-    """Return whether all of the model's weights are finite. Waits for the device. Of shards every rank must ask."""
-    weights = session.module.state_dict().values()
-    finite = all_finite(one for one in (*weights, *session.extra_parameters.parameters) if isinstance(one, Tensor))
-    return not session.driver.any_rank(not finite) if session.driver.shards else finite
 
 
 def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:

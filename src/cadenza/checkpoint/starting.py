@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from torch import Tensor
-
 from cadenza.checkpoint.catalogue import Catalogue, checkpoint_at, find, first_usable, is_name
 from cadenza.checkpoint.reader import Reader, on_all_ranks
 from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
@@ -21,10 +19,8 @@ from cadenza.checkpoint.store.files import LAST, absolute_path
 from cadenza.drivers import Driver
 from cadenza.errors import CheckpointError
 from cadenza.files.paths import is_local, local_text
-from cadenza.optim.finite import all_finite
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RecordedRun
-from cadenza.status.progress import Counters
 from cadenza.status.requests import RESUMABLE, GoBack
 
 logger: logging.Logger = logging.getLogger("cadenza")
@@ -167,7 +163,7 @@ def at_path(
     Raises:
         CheckpointError: The checkpoint cannot be used.
     """
-    loaded, known = _read(path, reader), _catalogue(directory, elsewhere)
+    loaded, known = _read(path, reader), catalogue_of(directory, elsewhere)
     wrote, present = loaded.branch, known.branch
     point = wrote.point(loaded.name)
     rank = present.rank(point.saved, wrote)
@@ -187,7 +183,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], 
     Raises:
         CheckpointError: No existing checkpoint can be used, and a new start would waste one.
     """
-    known = _catalogue(directory, elsewhere)
+    known = catalogue_of(directory, elsewhere)
     branch, line = known.branch, known.line()
     own = [one for one in line if one.branch is None or one.branch.number == branch.number]
     # The checkpoint at which the branch began may be inexact, since the user named it.
@@ -276,26 +272,7 @@ def begun_in(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]]) -
     return []
 
 
-def newest_good(
-    directory: RecordedRun, elsewhere: Iterable[str], step: int, *, whole_epochs: bool = False
-) -> tuple[str, Counters] | None:
-    """Return the path and the counters of the newest checkpoint with finite weights, and at most `step` complete steps.
-
-    Only the line of the present branch counts; with `whole_epochs`, only checkpoints between two epochs. None: there is none.
-    """
-    for one in _catalogue(directory, elsewhere).line():
-        if one.saved.step > step or one.problem() is not None:
-            continue
-        loaded = one.store.read(one.saved)
-        reached = Counters(**loaded.state["progress"])
-        if whole_epochs and reached.batch_in_epoch:
-            continue
-        if all_finite(weight for weight in loaded.model.values() if isinstance(weight, Tensor)):
-            return one.path, reached
-    return None
-
-
-def _catalogue(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> Catalogue:
+def catalogue_of(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> Catalogue:
     """Return the checkpoints of a run, in its directory and in further folders and URLs.
 
     The present branch is that of ``run.json``; without one, that of the checkpoints in the directory.

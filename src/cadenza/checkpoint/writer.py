@@ -341,7 +341,8 @@ class CheckpointWriter:
             session.warn(sentence)
         newest = max(retention.known, key=lambda one: one.rank, default=None)
         self.store.trust(self.store.branch.at)
-        if newest is not None and newest.name == self.store.branch.at and not newest.abandoned and not changes:
+        at_newest = newest is not None and newest.name == self.store.branch.at and not newest.abandoned
+        if at_newest and not changes and not retention.is_settled:
             retention.apply()
 
     def _report(self, save: Save, saved: Saved, pruned: list[str] | Exception) -> None:

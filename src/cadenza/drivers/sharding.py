@@ -41,8 +41,7 @@ def local(tensor: Tensor) -> Tensor:
     tensor([1., 1.])
     """
     detached: Any = tensor.detach()
-    part: Tensor = detached.to_local() if is_sharded(tensor) else detached
-    return part
+    return detached.to_local() if is_sharded(tensor) else detached  # type: ignore[no-any-return]  # torch leaves it untyped
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:

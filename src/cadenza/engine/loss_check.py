@@ -235,10 +235,12 @@ class LossBuffer:
     def send(self) -> None:
         """Start the copy of the losses that are kept."""
         kept, self._kept = self._kept, []
+        tensors: list[Tensor] = []
+        for _, losses, given, of_ranks in kept:
+            tensors += losses
+            tensors += [one for one in (*given, of_ranks) if isinstance(one, Tensor)] if given else ()
         if kept:
-            parts = [(*losses, *given, of_ranks if given else None) for _, losses, given, of_ranks in kept]
-            numbers = ArrivingNumbers([one for step in parts for one in step if isinstance(one, Tensor)])
-            self._sent.append((kept, numbers))
+            self._sent.append((kept, ArrivingNumbers(tensors)))
 
     def deliver(self, *, wait: bool) -> None:
         """Pass the losses that have arrived to the readers. With `wait`, send all, and wait for them."""
@@ -255,12 +257,14 @@ def _losses_of(kept: Iterable[KeptLosses], arrived: Iterable[float]) -> Iterator
     numbers = iter(arrived)
     for step, tensors, given, of_ranks in kept:
         losses = list(islice(numbers, len(tensors)))
+        if not given:
+            count = len(losses)
+            yield StepLoss(step, sum(losses), count, count)
+            continue
         weights = [next(numbers) if isinstance(one, Tensor) else one for one in given]
         total, weight = weighted_total(losses, weights)
-        counted = weight
-        if given and of_ranks is not None:
-            counted = next(numbers) if isinstance(of_ranks, Tensor) else of_ranks
-        yield StepLoss(step, total, weight, counted)
+        counted = next(numbers) if isinstance(of_ranks, Tensor) else of_ranks
+        yield StepLoss(step, total, weight, weight if counted is None else counted)
 
 
 def weighted_total(losses: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

@@ -38,9 +38,8 @@ class LocalFiles:
 
     def folders(self) -> list[str]:
         """Return the names of all folders; none if the folder or URL does not exist."""
-        if not self.root.is_dir():
-            return []
-        return sorted([entry.name for entry in os.scandir(self.root) if entry.is_dir() or entry.is_symlink()])
+        entries = os.scandir(self.root) if self.root.is_dir() else ()
+        return sorted([entry.name for entry in entries if entry.is_dir() or entry.is_symlink()])
 
     def read(self, path: str) -> bytes:
         """Return a file's content. Raises FileNotFoundError, and OSError if it is no regular file, such as a FIFO."""
@@ -201,11 +200,13 @@ class RemoteFiles:
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def folders(self) -> list[str]:
-        try:
+        return self._names("directory")
+
+    def _names(self, kind: str) -> list[str]:
+        entries = []
+        with suppress(FileNotFoundError):
             entries = self._system.ls(self.root, detail=True, refresh=True)
-        except FileNotFoundError:
-            return []
-        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == kind)
 
     def read(self, path: str) -> bytes:
         full = f"{self.root}/{path}"
@@ -274,12 +275,7 @@ class RemoteFiles:
         self.put(name, target.encode())
 
     def links(self) -> dict[str, str]:
-        try:
-            entries = self._system.ls(self.root, detail=True, refresh=True)
-        except FileNotFoundError:
-            return {}
-        names = [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
-        targets = {name: target_in(self.read(name)) for name in sorted(names) if is_link_name(name)}
+        targets = {name: target_in(self.read(name)) for name in self._names("file") if is_link_name(name)}
         return {name: target for name, target in targets.items() if target is not None}
 
     def unlink(self, name: str) -> None:

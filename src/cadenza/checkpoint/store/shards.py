@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json import dumps
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +39,6 @@ class Chunk(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Parts(Protocol):
-    """Where the parts of tensors are."""
-
-    def overlapping(self, wanted: Region) -> Sequence[Chunk]:
-        """Return the parts that overlap with a region."""
-
-
 @dataclass(frozen=True, slots=True)
 class Listed:
     """Parts that the index lists one by one, as format 2 did."""
@@ -53,6 +46,7 @@ class Listed:
     chunks: tuple[Chunk, ...]
 
     def overlapping(self, wanted: Region) -> Sequence[Chunk]:
+        """Return the parts that overlap with a region."""
         return [one for one in self.chunks if _overlaps(one, wanted)]
 
 
@@ -239,7 +233,7 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Parts
+    parts: Listed | Split
     held: dict[str, dict[str, Tensor]] = field(default_factory=dict, compare=False, repr=False)
     """Parts that were read when they were verified, by path and name. Each is given away when it is first read."""
 

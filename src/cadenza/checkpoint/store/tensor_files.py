@@ -220,5 +220,4 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host; it can be written to."""
     import numpy  # here: without it torch gives no view of the memory, and its own error does not name the package
 
-    data: memoryview = numpy.asarray(tensor.detach().reshape(-1).view(torch.uint8)).data
-    return data
+    return numpy.asarray(tensor.detach().reshape(-1).view(torch.uint8)).data
