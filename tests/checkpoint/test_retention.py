@@ -271,6 +271,27 @@ def test_a_save_reads_no_manifest_of_the_checkpoints_before(tmp_path: Path, monk
     assert steps == sorted(steps)
 
 
+def test_a_resume_sets_links_and_notes_only_if_the_last_prune_was_not_completed(tmp_path: Path) -> None:
+    rules = Last(2) | Best("eval/acc", mode="max")
+    trainer(tmp_path, 3, rules).fit()
+    folder, seen = tmp_path / "checkpoints", list[Any]()
+    [notes] = folder.glob(".kept-*.json")
+    before = notes.stat().st_ino
+    again = trainer(tmp_path, 5, rules)
+    again.callbacks.append(on(Callback.on_step_start, at=4)(lambda run: seen.append(notes.stat().st_ino)))
+    again.fit(resume="auto")
+    assert seen == [before]
+    content = json.loads(notes.read_text())
+    del content["checkpoints"]["step-00000005"]  # the process was killed after the write and before the prune
+    notes.write_text(json.dumps(content))
+    (folder / "last").unlink()
+    again = trainer(tmp_path, 7, rules)
+    again.callbacks.append(on(Callback.on_step_start, at=6)(lambda run: seen.append(Store(folder).files.links()["last"])))
+    run = again.fit(resume="auto")
+    assert seen[1:] == ["step-00000005"]
+    assert {*kept_by(Store(folder, run.info.id))} == {saved.name for saved in Store(folder).saved()}
+
+
 def test_notes_that_were_damaged_are_written_again(tmp_path: Path) -> None:
     trainer(tmp_path, 3, Last(2)).fit()
     [notes] = (tmp_path / "checkpoints").glob(".kept-*.json")
