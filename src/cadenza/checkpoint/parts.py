@@ -54,6 +54,7 @@ class Part(NamedTuple):
 
 
 Owner = Callable[[Session], Any]
+"""Returns the object in a run that has the state."""
 
 
 def _state(name: str, owner: Owner, *, each_rank: bool = False) -> Part:
@@ -152,51 +153,58 @@ def _gradients(to: Target, gradients: Mapping[int, Tensor]) -> None:
 
 
 PARTS: tuple[Part, ...] = (
-    Part("streams", lambda run: RNGState.capture().to_plain(), _streams, each_rank=True),
+    Part("streams", lambda session: RNGState.capture().to_plain(), _streams, each_rank=True),
     # The training.
-    Part("optimizers", lambda run: [one.state_dict() for one in run.optimizers], _optimizers),
+    Part("optimizers", lambda session: [one.state_dict() for one in session.optimizers], _optimizers),
     Part(
         "outside",
-        lambda run: run.extra_parameters.state_dict() or None,
+        lambda session: session.extra_parameters.state_dict() or None,
         lambda to, one: to.session.extra_parameters.load_state_dict(one),
         optional=True,
     ),
-    _state("precision", lambda run: run.precision),
-    _attribute("weight_unit", lambda run: run.step),
-    Part("switched", lambda run: run.module_flags.changed(), _switched),
-    Part("given", lambda run: run.given.table(run.run), fixed=True),
-    Part("environment", lambda run: environment_of(run), fixed=True),
+    _state("precision", lambda session: session.precision),
+    _attribute("weight_unit", lambda session: session.step),
+    Part("switched", lambda session: session.module_flags.changed(), _switched),
+    Part("given", lambda session: session.given.table(session.run), fixed=True),
+    Part("environment", lambda session: environment_of(session), fixed=True),
     # The records.
-    Part("state", lambda run: dict(run.state), lambda to, one: to.session.state.update(placed(to.session, one))),
-    Part("history", lambda run: run.metrics.history.state_dict(), _history),
-    Part("rows", lambda run: run.metrics.history.rows_state()),
+    Part("state", lambda session: dict(session.state), lambda to, one: to.session.state.update(placed(to.session, one))),
+    Part("history", lambda session: session.metrics.history.state_dict(), _history),
+    Part("rows", lambda session: session.metrics.history.rows_state()),
     # The position in the data.
-    _attribute("data_seed", lambda run: run),
-    _attribute("permuted", lambda run: run.cursor),
-    Part("course", lambda run: run.cursor.course.to_plain(), _course),
-    _attribute("in_epoch", lambda run: run.cursor),
-    Part("exhausted", lambda run: run.cursor.exhausted),
-    Part("data", lambda run: data_of(run), optional=True),
-    Part("batches_found", lambda run: run.progress.corrected),
-    Part("progress", lambda run: asdict(run.progress.now()), lambda to, _: to.written.go_on(to.session)),
-    _state("loader", lambda run: run.cursor.source, each_rank=True),
+    _attribute("data_seed", lambda session: session),
+    _attribute("permuted", lambda session: session.cursor),
+    Part("course", lambda session: session.cursor.course.to_plain(), _course),
+    _attribute("in_epoch", lambda session: session.cursor),
+    Part("exhausted", lambda session: session.cursor.exhausted),
+    Part("data", data_of, optional=True),
+    Part("batches_found", lambda session: session.progress.corrected),
+    Part("progress", lambda session: asdict(session.progress.now()), lambda to, _: to.written.go_on(to.session)),
+    _state("loader", lambda session: session.cursor.source, each_rank=True),
     # The hooks: their requests and their states.
-    _state("requests", lambda run: run.sync.requests),
-    Part("evaluations due", lambda run: run.due.state, lambda to, one: to.session.due.restore(placed(to.session, one)), True),
-    _state("losses", lambda run: run.metrics.losses, each_rank=True),
-    Part("callbacks", lambda run: _states_of(run, each_rank=False), _callbacks),
-    Part("callbacks of the rank", lambda run: _states_of(run, each_rank=True) or None, each_rank=True, optional=True),
+    _state("requests", lambda session: session.sync.requests),
     Part(
-        "weight_sets", lambda run: {name: [one.callback, *one.held] for name, one in holders_in(run.hooks).items() if one.held}
+        "evaluations due",
+        lambda session: session.due.state,
+        lambda to, one: to.session.due.restore(placed(to.session, one)),
+        each_rank=True,
+    ),
+    _state("losses", lambda session: session.metrics.losses, each_rank=True),
+    Part("callbacks", lambda session: _states_of(session, each_rank=False), _callbacks),
+    Part("callbacks of the rank", lambda session: _states_of(session, each_rank=True) or None, each_rank=True, optional=True),
+    Part(
+        "weight_sets",
+        lambda session: {name: [one.callback, *one.held] for name, one in holders_in(session.hooks).items() if one.held},
     ),
     Part(
         "schedules",
-        lambda run: run.hooks.schedules_at(run.progress),
+        lambda session: session.hooks.schedules_at(session.progress),
         lambda to, one: to.session.hooks.restore_schedules(one, to.session.progress),
     ),
     Part("gradients", _unused_gradients, _gradients),
     Part("gradients", _gradients_of_the_rank, each_rank=True, optional=True),
-    Part("offsets", lambda run: {} if run.files is None else run.files.offsets()),  # last: saving a part may write a row
+    # The last one: saving another part may write a row.
+    Part("offsets", lambda session: {} if session.files is None else session.files.offsets()),
 )
 """In the order in which they are saved and loaded, after the weights of the model."""
 
