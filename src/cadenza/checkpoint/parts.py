@@ -152,9 +152,8 @@ def _gradients(to: Target, gradients: Mapping[int, Tensor]) -> None:
     to.session.restored.gradients = pairs
 
 
-PARTS: tuple[Part, ...] = (
+_TRAINING = (
     Part("streams", lambda session: RNGState.capture().to_plain(), _streams, each_rank=True),
-    # The training.
     Part("optimizers", lambda session: [one.state_dict() for one in session.optimizers], _optimizers),
     Part(
         "outside",
@@ -167,11 +166,13 @@ PARTS: tuple[Part, ...] = (
     Part("switched", lambda session: session.module_flags.changed(), _switched),
     Part("given", lambda session: session.given.table(session.run), fixed=True),
     Part("environment", lambda session: environment_of(session), fixed=True),
-    # The records.
+)
+_RECORDS = (
     Part("state", lambda session: dict(session.state), lambda to, one: to.session.state.update(placed(to.session, one))),
     Part("history", lambda session: session.metrics.history.state_dict(), _history),
     Part("rows", lambda session: session.metrics.history.rows_state()),
-    # The position in the data.
+)
+_POSITION = (
     _attribute("data_seed", lambda session: session),
     _attribute("permuted", lambda session: session.cursor),
     Part("course", lambda session: session.cursor.course.to_plain(), _course),
@@ -181,7 +182,8 @@ PARTS: tuple[Part, ...] = (
     Part("batches_found", lambda session: session.progress.corrected),
     Part("progress", lambda session: asdict(session.progress.now()), lambda to, _: to.written.go_on(to.session)),
     _state("loader", lambda session: session.cursor.source, each_rank=True),
-    # The hooks: their requests and their states.
+)
+_HOOKS = (
     _state("requests", lambda session: session.sync.requests),
     Part(
         "evaluations due",
@@ -201,6 +203,12 @@ PARTS: tuple[Part, ...] = (
         lambda session: session.hooks.schedules_at(session.progress),
         lambda to, one: to.session.hooks.restore_schedules(one, to.session.progress),
     ),
+)
+PARTS: tuple[Part, ...] = (
+    *_TRAINING,
+    *_RECORDS,
+    *_POSITION,
+    *_HOOKS,
     Part("gradients", _unused_gradients, _gradients),
     Part("gradients", _gradients_of_the_rank, each_rank=True, optional=True),
     # The last one: saving another part may write a row.

@@ -105,9 +105,8 @@ class Splits(NamedTuple):
         part, rank = tuple(slice(0, size) for size in tensor.shape), torch.distributed.get_rank()
         for split, number in found:
             part = part_of(part, split, number)
-        other = any(
-            own != cut and own.start < own.stop for own, cut in zip(part, region, strict=True)
-        )  # if empty, at any index
+        # An empty part may be at any index.
+        other = any(own != cut and own.start < own.stop for own, cut in zip(part, region, strict=True))
         if other or rank != first + sum(map(mul, at, strides)):
             raise StateError(
                 f"a tensor has the layout {sharded.placements} over a mesh of the shape {tuple(mesh.shape)}, of which rank "
