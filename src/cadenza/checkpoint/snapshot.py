@@ -76,16 +76,13 @@ class Snapshot:
         return replace(Content.of(self.model, state, facts, own=own, whole=self.is_main, copy=copy), files=self.files)
 
     def _for_weights(self, averaged: str | None) -> dict[str, Any]:
-        kept = {name: self.state[name] for name in (LEFT_OUT, CHANGED) if self.state.get(name)}
-        return {**self._averages(averaged), **kept}
-
-    def _averages(self, averaged: str | None) -> dict[str, Any]:
-        """Return the part of the state that holds the averaged weights of this name; nothing for None."""
-        if averaged is None:
-            return {}
-        name, entry, prefix = self.state["weight_sets"][averaged]
-        state = {entry: self.state["callbacks"][name][entry]}
-        return {"callbacks": {name: state}, "weight_sets": {averaged: [name, entry, prefix]}}
+        """Return the part of the state that belongs to weights alone, with the averaged ones of this name."""
+        state = {name: self.state[name] for name in (LEFT_OUT, CHANGED) if self.state.get(name)}
+        if averaged is not None:
+            name, entry, prefix = self.state["weight_sets"][averaged]
+            held = {entry: self.state["callbacks"][name][entry]}
+            state |= {"callbacks": {name: held}, "weight_sets": {averaged: [name, entry, prefix]}}
+        return state
 
 
 def check_states(session: Session) -> None:
