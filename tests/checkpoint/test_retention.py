@@ -15,7 +15,7 @@ import pytest
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Best, Checkpoint, Evaluate
 from cadenza.checkpoint.keeping import Keep, Known, line_of, parts_of, rule_of
-from cadenza.checkpoint.retention import kept_by
+from cadenza.checkpoint.retention import Retention, kept_by
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.checkpoint.store.manifest import MANIFEST
@@ -290,6 +290,18 @@ def test_a_resume_sets_links_and_notes_only_if_the_last_prune_was_not_completed(
     run = again.fit(resume="auto")
     assert seen[1:] == ["step-00000005"]
     assert {*kept_by(Store(folder, run.info.id))} == {saved.name for saved in Store(folder).saved()}
+
+
+def test_a_written_checkpoint_is_known_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, under_way = Retention.read, list[bool]()
+
+    def noted(retention: Retention) -> None:  # on the thread that writes, while the training compares results
+        under_way.append(retention.under_way is not None)
+        read(retention)
+
+    monkeypatch.setattr(Retention, "read", noted)
+    trainer(tmp_path, 4, Best("eval/acc", mode="max")).fit()
+    assert under_way == [False, *[True] * 4]  # the first one is at the start
 
 
 def test_notes_that_were_damaged_are_written_again(tmp_path: Path) -> None:

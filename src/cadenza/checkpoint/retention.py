@@ -219,8 +219,8 @@ class Retention:
         Raises:
             OSError: A link cannot be set; the checkpoints are deleted nevertheless.
         """
-        self.under_way = None
         self.read()
+        self.under_way = None  # not before it is known: the training thread may compare a result with it
         kept = self.kept()
         resumable, own = self._catalogue.newest_whole, {one.name for one in self.known}
         for one in (newest, resumable):
