@@ -17,8 +17,8 @@ from torch.nn.functional import mse_loss
 from cadenza import Callback, Counters, Record, load_weights, on, supervised
 from cadenza.callbacks import Checkpoint, LogTraining, SavePredictions
 from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.store.content import write_common
 from cadenza.checkpoint.store.manifest import canonical
-from cadenza.checkpoint.store.writing import write_common
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DirectoryError
 from cadenza.files.disk import Unflushed
@@ -314,8 +314,7 @@ def test_a_pipe_behind_fsspec_is_damage_too(tmp_path: Path) -> None:
 def test_an_index_cannot_ask_for_any_amount_of_memory(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
     store, saved = written(tmp_path)
     index = json.dumps({"model": {"w": {"dtype": "float32", **entry}}, "state": {}}).encode()
-    store.files.write(f"{saved.name}/shards.json", index)
-    found = store.files.checksum(f"{saved.name}/shards.json")
+    found = store.files.write(f"{saved.name}/shards.json", index)
     forge(tmp_path, saved, lambda manifest: sharded(manifest, **{"shards.json": found}))
     with pytest.raises(CheckpointFormatError, match=message):
         store.read(saved)

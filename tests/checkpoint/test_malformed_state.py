@@ -18,7 +18,9 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from cadenza import Trainer, supervised
 from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, LogTraining
+from cadenza.checkpoint.parts import PARTS
 from cadenza.checkpoint.store.manifest import canonical
+from cadenza.checkpoint.store.state_fields import _RANK, _WHOLE
 from cadenza.checkpoint.store.tensor_files import facts_of
 from cadenza.errors import CadenzaError, CheckpointError, CheckpointMismatchError
 from cadenza.loading import Mixture
@@ -214,3 +216,9 @@ def test_an_invented_shape_is_named_and_the_save_before_is_taken(
     assert f"skipped a checkpoint: {NEWEST}: model.safetensors does not have the format" in caplog.text
     assert max(len(record.getMessage()) for record in caplog.records) < 1000
     assert [one.why for one in done.decisions if one.what == "resumed"][-1:] == [f"at {BEFORE}"]
+
+
+def test_each_part_has_a_kind_and_each_kind_a_part() -> None:
+    checked = {name.removesuffix("?") for name in (*_WHOLE, *_RANK)}
+    of_the_model = {"config", "model_extra", "left_out"}  # saved and loaded with the weights
+    assert {part.name for part in PARTS} == checked - of_the_model - {"ranks"}  # which format 2 wrote

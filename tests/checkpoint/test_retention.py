@@ -15,7 +15,7 @@ import pytest
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Best, Checkpoint, Evaluate
 from cadenza.checkpoint.keeping import Keep, Known, line_of, parts_of, rule_of
-from cadenza.checkpoint.retention import kept_by
+from cadenza.checkpoint.retention import Retention, kept_by
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.checkpoint.store.manifest import MANIFEST
@@ -269,6 +269,39 @@ def test_a_save_reads_no_manifest_of_the_checkpoints_before(tmp_path: Path, monk
     tiny_run(steps=8, callbacks=[scripted, Checkpoint("1 step", keep=rules, background=False)], directory=tmp_path)
     assert set(steps) == {*range(1, 9)}
     assert steps == sorted(steps)
+
+
+def test_a_resume_sets_links_and_notes_only_if_the_last_prune_was_not_completed(tmp_path: Path) -> None:
+    rules = Last(2) | Best("eval/acc", mode="max")
+    trainer(tmp_path, 3, rules).fit()
+    folder, seen = tmp_path / "checkpoints", list[Any]()
+    [notes] = folder.glob(".kept-*.json")
+    before = notes.stat().st_ino
+    again = trainer(tmp_path, 5, rules)
+    again.callbacks.append(on(Callback.on_step_start, at=4)(lambda run: seen.append(notes.stat().st_ino)))
+    again.fit(resume="auto")
+    assert seen == [before]
+    content = json.loads(notes.read_text())
+    del content["checkpoints"]["step-00000005"]  # the process was killed after the write and before the prune
+    notes.write_text(json.dumps(content))
+    (folder / "last").unlink()
+    again = trainer(tmp_path, 7, rules)
+    again.callbacks.append(on(Callback.on_step_start, at=6)(lambda run: seen.append(Store(folder).files.links()["last"])))
+    run = again.fit(resume="auto")
+    assert seen[1:] == ["step-00000005"]
+    assert {*kept_by(Store(folder, run.info.id))} == {saved.name for saved in Store(folder).saved()}
+
+
+def test_a_written_checkpoint_is_known_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, under_way = Retention.read, list[bool]()
+
+    def noted(retention: Retention) -> None:  # on the thread that writes, while the training compares results
+        under_way.append(retention.under_way is not None)
+        read(retention)
+
+    monkeypatch.setattr(Retention, "read", noted)
+    trainer(tmp_path, 4, Best("eval/acc", mode="max")).fit()
+    assert under_way == [False, *[True] * 4]  # the first one is at the start
 
 
 def test_notes_that_were_damaged_are_written_again(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint import attempts
 from cadenza.checkpoint.store import Content, Store
 from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.layout import Listed
-from cadenza.checkpoint.store.shards import Shard, Stored
+from cadenza.checkpoint.store.shards import Listed, Shard, Stored
 from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.commands.main import main as cadenza
 from cadenza.drivers import Driver

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from cadenza import Callback, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.store import Content, Loaded, Saved, Store
+from cadenza.checkpoint.store.content import Part, write_part, write_whole
 from cadenza.checkpoint.store.files import LocalFiles, RemoteFiles
-from cadenza.checkpoint.store.layout import part_file
-from cadenza.checkpoint.store.shards import Shard, Stored, layout_of
-from cadenza.checkpoint.store.writing import Part, write_part, write_whole
+from cadenza.checkpoint.store.shards import Shard, Stored, layout_of, part_file
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import ALONE, Meeting
 from cadenza.drivers.group import GroupDriver

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from cadenza.checkpoint.keeping import KEEP_LAST, Keep, KeepRules, Pair
 from cadenza.checkpoint.retention import Member
 from cadenza.checkpoint.store import Store
+from cadenza.checkpoint.store.checkpoints import probe_on_all_ranks
 from cadenza.checkpoint.store.files import absolute_path
-from cadenza.checkpoint.store.probing import probe_on_all_ranks
 from cadenza.checkpoint.writer import CheckpointWriter, writer_for
 from cadenza.engine.monitor import Monitor
 from cadenza.engine.session import session_of

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cadenza.checkpoint.frozen import LEFT_OUT
+from cadenza.checkpoint.model_parts import LEFT_OUT
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.content import JoinedFiles
 from cadenza.drivers.agreeing import ALONE, Meeting
@@ -58,7 +58,7 @@ class Attempts:
     Args:
         store: The store to write to.
         sync: Called before each attempt, to flush the files that the checkpoint refers to. An OSError is ignored: lost rows are
-            written again from the history when the run continues. None if there are no such files.
+            written again from the history when the run continues.
         prune: Called after a write, to delete the checkpoints that are no longer kept; returns their names.
         notify: Called after each addition to `results`, on the thread that writes.
         background: Make the first attempt in a thread. Further attempts are always made in a thread.
@@ -75,7 +75,7 @@ class Attempts:
     def __init__(
         self,
         store: Store,
-        sync: Callable[[], object] | None,
+        sync: Callable[[], object],
         prune: Callable[[Saved], list[str]],
         notify: Callable[[], object],
         *,
@@ -144,47 +144,42 @@ class Attempts:
     def _attempt(self, save: Save) -> bool:
         """Write a checkpoint, then prune; return whether it is written."""
         save.attempts += 1
-        if self._sync is not None:
-            with suppress(OSError):
-                self._sync()
+        with suppress(OSError):
+            self._sync()
         try:
-            save.content = self._fetched(save.content)
-            saved = self._write(save)
+            save.content = content = self._fetched(save.content)
+            if save.signalled_at is not None and self._grace_s is not None:
+                self._write_weights_first(content, self._grace_s - (time.monotonic() - save.signalled_at))
+            began = time.monotonic()
+            saved = self.store.write_together(content, self._meeting) if save.together else self.store.write(content)
+            self._bytes_per_s = content.nbytes / max(time.monotonic() - began, 1e-6)
         except Exception as error:
             save.error = error
             if save.attempts == 1:
                 self.results.append(Result(save, error, []))
                 self._notify()
             return False
-        self._written(save.content.emptied())
-        pruned: list[str] | Exception
-        try:
-            pruned = self._prune(saved)
-        except Exception as error:  # the checkpoint is written, and that counts
-            pruned = error
+        self._written(content.emptied())
+        pruned = self._pruned(saved)
         self._unsaved = None
         self.results.append(Result(save, saved, pruned))
         self._notify()
         return True
 
-    def _write(self, save: Save) -> Saved:
-        content = save.content
-        if self._meeting.rank == 0:
-            self._write_weights_first(content, save.signalled_at)
-        began = time.monotonic()
-        saved = self.store.write_together(content, self._meeting) if save.together else self.store.write(content)
-        self._bytes_per_s = content.nbytes / max(time.monotonic() - began, 1e-6)
-        return saved
+    def _pruned(self, saved: Saved) -> list[str] | Exception:
+        try:
+            return self._prune(saved)
+        except Exception as error:  # the checkpoint is written, and that counts
+            return error
 
-    def _write_weights_first(self, content: Content, signalled_at: float | None) -> None:
+    def _write_weights_first(self, content: Content, left_s: float) -> None:
         """Write the weights alone if the time may be too short for the whole checkpoint. Shards are not written alone."""
         sharded = content.model_shards or content.shards
-        if self._grace_s is not None and signalled_at is not None and not content.facts.get("weights_only") and not sharded:
-            left_s = self._grace_s - (time.monotonic() - signalled_at)
-            if content.nbytes / self._bytes_per_s > left_s:
-                facts = {**content.facts, "weights_only": True, "reason": f"{content.facts['reason']}, weights first"}
-                left_out = {LEFT_OUT: content.plain[LEFT_OUT]} if LEFT_OUT in content.plain else {}
-                self.store.write(replace(content, plain=left_out, tensors={}, facts=facts, files=JoinedFiles()))
+        if self._meeting.rank or sharded or content.facts.get("weights_only") or content.nbytes / self._bytes_per_s <= left_s:
+            return
+        facts = {**content.facts, "weights_only": True, "reason": f"{content.facts['reason']}, weights first"}
+        left_out = {LEFT_OUT: content.plain[LEFT_OUT]} if LEFT_OUT in content.plain else {}
+        self.store.write(replace(content, plain=left_out, tensors={}, facts=facts, files=JoinedFiles()))
 
     def _stopped_within(self, pause_s: float, *, together: bool) -> bool:
         """Wait; return whether this rank or another one was stopped in the meantime."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cadenza.checkpoint.store import Branch, Entry, Store
-from cadenza.checkpoint.store.link_names import BEST, LAST
+from cadenza.checkpoint.store.files import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_text, best_value
 from cadenza.errors import CheckpointError, nearest
 from cadenza.files.disk import read_object

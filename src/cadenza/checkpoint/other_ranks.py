@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import lcm
-from sys import maxsize
 from typing import Any, NamedTuple
 
+from cadenza.checkpoint.store import Loaded
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading import Consumed, num_batches
-from cadenza.loading.data_course import DataCourse
 from cadenza.loading.loaders import length_of
 from cadenza.loading.resumable_base import ResumableLoader
 from cadenza.loading.rng import RNGState, derive_seed
@@ -23,16 +22,13 @@ from cadenza.status.progress import Counters, Progress
 _OF_RANKS = ("ranks", "batches an epoch", "accumulate")  # what follows from their number, or makes up for it
 
 
-def data_of(session: Session) -> dict[str, Any]:
-    """Return which orders are permutations, and what a run on another number of ranks needs if not one rank did all."""
-    progress, shard, order = session.progress, session.cursor.source.shard, {"permuted": session.cursor.permuted}
-    if shard.world_size == 1 and not shard.consumed:
-        return order
+def data_of(session: Session) -> dict[str, Any] | None:
+    """Return what a run on another number of ranks needs; None if one rank did all."""
+    progress, shard = session.progress, session.cursor.source.shard
     inherited = shard.consumed if progress.batch_in_epoch and progress.epoch == progress.origin.epoch else ()
     if shard.world_size == 1 and not inherited:
-        return order
-    past = [list(turns) for turns in inherited]
-    return {**order, "data": {"dealt": shard.share_data, "batches": length_of(session.loader), "past": past}}
+        return None
+    return {"dealt": shard.share_data, "batches": length_of(session.loader), "past": [list(turns) for turns in inherited]}
 
 
 class Written(NamedTuple):
@@ -54,10 +50,8 @@ class Written(NamedTuple):
     """Batches of each rank in an epoch; None if unknown."""
     found: int | None = None
     """Batches of each rank in an epoch, where the length of the loader turned out wrong."""
-    permuted: int = maxsize
-    """See `resumable`. Older versions drew the order of any number of samples with ``torch.randperm``."""
-    course: Sequence[Mapping[str, Any]] = ()
-    """See `DataCourse`. Older versions did not save it."""
+    exhausted: bool = False
+    """Whether the loader gives no more batches in the epoch."""
 
     @staticmethod
     def read(name: str, state: Mapping[str, Any]) -> Written:
@@ -69,26 +63,20 @@ class Written(NamedTuple):
         past = tuple((others, turns) for others, turns in data["past"])
         accumulate = config["accumulate"]
         each = max(accumulate.values()) if isinstance(accumulate, Mapping) else accumulate
-        found, permuted = state.get("batches_found"), state.get("permuted", maxsize)
-        course = state.get("course", ())
-        return Written(name, ranks, each, data["batches"], data["dealt"], past, at, over, per_epoch, found, permuted, course)
+        found, exhausted = state.get("batches_found"), state["exhausted"]
+        return Written(name, ranks, each, data["batches"], data["dealt"], past, at, over, per_epoch, found, exhausted)
 
     def must_agree(
         self, session: Session, saved: Mapping[str, Any], current: Mapping[str, Any], declared: Collection[str]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the entries of the saved and the current configuration that must agree; those `declared` may differ."""
-        if session.driver.data_world_size == self.ranks:
-            free: Collection[str] = declared
-        else:
-            free = {*_OF_RANKS, *declared}
-        if not free:
-            return saved, current
-        saved, current = ({key: value for key, value in one.items() if key not in free} for one in (saved, current))
-        if session.driver.data_world_size == self.ranks or "batches an epoch" in declared:
-            return saved, current
-        if self.dealt and session.cursor.source.shard.share_data and self.batches is not None:
-            saved, current = {**saved, "batches": self.batches}, {**current, "batches": length_of(session.loader)}
-        return saved, current
+        others = session.driver.data_world_size != self.ranks
+        free = {*declared, *(_OF_RANKS if others else ()), *(["batches an epoch"] if "batch_size" in declared else [])}
+        before, now = ({key: value for key, value in one.items() if key not in free} for one in (saved, current))
+        whole = self.dealt and session.cursor.source.shard.share_data and self.batches is not None
+        if others and whole and "batch_size" not in declared:
+            before["batches"], now["batches"] = self.batches, length_of(session.loader)
+        return before, now
 
     @property
     def inside(self) -> bool:
@@ -127,14 +115,16 @@ class Written(NamedTuple):
     def go_on(self, session: Session) -> None:
         """Restore the counters, and open the loader at the position of the checkpoint."""
         past = self.restore_counters(session.progress, session.loader, session.driver.data_shard())
-        if self.over and session.driver.data_world_size != self.ranks:
-            session.cursor.restore(in_epoch=session.cursor.in_epoch, exhausted=True)
-        session.cursor.permuted, session.cursor.course = self.permuted, DataCourse.from_plain(self.course)
+        session.cursor.exhausted = self.exhausted or (self.over and session.driver.data_world_size != self.ranks)
         session.open_loader(past)
 
     def restore_counters(self, progress: Progress, loader: object, shard: Shard) -> Consumed:
         """Restore the counters. Return the batches of the epoch that other numbers of ranks had done."""
-        past = self._past_for(shard.world_size)
+        past: Consumed = ()
+        if self.at.batch_in_epoch and self.dealt:
+            own = self.at.batch_in_epoch - sum(turns for _, turns in self.past)
+            done = (*self.past, (self.ranks, own)) if own else self.past
+            past = done[:-1] if done and done[-1][0] == shard.world_size else done
         progress.begin(self.at, progress.batches_per_whole_epoch)
         if past:
             progress.take_over(self.at.batch_in_epoch if self.over else num_batches(loader, shard.resumed(past)))
@@ -142,37 +132,21 @@ class Written(NamedTuple):
             progress.correct(self.found)
         return past
 
-    def _past_for(self, ranks: int) -> Consumed:
-        """Return the batches of the epoch that other numbers of ranks have done, before `ranks` ranks continue it."""
-        if not self.at.batch_in_epoch or not self.dealt:
-            return ()
-        own = self.at.batch_in_epoch - sum(turns for _, turns in self.past)
-        done = (*self.past, (self.ranks, own)) if own else self.past
-        return done[:-1] if done and done[-1][0] == ranks else done
-
-    def taken_over(self, session: Session, everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the RNG state and the state of the loader for this rank, from those of the ranks that wrote the checkpoint."""
-        driver, together = session.driver, max(1, len(everyone) // self.ranks)
+    def taken_over(self, session: Session, loaded: Loaded) -> dict[str, Any]:
+        """Return the entries of this rank, from those of the ranks that wrote the checkpoint."""
+        driver, everyone = session.driver, loaded.by_rank
+        together = max(1, len(everyone) // self.ranks)
         rank, ranks = driver.data_rank, len(everyone) // together
-        own = everyone[min(rank, ranks - 1) * together]  # a loader with shared data has the same position on all ranks
-        if rank < ranks:
-            return everyone[driver.rank] if driver.tensor_parallel == together else own
-        # No rank had this number: its RNG state begins anew.
-        return {**own, "streams": RNGState.seeded(derive_seed(session.data_seed, rank, self.at.step)).to_plain()}
-
-    def environments(
-        self, session: Session, saved: Mapping[str, Any], now: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the facts that both have, with the same ranks if the parts of the data differ: `warn` tells that."""
-        if session.driver.data_world_size != self.ranks:
-            now = {**now, "ranks": saved.get("ranks")}
-        return {name: saved[name] for name in now if name in saved}, {name: now[name] for name in now if name in saved}
+        if rank < ranks and driver.tensor_parallel == together:
+            return dict(everyone[driver.rank])
+        own = dict(everyone[min(rank, ranks - 1) * together])  # a loader with shared data has the same position on all ranks
+        if rank >= ranks:  # no rank had this number: its RNG state begins anew
+            own["streams"] = RNGState.seeded(derive_seed(loaded.state["data_seed"], rank, self.at.step)).to_plain()
+        return own
 
     def warn(self, session: Session) -> None:
-        """Warn if the number of ranks differs."""
+        """Warn of another number of ranks."""
         ranks, before = session.driver.data_world_size, self.ranks * self.accumulate
-        if ranks == self.ranks:
-            return
         now, keeps = ranks * session.accumulate, before // ranks
         size = (
             f"a step takes {counted(now, 'batch')}, as before"
@@ -187,6 +161,22 @@ class Written(NamedTuple):
             f"still seen once an epoch, but not to the same bits; {size}{hint}"
         )
 
+    def rebatched(self, session: Session, before: Any) -> Written:
+        """Return where a run with another batch size continues: at the same sample. `before` is that of the checkpoint.
+
+        Raises:
+            DataError: No batch of the new size begins at this sample, or the position of the loader is not one in its samples.
+        """
+        now, at = loader_settings(session.loader).get("batch_size"), self.at.batch_in_epoch
+        anew = self._replace(found=None, exhausted=self.exhausted or self.over)  # `found` counts batches of another size
+        if not at or not isinstance(before, int) or not isinstance(now, int):
+            return anew
+        if self.over or at == self.per_epoch:
+            batches = num_batches(session.loader, session.driver.data_shard())
+            return anew._replace(at=replace(self.at, batch_in_epoch=batches or at), over=True, exhausted=True)
+        _check_batch_size(session, self, before, now)
+        return anew._replace(at=replace(self.at, batch_in_epoch=at * before // now))
+
 
 def _batches(count: int | None) -> str:
     return "no length" if count is None else counted(count, "batch")
@@ -196,29 +186,7 @@ def _counted(ranks: int) -> str:
     return counted(ranks, "rank")
 
 
-# -- another batch size ----------------------------------------------------------------------------
-
-
-def rebatched(session: Session, written: Written, saved: Mapping[str, Any]) -> Written:
-    """Return where the run continues: at the same sample. `saved` are the settings of the loader in the checkpoint.
-
-    Raises:
-        DataError: No batch of the new size begins at this sample, or the position of the loader is not one in its samples.
-    """
-    before, now = saved.get("batch_size"), loader_settings(session.loader).get("batch_size")
-    at = written.at.batch_in_epoch
-    if "batch_size" not in session.given.override or before == now or not isinstance(before, int) or not isinstance(now, int):
-        return written
-    if not at:
-        return written
-    batches = num_batches(session.loader, session.driver.data_shard())
-    if written.over or at == written.per_epoch:
-        return written._replace(at=replace(written.at, batch_in_epoch=batches or at), over=True)
-    _check(session, written, before, now)
-    return written._replace(at=replace(written.at, batch_in_epoch=at * before // now))
-
-
-def _check(session: Session, written: Written, before: int, now: int) -> None:
+def _check_batch_size(session: Session, written: Written, before: int, now: int) -> None:
     at, each = written.at.batch_in_epoch, lcm(before, now) // before
     reason = ""
     if not ordered_by_sample(session.loader) or "limit" in loader_settings(session.loader):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cadenza.checkpoint.store import Entry, Loaded, Saved, Store
 from cadenza.checkpoint.store.checkpoints import not_exact
@@ -51,15 +51,6 @@ class Reader:
         return entry.store.read(entry.saved, lazily=True)
 
 
-class _Order(NamedTuple):
-    """A checkpoint that all ranks read."""
-
-    location: str
-    saved: Saved
-    crc32: str
-    """The checksum of its manifest: all ranks must see the same checkpoint."""
-
-
 class _OnAllRanks(Reader):
     """Reads on all ranks what the main process chooses. The main process learns the problems of all ranks."""
 
@@ -68,9 +59,10 @@ class _OnAllRanks(Reader):
         self._driver, self._keep = driver, keep
 
     def _read(self, entry: Entry) -> Loaded:
-        order = _Order(str(entry.store.files), entry.saved, entry.store.manifest(entry.saved)["crc32"])
+        # The checksum of the manifest: all ranks must see the same checkpoint.
+        order = str(entry.store.files), entry.saved, entry.store.manifest(entry.saved)["crc32"]
         self._driver.broadcast(order)
-        loaded, problems = self._take_part(order)
+        loaded, problems = self._take_part(*order)
         for rank, problem in enumerate(problems):
             if problem is not None:
                 kind, message = problem
@@ -80,39 +72,34 @@ class _OnAllRanks(Reader):
 
     def follow(self) -> None:
         """Read what the main process reads, until it has chosen. Every other rank must call this."""
-        order = self._driver.broadcast(None)
-        while order is not None:
+        while (order := self._driver.broadcast(None)) is not None:
             self.last = None
-            loaded, _ = self._take_part(order)
-            self.last = None if loaded is None else (f"{order.location}/{order.saved.name}", loaded)
-            order = self._driver.broadcast(None)
+            location, saved, _ = order
+            loaded, _ = self._take_part(*order)
+            self.last = None if loaded is None else (f"{location}/{saved.name}", loaded)
 
-    def _take_part(self, order: _Order) -> tuple[Loaded | None, list[Any]]:
+    def _take_part(self, location: str, saved: Saved, crc32: str) -> tuple[Loaded | None, list[Any]]:
         """Read this rank's part; return it, and on the main process the problems of all ranks."""
         loaded: Loaded | None = None
         problem: tuple[type[CheckpointError], str] | None = None
         try:
-            loaded = self._own(order)
+            loaded = self._own(Store(location), saved, crc32)
         except (CheckpointDamagedError, CheckpointFormatError) as error:
             problem = type(error), str(error)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            problem = CheckpointError, f"rank {self._driver.rank} cannot read {order.saved.name}: {why}"
+            problem = CheckpointError, f"rank {self._driver.rank} cannot read {saved.name}: {why}"
         return loaded, self._driver.gather_on_main(problem)
 
-    def _own(self, order: _Order) -> Loaded:
-        rank, store = self._driver.rank, Store(order.location)
-        try:
-            found = store.manifest(order.saved)["crc32"]
-        except CheckpointError:
-            found = None
-        if found != order.crc32:
+    def _own(self, store: Store, saved: Saved, crc32: str) -> Loaded:
+        manifest = store.entry(saved).manifest
+        if manifest is None or manifest["crc32"] != crc32:
             raise LookupError(
-                f"on {platform.node()} there is {'another' if found else 'no'} checkpoint of this name in {order.location}. "
-                "Each rank reads the checkpoint itself: all machines must see the same folder under the same path. Put it on a "
-                "file system that they share, or copy it to each machine"
+                f"on {platform.node()} there is {'no' if manifest is None else 'another'} checkpoint of this name in "
+                f"{store.files}. Each rank reads the checkpoint itself: all machines must see the same folder under the same "
+                "path. Put it on a file system that they share, or copy it to each machine"
             )
-        return store.read(order.saved, lazily=True, rank=rank, ranks=self._driver.world_size, keep=self._keep)
+        return store.read(saved, lazily=True, rank=self._driver.rank, ranks=self._driver.world_size, keep=self._keep)
 
 
 def on_all_ranks(driver: Driver, choose: Callable[[Reader], tuple[T, bool]], *, keep: bool = True) -> tuple[T, Loaded | None]:

@@ -14,10 +14,11 @@ from weakref import proxy
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.other_ranks import Written
+from cadenza.checkpoint.parts import load_callbacks, placed
 from cadenza.checkpoint.snapshot import check_whole
 from cadenza.checkpoint.starting import Start, chosen, none_to_continue
 from cadenza.checkpoint.store import Loaded
-from cadenza.checkpoint.store.link_names import LAST
+from cadenza.checkpoint.store.files import LAST
 from cadenza.engine import lost_directory
 from cadenza.engine.course import Beginning
 from cadenza.engine.plan import argument_changes, plan_changes
@@ -76,9 +77,10 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
         snapshot.load_model(session, loaded)
         session.extra_parameters.begin(session.run)
         session.extra_parameters.load_state_dict(loaded.state.get("outside", {}))
-        session.state.update(snapshot.placed(session, loaded.state.get("state", {})))
-        snapshot.restore_own(session, loaded)
-        states = snapshot.placed(session, loaded.state.get("callbacks", {}))
+        session.state.update(placed(session, loaded.state.get("state", {})))
+        own = loaded.by_rank[min(session.driver.rank, len(loaded.by_rank) - 1)]
+        load_callbacks(session, loaded.name, own.get("callbacks of the rank", {}))
+        states = placed(session, loaded.state.get("callbacks", {}))
         for name, callback in session.hooks.callbacks.items():
             if name in states and isinstance(callback, ReplacesWeights):
                 callback.put_in_place_again(session.run, states[name])
@@ -153,18 +155,21 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
     _tell_plan_changes(session, directory)
     own = loaded.branch.run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):
-        told = (
-            f"{counted(lost, 'record')} of metrics.jsonl were lost, for example by a power cut, and are written again from "
-            f"{loaded.name}"
-        )
-        session.decide("records restored", told, who="the trainer", data={"records": lost, "checkpoint": loaded.name})
-        session.warn(f"{told}{', as far as its thinned history has them' if session.metrics.history.thinned else ''}")
+        _tell_lost_records(session, lost, loaded.name)
     if start.rolls_back:
         rows = f"; its rows are in {', '.join(kept)}" if kept else ""
+        why = f"branch {start.left} is abandoned after {loaded.name}{rows}"
         data = {"branch": start.left, "checkpoint": loaded.name}
-        session.decide(
-            "rolled back", f"branch {start.left} is abandoned after {loaded.name}{rows}", who="the trainer", data=data
-        )
+        session.decide("rolled back", why, who="the trainer", data=data)
+
+
+def _tell_lost_records(session: Session, lost: int, checkpoint: str) -> None:
+    told = (
+        f"{counted(lost, 'record')} of metrics.jsonl were lost, for example by a power cut, and are written again from "
+        f"{checkpoint}"
+    )
+    session.decide("records restored", told, who="the trainer", data={"records": lost, "checkpoint": checkpoint})
+    session.warn(f"{told}{', as far as its thinned history has them' if session.metrics.history.thinned else ''}")
 
 
 def _tell_plan_changes(session: Session, directory: RunDirectory | None) -> None:
@@ -210,8 +215,10 @@ def _ended(directory: RunDirectory, loaded: Loaded | None, limit: int) -> tuple[
 
 def _reached(directory: RecordedRun, loaded: Loaded | None) -> Counters:
     """Return the last counters of a run: from its last checkpoint, else from ``run.json``, else from the last record."""
-    if _is_whole(loaded):
-        return Counters(**loaded.state["progress"])
+    return Counters(**loaded.state["progress"]) if _is_whole(loaded) else _last_noted(directory)
+
+
+def _last_noted(directory: RecordedRun) -> Counters:
     told = (directory.previous or {}).get("progress")
     if told is not None:
         return Counters(**told)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from cadenza.checkpoint.catalogue import Catalogue
 from cadenza.checkpoint.keeping import Best, KeepRules, Kept, Known, best_of, is_among_best, line_of
 from cadenza.checkpoint.store import Entry, Saved, Store
-from cadenza.checkpoint.store.link_names import BEST, LAST, best_link
+from cadenza.checkpoint.store.files import BEST, LAST, best_link
+from cadenza.checkpoint.store.state_fields import check
 from cadenza.engine.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class Retention:
         """The checkpoint that is being written."""
         self.began: float = 0.0
         """The time at which the run began."""
+        self.is_settled: bool = False
+        """Whether links, notes and checkpoints were as the rules say when the run began: no process was killed in `apply`."""
         self._joined: dict[str, set[str]] = {}
         self._catalogue = Catalogue([])
         self._notes: tuple[bytes, Notes] = b"", {}
@@ -102,10 +105,12 @@ class Retention:
         readable = [(rank, entry, entry.manifest) for rank, entry in self._catalogue.ranked if entry.manifest is not None]
         began = min((one for _, _, facts in readable if isinstance(one := facts.get("time"), int | float)), default=0.0)
         before, self._read = self._read, {}
+        earlier = any(member.earlier for member in self.members.values())
         for rank, entry, facts in readable:
             held = before.get(entry.name)
             if held is None or held[0] is not entry:
-                held = entry, self._with_earlier(Known.of(entry.saved, rank, facts, began, self._joined.get(entry.name, ())))
+                known = Known.of(entry.saved, rank, facts, began, self._joined.get(entry.name, ()))
+                held = entry, self._with_earlier(known) if earlier else known
             self._read[entry.name] = held
         self.known = [one for _, one in self._read.values() if one.owners & self.members.keys()]
 
@@ -128,6 +133,7 @@ class Retention:
             if name in before and before[name] != now[name]
         ]
         there, missing, gone = {saved.name for saved in self.store.saved()}, [], dict[str, list[str]]()
+        self.is_settled = {*self._read} == {*checkpoints} & there and now.items() <= before.items()
         for name, note in checkpoints.items():
             bests = [by for by in note["kept_by"] if by["callback"] in self.members and by["rule"].startswith("Best(")]
             missing += [f"{name}, which {by['rule']} kept, no longer exists" for by in bests if name not in there]
@@ -213,8 +219,8 @@ class Retention:
         Raises:
             OSError: A link cannot be set; the checkpoints are deleted nevertheless.
         """
-        self.under_way = None
         self.read()
+        self.under_way = None  # not before it is known: the training thread may compare a result with it
         kept = self.kept()
         resumable, own = self._catalogue.newest_whole, {one.name for one in self.known}
         for one in (newest, resumable):
@@ -227,7 +233,8 @@ class Retention:
         except OSError as error:
             problem = error
         self._note(kept, gone)
-        self.store.delete(gone)
+        if gone:
+            self.store.delete(gone)
         self.known = [one for one in self.known if one.name in kept]
         if problem is not None:
             raise problem
@@ -239,7 +246,8 @@ class Retention:
         ``best`` is that of the first rule; of several rules, each has its own as well.
         """
         line = [one.name for one in line_of(self.known) if one.rank[0] and one.name in kept]
-        bests = [(one["monitor"], one["checkpoint"]) for one in self.bests() if one["checkpoint"] in kept]
+        all_bests = self.bests() if self.watching else []
+        bests = [(one["monitor"], one["checkpoint"]) for one in all_bests if one["checkpoint"] in kept]
         links = {best_link(monitor): name for monitor, name in reversed(bests)} if len(self.watching) > 1 else {}
         if bests and BEST in self.sets:
             links[BEST] = bests[0][1]
@@ -265,7 +273,7 @@ class Retention:
         found = {monitor: one for monitor, one in earlier if one.get("name") == known.name}
         values = {monitor: one["best"] for monitor, one in found.items()}
         averaged = {monitor: one["weights"] for monitor, one in found.items() if one.get("weights")}
-        return replace(known, values={**values, **known.values}, averaged={**averaged, **known.averaged}) if found else known
+        return replace(known, values={**values, **known.values}, averaged={**averaged, **known.averaged})
 
     def _texts(self) -> dict[str, list[str]]:
         return {member.name: [one.text for one in member.rules] for member in self.members.values()}
@@ -284,6 +292,10 @@ class Retention:
 
 
 Notes = dict[str, dict[str, Any]]
+_NOTES = {
+    "callbacks": {str: [str]},
+    "checkpoints": {str: {"asked_by": [str], "kept_by": [{"callback": str, "rule": str}]}},
+}
 
 
 def noted(store: Store, known: tuple[bytes, Notes] = (b"", {})) -> Notes:
@@ -296,30 +308,16 @@ def noted(store: Store, known: tuple[bytes, Notes] = (b"", {})) -> Notes:
     Returns:
         ``callbacks``: the rules of each callback. ``checkpoints``: by name, ``asked_by`` and ``kept_by``. Empty without notes.
     """
-    content: Any = None
     with suppress(OSError, ValueError, RecursionError):
         written = store.files.read(store.notes)
         if written == known[0]:
             return known[1]
-        content = json.loads(written)
-    parts = content if isinstance(content, dict) else {}
-    callbacks, checkpoints = (one if isinstance(one := parts.get(key), dict) else {} for key in ("callbacks", "checkpoints"))
-    return {
-        "callbacks": {name: one for name, one in callbacks.items() if _are_texts(one)},
-        "checkpoints": {name: one for name, one in checkpoints.items() if _is_note(one)},
-    }
+        content: Notes = json.loads(written)
+        check(content, _NOTES, "")
+        return content
+    return {"callbacks": {}, "checkpoints": {}}
 
 
 def kept_by(store: Store) -> dict[str, list[dict[str, str]]]:
     """Return the callbacks and rules that keep the checkpoints of the store's run, by their names; empty without notes."""
     return {name: one["kept_by"] for name, one in noted(store)["checkpoints"].items()}
-
-
-def _is_note(one: Any) -> bool:
-    if not isinstance(one, dict) or not _are_texts(one.get("asked_by")) or not isinstance(one.get("kept_by"), list):
-        return False
-    return all(isinstance(by, dict) and _are_texts([by.get("callback"), by.get("rule")]) for by in one["kept_by"])
-
-
-def _are_texts(one: Any) -> bool:
-    return isinstance(one, list) and all(isinstance(text, str) for text in one)

@@ -11,22 +11,17 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from torch import Tensor
-
 from cadenza.checkpoint.catalogue import Catalogue, checkpoint_at, find, first_usable, is_name
 from cadenza.checkpoint.reader import Reader, on_all_ranks
 from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
 from cadenza.checkpoint.store.checkpoints import not_exact
-from cadenza.checkpoint.store.files import absolute_path
-from cadenza.checkpoint.store.link_names import LAST
+from cadenza.checkpoint.store.files import LAST, absolute_path
 from cadenza.drivers import Driver
 from cadenza.errors import CheckpointError
 from cadenza.files.paths import is_local, local_text
-from cadenza.optim.finite import all_finite
 from cadenza.records import branch_files
 from cadenza.records.directory import OVER, RecordedRun
 from cadenza.status.decisions import RESUMABLE, GoBack
-from cadenza.status.progress import Counters
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
@@ -168,7 +163,7 @@ def at_path(
     Raises:
         CheckpointError: The checkpoint cannot be used.
     """
-    loaded, known = _read(path, reader), _catalogue(directory, elsewhere)
+    loaded, known = _read(path, reader), catalogue_of(directory, elsewhere)
     wrote, present = loaded.branch, known.branch
     point = wrote.point(loaded.name)
     rank = present.rank(point.saved, wrote)
@@ -188,21 +183,27 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], 
     Raises:
         CheckpointError: No existing checkpoint can be used, and a new start would waste one.
     """
-    known, path, begun_at = _catalogue(directory, elsewhere), path_in(directory), openable_in(directory, elsewhere)
+    known = catalogue_of(directory, elsewhere)
     branch, line = known.branch, known.line()
     own = [one for one in line if one.branch is None or one.branch.number == branch.number]
     # The checkpoint at which the branch began may be inexact, since the user named it.
-    begun = [
-        one
-        for one in (*begun_in(directory, elsewhere), *line)
-        if one.branch is not None and branch.ancestors[-1:] == (one.branch.point(one.name),)
-    ]
+    first = branch.ancestors[-1] if branch.ancestors else None
+    known_first = () if first is None else (*begun_in(directory, elsewhere), *line)
+    begun = [one for one in known_first if one.branch is not None and one.branch.point(one.name) == first]
     others = [one for one in line if one not in own and one not in begun]
     newest, skipped = first_usable([*own, *begun, *others], lambda one: reader.problem(one, exact=one not in begun))
     for reason in dict.fromkeys(skipped):
         logger.warning("skipped a checkpoint: %s", reason)
-    if newest is not None:
-        return Start(replace(branch, at=newest.name), reader.read(newest), path, recovery=recovery_in(directory))
+    if newest is None:
+        return _without_checkpoint(directory, elsewhere, known, reader)
+    return Start(replace(branch, at=newest.name), reader.read(newest), path_in(directory), recovery=recovery_in(directory))
+
+
+def _without_checkpoint(
+    directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], known: Catalogue, reader: Reader
+) -> Start:
+    """Return the start of a run without a checkpoint at which it can continue. Raises as `at_newest`."""
+    branch, path, begun_at = known.branch, path_in(directory), openable_in(directory, elsewhere)
     unusable, is_over = [_unusable(one, reader) for _, one in known.ranked], ended_in(directory) is not None
     lost = tuple(why for why, _ in unusable)
     # After the end of the run only damage counts: there is no new start.
@@ -214,7 +215,7 @@ def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], 
             "Repair or remove them, name one with fit(resume=PATH), or give another directory=."
         )
     if is_over:
-        models = [one for one in line if one.manifest is not None and one.manifest.get("weights_only")]
+        models = [one for one in known.line() if one.manifest is not None and one.manifest.get("weights_only")]
         model, _ = first_usable(models, reader.problem)
         return Start(branch, None if model is None else reader.read(model), path, lost=lost)
     if path is not None and (begun_at is None or branch.ancestors[-1].run != branch.run):
@@ -271,26 +272,7 @@ def begun_in(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]]) -
     return []
 
 
-def newest_good(
-    directory: RecordedRun, elsewhere: Iterable[str], step: int, *, whole_epochs: bool = False
-) -> tuple[str, Counters] | None:
-    """Return the path and the counters of the newest checkpoint with finite weights, and at most `step` complete steps.
-
-    Only the line of the present branch counts; with `whole_epochs`, only checkpoints between two epochs. None: there is none.
-    """
-    for one in _catalogue(directory, elsewhere).line():
-        if one.saved.step > step or one.problem() is not None:
-            continue
-        loaded = one.store.read(one.saved)
-        reached = Counters(**loaded.state["progress"])
-        if whole_epochs and reached.batch_in_epoch:
-            continue
-        if all_finite(weight for weight in loaded.model.values() if isinstance(weight, Tensor)):
-            return one.path, reached
-    return None
-
-
-def _catalogue(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> Catalogue:
+def catalogue_of(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> Catalogue:
     """Return the checkpoints of a run, in its directory and in further folders and URLs.
 
     The present branch is that of ``run.json``; without one, that of the checkpoints in the directory.

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.checkpoint.catalogue import Catalogue, Which, check_which, find, is_path
-from cadenza.checkpoint.changed_shapes import changed_buffers
-from cadenza.checkpoint.frozen import left_out_of, unchanged
+from cadenza.checkpoint.model_parts import changed_buffers, left_out_of, unchanged
 from cadenza.checkpoint.reader import Reader, on_all_ranks
 from cadenza.checkpoint.store import Loaded, Store
-from cadenza.checkpoint.store.link_names import is_link_name
+from cadenza.checkpoint.store.files import is_link_name
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import agreed
 from cadenza.drivers.materializing import tensors_in_file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.attempts import Attempts, Save
 from cadenza.checkpoint.retention import Member, Retention
 from cadenza.checkpoint.store import Content, Saved, Store
-from cadenza.checkpoint.store.buffers import HostBuffers, host_view
-from cadenza.checkpoint.store.link_names import BEST, LAST
+from cadenza.checkpoint.store.content import DeviceBuffers, HostBuffers, host_view
+from cadenza.checkpoint.store.files import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_text
 from cadenza.drivers.agreeing import ALONE
 from cadenza.engine.session import Session
@@ -57,7 +57,7 @@ class CheckpointWriter:
         self._postponed_at: int | None = None
         self._told_best = False
         self._fixed: dict[str, Any] = {}
-        self._buffers = HostBuffers()
+        self._buffers = DeviceBuffers() if session.driver.device.type == "cuda" else HostBuffers()
         self._attempts: Attempts | None = None
         self._half_changed = False
 
@@ -90,7 +90,7 @@ class CheckpointWriter:
         session = self.session
         self._attempts = Attempts(
             self.store,
-            session.files.sync if session.files is not None else None,
+            session.files.sync if session.files is not None else list,
             self._prune,
             lambda: session.after_step(self.take_results),
             background=self.background,
@@ -103,7 +103,7 @@ class CheckpointWriter:
         for member in self.retention.members.values():
             member.begin(session.progress, session.step.window.size)
         snapshot.check_states(session)  # now, not when the first checkpoint is due
-        self._fixed = snapshot.fixed_facts(session)
+        self._fixed = snapshot.fixed_parts(session)
         if session.is_main:
             self.store.sweep()
             self._take_up()
@@ -142,15 +142,16 @@ class CheckpointWriter:
         self._asked = {}
         pending = any(member.pending for member in self.retention.members.values())
         there = self._saved_at == session.progress.now() and session.cursor.at_boundary and not pending
+        blocked = bool(session.blocks.open)
         if session.sync.together:  # only the main process knows whether a write has failed
-            there = session.driver.broadcast(there)
+            there, blocked = session.driver.broadcast(there), session.driver.any_rank(blocked)
         if there:
             self._join(asking)
             return
         if session.restored.pending:  # an error or a stop in the start of a resume: its checkpoint is the newest state
             return
-        if blocks := self._blocks():
-            self._wait(asking, reason, blocks, last=last)
+        if blocked:
+            self._wait(asking, reason, last=last)
             return
         if session.driver.shards and session.driver.world_size > 1 and not session.sync.together:
             step, why = session.progress.step, "after an error a rank cannot count on the others' shards"
@@ -182,7 +183,7 @@ class CheckpointWriter:
             if self.attempts.failed is not None and (self.session.sync.together or not self.attempts.failed.together):
                 self.attempts.finish()
             self.take_results()
-            self._buffers.clear()
+            self._buffers.take_back(())
 
     def report_best(self) -> None:
         """Record the best checkpoints as a decision, at the end of a run: their values, steps and paths."""
@@ -214,18 +215,20 @@ class CheckpointWriter:
             OSError: A write has failed, and `strict`.
         """
         while self.attempts.results:
-            save, saved, pruned = self.attempts.results.popleft()
-            if isinstance(saved, Exception):
-                self._saved_at = self.retention.under_way = None
-                self._report_failure(save, saved)
-                continue
-            self._newest = saved.name
-            if save.error is not None:  # a later attempt was successful
-                self._saved_at = save.at
-            if self.session.is_main:
-                self._report(save, saved, pruned)
-            late, self._late = self._late, set()
-            self._join(late)
+            self._take(*self.attempts.results.popleft())
+
+    def _take(self, save: Save, saved: Saved | Exception, pruned: list[str] | Exception) -> None:
+        if isinstance(saved, Exception):
+            self._saved_at = self.retention.under_way = None
+            self._report_failure(save, saved)
+            return
+        self._newest = saved.name
+        if save.error is not None:  # a later attempt was successful
+            self._saved_at = save.at
+        if self.session.is_main:
+            self._report(save, saved, pruned)
+        late, self._late = self._late, set()
+        self._join(late)
 
     def _save_asked(self) -> None:
         if not self._asked:
@@ -236,24 +239,18 @@ class CheckpointWriter:
         asked, self._asked = self._asked, {}
         self.save("; ".join(dict.fromkeys(asked.values())), asked)
 
-    def _blocks(self) -> list[str]:
-        """Return who blocks saves, on any rank."""
-        driver, own = self.session.driver, [str(block) for block in self.session.blocks.open]
-        if not self.session.sync.together:
-            return own
-        if not driver.any_rank(bool(own)):
-            return []
-        return [f"{one} on rank {rank}" for rank, some in enumerate(driver.gather(own)) for one in some]
-
-    def _wait(self, asking: Collection[str], reason: str, blocks: Sequence[str], *, last: bool) -> None:
-        """Save at a later step boundary, or not at all if the run is at its end."""
-        session, who = self.session, ", ".join(sorted(asking))
-        step, by = session.progress.step, ", ".join(blocks)
+    def _wait(self, asking: Collection[str], reason: str, *, last: bool) -> None:
+        """Save at a later step boundary, or not at all if the run is at its end. Some rank blocks saves."""
+        session, who, step = self.session, ", ".join(sorted(asking)), self.session.progress.step
+        blocks = [str(block) for block in session.blocks.open]
+        if session.sync.together:
+            blocks = [f"{one} on rank {rank}" for rank, some in enumerate(session.driver.gather(blocks)) for one in some]
+        by = ", ".join(blocks)
         if last:
             self._report_no_save(step, f"saves are blocked by {by}")
             return
         if self._postponed_at is None:
-            data = {"step": step, "blocked_by": list(blocks)}
+            data = {"step": step, "blocked_by": blocks}
             session.decide("save postponed", f"{reason}: saves are blocked by {by}", who=who, data=data)
             self._postponed_at = step
         self._asked = {**dict.fromkeys(asking, reason), **self._asked}
@@ -291,25 +288,25 @@ class CheckpointWriter:
             member.pending = False
         together = self._together and (session.sync.together or session.driver.world_size == 1)
         if session.is_main or together:
-            self._saved_at, self._newest, self._late = session.progress.now(), None, set()
-            averaged = retention.averaged(self._saved_at.step)
+            at = self._saved_at = session.progress.now()
+            self._newest, self._late = None, set()
             copy = self._buffers.copy if self.background else host_view  # nothing changes while this thread writes
-            content = taken.content(weights_only=self.weights_only, averaged=averaged, copy=copy)
+            content = taken.content(weights_only=self.weights_only, averaged=retention.averaged(at.step), copy=copy)
             self._buffers.copied()
-            self._add_facts(content, asking)
-            self.attempts.start(Save(content, self._saved_at, together, session.sync.requests.signalled_at))
+            content.facts |= {**retention.facts(at, asking, session.progress.batches_per_epoch), "best": []}
+            if retention.watching:
+                self._add_bests(content, at.step)
+            self.attempts.start(Save(content, at, together, session.sync.requests.signalled_at))
 
-    def _add_facts(self, content: Content, asking: Collection[str]) -> None:
-        """Add the facts that keep rules need, and which checkpoints are the best, with the one that is about to be written."""
-        progress, retention = self.session.progress, self.retention
-        content.facts |= retention.facts(progress.now(), asking, progress.batches_per_epoch)
-        if retention.judges(progress.step):  # else the thread that writes looks
+    def _add_bests(self, content: Content, step: int) -> None:
+        """Add to the facts which checkpoints are the best, with the one that is about to be written."""
+        retention = self.retention
+        if retention.judges(step):  # else the thread that writes looks
             content.facts["finite"] = content.is_finite()
-        content.facts["best"] = []
-        if self.session.is_main and retention.watching:
-            saved = Saved(progress.step, 1, f"step-{progress.step:08d}")
+        if self.session.is_main:
+            saved = Saved(step, 1, f"step-{step:08d}")
             with suppress(Exception):  # if the folder cannot be read, the write reports the error
-                saved = self.store.next_name(progress.step)
+                saved = self.store.next_name(step)
             retention.write(saved, content.facts)
             content.facts["best"] = retention.bests()
 
@@ -344,7 +341,8 @@ class CheckpointWriter:
             session.warn(sentence)
         newest = max(retention.known, key=lambda one: one.rank, default=None)
         self.store.trust(self.store.branch.at)
-        if newest is not None and newest.name == self.store.branch.at and not newest.abandoned and not changes:
+        at_newest = newest is not None and newest.name == self.store.branch.at and not newest.abandoned
+        if at_newest and not changes and not retention.is_settled:
             retention.apply()
 
     def _report(self, save: Save, saved: Saved, pruned: list[str] | Exception) -> None:
@@ -382,11 +380,9 @@ class CheckpointWriter:
 
 def writer_for(session: Session, store: Store, *, weights_only: bool) -> CheckpointWriter:
     """Return the writer of this run for a folder and a content: one for all callbacks that save there."""
+    here = str(store.files)
     for saver in session.savers:
-        if isinstance(saver, CheckpointWriter) and (str(saver.store.files), saver.weights_only) == (
-            str(store.files),
-            weights_only,
-        ):
+        if isinstance(saver, CheckpointWriter) and (str(saver.store.files), saver.weights_only) == (here, weights_only):
             return saver
     session.savers.append(writer := CheckpointWriter(session, store, weights_only=weights_only))
     return writer

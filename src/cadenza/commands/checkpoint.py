@@ -10,7 +10,7 @@ from cadenza.checkpoint.catalogue import Catalogue, checked_name
 from cadenza.checkpoint.reader import Reader
 from cadenza.checkpoint.retention import kept_by
 from cadenza.checkpoint.store import Entry, Store
-from cadenza.checkpoint.store.link_names import LAST
+from cadenza.checkpoint.store.files import LAST
 from cadenza.checkpoint.store.manifest import best_text, bytes_in
 from cadenza.checkpoint.weights import MODEL, chosen_of, write_chosen
 from cadenza.commands.output import add_json, complain, print_json, print_rows, say

@@ -41,8 +41,7 @@ def local(tensor: Tensor) -> Tensor:
     tensor([1., 1.])
     """
     detached: Any = tensor.detach()
-    part: Tensor = detached.to_local() if is_sharded(tensor) else detached
-    return part
+    return detached.to_local() if is_sharded(tensor) else detached  # type: ignore[no-any-return]  # torch leaves it untyped
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -106,9 +105,8 @@ class Splits(NamedTuple):
         part, rank = tuple(slice(0, size) for size in tensor.shape), torch.distributed.get_rank()
         for split, number in found:
             part = part_of(part, split, number)
-        other = any(
-            own != cut and own.start < own.stop for own, cut in zip(part, region, strict=True)
-        )  # if empty, at any index
+        # An empty part may be at any index.
+        other = any(own != cut and own.start < own.stop for own, cut in zip(part, region, strict=True))
         if other or rank != first + sum(map(mul, at, strides)):
             raise StateError(
                 f"a tensor has the layout {sharded.placements} over a mesh of the shape {tuple(mesh.shape)}, of which rank "
@@ -144,8 +142,12 @@ def laid_out(value: Tensor | Readable, like: Tensor) -> Tensor:
 
     Every rank must call this. If `like` is not sharded, the result is whole and stays on its device.
     """
-    if not is_sharded(like):
-        return whole(value) if isinstance(value, Tensor) else value.read()
+    if is_sharded(like):
+        return _sharded(value, like)
+    return whole(value) if isinstance(value, Tensor) else value.read()
+
+
+def _sharded(value: Tensor | Readable, like: Tensor) -> Tensor:
     if isinstance(value, Tensor) and is_sharded(value):
         given: Any = value
         if (given.device_mesh, given.placements) == (like.device_mesh, like.placements):  # type: ignore[attr-defined]

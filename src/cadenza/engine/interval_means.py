@@ -105,7 +105,7 @@ class IntervalMeans:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of this rank. Waits for the device."""
         sums = {name: mean.on_host() for name, mean in self._means.items()}
-        weighted = {name: [total, weight] for name, (total, weight) in sums.items() if weight}
+        weighted = {name: [*one] for name, one in sums.items() if one[1]}
         return {"since": self.since, "sums": weighted} if weighted or (self.since and self._is_first) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

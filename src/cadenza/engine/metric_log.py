@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
@@ -94,10 +94,6 @@ class MetricLog:
             self._media_failed = True
             self._decide("not kept", f"media cannot be written, and no more are: {error!r}", who="the run")
 
-    def restore(self, history: History) -> None:
-        """Continue with the history of a checkpoint."""
-        self.history = history
-
 
 # -- the losses of all steps, and the check that they are finite -----------------------------------
 
@@ -153,7 +149,8 @@ class LossCheck:
     def look(self, *, wait: bool = False) -> None:
         """Check the losses that have arrived. With `wait`, check those of all steps."""
         self.buffer.deliver(wait=wait)
-        self._report()
+        if self._found:
+            self._report()
 
     def look_at(self, record: Record) -> Record:
         """Check the losses in a record. Return it without those of a step in which no batch counts."""
@@ -197,14 +194,16 @@ class LossCheck:
     def _look_at_step(self, one: StepLoss) -> None:
         if (loss := one.loss) is not None:
             self._look(_TRAINING, loss, one.step)
-        if one.of_ranks:
-            return
+        if not one.of_ranks:
+            self._note_weightless(one.step)
+
+    def _note_weightless(self, step: int) -> None:
         if not self._weightless and not self.quiet and self._driver.is_main:
             self._warn(
-                f"the weights of all batches of step {one.step} are 0, so nothing was trained in it, and its loss is NaN. "
+                f"the weights of all batches of step {step} are 0, so nothing was trained in it, and its loss is NaN. "
                 "Check that outputs['weight'] counts the labels that are not masked"
             )
-        self._weightless.append(one.step)
+        self._weightless.append(step)
 
     def _look(self, name: str, value: float, step: int) -> None:
         if math.isfinite(value):
@@ -218,7 +217,7 @@ class LossCheck:
     def _report(self) -> None:
         """Report the first of the losses that were found, once."""
         found, self._found = self._found, []
-        if not found or self.quiet:
+        if self.quiet:
             return
         step, name, value = min(found, key=lambda one: (one[0], one[1] == _TRAINING))
         self._first = self._first or (step, name)
@@ -270,7 +269,7 @@ class LossBuffer:
         self.readers: list[Callable[[StepLoss], object]] = []
         """Functions that get the loss of each step, in order."""
         self._kept: list[KeptLosses] = []
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[tuple[list[KeptLosses], ArrivingNumbers]] = deque()
         self._last: Tensor | None = None
         self._overwritten = False
 
@@ -302,7 +301,7 @@ class LossBuffer:
     def kept_since(self, step: int) -> list[KeptLosses]:
         """Return the losses of the steps after `step` that no reader has received yet."""
         later: list[KeptLosses] = []
-        for kept in (self._kept, *(sent.kept for sent in reversed(self._sent))):
+        for kept in (self._kept, *(sent for sent, _ in reversed(self._sent))):
             for one in reversed(kept):
                 if one[0] <= step:
                     return later[::-1]
@@ -311,45 +310,37 @@ class LossBuffer:
 
     def send(self) -> None:
         """Start the copy of the losses that are kept."""
-        if self._kept:
-            self._sent.append(_Sent(self._kept))
-            self._kept = []
+        kept, self._kept = self._kept, []
+        tensors: list[Tensor] = []
+        for _, losses, given, of_ranks in kept:
+            tensors += losses
+            tensors += [one for one in (*given, of_ranks) if isinstance(one, Tensor)] if given else ()
+        if kept:
+            self._sent.append((kept, ArrivingNumbers(tensors)))
 
     def deliver(self, *, wait: bool) -> None:
         """Pass the losses that have arrived to the readers. With `wait`, send all, and wait for them."""
         if wait:
             self.send()
-        while self._sent and (wait or self._sent[0].arrived):
-            for loss in self._sent.popleft().losses():
+        while self._sent and (wait or self._sent[0][1].arrived):
+            for loss in _losses_of(*self._sent.popleft()):
                 for read in self.readers:
                     read(loss)
 
 
-class _Sent:
-    """Losses that are on their way to the host."""
-
-    def __init__(self, kept: list[KeptLosses]) -> None:
-        self.kept = kept
-        self._losses = ArrivingNumbers([loss for _, losses, *_ in kept for loss in losses])
-        weights = [weight for _, _, given, of_ranks in kept if given for weight in (*given, of_ranks)]
-        self._weights = ArrivingNumbers([weight for weight in weights if isinstance(weight, Tensor)])
-
-    @property
-    def arrived(self) -> bool:
-        return self._losses.arrived and self._weights.arrived
-
-    def losses(self) -> Iterator[StepLoss]:
-        numbers, others = iter(self._losses), iter(self._weights)
-        for step, tensors, given, of_ranks in self.kept:
-            losses = list(islice(numbers, len(tensors)))
-            if not given:
-                count = len(losses)
-                yield StepLoss(step, sum(losses), count, count)
-                continue
-            weights = [next(others) if isinstance(one, Tensor) else one for one in given]
-            total, weight = weighted_total(losses, weights)
-            counted = next(others) if isinstance(of_ranks, Tensor) else of_ranks
-            yield StepLoss(step, total, weight, weight if counted is None else counted)
+def _losses_of(kept: Iterable[KeptLosses], arrived: Iterable[float]) -> Iterator[StepLoss]:
+    """Yield the losses of steps; `arrived` are the numbers of their tensors, in order."""
+    numbers = iter(arrived)
+    for step, tensors, given, of_ranks in kept:
+        losses = list(islice(numbers, len(tensors)))
+        if not given:
+            count = len(losses)
+            yield StepLoss(step, sum(losses), count, count)
+            continue
+        weights = [next(numbers) if isinstance(one, Tensor) else one for one in given]
+        total, weight = weighted_total(losses, weights)
+        counted = next(numbers) if isinstance(of_ranks, Tensor) else of_ranks
+        yield StepLoss(step, total, weight, weight if counted is None else counted)
 
 
 def weighted_total(losses: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

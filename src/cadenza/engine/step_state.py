@@ -253,10 +253,6 @@ class Cursor:
         """Read from `source`, which is at another position."""
         self.source = source
 
-    def restore(self, *, in_epoch: bool, exhausted: bool) -> None:
-        """Continue in the epoch of a checkpoint."""
-        self.in_epoch, self.exhausted = in_epoch, exhausted
-
     def leave_boundary(self) -> None:
         """Note that hooks run: a save waits for the next boundary."""
         self.at_boundary = False

@@ -141,7 +141,7 @@ class RNGState(NamedTuple):
         if self.numpy is not None:
             import numpy  # the saved run used it; this one may not have imported it yet
 
-            _NUMPY.restore(numpy, self.numpy)
+            numpy.random.set_state(self.numpy)
 
 
 def _without_arrays(state: Any) -> Any:

@@ -52,13 +52,16 @@ def holders_in(hooks: Hooks) -> dict[str, Holder]:
     for name, callback in hooks.callbacks.items():
         for weights, held in callback.held_weights().items() if isinstance(callback, HoldsWeights) else ():
             if weights in found:
-                raise CallbackError(
-                    f"two callbacks hold weights that are called {weights!r}, {found[weights].callback} and {name}, so "
-                    f"Evaluate(weights={weights!r}) would be ambiguous. Leave one out, or give it another name, such as "
-                    "Ema(name='slow')."
-                )
+                raise _ambiguous(weights, found[weights].callback, name)
             found[weights] = Holder(name, callback, held)
     return found
+
+
+def _ambiguous(weights: str, one: str, other: str) -> CallbackError:
+    return CallbackError(
+        f"two callbacks hold weights that are called {weights!r}, {one} and {other}, so Evaluate(weights={weights!r}) would be "
+        "ambiguous. Leave one out, or give it another name, such as Ema(name='slow')."
+    )
 
 
 def no_such_weights(weights: str, there: Mapping[str, Any], who: str) -> str:

@@ -194,15 +194,12 @@ def _is_chosen(optimizer: Optimizer) -> bool:
 def loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved state, without fusing if torch cannot fuse the present parameters, such as shards."""
     where = _FUSED_ON.get(type(optimizer))
-    if (
-        where is None
-        or not is_of_torch(saved)
-        or fused(optimizer)
-        or not any(_unfit(one, where, one.device.type) for one in _held(optimizer))
-    ):
+    groups = saved["param_groups"] if is_of_torch(saved) else []
+    if where is None or fused(optimizer) or not any(group.get("fused") is True for group in groups):
         return saved
-    groups = [{**group, "fused": None} if group.get("fused") is True else group for group in saved["param_groups"]]
-    return {**saved, "param_groups": groups}
+    if not any(_unfit(one, where, one.device.type) for one in _held(optimizer)):
+        return saved
+    return {**saved, "param_groups": [{**group, "fused": None} if group.get("fused") is True else group for group in groups]}
 
 
 def load_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

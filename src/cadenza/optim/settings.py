@@ -306,6 +306,10 @@ class Settings:
             one = Difference(limit, "", before[limit], now, present=True)
             if before[limit] != now:
                 decide(run, "limit changed", str(one), who="the trainer", data=one.data)
+        if found:
+            self._tell_found(run, name, found)
+
+    def _tell_found(self, run: Run, name: str, found: Sequence[Difference]) -> None:
         unexpected = []
         for one in found:
             line = f"{one}; the run uses the {'present' if one.present else 'saved'} value"

@@ -215,16 +215,12 @@ class RunDirectory(RecordedRun):
     def look(self) -> None:
         """Call `when_gone` if the directory was moved or deleted."""
         self._looked_at = time.monotonic()
-        if self._is_gone():
-            self.when_gone()
-
-    def _is_gone(self) -> bool:
         try:
-            return _inode(self.path) != self._inode and not is_held(self.path)  # some file systems change inodes
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        except OSError:  # the disk does not answer now
-            return False
+            gone = _inode(self.path) != self._inode and not is_held(self.path)  # some file systems change inodes
+        except OSError as error:  # else the disk does not answer now
+            gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if gone:
+            self.when_gone()
 
     def _look_sometimes(self) -> None:
         if time.monotonic() - self._looked_at > _LOOKS_S:

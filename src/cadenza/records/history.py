@@ -228,8 +228,10 @@ def write_again(path: Path, history: History) -> int:
         history: The history in the checkpoint. Records that a thinned history does not keep are lost.
     """
     newest = history.newest
-    if newest is None or _last_key(path) == _key(newest):
-        return 0
+    return 0 if newest is None or _last_key(path) == _key(newest) else _write_missing(path, history, newest)
+
+
+def _write_missing(path: Path, history: History, newest: Record) -> int:
     expected = list(history.records())
     last = _key(newest)[2]  # batches
     there = [record for record in read_records(path) if record.at.batch <= last]

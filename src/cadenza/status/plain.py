@@ -93,15 +93,20 @@ def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, d
             if all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)).startswith("$")):
                 return dict(entries)
             return {"$dict": [[plain(key, f"{path}.<key>"), part] for key, part in entries]}
-        item = getattr(value, "item", None) if getattr(value, "shape", None) == () else None
-        if callable(item) and isinstance(number := item(), bool | int | float | bytes | str):
-            return plain(number, path)  # a number of NumPy
-        raise StateError(
-            f"{path or 'the value'} cannot be saved: expected None, bool, int, float, str, bytes, tensors, or lists, tuples "
-            f"and dicts of them; got {type(value).__name__}{_instead(value)}"
-        )
+        return plain(_number_of(value, path), path)
 
     return plain(tree, ""), tensors
+
+
+def _number_of(value: Any, path: str) -> bool | int | float | bytes | str:
+    """Return the value of a scalar of NumPy. Raises StateError for any other object."""
+    item = getattr(value, "item", None) if getattr(value, "shape", None) == () else None
+    if callable(item) and isinstance(number := item(), bool | int | float | bytes | str):
+        return number
+    raise StateError(
+        f"{path or 'the value'} cannot be saved: expected None, bool, int, float, str, bytes, tensors, or lists, tuples "
+        f"and dicts of them; got {type(value).__name__}{_instead(value)}"
+    )
 
 
 def _instead(value: object) -> str:

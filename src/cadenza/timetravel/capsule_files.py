@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.checkpoint.store.reading import parsed
-from cadenza.checkpoint.store.state_fields import checked_capsule
+from cadenza.checkpoint.store.state_fields import check, count, or_none
 from cadenza.checkpoint.store.tensor_files import Sum, pieces, read_tensors
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, StateError
 from cadenza.files.disk import flush, open_regular, read_object
@@ -146,4 +146,26 @@ def _content(path: Path) -> dict[str, Any]:
         raise CheckpointFormatError(
             f"the capsule {str(path)!r} has format {content.get('format')!r}; this version reads format {_FORMAT}."
         )
-    return parsed(str(path), _FACTS, checked_capsule, content)
+    parsed(str(path), _FACTS, lambda content: check(content, _KINDS, ""), content)
+    return content
+
+
+_SAMPLES = or_none([object])
+_OF_BATCH = {"epoch": count, "batch_in_epoch": count, "samples": _SAMPLES}
+_CAPSULE = {
+    "why": str,
+    "step": count,
+    "rank": count,
+    "ranks": count,
+    "batches": [_OF_BATCH],
+    "not_loaded?": or_none(_OF_BATCH),
+    "losses": [float | int | str | None],
+    "module": str | None,
+    "parameter": str | None,
+    "tensor": str | None,
+    "guilty_samples": _SAMPLES,
+    "weights_exact": bool,
+    "batches_left_out?": str,
+    "second_pass?": str,
+}
+_KINDS = {"facts": _CAPSULE, "state": {"batches": object, "rng": object, "model": object}}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.checkpoint.starting import newest_good
+from torch import Tensor
+
+from cadenza.checkpoint.starting import catalogue_of
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.session import Loops, Session, session_of
 from cadenza.engine.statistics import Statistics
@@ -287,7 +289,7 @@ class Recover(Callback, Compared):
         assert directory is not None, "checked in on_setup"
         folders = [str(one.store.files) for one in whole]
         whole_epochs = session.cursor.source.obstacle is not None
-        look = partial(newest_good, RecordedRun(directory), folders, step, whole_epochs=whole_epochs)
+        look = partial(_newest_good, RecordedRun(directory), folders, step, whole_epochs=whole_epochs)
         found: tuple[str, Counters] | None = session.driver.broadcast(look() if session.is_main else None)
         return found
 
@@ -388,3 +390,22 @@ def _missing(session: Session, latest: int) -> str:
 
 def _steps(given: str | int, name: str) -> int:
     return steps_in(given, f"{name} must be a number of steps, such as '100 steps'")
+
+
+def _newest_good(
+    directory: RecordedRun, elsewhere: Iterable[str], step: int, *, whole_epochs: bool = False
+) -> tuple[str, Counters] | None:
+    """Return the path and the counters of the newest checkpoint with finite weights, and at most `step` complete steps.
+
+    Only the line of the present branch counts; with `whole_epochs`, only checkpoints between two epochs. None: there is none.
+    """
+    for one in catalogue_of(directory, elsewhere).line():
+        if one.saved.step > step or one.problem() is not None:
+            continue
+        loaded = one.store.read(one.saved)
+        reached = Counters(**loaded.state["progress"])
+        if whole_epochs and reached.batch_in_epoch:
+            continue
+        if all_finite(weight for weight in loaded.model.values() if isinstance(weight, Tensor)):
+            return one.path, reached
+    return None

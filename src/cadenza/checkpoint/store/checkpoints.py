@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cadenza.checkpoint.store.content import Content
-from cadenza.checkpoint.store.files import Files, files_at
-from cadenza.checkpoint.store.layout import checksum_of
-from cadenza.checkpoint.store.link_names import is_link_name
+import torch
+
+from cadenza.checkpoint.store.content import Content, Part, facts_of_ranks, write_common, write_part, write_whole
+from cadenza.checkpoint.store.files import Files, files_at, is_link_name
 from cadenza.checkpoint.store.manifest import (
     FORMAT,
     MANIFEST,
@@ -29,14 +29,24 @@ from cadenza.checkpoint.store.manifest import (
     listed,
 )
 from cadenza.checkpoint.store.reading import Loaded, files_of_ranks, loaded_from
-from cadenza.checkpoint.store.shards import layout_of
-from cadenza.checkpoint.store.writing import Part, facts_of_ranks, write_common, write_part, write_whole
-from cadenza.drivers.agreeing import Meeting, by_main, decided
-from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
+from cadenza.checkpoint.store.shards import checksum_of, layout_of
+from cadenza.drivers.agreeing import Meeting, agreed, by_main, decided
+from cadenza.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointFormatError,
+    DirectoryError,
+    DistributedError,
+    MissingExtraError,
+)
 from cadenza.files.disk import Unflushed
 from cadenza.status.branches import Branch, Saved, owner_of
 from cadenza.status.folding import printable
 from cadenza.version import __version__
+
+if TYPE_CHECKING:
+    from cadenza.drivers.base import Driver
+
 
 _NAMING = threading.Lock()
 OWNER = "owner.txt"
@@ -225,7 +235,7 @@ class Store:
         """
         manifest = self.manifest(saved)
         for name, said in (files_in(manifest) | files_of_ranks(self.files, saved.name, manifest)).items():
-            check_file(self.files, saved.name, name, said)
+            check_file(self.files, f"{saved.name}/{name}", said)
         self._whole.add(saved.name)
         return manifest
 
@@ -364,3 +374,46 @@ def not_exact(name: str, manifest: Mapping[str, Any]) -> str | None:
 
 def _unwritten(rank: int, problem: str) -> OSError:
     return OSError(f"rank {rank} could not write its shards: {problem}")
+
+
+def probe_on_all_ranks(store: Store, driver: Driver) -> None:
+    """Write and remove a small checkpoint file on each rank that writes. Every rank must call this.
+
+    Raises:
+        DirectoryError: This rank cannot write it.
+        MissingExtraError: A package is missing.
+        DistributedError: Another rank cannot write it.
+    """
+    agreed(
+        driver.gather if driver.world_size > 1 else lambda told: [told],
+        lambda: probe(store) if driver.is_main or driver.shards else None,
+        lambda rank, problem: DistributedError(f"rank {rank} cannot write checkpoints, so the run cannot start: {problem}"),
+    )
+
+
+def probe(store: Store) -> None:
+    """Write a small file of tensors in a hidden folder, flush, rename and remove it, as a save does.
+
+    Raises:
+        DirectoryError: One of these operations fails.
+        MissingExtraError: A package is missing.
+    """
+    files, folder = store.files, store.hidden("tmp", "step-00000000")
+    names = [folder]
+    try:
+        files.make(folder)
+        files.write_tensors(f"{folder}/{uuid.uuid4().hex}.safetensors", {"probe": torch.zeros(1)})
+        if files.atomic:
+            names.append(store.hidden("trash", "step-00000000"))
+            files.rename(*names)
+    except ImportError as error:
+        raise MissingExtraError(error.name or str(error), needed_by="Checkpoint") from error
+    except Exception as error:  # each storage raises its own kinds of errors
+        raise DirectoryError(
+            f"checkpoints cannot be written to {str(files)!r}: {getattr(error, 'strerror', None) or repr(error)}. Give "
+            "Checkpoint(directory=) a folder or URL in which files can be created, renamed and removed, or free space there."
+        ) from error
+    finally:
+        for name in names:
+            with suppress(Exception):  # leftovers are removed when the run continues
+                files.remove(name)

@@ -1,20 +1,26 @@
-"""The content of a checkpoint, copied to the host."""
+"""The content of a checkpoint: copied to the host, and written to its folder by one process or by each rank."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from cadenza.checkpoint.store.manifest import is_other
-from cadenza.checkpoint.store.shards import Shard
+from cadenza.checkpoint.store.files import Files
+from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, is_other
+from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Layout, Shard, header_of, joined, part_file
+from cadenza.checkpoint.store.tensor_files import Facts, pieces
+from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.sharding import is_sharded
 from cadenza.errors import StateError
+from cadenza.files.disk import Unflushed
 from cadenza.optim.finite import all_finite
 from cadenza.status.plain import encode, host_copy
 
@@ -124,3 +130,202 @@ class Content:
         found = [*self.model.values(), *self.tensors.values(), *parts]
         self.model, self.tensors, self.model_shards, self.shards = {}, {}, {}, {}
         return found
+
+
+class HostBuffers:
+    """The memory of the checkpoint that was written last. New memory costs more than the copy: the system clears each page.
+
+    It never holds more than one checkpoint. The memory of a checkpoint comes here when it is written, never before.
+
+    >>> buffers = HostBuffers()
+    >>> first = buffers.copy(torch.ones(3))
+    >>> buffers.take_back([first])
+    >>> buffers.copy(torch.zeros(3)) is first
+    True
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a contiguous copy on the host."""
+        free = self._free.get((tensor.dtype, tensor.shape))
+        return host_copy(tensor, free.pop() if free else None)
+
+    def copied(self) -> None:
+        """Clear the memory that nothing needs any more, as all tensors are copied."""
+        self._free = {}
+
+    def fetched(self, content: Content) -> Content:
+        """Return the content on the host."""
+        return content
+
+    def take_back(self, tensors: Iterable[Tensor]) -> None:
+        """Take the copies of a checkpoint that is written, and clear the rest. Nothing may read them any more."""
+        self._free = {}
+        for one in tensors:
+            if one.layout is torch.strided:
+                self._free.setdefault((one.dtype, one.shape), []).append(one)
+
+
+class DeviceBuffers(HostBuffers):
+    """The same for tensors on CUDA devices. What has room is first copied there: a gigabyte takes about a millisecond.
+
+    The training goes on, and the thread that writes copies to the host. Copies on a device take half of its free memory at
+    most, until they are on the host; the rest is copied to the host at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._room: dict[torch.device, int] = {}  # the bytes that copies may still take on a device
+        self._pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # tensors to copy on a device, and their copies
+        self._ready: dict[torch.device, torch.cuda.Event] = {}  # when the copies on a device are made
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy, which holds the numbers after `copied`: on the device, if it has room; else contiguous on the host."""
+        if not tensor.is_cuda or tensor.layout is not torch.strided or not self._takes(tensor):
+            return super().copy(tensor)
+        try:
+            copy = torch.empty_like(tensor, requires_grad=False)
+        except torch.OutOfMemoryError:  # no single piece is large enough
+            return super().copy(tensor)
+        sources, copies = self._pairs.setdefault(tensor.dtype, ([], []))
+        sources.append(tensor.detach())
+        copies.append(copy)
+        return copy
+
+    def copied(self) -> None:
+        """Copy what stays on a device for now, as all tensors are known. Clear the memory that nothing needs any more."""
+        for sources, copies in self._pairs.values():
+            torch._foreach_copy_(copies, sources)
+        self._ready = {device: torch.cuda.current_stream(device).record_event() for device in self._room}
+        self._pairs, self._room = {}, {}
+        if not self._ready:
+            super().copied()
+
+    def fetched(self, content: Content) -> Content:
+        """Return the content on the host. The thread that writes calls this; the devices do their work beside it."""
+        streams = {device: torch.cuda.Stream(device) for device in self._ready}
+        for device, stream in streams.items():
+            stream.wait_event(self._ready[device])
+
+        def on_host(tensor: Tensor) -> Tensor:
+            if not tensor.is_cuda:
+                return tensor
+            with torch.cuda.stream(streams[tensor.device]):
+                return HostBuffers.copy(self, tensor)
+
+        if self._ready:
+            content, self._ready = content.mapped(on_host), {}
+            super().copied()
+        return content
+
+    def _takes(self, tensor: Tensor) -> bool:
+        """Return whether a copy may stay on the device, and count its bytes then."""
+        if tensor.device not in self._room:
+            self._room[tensor.device] = torch.cuda.mem_get_info(tensor.device)[0] // 2
+        fits = tensor.nbytes <= self._room[tensor.device]
+        self._room[tensor.device] -= tensor.nbytes * fits
+        return fits
+
+
+def host_view(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, detached, if it is contiguous and on the host; else a copy as of `host_copy`.
+
+    >>> weight = torch.ones(2)
+    >>> host_view(weight).data_ptr() == weight.data_ptr()
+    True
+    """
+    detached = tensor.detach()
+    plain = detached.layout is torch.strided and not detached.is_conj() and not detached.is_neg()
+    return detached if plain and detached.device.type == "cpu" and detached.is_contiguous() else host_copy(detached)
+
+
+# -- the files of a checkpoint -----------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """What a rank tells the main process about its files."""
+
+    files: dict[str, Facts]
+    """By kind, size and checksum of each file that the rank has written."""
+    finite: bool
+    """Whether all of its weights are finite."""
+    layout: Layout
+    """The layout of its tensors if it differs from that of the main process; else empty."""
+    carried: bytes | None = None
+    """The content of the file of its own state, if this machine cannot write in the folder."""
+
+
+def write_common(files: Files, folder: str, content: Content, later: Unflushed) -> dict[str, Facts]:
+    """Write the files of the main process; return their sizes and checksums. The caller flushes."""
+    return {
+        FILES[0]: files.write_tensors(f"{folder}/{FILES[0]}", content.model, None, later),
+        FILES[1]: files.write_tensors(f"{folder}/{FILES[1]}", content.tensors, None, later),
+        FILES[2]: files.write(f"{folder}/{FILES[2]}", json.dumps(content.plain, allow_nan=False).encode(), later),
+        **{name: files.add(f"{folder}/{name}", source) for name, source in content.files.items()},
+    }
+
+
+def write_part(files: Files, folder: str, content: Content, meeting: Meeting, layout: Layout) -> Part:
+    """Write the files of a rank: its shards, and the state that only this rank has."""
+    written: dict[str, Facts] = {}
+    carried: bytes | None = None
+    with Unflushed() as later:
+        for kind, shards in ((MODEL, content.model_shards), (STATE, content.shards)):
+            if held := {name: shard for name, shard in shards.items() if shard.part.numel()}:
+                parts = {name: shard.part for name, shard in held.items()}
+                written[kind] = files.write_tensors(f"{folder}/{_file(kind, meeting)}", parts, header_of(held), later)
+        later.flush()
+    if content.own is not None:
+        plain, tensors = content.own
+        header = {"state": json.dumps(plain, allow_nan=False)}
+        try:
+            written[RANK] = files.write_tensors(f"{folder}/{_file(RANK, meeting)}", tensors, header)
+        except OSError:  # this machine may have disks of its own: the main process writes the small file
+            if content.model_shards or content.shards:
+                raise
+            carried = b"".join(pieces(tensors, header))
+    return Part(written, content.is_finite(), layout, carried)
+
+
+def write_whole(
+    files: Files, folder: str, content: Content, layout: Layout, parts: Sequence[Part], later: Unflushed
+) -> dict[str, Facts]:
+    """Write the files of the main process, the layout, and the sizes and checksums of the files of all ranks.
+
+    The caller flushes `later`.
+
+    Returns:
+        Sizes and checksums for the manifest. That of ``parts.json`` stands for the files of all ranks.
+    """
+    common = write_common(files, folder, content, later)
+    for rank, part in enumerate(parts):
+        if part.carried is not None:
+            part.files[RANK] = files.write(f"{folder}/{part_file(RANK, rank, len(parts))}", part.carried)
+    index = joined([layout, *(part.layout for part in parts if part.layout)])
+    table = {kind: [_brief(part.files.get(kind)) for part in parts] for kind in (MODEL, STATE, RANK)}
+    return {
+        **common,
+        INDEX: files.write(f"{folder}/{INDEX}", _compact(index), later),
+        PARTS: files.write(f"{folder}/{PARTS}", _compact(table), later),
+    }
+
+
+def facts_of_ranks(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return facts for the manifest: the number of ranks, whether all weights are finite, and the size of the ranks' files."""
+    carried = sum(len(part.carried) for part in parts if part.carried is not None)
+    size = sum(facts["size"] for part in parts for facts in part.files.values())
+    return {"finite": all(part.finite for part in parts), "ranks": len(parts), "rank_bytes": size + carried}
+
+
+def _file(kind: str, meeting: Meeting) -> str:
+    return part_file(kind, meeting.rank, meeting.ranks)
+
+
+def _brief(facts: Facts | None) -> list[Any] | None:
+    return None if facts is None else [facts["size"], facts["crc32"]]
+
+
+def _compact(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()

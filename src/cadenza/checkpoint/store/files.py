@@ -12,105 +12,42 @@ from contextlib import closing, suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from cadenza.checkpoint.store.link_names import is_link_name, target_in
 from cadenza.checkpoint.store.tensor_files import CHUNK, Facts, Sum, SumBeside, facts_of, facts_of_file, pieces
 from cadenza.errors import MissingExtraError
 from cadenza.files.disk import Unflushed, flush, open_regular, replacing
 from cadenza.files.paths import local_text
-
-
-class Files(Protocol):
-    """The file operations of a `Store`. Paths are relative to its folder or URL, with ``/``.
-
-    What writes a file returns its size and checksum, which are computed of the bytes in memory: nothing is read back. Its
-    content survives a power cut, with `later` once that is flushed.
-    """
-
-    atomic: bool
-    """Whether a folder can appear whole, by a rename."""
-
-    def folders(self) -> list[str]:
-        """Return the names of all folders; none if the folder or URL does not exist."""
-
-    def read(self, path: str) -> bytes:
-        """Return a file's content. Raises FileNotFoundError, and OSError if it is no regular file, such as a FIFO."""
-
-    def make(self, folder: str, *, lasting: bool = True) -> None:
-        """Make a folder, and the folders that contain it. Their names survive a power cut, its own if it is to be `lasting`."""
-
-    def open(self, path: str) -> BinaryIO:
-        """Open a file to read it from its beginning to its end. Raises the errors of `read`."""
-
-    def size(self, path: str) -> int:
-        """Return the size of a file in bytes, without reading it. Raises FileNotFoundError, and OSError."""
-
-    def write(self, path: str, content: bytes, later: Unflushed | None = None) -> Facts:
-        """Write a file. Raises OSError."""
-
-    def write_tensors(
-        self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None, later: Unflushed | None = None
-    ) -> Facts:
-        """Write a safetensors file. Raises OSError."""
-
-    def add(self, path: str, source: Path) -> Facts:
-        """Add a local file, which stays where it is, so that its content survives a power cut. Missing folders are made.
-
-        The local file is read once: for its checksum, and to copy it where it cannot be linked.
-        """
-
-    def read_part(self, path: str, name: str, region: tuple[slice, ...]) -> Tensor:
-        """Return a part of one tensor of a safetensors file, on the host. Raises OSError."""
-
-    def checksum(self, path: str) -> Facts:
-        """Read a file; return ``size``, in bytes, and ``crc32``, in hexadecimal digits. Raises FileNotFoundError."""
-
-    def rename(self, old: str, new: str) -> None:
-        """Rename a folder, so that its new name survives a power cut."""
-
-    def hide(self, names: Mapping[str, str]) -> None:
-        """Rename folders that are about to be deleted, so that none of them has its old name again after a power cut."""
-
-    def remove(self, folder: str) -> None:
-        """Delete a folder and its content. Of a symbolic link to a folder, only the link is deleted."""
-
-    def put(self, path: str, content: bytes) -> None:
-        """Write a file, or replace it, as a whole."""
-
-    def link(self, name: str, target: str) -> None:
-        """Make `name` a link to a folder beside it, or point it to another folder, at once.
-
-        Where there are no symbolic links, as behind fsspec, it is a small file with the name of the folder.
-        """
-
-    def links(self) -> dict[str, str]:
-        """Return the links that `link` made: by name, the folder that each names, which may be gone."""
-
-    def unlink(self, name: str) -> None:
-        """Delete a link."""
+from cadenza.status.branches import Saved
 
 
 class LocalFiles:
-    """A folder on a local disk. Everything that is written is flushed to the disk, names included."""
+    """A folder on a local disk. Everything that is written is flushed to the disk, names included.
 
-    atomic = True
+    Paths are relative to the folder, with ``/``. What writes a file returns its size and checksum, which are computed of the
+    bytes in memory: nothing is read back. Its content survives a power cut, with `later` once that is flushed.
+    """
+
+    atomic: bool = True
+    """Whether a folder can appear whole, by a rename."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def folders(self) -> list[str]:
-        if not self.root.is_dir():
-            return []
-        return sorted([entry.name for entry in os.scandir(self.root) if entry.is_dir() or entry.is_symlink()])
+        """Return the names of all folders; none if the folder or URL does not exist."""
+        entries = os.scandir(self.root) if self.root.is_dir() else ()
+        return sorted([entry.name for entry in entries if entry.is_dir() or entry.is_symlink()])
 
     def read(self, path: str) -> bytes:
+        """Return a file's content. Raises FileNotFoundError, and OSError if it is no regular file, such as a FIFO."""
         with open_regular(self.root / path, follow=False) as file:
             return file.read()
 
     def make(self, folder: str, *, lasting: bool = True) -> None:
+        """Make a folder, and the folders that contain it. Their names survive a power cut, its own if it is to be `lasting`."""
         target = self.root / folder
         for missing in reversed([path for path in (target, *target.parents) if not path.is_dir()]):
             missing.mkdir(exist_ok=True)
@@ -118,17 +55,21 @@ class LocalFiles:
                 flush(missing.parent)
 
     def open(self, path: str) -> BinaryIO:
+        """Open a file to read it from its beginning to its end. Raises the errors of `read`."""
         return open_regular(self.root / path, follow=False)
 
     def size(self, path: str) -> int:
+        """Return the size of a file in bytes, without reading it. Raises FileNotFoundError, and OSError."""
         return (self.root / path).lstat().st_size
 
     def write(self, path: str, content: bytes, later: Unflushed | None = None) -> Facts:
+        """Write a file. Raises OSError."""
         return self._write(path, [content], later)
 
     def write_tensors(
         self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None, later: Unflushed | None = None
     ) -> Facts:
+        """Write a safetensors file. Raises OSError."""
         large = sum(one.nbytes for one in tensors.values()) > 4 * CHUNK  # else a thread costs more than it saves
         return self._write(path, pieces(tensors, header), later, SumBeside() if large else Sum())
 
@@ -147,6 +88,10 @@ class LocalFiles:
         return total.facts
 
     def add(self, path: str, source: Path) -> Facts:
+        """Add a local file, which stays where it is, so that its content survives a power cut. Missing folders are made.
+
+        The local file is read once: for its checksum, and to copy it where it cannot be linked.
+        """
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -156,11 +101,13 @@ class LocalFiles:
                 facts = self._write(path, iter(partial(file.read, CHUNK), b""))
         else:
             flush(target)
-            facts = self.checksum(path)
+            with self.open(path) as file:
+                facts = facts_of_file(file)
         flush(target.parent)
         return facts
 
     def read_part(self, path: str, name: str, region: tuple[slice, ...]) -> Tensor:
+        """Return a part of one tensor of a safetensors file, on the host. Raises OSError."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -170,22 +117,21 @@ class LocalFiles:
             raise OSError(f"{path}: {error}") from error
         return part
 
-    def checksum(self, path: str) -> Facts:
-        with self.open(path) as file:
-            return facts_of_file(file)
-
     def rename(self, old: str, new: str) -> None:
+        """Rename a folder, so that its new name survives a power cut."""
         if not (self.root / old).is_symlink():  # its target may be gone
             flush(self.root / old)
         (self.root / old).rename(self.root / new)
         flush(self.root)
 
     def hide(self, names: Mapping[str, str]) -> None:
+        """Rename folders that are about to be deleted, so that none of them has its old name again after a power cut."""
         for old, new in names.items():
             (self.root / old).rename(self.root / new)
         flush(self.root)
 
     def remove(self, folder: str) -> None:
+        """Delete a folder and its content. Of a symbolic link to a folder, only the link is deleted."""
         path = self.root / folder
         if path.is_symlink():  # the target of the link belongs to another run
             path.unlink()
@@ -193,10 +139,15 @@ class LocalFiles:
             shutil.rmtree(path)
 
     def put(self, path: str, content: bytes) -> None:
+        """Write a file, or replace it, as a whole."""
         with replacing(self.root / path) as beside:
             beside.write_bytes(content)
 
     def link(self, name: str, target: str) -> None:
+        """Make `name` a link to a folder beside it, or point it to another folder, at once.
+
+        Where there are no symbolic links, as behind fsspec, it is a small file with the name of the folder.
+        """
         path = self.root / name
         if path.exists() and not path.is_symlink() and name not in self.links():
             raise FileExistsError(
@@ -212,22 +163,20 @@ class LocalFiles:
         flush(self.root)
 
     def links(self) -> dict[str, str]:
-        if not self.root.is_dir():
-            return {}
-        found = [entry for entry in os.scandir(self.root) if is_link_name(entry.name)]
-        targets = {one.name: self._target(one) for one in found if one.is_symlink() or one.is_file()}
+        """Return the links that `link` made: by name, the folder that each names, which may be gone."""
+        targets: dict[str, str | None] = {}
+        for entry in os.scandir(self.root) if self.root.is_dir() else ():
+            if is_link_name(entry.name) and not entry.is_dir(follow_symlinks=False):
+                with suppress(OSError):  # it was deleted meanwhile
+                    if entry.is_symlink():
+                        targets[entry.name] = target_in(os.readlink(entry.path).encode())
+                    else:
+                        with self.open(entry.name) as file:
+                            targets[entry.name] = target_in(file.read(CHUNK))
         return {name: target for name, target in sorted(targets.items()) if target is not None}
 
-    def _target(self, entry: os.DirEntry[str]) -> str | None:
-        try:
-            if entry.is_symlink():
-                return target_in(os.readlink(entry.path).encode())
-            with open_regular(Path(entry.path)) as file:
-                return target_in(file.read(CHUNK))
-        except OSError:  # it was deleted meanwhile
-            return None
-
     def unlink(self, name: str) -> None:
+        """Delete a link."""
         (self.root / name).unlink(missing_ok=True)
 
     def __str__(self) -> str:
@@ -237,7 +186,7 @@ class LocalFiles:
 class RemoteFiles:
     """A folder behind fsspec, such as ``memory://runs/a`` or ``s3://bucket/runs/a``. Files appear whole, folders do not."""
 
-    atomic = False
+    atomic: bool = False
 
     root: Any
 
@@ -251,11 +200,13 @@ class RemoteFiles:
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def folders(self) -> list[str]:
-        try:
+        return self._names("directory")
+
+    def _names(self, kind: str) -> list[str]:
+        entries = []
+        with suppress(FileNotFoundError):
             entries = self._system.ls(self.root, detail=True, refresh=True)
-        except FileNotFoundError:
-            return []
-        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == kind)
 
     def read(self, path: str) -> bytes:
         full = f"{self.root}/{path}"
@@ -306,9 +257,6 @@ class RemoteFiles:
             self._headers[path] = (8 + size, json.loads(self._system.cat_file(full, start=8, end=8 + size)))
         return self._headers[path]
 
-    def checksum(self, path: str) -> Facts:
-        return facts_of(self.read(path))
-
     def rename(self, old: str, new: str) -> None:
         self._system.mv(f"{self.root}/{old}", f"{self.root}/{new}", recursive=True)
 
@@ -327,12 +275,7 @@ class RemoteFiles:
         self.put(name, target.encode())
 
     def links(self) -> dict[str, str]:
-        try:
-            entries = self._system.ls(self.root, detail=True, refresh=True)
-        except FileNotFoundError:
-            return {}
-        names = [entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"]
-        targets = {name: target_in(self.read(name)) for name in sorted(names) if is_link_name(name)}
+        targets = {name: target_in(self.read(name)) for name in self._names("file") if is_link_name(name)}
         return {name: target for name, target in targets.items() if target is not None}
 
     def unlink(self, name: str) -> None:
@@ -343,7 +286,11 @@ class RemoteFiles:
         return self.url
 
 
-def files_at(location: str | os.PathLike[str]) -> LocalFiles | RemoteFiles:
+Files = LocalFiles | RemoteFiles
+"""The file operations of a `Store`."""
+
+
+def files_at(location: str | os.PathLike[str]) -> Files:
     """Return the files at a local path or an fsspec URL."""
     text = local_text(location)
     return RemoteFiles(text) if "://" in text else LocalFiles(Path(text))
@@ -391,3 +338,34 @@ def check_url(url: str) -> None:
         raise MissingExtraError(package, needed_by=f"the URL {url!r}") from error
     except ValueError as error:
         raise ValueError(f"fsspec cannot reach {url!r}: {error}. Give a local folder or another URL.") from None
+
+
+# -- links ---------------------------------------------------------------------------------------------
+
+LAST, BEST = "last", "best"
+"""The names of the links to the newest and to the best checkpoint. Of several results, the links are ``best-eval-acc``."""
+_LINK = re.compile(rf"{LAST}|{BEST}(?:-[\w.-]+)?", re.ASCII)
+
+
+def is_link_name(name: str) -> bool:
+    """Return whether a link to a checkpoint may have this name.
+
+    >>> [is_link_name(name) for name in ("last", "best", "best-eval-acc", "latest")]
+    [True, True, True, False]
+    """
+    return _LINK.fullmatch(name) is not None
+
+
+def best_link(monitor: str) -> str:
+    """Return the name of the link to the best checkpoint by one result.
+
+    >>> best_link("eval/acc")
+    'best-eval-acc'
+    """
+    return f"{BEST}-{re.sub('[^A-Za-z0-9_.]+', '-', monitor).strip('-') or 'result'}"
+
+
+def target_in(content: bytes) -> str | None:
+    """Return the name of a folder that a link holds; None if it holds no name."""
+    text = content.decode(errors="replace").strip()
+    return None if Saved.named(text) is None else text

@@ -6,14 +6,17 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, TypeVar
 
 from cadenza.checkpoint.store.files import Files
-from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.checkpoint.store.tensor_files import Facts, facts_of_file
+from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.records.reading import count_in, time_in
 from cadenza.status.branches import Branch
 from cadenza.status.formats import number
+
+T = TypeVar("T")
 
 FORMAT = 3
 """1: the main process wrote all files. 2: `INDEX` lists the parts of tensors in the files of each rank.
@@ -30,9 +33,8 @@ _FILE = re.compile(r"\w[\w.-]*", re.ASCII)
 
 def listed(files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the entries of a manifest that list files with their checksums: files in folders have an entry of their own."""
-    own = {name: said for name, said in files.items() if "/" not in name}
     others = {name: said for name, said in files.items() if "/" in name}
-    return {"files": own, "others": others} if others else {"files": own}
+    return {"files": {name: files[name] for name in files if name not in others}} | ({"others": others} if others else {})
 
 
 def files_in(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -61,53 +63,67 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
         CheckpointDamagedError: The bytes were cut or changed, or belong to another step.
         CheckpointFormatError: A newer version wrote the bytes, or they are no manifest of Cadenza.
     """
+    foreign = CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
     try:
         manifest = json.loads(written)
         if not isinstance(manifest, dict) or "format" not in manifest:
-            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
+            raise foreign
         if manifest["format"] > FORMAT:
             raise CheckpointFormatError(
                 f"{name}: it has format {manifest['format']}, and this version reads up to {FORMAT}. Update cadenza."
             )
-        if not _has_its_checksum(written):
+        body = written[: -len(_LAST % 0)]
+        if written[len(body) :] != _LAST % zlib.crc32(body + _END):
             raise CheckpointDamagedError(f"{name}: {MANIFEST} has changed since it was written")
         if not _has_its_files(manifest) or not {"run", "exact", "reason"} <= manifest.keys():
-            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
+            raise foreign
         Branch.of(manifest, manifest["run"])
         strange = [file for file in manifest["files"] if not _FILE.fullmatch(file)]
         if strange := strange or [file for file in manifest.get("others", {}) if not is_other(file)]:
             raise CheckpointFormatError(f"{name}: its {MANIFEST} names {strange[0]!r}, which is not a file of a checkpoint")
-        if not all(type(said["size"]) is int and type(said["crc32"]) is str for said in files_in(manifest).values()):
-            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
-        if not all(_is_best(one) for one in manifest.get("best", [])):
-            raise CheckpointFormatError(f"{name}: its {MANIFEST} is not one of cadenza")
+        summed = all(type(said["size"]) is int and type(said["crc32"]) is str for said in files_in(manifest).values())
+        if not summed or not all(_is_best(one) for one in manifest.get("best", [])):
+            raise foreign
         count_in(manifest["step"]), count_in(manifest.get("epoch", 0)), time_in(manifest.get("time", 0))
         if manifest["step"] != step:
             raise CheckpointDamagedError(f"{name}: {MANIFEST} belongs to step {manifest['step']}")
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        if isinstance(error, CheckpointFormatError | CheckpointDamagedError):
-            raise
         raise CheckpointDamagedError(f"{name}: {MANIFEST} cannot be read: {error}") from None
     return manifest
 
 
-def check_file(files: Files, checkpoint: str, name: str, said: Mapping[str, Any]) -> None:
-    """Raise `CheckpointDamagedError` if a file of a checkpoint is missing, cut or changed. `said` is its entry."""
+def read_whole(files: Files, path: str, said: Mapping[str, Any], read: Callable[[BinaryIO], tuple[T, Facts]]) -> T:
+    """Return what `read` makes of a file, verified in the same pass: each byte is read once.
+
+    Args:
+        files: The files of the store.
+        path: The checkpoint and the name of the file in it.
+        said: Its size and checksum in the manifest.
+        read: Reads the file to its end, and returns its size and checksum as well.
+
+    Raises:
+        CheckpointDamagedError: The file is missing, cut or changed.
+    """
+    checkpoint, _, name = path.partition("/")
     try:
-        found = files.checksum(f"{checkpoint}/{name}")
+        with files.open(path) as file:
+            content, found = read(file)
     except FileNotFoundError:
         raise CheckpointDamagedError(f"{checkpoint}: {name} is missing") from None
     except OSError as error:
         raise CheckpointDamagedError(f"{checkpoint}: {name} cannot be read: {error}") from None
-    check_sums(checkpoint, name, found, said)
-
-
-def check_sums(checkpoint: str, name: str, found: Mapping[str, Any], said: Mapping[str, Any]) -> None:
-    """Raise `CheckpointDamagedError` if a file does not have the size and the checksum of its entry."""
     if found["size"] != said["size"]:
         raise CheckpointDamagedError(f"{checkpoint}: {name} has {found['size']} bytes instead of {said['size']}")
     if found["crc32"] != said["crc32"]:
         raise CheckpointDamagedError(f"{checkpoint}: {name} has changed since it was written (crc32 {found['crc32']})")
+    return content
+
+
+def check_file(files: Files, path: str, said: Mapping[str, Any]) -> None:
+    """Verify a file of which the content is not needed. Raises as `read_whole`."""
+    read_whole(files, path, said, lambda file: (None, facts_of_file(file)))
 
 
 def _has_its_files(manifest: Mapping[str, Any]) -> bool:
@@ -149,8 +165,3 @@ def canonical(manifest: Mapping[str, Any]) -> bytes:
     """Return the bytes of a manifest, including a checksum that detects any change."""
     body = json.dumps(manifest, indent=1).encode()
     return body.removesuffix(_END) + _LAST % zlib.crc32(body)
-
-
-def _has_its_checksum(written: bytes) -> bool:
-    body = written[: -len(_LAST % 0)]
-    return written[len(body) :] == _LAST % zlib.crc32(body + _END)

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from cadenza.checkpoint.store.files import Files
-from cadenza.checkpoint.store.layout import MODEL, RANK, STATE, dtype_of, files_by_rank, part_file, split_of
-from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, check_file, check_sums, files_in
-from cadenza.checkpoint.store.shards import Stored, stored_in
+from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, check_file, files_in, read_whole
+from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Stored, dtype_of, files_by_rank, part_file, split_of, stored_in
 from cadenza.checkpoint.store.state_fields import checked_rank, checked_state
-from cadenza.checkpoint.store.tensor_files import Facts, checked_shape, facts_of, read_tensors
-from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
+from cadenza.checkpoint.store.tensor_files import Facts, checked_shape, read_bytes, read_tensors
+from cadenza.errors import CheckpointFormatError
 from cadenza.status.branches import Branch
 from cadenza.status.plain import decode
 
@@ -96,29 +95,29 @@ def loaded_from(
     said = files_in(manifest)
     for number, other in enumerate(sorted(said.keys() - {*FILES, INDEX, PARTS})):
         if number % ranks == rank:
-            check_file(files, name, other, said[other])
+            check_file(files, f"{name}/{other}", said[other])
     tensors: dict[str, Any] = tensors_of(files, name, FILES[1], said[FILES[1]])
     model: dict[str, Any] = tensors_of(files, name, FILES[0], said[FILES[0]])
-    table = _table(files, name, manifest)
+    table = _table(files, name, manifest) if PARTS in said else {}
     if INDEX in said:
         keep = not lazily or (keep and ranks == manifest.get("ranks", 1) > 1)
         held = _verified(files, name, table, rank, ranks, keep=keep) if table else {}
-        index = parsed(name, INDEX, json.loads, bytes_of(files, name, INDEX, said[INDEX]))
+        index = json_of(files, name, INDEX, said[INDEX], lambda index: index)
         for kind, target in ((MODEL, model), (STATE, tensors)):
             target |= parsed(name, INDEX, partial(_stored, files, name, kind, said, table, held, lazily=lazily), index)
-    text = bytes_of(files, name, FILES[2], said[FILES[2]])
-    state = parsed(name, FILES[2], lambda text: checked_state(decode(json.loads(text), tensors)), text)
-    return Loaded(name, manifest, model, state, _states(files, name, table, state, rank, ranks))
+    state = json_of(files, name, FILES[2], said[FILES[2]], lambda plain: checked_state(decode(plain, tensors)))
+    states = _states(files, name, table, state, rank, ranks) if table and any(table[RANK]) else None
+    return Loaded(name, manifest, model, state, states)
 
 
 def files_of_ranks(files: Files, name: str, manifest: Mapping[str, Any]) -> dict[str, Facts]:
-    """Return the facts of the files of all ranks, by name, that ``parts.json`` lists; none for older formats.
+    """Return the facts of the files of all ranks, by name, that ``parts.json`` lists; none without it.
 
     Raises:
         CheckpointDamagedError: It is missing, cut or changed.
         CheckpointFormatError: It has the right checksum, but not the format.
     """
-    table = _table(files, name, manifest)
+    table = _table(files, name, manifest) if PARTS in manifest["files"] else {}
     entries = ((part_file(kind, rank, len(some)), one) for kind, some in table.items() for rank, one in enumerate(some))
     return {file: one for file, one in entries if one is not None}
 
@@ -128,10 +127,7 @@ Table = dict[str, list[Facts | None]]
 
 def _table(files: Files, name: str, manifest: Mapping[str, Any]) -> Table:
     said = manifest["files"]
-    if PARTS not in said:
-        return {}
-    ranks = manifest["ranks"]
-    return parsed(name, PARTS, lambda text: files_by_rank(json.loads(text), ranks), bytes_of(files, name, PARTS, said[PARTS]))
+    return json_of(files, name, PARTS, said[PARTS], lambda content: files_by_rank(content, manifest["ranks"]))
 
 
 def _verified(files: Files, name: str, table: Table, rank: int, ranks: int, *, keep: bool) -> dict[str, dict[str, Tensor]]:
@@ -143,7 +139,7 @@ def _verified(files: Files, name: str, table: Table, rank: int, ranks: int, *, k
             if facts is not None and keep:
                 held[f"{name}/{file}"] = tensors_of(files, name, file, facts)
             elif facts is not None:
-                check_file(files, name, file, facts)
+                check_file(files, f"{name}/{file}", facts)
     return held
 
 
@@ -168,10 +164,8 @@ def _stored(
     return dict(found) if lazily else {key: one.read() for key, one in found.items()}
 
 
-def _states(files: Files, name: str, table: Table, first: Any, rank: int, ranks: int) -> RankStates | None:
+def _states(files: Files, name: str, table: Table, first: Any, rank: int, ranks: int) -> RankStates:
     """Verify the states of every `ranks`-th rank and read that of this one; return the states of all, to be read."""
-    if not table or not any(table[RANK]):
-        return None
     wrote = len(table[RANK])
     states = RankStates(first, wrote, lambda one: _state_of(files, name, table, one))
     own = min(rank, wrote - 1)
@@ -180,7 +174,7 @@ def _states(files: Files, name: str, table: Table, first: Any, rank: int, ranks:
         if one == own:
             states[one]
         elif facts is not None:
-            check_file(files, name, part_file(RANK, one, wrote), facts)
+            check_file(files, f"{name}/{part_file(RANK, one, wrote)}", facts)
     return states
 
 
@@ -194,17 +188,6 @@ def _state_of(files: Files, name: str, table: Table, rank: int) -> Any:
     return parsed(name, file, lambda text: checked_rank(decode(json.loads(text["state"]), tensors)), header)
 
 
-def bytes_of(files: Files, checkpoint: str, name: str, said: Mapping[str, Any]) -> bytes:
-    """Return the content of a file of a checkpoint, verified.
-
-    Raises:
-        CheckpointDamagedError: It is missing, cut or changed.
-    """
-    content = _opened(checkpoint, name, lambda: files.read(f"{checkpoint}/{name}"))
-    check_sums(checkpoint, name, facts_of(content), said)
-    return content
-
-
 def tensors_of(
     files: Files, checkpoint: str, name: str, said: Mapping[str, Any], header: dict[str, str] | None = None
 ) -> dict[str, Tensor]:
@@ -214,17 +197,16 @@ def tensors_of(
         CheckpointDamagedError: The file is missing, cut or changed.
         CheckpointFormatError: The file has the right checksum, but not the format.
     """
-
-    def read() -> Any:
-        with files.open(f"{checkpoint}/{name}") as file:
-            return read_tensors(file, said["size"], header)
-
-    found, facts = _opened(checkpoint, name, read)
-    check_sums(checkpoint, name, facts, said)
+    found = read_whole(files, f"{checkpoint}/{name}", said, lambda file: read_tensors(file, said["size"], header))
     if isinstance(found, ValueError):
         raise _format_error(checkpoint, name, found)
-    tensors: dict[str, Tensor] = found
-    return tensors
+    return found
+
+
+def json_of(files: Files, checkpoint: str, name: str, said: Mapping[str, Any], parse: Callable[[Any], T]) -> T:
+    """Return what `parse` makes of the JSON in a file of a checkpoint, verified. Raises as `tensors_of`."""
+    text = read_whole(files, f"{checkpoint}/{name}", said, read_bytes)
+    return parsed(checkpoint, name, lambda text: parse(json.loads(text)), text)
 
 
 def parsed(checkpoint: str, name: str, parse: Callable[[Any], T], content: Any) -> T:
@@ -240,15 +222,6 @@ def parsed(checkpoint: str, name: str, parse: Callable[[Any], T], content: Any) 
 
 
 _WRONG = (CheckpointFormatError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-
-
-def _opened(checkpoint: str, name: str, act: Callable[[], T]) -> T:
-    try:
-        return act()
-    except FileNotFoundError:
-        raise CheckpointDamagedError(f"{checkpoint}: {name} is missing") from None
-    except OSError as error:
-        raise CheckpointDamagedError(f"{checkpoint}: {name} cannot be read: {error}") from None
 
 
 def _format_error(checkpoint: str, name: str, error: Exception) -> CheckpointFormatError:

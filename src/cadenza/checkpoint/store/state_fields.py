@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cadenza.checkpoint.store.shards import Stored
+from cadenza.optim.optimizers import is_of_torch
 from cadenza.status.formats import counted
 from cadenza.status.plain import Unbuilt
 
@@ -20,25 +21,27 @@ Kind = Any
 
 def checked_state(state: Any) -> Any:
     """Return the state of a checkpoint. Raise ValueError, naming the field, if it is not of the kinds that a save writes."""
-    _check(state, {}, "the whole state")
+    check(state, {}, "the whole state")
     whole = "config" in state  # else it holds weights only
-    _check(state, _WHOLE if whole else _WEIGHTS, "")
+    check(state, _WHOLE if whole else _WEIGHTS, "")
     if not whole:
         return state
     if not state.get("ranks"):
         checked_rank(state)
-    made_with = state.get("given", {}).get("optimizers", state["optimizers"])
-    _require(len(made_with) == len(state["optimizers"]), "given.optimizers", "the options of each optimizer", made_with)
-    kept, said = _numbers_of_groups(state["optimizers"]), state["config"]["parameter groups"]
-    _require(len(kept) == len(said) == len(state["config"]["optimizers"]), "optimizers", counted(len(said), "state"), kept)
-    for index, (numbers, counts) in enumerate(zip(kept, said, strict=True)):
-        fits = numbers is None or list(map(len, numbers)) == counts
-        _require(fits, f"optimizers[{index}].param_groups", f"groups with {counts} as their numbers of parameters", numbers)
-        if numbers is not None and state["config"]["optimizers"][index] in _MOMENTS:
-            _check_update(state, index)
+    optimizers, names, counts = state["optimizers"], state["config"]["optimizers"], state["config"]["parameter groups"]
+    made_with = state.get("given", {}).get("optimizers", [[]] * len(optimizers))
+    _require(len(made_with) == len(optimizers), "given.optimizers", "the options of each optimizer", made_with)
+    _require(len(optimizers) == len(counts) == len(names), "optimizers", counted(len(counts), "state"), optimizers)
+    for index, (optimizer, options) in enumerate(zip(optimizers, made_with, strict=True)):
+        if is_of_torch(optimizer):
+            numbers, expected = [group["params"] for group in optimizer["param_groups"]], counts[index]
+            fits, said = [*map(len, numbers)] == expected, f"groups with {expected} as their numbers of parameters"
+            _require(fits, f"optimizers[{index}].param_groups", said, numbers)
+            if names[index] in _MOMENTS:
+                _check_update(optimizer, options, f"optimizers[{index}]")
     for name, one in state["callbacks"].items():
         if name.partition("#")[0] == "LearningRate" and "scheduler" in one:
-            _check(one, {"scheduler": _schedule, "total?": _above_0, "planned?": _above_0}, f"callbacks.{name}")
+            check(one, {"scheduler": _schedule, "total?": _above_0, "planned?": _above_0}, f"callbacks.{name}")
     return state
 
 
@@ -68,43 +71,34 @@ def check_moments(optimizer: object, saved: Mapping[str, Any], shapes: Sequence[
 
 def checked_rank(state: Any) -> Any:
     """Return the state that only one rank has. Raises ValueError as `checked_state`."""
-    _check(state, _RANK, "")
+    check(state, _RANK, "")
     return state
 
 
-def checked_capsule(content: Any) -> Any:
-    """Return the content of a capsule. Raises ValueError as `checked_state`."""
-    _check(content, {"facts": _CAPSULE, "state": {"batches": object, "rng": object, "model": object}}, "")
-    return content
-
-
-def _check(value: Any, kind: Kind, path: str) -> None:
+def check(value: Any, kind: Kind, path: str) -> None:
+    """Raise ValueError, naming the path of the field, if a value is not of a kind."""
     if isinstance(kind, dict):
         _require(isinstance(value, Mapping), path, "a mapping", value)
-        _check_entries(value, kind, path)
+        for key, of_value in kind.items():
+            if isinstance(key, type):
+                for name, one in value.items():
+                    _require(isinstance(name, key), path, f"keys that are {key.__name__}", name)
+                    check(one, of_value, f"{path}.{name}")
+                continue
+            name = key.removesuffix("?")
+            at = f"{path}.{name}" if path else name
+            _require(key != name or name in value, at, "this field", "nothing")
+            if name in value:
+                check(value[name], of_value, at)
     elif isinstance(kind, list | tuple):
         fits = isinstance(value, list | tuple) and (isinstance(kind, list) or len(value) == len(kind))
         _require(fits, path, "a list" if isinstance(kind, list) else f"a list of {len(kind)}", value)
         for index, one in enumerate(value):
-            _check(one, kind[0] if isinstance(kind, list) else kind[index], f"{path}[{index}]")
+            check(one, kind[0] if isinstance(kind, list) else kind[index], f"{path}[{index}]")
     elif isinstance(kind, type) or not callable(kind):
         _require(isinstance(value, kind), path, getattr(kind, "__name__", str(kind)), value)
     else:
         kind(value, path)
-
-
-def _check_entries(value: Mapping[Any, Any], kind: Mapping[Any, Kind], path: str) -> None:
-    for key, of_value in kind.items():
-        if isinstance(key, type):
-            for name, one in value.items():
-                _require(isinstance(name, key), path, f"keys that are {key.__name__}", name)
-                _check(one, of_value, f"{path}.{name}")
-            continue
-        name = key.removesuffix("?")
-        at = f"{path}.{name}" if path else name
-        _require(key != name or name in value, at, "this field", "nothing")
-        if name in value:
-            _check(value[name], of_value, at)
 
 
 def _require(holds: bool, path: str, expected: str, got: object) -> None:
@@ -112,37 +106,37 @@ def _require(holds: bool, path: str, expected: str, got: object) -> None:
         raise ValueError(f"the field {path!r} must be {expected}; got {repr(got)[:80]}")
 
 
-def _count(value: Any, path: str) -> None:
+def count(value: Any, path: str) -> None:
+    """Check a count: a whole number of at most 63 bits."""
     _require(type(value) is int and 0 <= value < 1 << 63, path, "a number from 0 below 2**63", value)
 
 
-def _or_none(kind: Kind) -> Callable[[Any, str], None]:
-    return lambda value, path: None if value is None else _check(value, kind, path)
+def or_none(kind: Kind) -> Callable[[Any, str], None]:
+    """Return the kind of values that may also be None."""
+    return lambda value, path: None if value is None else check(value, kind, path)
 
 
 def _accumulate(value: Any, path: str) -> None:
-    _check(value, {str: _count} if isinstance(value, Mapping) else _count, path)
+    check(value, {str: count} if isinstance(value, Mapping) else count, path)
     _require(bool(value) and (isinstance(value, int) or min(value.values()) > 0), path, "above 0", value)
 
 
 def _optimizer(value: Any, path: str) -> None:
     """Check the state of an optimizer, if it has the form of torch's."""
-    _check(value, Mapping, path)
-    if {"state", "param_groups"} <= value.keys():
-        _check(value["param_groups"], [{"params": [int | str]}], f"{path}.param_groups")
-        _check(value["state"], Mapping, f"{path}.state")
+    check(value, Mapping, path)
+    if is_of_torch(value):
+        check(value["param_groups"], [{"params": [int | str]}], f"{path}.param_groups")
+        check(value["state"], Mapping, f"{path}.state")
 
 
-def _check_update(state: Mapping[str, Any], index: int) -> None:
-    """Check what an update reads: the options that the optimizer was made with, and the state by parameter."""
-    optimizer, given = state["optimizers"][index], state.get("given", {}).get("optimizers")
-    options = given[index] if given else []
+def _check_update(optimizer: Mapping[str, Any], options: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Check what an update reads: the state by parameter, and the options, of which `options` are those it was made with."""
     for number, group in enumerate(optimizer["param_groups"]):
         made_with = options[number] if number < len(options) else {}
         kinds = {name: _like(value) for name, value in made_with.items()}
-        _check(group, {**kinds, **_OPTIONS}, f"optimizers[{index}].param_groups[{number}]")
+        check(group, {**kinds, **_OPTIONS}, f"{path}.param_groups[{number}]")
     for number, one in optimizer["state"].items():
-        _check(one, _OF_PARAMETER, f"optimizers[{index}].state.{number}")
+        check(one, _OF_PARAMETER, f"{path}.state.{number}")
 
 
 def _like(value: Any) -> Kind:
@@ -158,45 +152,37 @@ def _number(value: Any, path: str) -> None:
 
 
 def _above_0(value: Any, path: str) -> None:
-    _count(value, path)
+    count(value, path)
     _require(value > 0, path, "above 0", value)
 
 
 def _rates(value: Any, path: str) -> None:
-    _check(value, [_number], path)
+    check(value, [_number], path)
     _require(len(value) > 0, path, "the rate of each parameter group", value)
 
 
 def _schedule(value: Any, path: str) -> None:
     """Check the state of a scheduler of torch, of which others may hold several."""
     rates = {"base_lrs?": _rates, "_last_lr?": _rates}
-    _check(value, {"last_epoch?": int, "_step_count?": int, **rates, "_schedulers?": [_schedule]}, path)
+    check(value, {"last_epoch?": int, "_step_count?": int, **rates, "_schedulers?": [_schedule]}, path)
 
 
 def _loader(value: Any, path: str) -> None:
     """Check the position in a stream or a mixture, of which the loaders have positions of their own."""
-    _check(value, {"stream?": _STREAM, "loaders?": {str: {**_IN_MIXTURE, "state": _or_none(_loader)}}}, path)
+    check(value, {"stream?": _STREAM, "loaders?": {str: {**_IN_MIXTURE, "state": or_none(_loader)}}}, path)
     if "loaders" in value:
-        _check(value, {"ranks": _above_0, "source": str | None}, path)
-
-
-def _numbers_of_groups(optimizers: Sequence[Mapping[str, Any]]) -> list[list[list[Any]] | None]:
-    """Return for each optimizer the parameters of its groups; None if its state has another form than torch's."""
-    of_torch = [{"state", "param_groups"} <= one.keys() for one in optimizers]
-    return [
-        [g["params"] for g in one["param_groups"]] if fits else None for one, fits in zip(optimizers, of_torch, strict=True)
-    ]
+        check(value, {"ranks": _above_0, "source": str | None}, path)
 
 
 def _history(value: Any, path: str) -> None:
-    _check(value, {str: (Tensor, Tensor, _count, _count)}, path)
+    check(value, {str: (Tensor, Tensor, count, count)}, path)
     for name, (steps, values, _, every) in value.items():
         fits = steps.dim() == values.dim() == 1 and len(steps) == len(values) and every > 0
         _require(fits, f"{path}.{name}", "as many steps as values", (steps.shape, values.shape, every))
 
 
 def _rows(value: Any, path: str) -> None:
-    _check(value, {"counters": Tensor, "times": Tensor, "names": Tensor, "sets": [[str]]}, path)
+    check(value, {"counters": Tensor, "times": Tensor, "names": Tensor, "sets": [[str]]}, path)
     counters, times, names = (value[name] for name in ("counters", "times", "names"))
     fits = counters.dim() == 2 and times.dim() == names.dim() == 1 and len(counters) == len(times) == len(names)
     _require(fits, path, "columns of one length", (counters.shape, times.shape, names.shape))
@@ -207,9 +193,8 @@ def _rows(value: Any, path: str) -> None:
 
 def _schedules(value: Any, path: str) -> None:
     """Check the reading of each moment: a state of an earlier version has other entries, which a resume does not read."""
-    reading = {"counts": {str: int | float}, "in_epoch": _count, "batches": _count, "begun": bool, "due": [str], "owed": [str]}
-    _check(value, Mapping, path)
-    _check({name: one for name, one in value.items() if name.startswith("on_")}, {str: reading}, path)
+    check(value, Mapping, path)
+    check({name: one for name, one in value.items() if name.startswith("on_")}, {str: _READING}, path)
 
 
 def _streams(value: Any, path: str) -> None:
@@ -218,52 +203,53 @@ def _streams(value: Any, path: str) -> None:
 
     import torch
 
-    _check(value, {"python": (_count, [_count], object), "torch": Tensor, "cuda": [Tensor], "numpy": object}, path)
+    check(value, {"python": (count, [count], object), "torch": Tensor, "cuda": [Tensor], "numpy": object}, path)
     try:
         random.Random(0).setstate((value["python"][0], tuple(value["python"][1]), value["python"][2]))
         torch.Generator().set_state(value["torch"])
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the field {path!r} must hold states of random generators ({error})") from None
     if isinstance(value["numpy"], Mapping):  # no Mersenne twister
-        _check(value["numpy"], {"bit_generator": str}, f"{path}.numpy")
+        check(value["numpy"], {"bit_generator": str}, f"{path}.numpy")
     elif value["numpy"] is not None:
-        _check(value["numpy"], (str, Tensor, _count, _count, int | float), f"{path}.numpy")
+        check(value["numpy"], (str, Tensor, count, count, int | float), f"{path}.numpy")
         shape = tuple(value["numpy"][1].shape)
         _require(shape == (624,), f"{path}.numpy[1]", "624 numbers", shape)
 
 
-_COUNTERS = {"epoch": _count, "step": _count, "batch": _count, "batch_in_epoch": _count, "samples": _count, "tokens?": _count}
+_COUNTERS = {"epoch": count, "step": count, "batch": count, "batch_in_epoch": count, "samples": count, "tokens?": count}
 _DECISION = {"what": str, "who": str, "why": str, "when?": _COUNTERS, "at?": _COUNTERS, "data?": Mapping}
+_READING = {"counts": {str: int | float}, "in_epoch": count, "batches": count, "begun": bool, "due": [str], "owed": [str]}
 _DUE = {"names": [str], "numbers": Mapping, "losses": [Tensor | Stored], "weights": list}
-_TURNS = [(_count, _count)]
+_TURNS = [(count, count)]
 _CONFIG = {
-    "model": {str: [_count]},
+    "model": {str: [count]},
     "optimizers": [str],
-    "parameter groups": [[_count]],
+    "parameter groups": [[count]],
     "accumulate": _accumulate,
     "precision": str,
-    "batches an epoch": _or_none(_count),
-    "ranks?": _count,
+    "batches an epoch": or_none(count),
+    "ranks?": count,
 }
 _GIVEN = {"optimizers?": [[Mapping]], "loader?": {str: object}, "callbacks?": {str: Mapping}, "limits?": Mapping}
 _SEGMENT = {
     "seed": int,
-    "permuted": _count,
-    "ranks": _count,
+    "permuted": count,
+    "ranks": count,
     "dealt": bool,
     "consumed": _TURNS,
     "loader": Mapping,
-    "points": [(*[_count] * 5, _or_none(_count), _or_none(_count))],
+    "points": [(*[count] * 5, or_none(count), or_none(count))],
 }
-_STREAM = {"workers": _above_0, "turn": _count, "reached": [(_count, _count, _count, _count)]}
-_IN_MIXTURE = {"passes": _count, "read": _count, "ended": bool, "consumed": _TURNS}
+_STREAM = {"workers": _above_0, "turn": count, "reached": [(count, count, count, count)]}
+_IN_MIXTURE = {"passes": count, "read": count, "ended": bool, "consumed": _TURNS}
 _RANK = {
     "streams": _streams,
     "loader": _loader,
-    "losses?": {"lasting": {str: (_count, float, _count)}, "first": _or_none((_count, str))},
+    "losses?": {"lasting": {str: (count, float, count)}, "first": or_none((count, str))},
     "gradients?": {int: Tensor | Stored},
     "callbacks of the rank?": {str: Mapping},
-    "evaluations due?": _or_none(_DUE),
+    "evaluations due?": or_none(_DUE),
 }
 _MOMENT = Tensor | Stored | Unbuilt
 _NUMBERS = ("step", "mu_product")
@@ -284,28 +270,10 @@ _OF_PARAMETER = {
     "momentum_buffer?": _MOMENT | None,
 }
 _OPTIONS = {"fused?": bool | None, "foreach?": bool | None, "initial_lr?": _number}
-_SAMPLES = _or_none([object])
-_OF_BATCH = {"epoch": _count, "batch_in_epoch": _count, "samples": _SAMPLES}
-_CAPSULE = {
-    "why": str,
-    "step": _count,
-    "rank": _count,
-    "ranks": _count,
-    "batches": [_OF_BATCH],
-    "not_loaded?": _or_none(_OF_BATCH),
-    "losses": [float | int | str | None],
-    "module": str | None,
-    "parameter": str | None,
-    "tensor": str | None,
-    "guilty_samples": _SAMPLES,
-    "weights_exact": bool,
-    "batches_left_out?": str,
-    "second_pass?": str,
-}
 _WEIGHTS = {
     "callbacks?": {str: Mapping},
     "weight_sets?": {str: str | list | tuple},
-    "left_out?": {str: {"shape": [_count], "sha256": str}},
+    "left_out?": {str: {"shape": [count], "sha256": str}},
     "outside?": Mapping,
 }
 _WHOLE = _WEIGHTS | {
@@ -324,14 +292,14 @@ _WHOLE = _WEIGHTS | {
     "weight_unit?": int | float | None,
     "switched?": {str: {str: bool}},
     "data_seed": int | None,
-    "data?": {"dealt": bool, "batches": _or_none(_count), "past": _TURNS},
+    "data?": {"dealt": bool, "batches": or_none(count), "past": _TURNS},
     "course?": [_SEGMENT],
-    "permuted?": _count,
+    "permuted?": count,
     "state": Mapping,
     "history": _history,
     "rows?": _rows,
-    "offsets": {str: _count},
-    "batches_found?": _or_none(_count),
+    "offsets": {str: count},
+    "batches_found?": or_none(count),
     "callbacks": {str: Mapping},
     "ranks?": [_RANK],
 }

@@ -84,14 +84,21 @@ def facts_of(content: bytes) -> Facts:
     >>> facts_of(b"abc")
     {'size': 3, 'crc32': '352441c2'}
     """
-    total = Sum()
-    total.add(content)
+    return {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+
+
+def facts_of_file(file: BinaryIO, total: Sum | None = None) -> Facts:
+    """Return size and checksum of an open file, which is read to its end; `total` is the sum so far."""
+    total = total or Sum()
+    while chunk := file.read(CHUNK):
+        total.add(chunk)
     return total.facts
 
 
-def facts_of_file(file: BinaryIO) -> Facts:
-    """Return size and checksum of the rest of an open file, which is read to its end."""
-    return _rest(file, Sum())
+def read_bytes(file: BinaryIO) -> tuple[bytes, Facts]:
+    """Read a whole file once; return its content, and its size and checksum."""
+    content = file.read()
+    return content, facts_of(content)
 
 
 def pieces(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
@@ -149,7 +156,7 @@ def read_tensors(
         found = _tensors_in(file, size, total, {} if header is None else header)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         found = ValueError(str(error))
-    return found, _rest(file, total)
+    return found, facts_of_file(file, total)
 
 
 def _tensors_in(file: BinaryIO, size: int, total: Sum, header: dict[str, str]) -> dict[str, Tensor]:
@@ -190,12 +197,8 @@ def _fill(tensor: Tensor, file: BinaryIO, total: Sum) -> None:
     data = _bytes_of(tensor)
     for start in range(0, len(data), CHUNK):
         piece = data[start : start + CHUNK]
-        filled = 0
-        while filled < len(piece):
-            more = file.readinto(piece[filled:])  # type: ignore[attr-defined]  # all binary files have it
-            if not more:
-                raise ValueError("the file ends before its last tensor")
-            filled += more
+        if file.readinto(piece) < len(piece):  # type: ignore[attr-defined]  # all buffered files have it
+            raise ValueError("the file ends before its last tensor")
         total.add(piece)
 
 
@@ -213,15 +216,8 @@ def _read(file: BinaryIO, count: int, total: Sum) -> bytes:
     return content
 
 
-def _rest(file: BinaryIO, total: Sum) -> Facts:
-    while chunk := file.read(CHUNK):
-        total.add(chunk)
-    return total.facts
-
-
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host; it can be written to."""
     import numpy  # here: without it torch gives no view of the memory, and its own error does not name the package
 
-    data: memoryview = numpy.asarray(tensor.detach().reshape(-1).view(torch.uint8)).data
-    return data
+    return numpy.asarray(tensor.detach().reshape(-1).view(torch.uint8)).data

@@ -1,13 +1,53 @@
-"""Parts of a model and its optimizers that training makes: buffers that get their shape, and new parameter groups."""
+"""What a checkpoint leaves out, frozen weights, and what training adds: buffers that get their shape, and parameter groups."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from cadenza.engine.session import Session
+from cadenza.errors import CheckpointMismatchError
 from cadenza.optim.model_state import buffers_of, decides, plain_name
 from cadenza.status.formats import some
+
+LEFT_OUT = "left_out"
+"""The name in the state of a checkpoint: by name of the weight, its shape and its checksum."""
+
+
+def described(weight: Tensor) -> dict[str, Any]:
+    """Return what a checkpoint holds instead of a weight: its shape, and the SHA-256 of its bytes in hexadecimal digits."""
+    data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return {"shape": list(weight.shape), "sha256": hashlib.sha256(data.data).hexdigest()}
+
+
+def left_out_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the weights that a checkpoint leaves out, by name."""
+    return dict(state.get(LEFT_OUT, {}))
+
+
+def unchanged(left_out: Mapping[str, Mapping[str, Any]], own: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+    """Return the weights of a model that a checkpoint left out.
+
+    Args:
+        left_out: What the checkpoint holds instead of them.
+        own: The ``state_dict`` of the model.
+        where: The checkpoint, for the message.
+
+    Raises:
+        CheckpointMismatchError: A weight is missing, or has other values than at the save.
+    """
+    other = [name for name, one in left_out.items() if name not in own or described(own[name]) != dict(one)]
+    if other:
+        raise CheckpointMismatchError(
+            f"{where} leaves out frozen weights, and {len(other)} of them differ in this model: {', '.join(other[:5])}. "
+            "Nothing was loaded. Build the model from the same pretrained weights as in the run that wrote it."
+        )
+    return {name: own[name] for name in left_out}
+
 
 CHANGED = "changed_shapes"
 """The name in the state of a checkpoint."""
@@ -61,9 +101,8 @@ def as_at_start(session: Session, state: Mapping[str, Any], config: Mapping[str,
         state: The state in the checkpoint.
         config: The configuration of the session.
     """
-    if CHANGED not in state and _agree(state["config"], config):
-        return dict(state["config"])
-    return _without_changes(session, state, config)
+    same = CHANGED not in state and _agree(state["config"], config)
+    return dict(state["config"]) if same else _without_changes(session, state, config)
 
 
 def _without_changes(session: Session, state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
