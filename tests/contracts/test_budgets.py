@@ -70,9 +70,9 @@ modules under 30 lines            14      95
 PATHS = """
 path        functions  body
 forward             4    29
-checkpoint         79   672
-record             21   205
-resume            134  1149
+checkpoint         63   506
+record             16   154
+resume             96   815
 stop               18   132
 """
 """The functions of more than two body lines, and their body lines: `benchmarks/house.py` says from where to where."""
