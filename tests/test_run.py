@@ -128,8 +128,8 @@ def test_what_a_user_prints_can_be_read(capsys: pytest.CaptureFixture[str]) -> N
         run.print("at", run.progress, 1.5)
 
     run = tiny_run(callbacks=[on(Callback.on_step_end)(show)], steps=1)
-    assert "at epoch 0, step 1, batch 1 1.5\n" in capsys.readouterr().out
-    assert repr(run).startswith("<Run: epoch 0, step 1, batch 1; Outcome(kind='finished'")
+    assert "at epoch 1, step 1, batch 1 1.5\n" in capsys.readouterr().out
+    assert repr(run).startswith("<Run: epoch 1, step 1, batch 1; Outcome(kind='finished'")
     assert list(run.history) == ["mine/step"]
     assert repr(run.history) == "<History: step 1: mine/step>"
 

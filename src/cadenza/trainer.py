@@ -43,7 +43,6 @@ from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.parameters import ModelParameters
 from cadenza.optim.rates import check_one_each
 from cadenza.run import Run
-from cadenza.status.run_info import working_directory
 from cadenza.text.hints import advised, answered
 
 T = TypeVar("T")
@@ -138,16 +137,26 @@ class Trainer(Recipe):
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 
             notes += add_progress_bar(given)
-        self.model, self.optimizer, self.loader = module, optimizer, loader
-        self.compute_loss = compute_loss or (ModelsOwnLoss(module) if step_fn is None else no_loss)
-        self.max_epochs, self.max_steps, self.max_tokens = limits.values()
-        self.tokens, self.precision, self.seed, self.step_fn = checks.checked_tokens(tokens), precision, seed, step_fn
-        self.accumulate = checks.checked_accumulate(before_trainer(given, accumulate=accumulate)["accumulate"], step_fn)
-        self.driver, self.debug_ranks, self.callbacks = driver_of(driver, device), debug_ranks, given
-        self.directory, self._is_new = run_directory(directory, self.driver), isinstance(directory, NewDirectory)
-        self._compile, self._notes, self._home = options_of(compile), notes, working_directory()
-        self._names_ranks_after_s = checks.checked_debugging(debug_ranks)
-        self._facts = {}
+        chosen = driver_of(driver, device)
+        super().__init__(
+            model=module,
+            optimizer=optimizer,
+            loader=loader,
+            compute_loss=compute_loss or (ModelsOwnLoss(module) if step_fn is None else no_loss),
+            **limits,
+            tokens=checks.checked_tokens(tokens),
+            accumulate=checks.checked_accumulate(before_trainer(given, accumulate=accumulate)["accumulate"], step_fn),
+            precision=precision,
+            seed=seed,
+            step_fn=step_fn,
+            directory=run_directory(directory, chosen),
+            callbacks=given,
+            driver=chosen,
+            debug_ranks=debug_ranks,
+            compile=options_of(compile),
+            notes=notes,
+        )
+        self._is_new = isinstance(directory, NewDirectory)
         self.driver.check(optimizer=optimizer, precision=precision)
         self.driver.check_model(module)
         hooks = Hooks(self.callbacks)  # raises now if a callback is wrong

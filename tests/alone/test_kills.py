@@ -507,7 +507,7 @@ except KeyboardInterrupt:
     assert screen.cursor_shown
     begun, bar, outcome, through, after = screen.lines
     assert (begun, through, after) == ("begun", "it came through", "")
-    assert re.match(r"epoch 0/1  [━╸ ]+  4/6   66%  failed  loss ", bar)
+    assert re.match(r"epoch 1/1  [━╸ ]+  4/6   66%  failed  loss ", bar)
     assert re.fullmatch(r"failed after 0 epochs, 4 steps, .*: KeyboardInterrupt\(\)", outcome)
 
 

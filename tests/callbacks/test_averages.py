@@ -199,7 +199,7 @@ def test_the_run_can_end_with_the_average_and_two_averages_have_two_names() -> N
     ema = Ema(0.5, use_at_end=True)
     run = tiny_run(steps=4, callbacks=[ema, Ema(0.99, name="slow")])
     assert same(dict(run.model.state_dict()), averaged(ema))
-    assert run.why("averaged weights in place").startswith("averaged weights in place by Ema at epoch 0, step 4")
+    assert run.why("averaged weights in place").startswith("averaged weights in place by Ema at epoch 1, step 4")
     assert list(holders_in(hooks_of(run))) == ["ema", "slow"]
     assert list(hooks_of(run).callbacks) == ["Ema", "Ema(slow)"]
 

@@ -150,7 +150,7 @@ def test_every_change_is_a_decision_and_the_plan_shows_the_points_and_one_that_n
         "frozen by Freeze at epoch 0, step 0, batch 0: 'backbone.stem', 8 parameters, at epoch 1",
         "frozen by Freeze at epoch 0, step 0, batch 0: 'scale', 4 parameters, at step 7",
         "unfrozen by Freeze at epoch 1, step 5, batch 5: 'backbone.stem', 8 parameters, at epoch 1",
-        "unfrozen by Freeze at epoch 1, step 7, batch 7: 'scale', 4 parameters, at step 7",
+        "unfrozen by Freeze at epoch 2, step 7, batch 7: 'scale', 4 parameters, at step 7",
     ]
     plan = str(tiny_trainer(epochs=2, callbacks=[Freeze({"weight": "1 epoch", "bias": "3 epochs"})]).plan())
     assert "Freeze (at epoch 1) > Freeze (at epoch 3)" in plan

@@ -277,7 +277,7 @@ def test_the_profile_of_a_run_that_failed_is_complete_and_errors_are_named_as_ev
     profile, live = Profile(), list[Run]()
     with pytest.raises(ValueError, match="broken") as caught:
         tiny_run(callbacks=[profile, on(Callback.on_fit_start)(live.append), fail])
-    assert caught.value.__notes__ == ["raised in fail.on_step_end (callback 3 of 3) at epoch 0, step 2, batch 2"]
+    assert caught.value.__notes__ == ["raised in fail.on_step_end (callback 3 of 3) at epoch 1, step 2, batch 2"]
     assert callbacks(live[0])["fail", "on_step_end"] >= (1, NAP_S)
     assert profile.table == live[0].profile
     after = Recorder(Callback.on_fit_end)  # an end moment reaches all, though one failed

@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ROOMS = """
 room         lines  files  arrows
-front doors    820      9      14
+front doors    829      9      14
 text            92      2       1
-status        1199     14       1
+status        1202     14       1
 files          374      5       0
 profiling      331      3       1
 loading       2845     18       2
@@ -37,11 +37,11 @@ records       1794     11       6
 hooks         1701     14       7
 drivers       2117     18       5
 optim         1302     11       6
-sinks         1220     10       7
+sinks         1226     10       7
 engine        4906     26      11
 checkpoint    3980     23      10
 callbacks     3106     31      15
-loops         1027      5      12
+loops         1030      5      12
 testing       1037     12      14
 commands       685      8      10
 report        2272     24       8
@@ -58,8 +58,8 @@ WINGS = ("adapters", "compat", "report", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            220     444
-lines                          28536   32789
-words                         199465  216974
+lines                          28557   32789
+words                         199577  216974
 words a line                    6.99    6.62
 data files and long literals     414     538
 modules under 30 lines            14      95

@@ -78,7 +78,7 @@ def test_a_stop_that_all_ranks_ask_for_is_taken_at_once() -> None:
 
     (first, why, noted), (second, _, also) = on_ranks(stopping)
     assert first == second == 3
-    assert why == "stopped by stop at epoch 0, step 3, batch 3: enough"
+    assert why == "stopped by stop at epoch 1, step 3, batch 3: enough"
     assert (noted, also) == (1, 2)  # rank 1 notes its own, and that the one of rank 0 is taken
 
 

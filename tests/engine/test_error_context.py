@@ -256,7 +256,7 @@ def test_an_error_of_a_callback_has_its_own_note_and_the_cure() -> None:
     with pytest.raises(RuntimeError) as raised:
         tiny_run(callbacks=[on(Callback.on_batch_end)(lambda run, batch, outputs: run.model(batch[0].double()))])
     hook, context = raised.value.__notes__
-    assert hook == "raised in <lambda>.on_batch_end (callback 1 of 1) at epoch 0, step 0, batch 1"
+    assert hook == "raised in <lambda>.on_batch_end (callback 1 of 1) at epoch 1, step 0, batch 1"
     where, cure = context.splitlines()
     assert where == "context: the forward pass of the model (Linear)"
     assert cure.startswith("  likely cure: the input is double")

@@ -253,7 +253,7 @@ def test_a_schedule_says_when_it_is_due_next_and_whether_it_is_beyond_the_end(tm
     due = "is due every 4 steps, next at step 4 at the earliest, now at step 2"
     assert asked("saved", Checkpoint("4 steps"), directory=tmp_path / "a") == f"not 'saved' yet: Checkpoint, on_step_end, {due}"
     assert "next at step 3" in asked("LogTraining", LogTraining("3 steps"))
-    assert "Evaluate, on_epoch_end, is due every epoch, now at epoch 0, step 2" in asked("evaluated", Evaluate(tiny_loader()))
+    assert "Evaluate, on_epoch_end, is due every epoch, now at epoch 1, step 2" in asked("evaluated", Evaluate(tiny_loader()))
     never = asked("saved", Checkpoint("99 steps"), directory=tmp_path / "b")
     assert "is due every 99 steps, which is never in this run: the run ends after 10 steps" in never
     assert "no callback of this run does it on its own" in asked("saved")
@@ -262,7 +262,7 @@ def test_a_schedule_says_when_it_is_due_next_and_whether_it_is_beyond_the_end(tm
 
 def test_what_happened_before_is_said_first(tmp_path: Path) -> None:
     answer = asked("saved", Checkpoint("2 steps", background=False), directory=tmp_path, at=3)
-    assert answer.startswith("saved by Checkpoint at epoch 0, step 2")
+    assert answer.startswith("saved by Checkpoint at epoch 1, step 2")
     assert "Not again since" in answer
     assert "next at step 4" in answer
 

@@ -43,7 +43,7 @@ class Fragile(Failing):
 def test_an_error_keeps_its_traceback_and_gains_one_line_that_names_the_inner_callback_where_and_when() -> None:
     with pytest.raises(ValueError, match="broken") as caught:
         tiny_run(callbacks=[Recorder(), Failing(ValueError("broken"))], accumulate=2, epochs=2, batches=2)
-    assert caught.value.__notes__ == ["raised in Failing.on_batch_start (callback 2 of 2) at epoch 1, step 1, batch 3"]
+    assert caught.value.__notes__ == ["raised in Failing.on_batch_start (callback 2 of 2) at epoch 2, step 1, batch 3"]
     assert caught.traceback[-1].name == "on_batch_start"
     assert any(entry.path.__fspath__() == __file__ for entry in caught.traceback if hasattr(entry.path, "__fspath__"))
 
@@ -65,12 +65,12 @@ def test_a_fault_that_disables_is_reported_once_and_the_run_goes_on_as_does_the_
     assert fragile.calls == 4  # and no on_fit_end
     assert len(after.names) == 10
     assert [str(fault) for fault in run.faults] == [
-        "Fragile failed in on_batch_start at epoch 0, step 3, batch 3 and is disabled: OSError('tracker down')"
+        "Fragile failed in on_batch_start at epoch 1, step 3, batch 3 and is disabled: OSError('tracker down')"
     ]
     assert len(caplog.records) == 1
     assert "Traceback" in caplog.text
     assert "tracker down" in caplog.text
-    why = "disabled by Fragile at epoch 0, step 3, batch 3: on_batch_start raised OSError('tracker down')"
+    why = "disabled by Fragile at epoch 1, step 3, batch 3: on_batch_start raised OSError('tracker down')"
     assert run.why("disabled") == why
     assert len(trainer.fit().faults) == 1, "in the next run it is called again"
 
@@ -176,7 +176,7 @@ def test_outside_of_hooks_the_author_is_the_script_and_why_lists_the_decisions_i
     run = tiny_run(callbacks=[on(Callback.on_step_end)(lambda run: run.stop("enough"))], steps=1)
     assert run.why("stoped") == "nothing was 'stoped' in this run. Did you mean 'stopped'? Decided were: stopped"
     decide(run, "noticed", "just so")
-    assert run.why("noticed") == "noticed by the script at epoch 0, step 1, batch 1: just so"
+    assert run.why("noticed") == "noticed by the script at epoch 1, step 1, batch 1: just so"
 
 
 def test_a_listener_that_can_never_fire_is_named_before_and_after(caplog: pytest.LogCaptureFixture) -> None:
@@ -187,7 +187,7 @@ def test_a_listener_that_can_never_fire_is_named_before_and_after(caplog: pytest
     assert caplog.messages == ["rare (every 1000 steps) never fires in this run: the run ends after 3 steps"]
     (decision,) = [decision for decision in run.decisions if decision.what == "never fired"]
     assert decision.who == "rare (every 1000 steps), on_step_end"
-    assert decision.why == "the run ended at epoch 0, step 3, batch 3"
+    assert decision.why == "the run ended at epoch 1, step 3, batch 3"
 
 
 def test_listeners_that_did_not_fire_are_listed_with_the_reason_but_not_at_an_end_that_did_not_come(
@@ -205,7 +205,7 @@ def test_listeners_that_did_not_fire_are_listed_with_the_reason_but_not_at_an_en
     assert never == {
         "Hearing, on_prune": "no run.fire(...) called it",
         "Hearing, on_eval_end": "no evaluation took place",
-        "<lambda>#2 (at step 4), on_step_end": "the run ended at epoch 0, step 1, batch 1",
+        "<lambda>#2 (at step 4), on_step_end": "the run ended at epoch 1, step 1, batch 1",
     }
     assert caplog.messages == []
     rare = [on(moment)(lambda run, _: None) for moment in (Callback.on_exception, Callback.on_stop)]

@@ -443,4 +443,4 @@ def test_an_error_in_ones_own_moment_is_named_as_any_other() -> None:
 
     with pytest.raises(ValueError, match="broken") as caught:
         tiny_run(callbacks=[Bad()])
-    assert caught.value.__notes__ == ["raised in Bad.on_prune (callback 1 of 1) at epoch 0, step 1, batch 1"]
+    assert caught.value.__notes__ == ["raised in Bad.on_prune (callback 1 of 1) at epoch 1, step 1, batch 1"]

@@ -334,7 +334,7 @@ def test_values_are_in_effect_and_each_is_a_decision_with_the_old_and_the_new_va
     (group,) = groups(run)
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.01, 0.2, (0.5, 0.9))
     assert overridden(run) == {"lr": (0.1, 0.01), "betas": ([0.9, 0.999], [0.5, 0.9]), "weight_decay": (0.01, 0.2)}
-    assert "by override at epoch 0, step 2, batch 2: weight_decay: saved 0.01, now 0.2" in run.why("override")
+    assert "by override at epoch 1, step 2, batch 2: weight_decay: saved 0.01, now 0.2" in run.why("override")
     facts = json.loads((tmp_path / "run.json").read_text())
     assert facts["override"] == {"lr": 0.01, "weight_decay": 0.2, "betas": [0.5, 0.9]}
     assert facts["arguments"]["optimizer"][0]["lr"] == 0.01

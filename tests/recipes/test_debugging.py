@@ -123,5 +123,5 @@ def test_pdb_in_a_hook_reads_the_run_and_continues(tmp_path: Path, plain: str) -
         terminal.press("p 1000 + run.progress.step\np run.progress\nc\n")  # read at the prompt
     assert terminal.exit_code == 0, terminal.written
     assert "1003" in terminal.written
-    assert "epoch 0, step 3" in terminal.written
+    assert "epoch 1, step 3" in terminal.written
     assert printed(terminal.written) == plain

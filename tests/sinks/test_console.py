@@ -35,11 +35,11 @@ def without_times(lines: Lines) -> list[str]:
 def test_a_line_holds_epoch_step_values_and_time_and_lines_of_one_kind_stand_under_each_other(capsys: Lines) -> None:
     tiny_run(callbacks=[log_step, Console()], epochs=2, batches=5)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("epoch 0  step  1  whole 1  small 0.0001235  tenth 0.1  ")
+    assert lines[0].startswith("epoch 1  step  1  whole 1  small 0.0001235  tenth 0.1  ")
     assert lines[0].endswith(" s")
     assert [line.rpartition("  ")[0] for line in lines[8:10]] == [
-        "epoch 1  step  9  whole 9  small 0.0001235  tenth 0.1",
-        "epoch 1  step 10  whole 10  small 0.0001235  tenth 0.1",
+        "epoch 2  step  9  whole 9  small 0.0001235  tenth 0.1",
+        "epoch 2  step 10  whole 10  small 0.0001235  tenth 0.1",
     ]
 
 
@@ -48,10 +48,15 @@ def test_an_evaluation_belongs_to_the_epoch_that_it_ends(capsys: Lines) -> None:
     assert [line.split("  ")[:2] for line in without_times(capsys)[:2]] == [["epoch 1", "step 2"], ["epoch 2", "step 4"]]
 
 
-def test_media_are_named(capsys: Lines) -> None:
+def test_media_are_named_on_request(capsys: Lines) -> None:
     log = on(Callback.on_step_end)(lambda run: run.log({"weights": Histogram(torch.ones(3)), "note": Text("x"), "a": 1}))
+    tiny_run(callbacks=[log, Console(media=True)], steps=1)
+    assert without_times(capsys)[0] == "epoch 1  step 1  a 1  histogram weights  text note"
+    alone = on(Callback.on_step_end)(lambda run: run.log("note", Text("x")))
     tiny_run(callbacks=[log, Console()], steps=1)
-    assert without_times(capsys)[0] == "epoch 0  step 1  a 1  histogram weights  text note"
+    assert without_times(capsys)[0] == "epoch 1  step 1  a 1"
+    tiny_run(callbacks=[alone, Console()], steps=1)
+    assert without_times(capsys)[0].startswith("finished after")
 
 
 def test_the_last_line_says_how_the_run_ended_after_what_was_logged_at_the_end(capsys: Lines, tmp_path: Path) -> None:
@@ -244,7 +249,7 @@ def test_the_file_of_a_run_has_whole_lines(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shown_in_terminal(SCRIPT.replace("epochs=2)", f"epochs=2, directory={str(directory)!r})"), width=40)
     lines = (directory / "console.log").read_text(encoding="utf-8").splitlines()
-    assert any(line.startswith("epoch 0  step  2  train/loss") and line.endswith(" s") for line in lines)
+    assert any(line.startswith("epoch 1  step  2  train/loss") and line.endswith(" s") for line in lines)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

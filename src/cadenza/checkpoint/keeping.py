@@ -233,10 +233,11 @@ class Known:
     averaged: Mapping[str, str] = field(default_factory=dict)
     """The averaged weights that had a result, by the name of the result; the others are of the model's own weights."""
 
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return self.saved.name
+    name: str = field(init=False)
+    """The name of its folder."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.saved.name)
 
     @property
     def abandoned(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -20,7 +20,7 @@ from cadenza.checkpoint.snapshot import config_of
 from cadenza.checkpoint.starting import Start, chosen_on_all_ranks
 from cadenza.drivers import Driver
 from cadenza.engine import start_checks
-from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, plain_accumulate
+from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
 from cadenza.engine.compiling import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs
 from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import OVER, Training
@@ -50,9 +50,11 @@ from cadenza.status.decisions import RESUMABLE, GoBack, Outcome
 from cadenza.status.formats import counted
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Counters, Progress
+from cadenza.status.run_info import working_directory
 from cadenza.status.shown import brief
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Recipe:
     """The arguments of a run, and the session that is made of them. `repr` and notebooks show those that are set."""
 
@@ -72,13 +74,15 @@ class Recipe:
     callbacks: list[BaseCallback]
     driver: Driver
     debug_ranks: bool | float
-    _compile: dict[str, Any] | None
-    _notes: list[str]  # for the plan
-    _home: Path
-    _names_ranks_after_s: float | None  # None: calls of the ranks are not compared
-    _facts: dict[str, Any]  # what an adapter adds to the arguments that sinks get
-    _run: Run | None = None  # that began last
-    _last_progress: Progress | None = None  # of the last run that trained
+    compile: InitVar[dict[str, Any] | None]
+    notes: InitVar[list[str]]  # for the plan
+
+    def __post_init__(self, compile: dict[str, Any] | None, notes: list[str]) -> None:
+        self._compile, self._notes, self._home = compile, notes, working_directory()
+        self._names_ranks_after_s = checked_debugging(self.debug_ranks)  # None: calls of the ranks are not compared
+        self._facts: dict[str, Any] = {}  # what an adapter adds to the arguments that sinks get
+        self._run: Run | None = None  # that began last
+        self._last_progress: Progress | None = None  # of the last run that trained
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in _arguments(self))})"

@@ -25,7 +25,7 @@ class Console(Callback):
 
     After the outcome, a line for each result of ``Checkpoint(keep_best=...)`` has its best value, the step and the checkpoint.
 
-    A line shows the completed epochs and steps of the record, its values, and the time since the fit began. A loop of
+    A line shows the epoch, counted from 1, the completed steps, the values, and the time since the fit began. A loop of
     ``cadenza.attach`` has no epochs, so none are shown. Of a throughput in samples and in steps, a line shows the samples. In a
     terminal, a line that is too wide goes on below, and no value is cut. ``console.log`` in the directory of the run has the
     whole lines.
@@ -34,6 +34,7 @@ class Console(Callback):
         every: Print at most one record with the same names per interval, such as ``"500 steps"``. None prints all.
         epochs: Print a line at the start of each epoch, and one at its end with its steps and time. Values that are logged at
             the end of an epoch, such as those of an evaluation, follow the second line.
+        media: Show the kinds and names of images, figures, sounds, histograms and texts as well.
 
     Raises:
         ScheduleError: `every` cannot be parsed, or this run has no such unit.
@@ -42,8 +43,8 @@ class Console(Callback):
     >>> from cadenza.testing import tiny_run
     >>> log = LogTraining(every="2 steps", throughput=False)
     >>> run = tiny_run(callbacks=[log, Console()], steps=4)  # doctest: +ELLIPSIS
-    epoch 0  step 2  train/loss 0.1738  train/lr 0.1  ... s
-    epoch 0  step 4  train/loss 1.541   train/lr 0.1  ... s
+    epoch 1  step 2  train/loss 0.1738  train/lr 0.1  ... s
+    epoch 1  step 4  train/loss 1.541   train/lr 0.1  ... s
     finished after 0 epochs, 4 steps, ... s: the limit is reached
     >>> run = tiny_run(callbacks=[Console(epochs=True)], epochs=2, batches=3)  # doctest: +ELLIPSIS
     epoch 1 of 2 begins
@@ -56,9 +57,10 @@ class Console(Callback):
     shows_progress = True
     on_fault: Literal["raise", "disable"] = "disable"  # a closed terminal does not stop a run
 
-    def __init__(self, every: Interval | None = None, *, epochs: bool = False) -> None:
+    def __init__(self, every: Interval | None = None, *, epochs: bool = False, media: bool = False) -> None:
         self.every: Schedule | None = None if every is None else Schedule.parse(every)
-        self.epochs = epochs
+        self.epochs: bool = epochs
+        self.media: bool = media
         self._forget()
 
     def listeners(self) -> list[Listener]:
@@ -84,7 +86,7 @@ class Console(Callback):
         run.at_end(lambda: self._print_outcome(run))
 
     def on_log(self, run: Run, record: Record) -> None:
-        if self._due(run, record):
+        if (record.values or self.media) and self._due(run, record):
             run.print(self._line(run, record))
 
     def _print_epoch_start(self, run: Run) -> None:
@@ -124,10 +126,10 @@ class Console(Callback):
     def _line(self, run: Run, record: Record) -> str:
         at, (epochs, steps) = record.at, self._counter_widths
         parts = [
-            *([f"epoch {at.epoch:>{epochs}}"] if run.progress.has_epochs else ()),
+            *([f"epoch {at.current_epoch:>{epochs}}"] if run.progress.has_epochs else ()),
             f"step {at.step:>{steps}}",
             *[self._aligned(name, number(value)) for name, value in record.values.items() if not _repeats(name, record.values)],
-            *(f"{type(value).__name__.lower()} {name}" for name, value in record.media.items()),
+            *(f"{type(value).__name__.lower()} {name}" for name, value in record.media.items() if self.media),
             _passed(record.time - self._began),
         ]
         return "  ".join(parts)

@@ -329,8 +329,10 @@ class FitView:
 
     def _row(self, step: int, facts: Sequence[str]) -> Row:
         progress = self.run.progress
-        label = f"epoch {progress.epoch}" + (f"/{progress.max_epochs}" if progress.max_epochs is not None else "")
-        label = label if progress.has_epochs else "train"
+        epoch, most = progress.now().current_epoch or 1, progress.max_epochs
+        label = f"epoch {epoch}" + (f"/{most}" if most is not None else "") if progress.has_epochs else "train"
+        if (tokens := progress.total("token")) is not None:
+            return Row(label, "token", progress.tokens, tokens, (f"step {step}", *facts))
         return Row(label, "step", step, progress.total("step"), tuple(facts))
 
     def _mark(self) -> None:
@@ -346,10 +348,13 @@ class FitView:
 
     def _left(self, step_s: float) -> str:
         """Return the time left: for steps at the current speed, and for evaluations and saves at their mean so far."""
-        total, step = self.run.progress.total("step"), self.run.progress.step
+        progress, passed_s = self.run.progress, time.monotonic() - self._began
+        total, step = progress.total("step"), progress.step
+        if (tokens := progress.total("token")) is not None and (done := progress.tokens - progress.origin.tokens) > 0:
+            return f"eta {clock(max(tokens - progress.tokens, 0) * passed_s / done)}"
         if total is None:
-            return f"in {clock(time.monotonic() - self._began)}"
-        others_s = time.monotonic() - self._began - self._training_s
+            return f"in {clock(passed_s)}"
+        others_s = passed_s - self._training_s
         return f"eta {clock(max(total - step, 0) * (step_s + others_s / max(step - self.run.progress.origin.step, 1)))}"
 
 

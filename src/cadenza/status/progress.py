@@ -81,10 +81,15 @@ class Counters:
     tokens: int = 0
     """Tokens seen, on all ranks; 0 if they are not counted."""
 
+    @property
+    def current_epoch(self) -> int:
+        """The epoch of the last completed batch, counted from 1; 0 before the first batch."""
+        return self.epoch + (self.batch_in_epoch > 0)
+
     def __str__(self) -> str:
         if self.step and not self.batch:  # a loop of ``cadenza.attach``, which has no epochs and names no batches
             return f"step {self.step}"
-        return f"epoch {self.epoch}, step {self.step}, batch {self.batch}"
+        return f"epoch {self.current_epoch}, step {self.step}, batch {self.batch}"
 
 
 class Progress:

@@ -68,7 +68,7 @@ class Alert(Callback):
     >>> sent
     [(2, 'train/loss is 3, > 2.5'), (5, 'train/loss is 5, > 2.5')]
     >>> print(run.why("alerted"))
-    alerted by Alert at epoch 0, step 5, batch 5: train/loss is 5, > 2.5
+    alerted by Alert at epoch 1, step 5, batch 5: train/loss is 5, > 2.5
     """
 
     on_fault: Literal["raise", "disable", "retry"] = "disable"

@@ -379,7 +379,7 @@ def test_a_stop_ends_the_native_run_as_a_stop_and_drops_the_batch() -> None:
     assert [seen.at.step for seen in recorder.seen] == [0, 1]
     assert run.outcome is not None
     assert (run.outcome.kind, run.outcome.reason) == ("stopped", "enough")
-    assert run.why("stopped").startswith("stopped by Hooks at epoch 0, step 2")
+    assert run.why("stopped").startswith("stopped by Hooks at epoch 1, step 2")
     assert noting.log[-3:] == ["on_train_step_end", "on_stop_training_error", "on_training_run_end"]
     assert again.log[-3:] == ["on_train_step_start", "on_stop_training_error", "on_training_run_end"]
 
