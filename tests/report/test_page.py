@@ -91,7 +91,9 @@ def test_every_chart_has_a_title_and_says_in_words_what_it_shows_and_nothing_is_
     assert policy.startswith("default-src 'none'; ")
 
 
-def test_every_place_counts_completed_epochs_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_and_results_count_completed_epochs_and_lines_show_the_current_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An epoch that a limit cut short is none; and what came after the last record counts."""
     log = LogTraining("2 steps", throughput=False)
     for steps, counted in ((4, "0 epochs, 4 steps"), (5, "1 epoch, 5 steps")):
@@ -101,9 +103,10 @@ def test_every_place_counts_completed_epochs_and_steps(tmp_path: Path, capsys: p
         rows = (place / "metrics.csv").read_text(encoding="utf-8").splitlines()[1:]
         lines = capsys.readouterr().out.splitlines()
         shown = [line.split()[1] for line in lines if re.match(r"epoch \d  step \d  train", line)]
-        assert shown == [row.split(",")[0] for row in rows] == ["0", "0"]
+        assert [row.split(",")[0] for row in rows] == ["0", "0"]
+        assert shown == ["1", "1"]
         assert any(line.startswith(f"finished after {counted}, ") for line in lines)
-        assert any(line.startswith(f"epoch {counted[0]}") and f"step {steps}/{steps}  100%" in line for line in lines)
+        assert any(line.startswith("epoch 1") and f"step {steps}/{steps}  100%" in line for line in lines)
         assert f" · {counted}, " in small(run)
         card = dict(zip(*(report(place).all(tag)[:2] for tag in ("dt", "dd")), strict=True))
         assert card == {"epochs": counted[0], "steps": str(steps)}

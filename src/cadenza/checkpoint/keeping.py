@@ -295,7 +295,7 @@ def line_of(known: Iterable[Known]) -> list[Known]:
     steps: dict[tuple[int, ...], list[Known]] = {}
     for one in sorted(known, key=attrgetter("rank")):
         steps.setdefault(one.rank[:-1], []).append(one)
-    return [alike[0] if len(alike) == 1 else _joined(alike) for alike in steps.values()]
+    return [_joined(alike) if alike[1:] else alike[0] for alike in steps.values()]
 
 
 def _joined(alike: Sequence[Known]) -> Known:

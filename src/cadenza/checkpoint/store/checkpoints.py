@@ -176,7 +176,8 @@ class Store:
     def next_name(self, step: int) -> Saved:
         """Return the next checkpoint of a step. Its name is new: earlier checkpoints of the step stay."""
         name = f"step-{step:08d}"
-        alike = [Saved.named(folder) for folder in self.files.folders() if folder[: len(name)] == name]
+        length = len(name)
+        alike = [Saved.named(folder) for folder in self.files.folders() if folder[:length] == name]
         again = 1 + max((saved.again for saved in alike if saved is not None and saved.step == step), default=0)
         return Saved(step, again, name + (f"-{again}" if again > 1 else ""))
 
