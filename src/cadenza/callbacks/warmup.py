@@ -72,6 +72,7 @@ class Warmup(Callback, Compared):
         """The unit of `count`: ``"token"`` for a fraction of a run of so many tokens, else ``"step"``."""
         self.count: float | None = None
         """The length in the current run; it can have a fractional part if `length` is a fraction."""
+        self._last_step = 0.0  # before which the rates are scaled; infinite until so many tokens are seen
 
     def factor(self, position: int) -> float:
         """Return the factor in a step, counted from 1; if `unit` is ``"token"``, in the step with which so many are seen."""
