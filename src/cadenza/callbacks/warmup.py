@@ -98,11 +98,8 @@ class Warmup(Callback, Compared):
     def on_setup(self, run: Run) -> None:
         optimizer_of(run, self.optimizer, needed_by="Warmup")
         self.count, self.unit, self._last_step = None, "step", 0.0
-
-        def factor(step: int) -> float:
-            return self.factor(run.progress.tokens if self.unit == "token" else step)
-
-        rates_of(run).factors.setdefault(self.optimizer, []).append(factor)
+        factors = rates_of(run).factors.setdefault(self.optimizer, [])
+        factors.append(lambda step: self.factor(run.progress.tokens if self.unit == "token" else step))
 
     def on_fit_start(self, run: Run) -> None:
         if self.count is None:  # otherwise it is restored

@@ -148,9 +148,8 @@ class Retention:
 
     def join(self, name: str, asking: Iterable[str]) -> bool:
         """Note that callbacks ask for a checkpoint that exists; return whether that is new."""
-        found = next((one for one in self.known if one.name == name), None)
-        new = set(asking) - (found.owners if found is not None else set())
-        if found is None or not new:
+        owners = next((one.owners for one in self.known if one.name == name), None)
+        if owners is None or not (new := set(asking) - owners):
             return False
         self._joined.setdefault(name, set()).update(new)
         del self._read[name]

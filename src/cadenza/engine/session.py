@@ -69,7 +69,7 @@ def session_of(run: Run) -> Session:
 
 
 class Verbs(Protocol):
-    """What `Run.backward` and `Run.update` do: in a ``step_fn``, or in a loop of the user's own."""
+    """What `Run.backward` and `Run.update` do: in a ``step_fn``, or in a custom loop."""
 
     def backward(self, loss: Tensor, into: Optimizer | Sequence[Optimizer] | None = None) -> None: ...
     def update(self, arguments: Sequence[Any]) -> Any: ...

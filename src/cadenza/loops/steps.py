@@ -1,4 +1,4 @@
-"""The steps of a run, for a loop of the user's own: `Trainer.steps`. And its state, which `Loop.keep` and `Steps.keep` take."""
+"""The steps of a run, for a custom loop: `Trainer.steps`. And its state, which `Loop.keep` and `Steps.keep` take."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def _end_at_exit() -> None:
         steps._abandon("the process ended")
 
 
-# -- state of the user's own in the checkpoints of a run -------------------------------------------
+# -- state of custom loops in the checkpoints of a run ----------------------------------------------
 
 
 Pair = tuple[Callable[[], Any], Callable[[Any], object]]
