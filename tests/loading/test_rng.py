@@ -224,6 +224,57 @@ def test_a_numpy_that_does_not_say_where_its_numbers_lie_is_asked_for_them(monke
         assert numpy.random.rand() == drawn
 
 
+class TwoDevices:
+    """The module of an accelerator with two devices, as ``torch.cuda`` is one; each has a generator on the host."""
+
+    def __init__(self) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return len(self.generators)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [one.get_state() for one in self.generators]
+
+    def set_rng_state(self, state: torch.Tensor, device: int) -> None:
+        self.generators[device].set_state(state)
+
+    def draw(self, device: int) -> float:
+        return torch.rand((), generator=self.generators[device]).item()
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> TwoDevices:
+    module = TwoDevices()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return module
+
+
+def test_the_generators_of_accelerators_are_kept_for_their_role_and_not_for_their_index(two_devices: TwoDevices) -> None:
+    first, second = (RNGState.capture().to_plain(devices) for devices in ([1], [0, 1]))
+    assert [len(one["cuda"]) for one in (first, second)] == [1, 2]
+    drawn = [two_devices.draw(0), two_devices.draw(1)]
+    RNGState.from_plain(first, [0]).restore()  # the run had the second device, and continues on the first one
+    assert two_devices.draw(0) == drawn[1]
+    RNGState.from_plain(second, [1, 0]).restore()
+    assert [two_devices.draw(1), two_devices.draw(0)] == drawn
+    two_devices.generators.pop()
+    RNGState.from_plain(second).restore()  # on a machine with fewer
+    assert two_devices.draw(0) == drawn[0]
+
+
+@pytest.mark.parametrize("kind", [RNGState, QuickState])
+def test_all_accelerators_are_restored_beside_the_host(two_devices: TwoDevices, kind: Any) -> None:
+    captured = kind.capture()
+    drawn = [two_devices.draw(0), two_devices.draw(1)]
+    captured.restore()
+    assert [two_devices.draw(0), two_devices.draw(1)] == drawn
+
+
 # -- batches ------------------------------------------------------------------------------------------
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,8 @@ class RNGState(NamedTuple):
 
     python: Any
     torch_cpu: Tensor
-    cuda: tuple[Tensor, ...]
+    devices: Mapping[int, Tensor]
+    """The states of accelerators, by index."""
     numpy: Any
 
     @staticmethod
@@ -99,28 +101,34 @@ class RNGState(NamedTuple):
         return RNGState(
             python=random.getstate(),
             torch_cpu=torch.get_rng_state(),
-            cuda=tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
+            devices=_states_of_devices(),
             numpy=None if numpy is None else state_of_numpy(numpy),
         )
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the RNG state as plain values and tensors."""
+    def to_plain(self, devices: Iterable[int] | None = None) -> dict[str, Any]:
+        """Return the RNG state as plain values and tensors.
+
+        Args:
+            devices: The indices of the accelerators to return, in an order that `from_plain` gives back; None: all.
+        """
+        chosen = [self.devices[index] for index in (self.devices if devices is None else devices) if index in self.devices]
         numpy = self.numpy
         if isinstance(numpy, dict):  # no Mersenne twister
             numpy = _without_arrays(numpy)
         elif numpy is not None:
             name, keys, *rest = numpy
             numpy = (name, torch.from_numpy(keys.astype("int64")), *rest)
-        return {"python": self.python, "torch": self.torch_cpu, "cuda": list(self.cuda), "numpy": numpy}
+        return {"python": self.python, "torch": self.torch_cpu, "cuda": chosen, "numpy": numpy}
 
     @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> RNGState:
-        """Return the RNG state from the result of `to_plain`."""
+    def from_plain(plain: Mapping[str, Any], devices: Iterable[int] | None = None) -> RNGState:
+        """Return the RNG state from the result of `to_plain`; `devices` may have other indices than there."""
         numpy = plain["numpy"]
         if numpy is not None and not isinstance(numpy, Mapping):
             name, keys, *rest = numpy
             numpy = (name, keys.numpy().astype("uint32"), *rest)
-        return RNGState(plain["python"], plain["torch"], tuple(plain["cuda"]), numpy)
+        states = dict(zip(count() if devices is None else devices, plain["cuda"], strict=False))
+        return RNGState(plain["python"], plain["torch"], states, numpy)
 
     @staticmethod
     def seeded(seed: int) -> RNGState:
@@ -133,12 +141,34 @@ class RNGState(NamedTuple):
         """Set the generators to this state."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda[: torch.cuda.device_count()]))  # this machine may have fewer devices
+        _set_devices(self.devices)
         if self.numpy is not None:
             import numpy  # the saved run used it; this one may not have imported it yet
 
             numpy.random.set_state(self.numpy)
+
+
+def _accelerator() -> Any:
+    """Return torch's module of the accelerator, such as ``torch.cuda``; None without one."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else torch.get_device_module(device)
+
+
+def _states_of_devices() -> dict[int, Tensor]:
+    """Return the states of the accelerators, by index; of none before the first is used."""
+    module = _accelerator()
+    if module is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
+        return {}
+    all_states = getattr(module, "get_rng_state_all", lambda: [module.get_rng_state()])  # MPS has one device
+    return dict(enumerate(all_states()))
+
+
+def _set_devices(states: Mapping[int, Tensor]) -> None:
+    """Set the generators of the accelerators. This machine may have fewer than the one that saved them."""
+    if states and (module := _accelerator()) is not None:
+        for index, state in states.items():
+            if index < module.device_count():
+                module.set_rng_state(state, *((index,) if hasattr(module, "get_rng_state_all") else ()))
 
 
 def _without_arrays(state: Any) -> Any:
@@ -241,18 +271,17 @@ class QuickState(NamedTuple):
     """The state of the generators on the host and on the devices in use, in the form of `HostState`."""
 
     host: HostState
-    cuda: list[Tensor]
+    devices: Mapping[int, Tensor]
 
     @staticmethod
     def capture() -> QuickState:
         """Return the current state."""
-        return QuickState(HostState.capture(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])
+        return QuickState(HostState.capture(), _states_of_devices())
 
     def restore(self) -> None:
         """Set the generators to this state."""
         self.host.restore()
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
+        _set_devices(self.devices)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the state as `RNGState.to_plain` does."""
