@@ -80,7 +80,8 @@ class Capsule(Callback):
     parallelism, the weights and the second pass are left out; with a ``step_fn`` or a loop of your own, the second pass. Then
     only the batches are searched for numbers that are not finite.
 
-    The check waits for the forward pass once a step, not for the backward pass. The batches of the `last` steps stay in memory.
+    The check waits for the forward pass once a step, not for the backward pass. The batches of the `last` steps stay
+    in the memory of the device; with `accumulate`, a step has several.
     The RNG state is that of its ``on_batch_start``: callbacks that draw random numbers there must stand before it.
 
     Args:
