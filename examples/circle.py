@@ -1,6 +1,6 @@
 """A training that is killed and goes on: is a point inside of the circle? Start it, kill it, and start the same command again.
 
-    python examples/circle.py [--directory runs/circle] [--epochs 8] [--quick]
+    python examples/circle.py [--directory runs/circle] [--epochs 12] [--quick]
 
 Shows: checkpoints within an epoch, `fit(resume="auto")`, and the hash of the weights at the end, which is that of a training
 that was not killed. A step takes 20 milliseconds on purpose.
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> Run:
     """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description="Train a network that goes on where it was killed.")
     parser.add_argument("--directory", type=Path, default=Path("runs/circle"), help="run directory, with the checkpoints")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="run only a few batches, to check that it works")
     options = parser.parse_args(argv)
 
