@@ -189,7 +189,7 @@ class Trainer(Recipe):
                 f"Trainer.from_lightning takes at most 2 positional arguments; got {2 + len(more)}. Give several loaders as "
                 "the second one: (train, val)."
             )
-        assembling = import_module("cadenza.adapters.lightning.module.assembling")  # imported here: few runs need it
+        assembling = import_module("cadenza.compat.lightning.module.assembling")  # imported here: few runs need it
         trainer: Self = assembling.assembled(cls, module, datamodule_or_loaders, arguments)
         return trainer
 

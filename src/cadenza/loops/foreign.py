@@ -13,11 +13,11 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
 
 ADAPTERS: Mapping[str, str] = {
-    "transformers.TrainerCallback": "cadenza.adapters.transformers.callback:TransformersCallback",
-    "lightning.Callback": "cadenza.adapters.lightning.callback:LightningCallback",
-    "pytorch_lightning.Callback": "cadenza.adapters.lightning.callback:LightningCallback",
-    "keras.Callback": "cadenza.adapters.keras.callback:KerasCallback",
-    "tf_keras.Callback": "cadenza.adapters.keras.callback:KerasCallback",
+    "transformers.TrainerCallback": "cadenza.compat.transformers.callback:TransformersCallback",
+    "lightning.Callback": "cadenza.compat.lightning.callback:LightningCallback",
+    "pytorch_lightning.Callback": "cadenza.compat.lightning.callback:LightningCallback",
+    "keras.Callback": "cadenza.compat.keras.callback:KerasCallback",
+    "tf_keras.Callback": "cadenza.compat.keras.callback:KerasCallback",
 }
 """Cadenza's own adapters: the package and the name of the base class, and the class of the adapter. Those of other packages are
 entry points of the group ``cadenza.adapters`` with the same names and values."""
