@@ -1,1 +1,1 @@
-"""Callbacks of Hugging Face, Lightning and Keras in the list of a native trainer. `cadenza.compat` has the public names."""
+"""The base of adapters: events, views of a run, states, and readers of source. Public names are in `cadenza.compat`."""

@@ -14,7 +14,7 @@ from cadenza.compat.adapter.surface.values import PassedOn, Use
 from cadenza.loops.foreign import ADAPTERS, base_of, title_of
 
 SYSTEMS: Mapping[str, str] = {title: target.split(".")[2] for title, target in ADAPTERS.items()}
-"""The system of each base class: a folder of `cadenza.adapters`."""
+"""The system of each base class: a folder of `cadenza.compat`."""
 
 
 @dataclass(frozen=True, slots=True)
