@@ -11,8 +11,8 @@ from cadenza.compat.adapter.event import Event
 from cadenza.errors import nearest
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener, inner
-from cadenza.hooks.moments import Callback
-from cadenza.loops.foreign import AdaptedCallback
+from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.loops.foreign import AdaptedCallback, base_of, not_a_list
 
 if TYPE_CHECKING:
     from cadenza.compat.adapter.surface.surface import Surface
@@ -137,6 +137,17 @@ class ForeignCallback(AdaptedCallback):
 def foreign_callbacks(run: Run, system: str) -> list[ForeignCallback]:
     """Return the callbacks of one system in a run, in order."""
     return [one for one in hooks_of(run).callbacks.values() if isinstance(one, ForeignCallback) and one.system == system]
+
+
+def listed(callbacks: object) -> list[Any]:
+    """Return the callbacks that a trainer was given as a list.
+
+    Raises:
+        CallbackError: They are no iterable, such as a single callback.
+    """
+    if base_of(callbacks) is not None or isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
+        raise not_a_list(callbacks)
+    return [*callbacks]
 
 
 def _function(callback: object, name: str) -> object:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.limit import Limit
-from cadenza.compat.adapter.foreign import never_called
+from cadenza.compat.adapter.foreign import listed, never_called
 from cadenza.compat.lightning import events
 from cadenza.compat.lightning.module import transfer
 from cadenza.compat.lightning.module.advice import check_arguments
@@ -23,7 +23,6 @@ from cadenza.compat.lightning.module.schedules import ModuleSchedules, PlateauSc
 from cadenza.compat.lightning.module.training import TrainingStep
 from cadenza.drivers import driver_of
 from cadenza.errors import AdapterError, CallbackError
-from cadenza.loops.foreign import listed
 from cadenza.optim.rates import SetsRates
 
 
