@@ -1,6 +1,5 @@
 """The order of samples and of batches."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.samplers.reproducible_batch_sampler import (
     BucketedBatchSampler,
     RandomBatchSampler,
@@ -19,8 +18,6 @@ from cadenza.compat.fastnlp.core.samplers.unrepeated_sampler import (
     UnrepeatedSequentialSampler,
     UnrepeatedSortedSampler,
 )
-
-advise(__name__)
 
 __all__ = [
     "BucketedBatchSampler",

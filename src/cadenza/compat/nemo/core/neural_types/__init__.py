@@ -1,6 +1,5 @@
 """``nemo.core.neural_types``: the types of ports."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.nemo.core.neural_types import elements
 from cadenza.compat.nemo.core.neural_types.elements import *  # noqa: F403  # its __all__
 from cadenza.compat.neural.axes import AxisKind, AxisKindAbstract, AxisType
@@ -25,5 +24,3 @@ __all__ = [
     "NmTensor",
 ]
 __all__ += elements.__all__
-
-advise(__name__)

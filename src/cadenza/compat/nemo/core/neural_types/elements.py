@@ -1,6 +1,5 @@
 """``nemo.core.neural_types.elements``."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.neural.elements import (
     AcousticEncodedRepresentation,
     AudioSignal,
@@ -66,5 +65,3 @@ __all__ = [
     "TokenIndex",
     "VoidType",
 ]
-
-advise(__name__)

@@ -1,6 +1,5 @@
 """``nemo.core.neural_types.elements``."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.neural.elements import (
     AcousticEncodedRepresentation,
     AudioSignal,
@@ -44,5 +43,3 @@ __all__ = [
     "SpectrogramType",
     "VoidType",
 ]
-
-advise(__name__)
