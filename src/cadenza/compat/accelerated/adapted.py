@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import (
     EVENTS,
     KEY,
     AcceleratedCallback,
     EpochStart,
+    EvalEpoch,
     EvaluationStopped,
     Event,
     Events,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.compat.accelerated.adapted import AdaptedRun
-from cadenza.compat.accelerated.eval_epoch import EvalEpoch
-from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EpochStart, EvaluationStopped
+from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EpochStart, EvalEpoch, EvaluationStopped
 from cadenza.compat.accelerated.overridable import Overridable, overrides
 from cadenza.compat.accelerated.train_epoch import is_live
 from cadenza.compat.adapter.view import Weak

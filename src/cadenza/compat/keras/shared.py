@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import proxy, ref
 
 from cadenza.callbacks.evaluate import Evaluate
+from cadenza.compat.adapter.attributes import plain_attributes, put_back
 from cadenza.compat.adapter.foreign import foreign_callbacks
 from cadenza.compat.adapter.view import OfRun
-from cadenza.compat.keras.history import History
+from cadenza.compat.keras import classes
 from cadenza.compat.keras.inference import validation_of
 from cadenza.compat.keras.keras_model_view import model_view
 from cadenza.compat.keras.logs import Logs, Means
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
     from cadenza.status.decisions import Decision
     from cadenza.status.outputs import Outputs
+
 
 KEY = "keras"
 POSITION = Progress.position_reader()
@@ -293,3 +295,39 @@ class KerasRun(OfRun):
 def plain_results(evaluation: Evaluation) -> dict[str, Any]:
     """Return the results without the name of the evaluation, as in the logs of ``on_test_end``."""
     return {name.removeprefix(f"{evaluation.name}/"): value for name, value in evaluation.results.items()}
+
+
+class History:
+    """A `keras.callbacks.History` of the run, if its list has none. It is in ``model.history``.
+
+    Args:
+        callbacks: The adapters of the run.
+        view: The ``model`` of the callbacks.
+    """
+
+    def __init__(self, callbacks: Iterable[Any], view: Any) -> None:
+        own = [one.callback for one in callbacks if "History" in classes.names(one.callback)]
+        self.added: Any = None
+        if own:
+            view._history = ref(own[-1])  # of which the view is the model
+            return
+        package = next((sys.modules.get(one.base.__module__.partition(".")[0]) for one in callbacks), None)
+        if (kind := getattr(getattr(package, "callbacks", None), "History", None)) is not None:
+            self.added = view.history = kind()
+            self.added.set_model(proxy(view))
+            self.added.on_train_begin()
+
+    def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        """Add the logs of an epoch."""
+        if self.added is not None:
+            self.added.on_epoch_end(epoch, dict(logs))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epochs and their logs."""
+        kept = {} if self.added is None else plain_attributes(self.added)
+        return {name: kept[name] for name in ("epoch", "history") if name in kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        if self.added is not None:
+            put_back(state, self.added)

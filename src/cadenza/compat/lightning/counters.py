@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.lightning.ranks_view import RanksView
+from cadenza.compat.adapter.view import View
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import hooks_of
@@ -13,6 +14,7 @@ from cadenza.hooks.moments import Callback
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
+
 
 _EVALUATION = (Callback.on_eval_batch_start, Callback.on_eval_batch_end)
 _BATCH = (
@@ -24,6 +26,40 @@ _BATCH = (
     Callback.on_step_end,
     Callback.on_before_optimizer_step,
 )
+
+
+class RanksView(View):
+    """A view that says which process this is."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self._run.is_main
+
+    @property
+    def global_rank(self) -> int:
+        """The index of this process among all."""
+        return self._run.driver.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this process on its machine."""
+        return self._run.driver.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The index of this machine."""
+        return self.global_rank // self._ranks_here
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self._run.driver.world_size
+
+    @property
+    def _ranks_here(self) -> int:
+        """The number of processes on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
 
 class CountersView(RanksView):

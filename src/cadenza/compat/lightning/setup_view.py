@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.callbacks.log_training import LogTraining
-from cadenza.compat.lightning.callback_lists import CallbackLists
 from cadenza.compat.lightning.changes import Changes
 from cadenza.compat.lightning.counters import CountersView
-from cadenza.compat.lightning.library import imported
+from cadenza.compat.lightning.library import imported, is_lightning
 from cadenza.compat.lightning.scheduler_list import SchedulerList
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
@@ -20,6 +19,43 @@ from cadenza.loading.loaders import length_of
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
+
+
+class CallbackLists:
+    """What ``trainer`` says of its callbacks."""
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of Lightning in the list."""
+        raise NotImplementedError
+
+    def _of_class(self, name: str) -> list[Any]:
+        return [one for one in self.callbacks if is_lightning(one, name)]
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """Each ``EarlyStopping`` of Lightning in the list."""
+        return self._of_class("EarlyStopping")
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first ``EarlyStopping`` of Lightning; None without one."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """Each ``Checkpoint`` of Lightning in the list."""
+        return self._of_class("Checkpoint")
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first ``Checkpoint`` of Lightning; None without one."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The progress bar of Lightning; None without one."""
+        return next(iter(self._of_class("ProgressBar")), None)
 
 
 class SetupView(CallbackLists, CountersView):

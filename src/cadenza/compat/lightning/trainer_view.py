@@ -14,15 +14,18 @@ from torch.optim import Optimizer
 
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.compat.adapter.foreign import foreign_callbacks
-from cadenza.compat.lightning.absent import ABSENT
-from cadenza.compat.lightning.connectors import AcceleratorConnectorView, CheckpointConnectorView, LoggerConnectorView
+from cadenza.compat.lightning.connectors import (
+    AcceleratorConnectorView,
+    CheckpointConnectorView,
+    LoggerConnectorView,
+    StateView,
+)
 from cadenza.compat.lightning.library import imported, library, library_of, set_rank
 from cadenza.compat.lightning.logger_view import LoggerView
 from cadenza.compat.lightning.loops_view import EvaluationLoopView, FitLoopView, PredictLoopView
 from cadenza.compat.lightning.metrics import Metrics
 from cadenza.compat.lightning.saving import save_checkpoint
 from cadenza.compat.lightning.setup_view import SetupView
-from cadenza.compat.lightning.state_view import StateView
 from cadenza.compat.lightning.strategy_view import StrategyView
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
@@ -30,6 +33,7 @@ from cadenza.hooks.dispatch import hooks_of
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
+
 
 KEY = "lightning"
 """The key of the view in ``Session.adapters``."""
@@ -52,7 +56,24 @@ class TrainerView(SetupView):
     """The ``trainer`` that hooks of Lightning get. A LightningModule has it as ``self.trainer``."""
 
     title: ClassVar[str] = "trainer"
-    absent: ClassVar[Mapping[str, str]] = ABSENT
+    absent: ClassVar[Mapping[str, str]] = {
+        "fit": "Call trainer.fit() of the native trainer, outside of the run.",
+        "validate": "Use cadenza.compat.adapter.requests.evaluate_now(run), or Evaluate in callbacks.",
+        "test": "Call trainer.evaluate(loader, name='test') of the native trainer after the run.",
+        "predict": "Call trainer.predict(loader) of the native trainer after the run.",
+        "optimizers": "Give the optimizer to Trainer(...); Ema and Swa in callbacks average weights.",
+        "signal_connector": "The run handles signals: see Checkpoint(on_signal=...).",
+        "_signal_connector": "The run handles signals: see Checkpoint(on_signal=...).",
+        "_data_connector": "Read trainer.train_dataloader and trainer.val_dataloaders.",
+        "_callback_connector": "Give all callbacks to Trainer(callbacks=[...]).",
+        "_results": "Read trainer.callback_metrics.",
+        "tuner": "Put cadenza.callbacks.FindLearningRate or FindBatchSize into callbacks.",
+        "gradient_clip_val": "Put cadenza.callbacks.ClipGradients into callbacks.",
+        "gradient_clip_algorithm": "Put cadenza.callbacks.ClipGradients into callbacks.",
+        "scaler": "The precision of the run holds it.",
+        "init_module": "Build the model before the trainer.",
+        "distributed_sampler_kwargs": "The run deals the batches to the ranks: see the guide of several ranks.",
+    }
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.compat.adapter.foreign import ForeignCallback
 from cadenza.compat.adapter.requests import evaluate_now
@@ -19,15 +20,17 @@ from cadenza.compat.transformers.arguments_view import ArgumentsView, local_rank
 from cadenza.compat.transformers.best import note_best
 from cadenza.compat.transformers.events import OWN, POSITION, Events
 from cadenza.compat.transformers.flags import COLLECTIVE, FLAGS, of_other_ranks
-from cadenza.compat.transformers.keywords import gradient_norm, keywords_of
+from cadenza.compat.transformers.given import given_in
 from cadenza.compat.transformers.logs import MOST_PENDING, NO_INPUT, SPEEDS, TrainingLogs, as_logs, prefix_of
 from cadenza.compat.transformers.saves import Saves
 from cadenza.engine.evaluation import Prediction
 from cadenza.engine.session import Session
 from cadenza.engine.step_state import StepState
 from cadenza.errors import AdapterError, nearest
+from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener, nothing
 from cadenza.hooks.moments import Callback, Moment
+from cadenza.optim.rates import SetsRates
 from cadenza.status.decisions import COMPLETE
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.records.record import Record
     from cadenza.run import Run
+
 
 KEY = "transformers"
 """The key of the flow of a run in ``Session.adapters``."""
@@ -459,3 +463,39 @@ def _speed(split: str, began: float, *, num_samples: int | None, num_steps: int)
 
     own: Any = trainer_utils.speed_metrics
     return dict(own(split, began, num_samples=num_samples, num_steps=num_steps))
+
+
+def keywords_of(run: Run, *, alone: bool = False) -> dict[str, Any]:
+    """Return the keywords that each event gets. With `alone`, nothing is trained yet."""
+    keywords = {
+        "model": run.model,
+        "processing_class": _processing_class(run),
+        "optimizer": None,
+        "lr_scheduler": None,
+        "train_dataloader": None,
+        "eval_dataloader": None,
+    }
+    if alone:
+        return keywords
+    optimizer = run.optimizers[0]
+    schedulers = [one for one in hooks_of(run).callbacks.values() if isinstance(one, SetsRates) and one.drives(optimizer)]
+    keywords.update(
+        optimizer=optimizer,
+        lr_scheduler=getattr(schedulers[0], "scheduler", None) if schedulers else None,
+        train_dataloader=run.loader,
+    )
+    return keywords
+
+
+def gradient_norm(run: Run) -> float | None:
+    """Return the norm of the gradients in the last step before they were clipped; None if no `ClipGradients` knows it."""
+    for one in hooks_of(run).callbacks.values():
+        if isinstance(one, ClipGradients) and one.norm is not None:
+            return float(one.norm)
+    return None
+
+
+def _processing_class(run: Run) -> Any:
+    given = given_in(run)
+    own = None if given is None else given.processing_class
+    return getattr(getattr(run.loader, "collate_fn", None), "tokenizer", None) if own is None else own

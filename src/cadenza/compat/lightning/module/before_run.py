@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 
 from cadenza.compat.adapter.view import Weak
-from cadenza.compat.lightning.callback_lists import CallbackLists
+from cadenza.compat.lightning.setup_view import CallbackLists
 from cadenza.engine.arguments import checked_accumulate
 from cadenza.errors import AdapterError, nearest
 from cadenza.loading import num_batches

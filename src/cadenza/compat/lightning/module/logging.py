@@ -15,7 +15,6 @@ from cadenza.compat.adapter.view import Weak
 from cadenza.compat.lightning.conductor import Conductor
 from cadenza.compat.lightning.module.attached import Attached
 from cadenza.compat.lightning.module.logged import Arguments, Logged, LoggedValues, reduced
-from cadenza.compat.lightning.module.metric_states import put_state, state_of
 from cadenza.compat.lightning.module.run_trainer import attach
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
@@ -391,3 +390,26 @@ def _put_states(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
 
 def _plain(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def state_of(metric: Any) -> dict[str, Any]:
+    """Return a copy of the state of a metric."""
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    plain = {name: list(one) if isinstance(one, list) else one.detach().clone() for name, one in states.items()}
+    return {"count": metric._update_count, "states": plain}
+
+
+def put_state(metric: Any, kept: Mapping[str, Any], *, merge: bool) -> None:
+    """Continue a metric with a state, or add it to those of other ranks."""
+    states = {
+        name: [part.to(metric.device) for part in one] if isinstance(one, list | tuple) else one.to(metric.device)
+        for name, one in kept["states"].items()
+    }
+    if merge:
+        metric.merge_state(states)
+        metric._update_count += kept["count"] - 1
+    else:
+        for name, one in states.items():
+            setattr(metric, name, one)
+        metric._update_count = kept["count"]
+    metric._computed = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.utils.utils import Watched, as_number, plain_name
-from cadenza.compat.fastnlp.results import NamedResults
+from cadenza.compat.fastnlp.translation import NamedResults
 from cadenza.status.shown import signature_of
 
 if TYPE_CHECKING:
