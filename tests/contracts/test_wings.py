@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.contracts.test_budgets import WINGS
+from tests.contracts.test_budgets import ROOT, WINGS
 from tests.contracts.test_floors import SOURCE
 
 SCRIPT = """
@@ -88,19 +89,24 @@ Facts = dict[str, Any]
 
 def without_wings(folder: Path) -> Path:
     """Copy the package without the folders of the wings into a folder; return the folder."""
-    shutil.copytree(SOURCE, folder / "cadenza", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SOURCE, folder / "cadenza", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     for wing in WINGS:
         shutil.rmtree(folder / "cadenza" / wing)
     return folder
+
+
+def core_alone(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder that has a package without wings: in `folder`, or in its ``src``."""
+    source = folder / "src" if (folder / "src").exists() else folder
+    environment = {**os.environ, "PYTHONPATH": str(source), "CADENZA_LONG": ""}
+    return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     """Return what the script above found in a copy of the package without wings."""
     folder = without_wings(tmp_path_factory.mktemp("core"))
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = core_alone(folder, "-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     found: Facts = json.loads(done.stdout.rpartition("FACTS ")[2])
     assert found["source"].startswith(str(folder))
@@ -140,3 +146,33 @@ def test_a_name_of_an_absent_wing_is_an_error_that_says_which_one(facts: Facts) 
         "from cadenza.compat.nemo import core": "No module named 'cadenza.compat'",
         "Trainer.from_lightning(None)": f"Trainer.from_lightning needs the package 'cadenza.compat'{end}",
     }
+
+
+FOLDERS = "hooks engine loops checkpoint records loading optim status callbacks sinks"
+OF_WINGS = {  # files there that test a wing alone
+    "callbacks/test_capsule.py",
+    "callbacks/test_find_batch_size.py",
+    "callbacks/test_recover.py",
+    "callbacks/test_replay_check.py",
+    "sinks/test_mlflow_calls.py",
+    "sinks/test_outages.py",
+    "sinks/test_trackers.py",
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_tests_of_the_core_pass_without_the_wings(tmp_path: Path) -> None:
+    """Tests that use a wing are skipped: see `tests.without_wings`."""
+    for name in ("conftest.py", "pyproject.toml", "README.md", "CONTRIBUTING.md", "mkdocs.yml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("tests", "docs", "benchmarks", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    without_wings(tmp_path / "src")
+    folders = [f"tests/{name}" for name in FOLDERS.split()]
+    ignored = [f"--ignore=tests/{name}" for name in sorted(OF_WINGS)]
+    done = core_alone(tmp_path, "-m", "pytest", "-q", "-p", "tests.without_wings", "-p", "no:cacheprovider", *ignored, *folders)
+    assert done.returncode == 0, done.stdout[-20_000:]
+    passed, skipped = (int(re.search(rf"(\d+) {kind}", done.stdout)[1]) for kind in ("passed", "skipped"))  # type: ignore[index]
+    assert passed > 3000
+    assert skipped < passed / 10

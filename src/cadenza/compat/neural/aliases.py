@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 Homes = Mapping[str, str]
-"""Names, separated by spaces, by the module of ``cadenza.compat.neural`` that defines them."""
+"""Names, separated by spaces, by the module of ``cadenza.compat.neural`` that defines them; ``*`` is its ``__all__``."""
 
 _TOYS = "CrossEntropyLoss L1Loss MSELoss RealFunctionDataLayer TaylorNet"
 
@@ -40,7 +40,11 @@ BOTH: Mapping[str, Homes] = {
     "utils.misc": {"helpers": "pad_to"},
     "utils.nemo_logging": {"logs": "LogMode Logger"},
 }
-OF_0_10: Mapping[str, Homes] = {**BOTH, "backends.pytorch.tutorials.toys": {"tutorials": f"{_TOYS} TaylorNetO"}}
+OF_0_10: Mapping[str, Homes] = {
+    **BOTH,
+    "backends.pytorch.tutorials.toys": {"tutorials": f"{_TOYS} TaylorNetO"},
+    "core.neural_types.elements": {"elements": "*"},
+}
 OF_0_11: Mapping[str, Homes] = {
     **BOTH,
     "backends.pytorch.tutorials.toys": {"tutorials": _TOYS},
@@ -51,6 +55,7 @@ OF_0_11: Mapping[str, Homes] = {
         "loss_logger": "SimpleLossLoggerCallback WandbCallback",
         "module_callbacks": "ModuleSaverCallback UnfreezeCallback ValueSetterCallback",
     },
+    "core.neural_types.elements": {"elements": "*", "elements_of_0_11": "*"},
     "utils.app_state": {"app_state": "AppState"},
 }
 
@@ -63,9 +68,14 @@ def provide(package: str, aliases: Mapping[str, Homes]) -> None:
         module = ModuleType(name, f"``nemo.{path}``.")
         module.__spec__ = ModuleSpec(name, None, is_package=any(other.startswith(f"{path}.") for other in aliases))
         module.__path__ = module.__spec__.submodule_search_locations or []
-        found = {one: home for home, names in homes.items() for one in names.split()}
+        found = {one: home for home, names in homes.items() for one in _listed(home, names)}
         vars(module)["__all__"] = sorted(found)
         for one, home in found.items():
             setattr(module, one, getattr(import_module(f"cadenza.compat.neural.{home}"), one))
         sys.modules[name] = module
         vars(sys.modules[parent]).setdefault(last, module)  # the function `deprecated` of `utils.decorators` stays
+
+
+def _listed(home: str, names: str) -> list[str]:
+    module = import_module(f"cadenza.compat.neural.{home}")
+    return [*module.__all__] if names == "*" else names.split()

@@ -5,61 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_DEVICE = 'Use device="cpu", "cuda" or "cuda:1"; start several processes with torchrun.'
-_EVERY = 'Use evaluate_every=, such as "2 epochs" or "500 batches"; None evaluates never.'
-_LIMIT = "Add Limit(train=..., evaluation=...) to callbacks: numbers of batches. evaluate_every=None evaluates never."
-_NEVER = "A stop takes effect at once. EarlyStopping(ignore_first=...) begins later."
-_DATA = "Give the loaders as the second argument: (train, val)."
-_LIMITED = "cadenza.compat.lightning.validate, test and predict take limit=."
+from cadenza.compat.absent import facts_of
 
-ADVICE: Mapping[str, str] = {
-    "accelerator": _DEVICE,
-    "devices": _DEVICE,
-    "strategy": 'Use driver="ddp" or "fsdp", and start with torchrun.',
-    "num_nodes": "Start the processes of all machines with torchrun --nnodes=....",
-    "logger": "Add a sink such as TensorBoard(), Csv() or Wandb() to callbacks.",
-    "fast_dev_run": "Add Limit(train=1, evaluation=1) to callbacks, and use max_epochs=1.",
-    "min_epochs": _NEVER,
-    "min_steps": _NEVER,
-    "max_time": "Add TimeLimit(...) to callbacks.",
-    "limit_train_batches": _LIMIT,
-    "limit_val_batches": _LIMIT,
-    "limit_test_batches": _LIMITED,
-    "limit_predict_batches": _LIMITED,
-    "overfit_batches": "Add Limit(train=...) to callbacks, and give a loader that does not shuffle.",
-    "val_check_interval": _EVERY,
-    "check_val_every_n_epoch": _EVERY,
-    "num_sanity_val_steps": "Use sanity_batches=; it is 0 by default.",
-    "log_every_n_steps": "Leave it out: each step has a record, and writing it costs no wait.",
-    "enable_checkpointing": "Add Checkpoint(...) to callbacks, and give directory=. Without it, no checkpoint is written.",
-    "enable_progress_bar": "Use progress=.",
-    "enable_model_summary": "Add Summary() to callbacks.",
-    "accumulate_grad_batches": "Use accumulate=.",
-    "gradient_clip_val": "Add ClipGradients(max_norm=...) or ClipGradients(max_value=...) to callbacks.",
-    "gradient_clip_algorithm": "Add ClipGradients(max_norm=...) or ClipGradients(max_value=...) to callbacks.",
-    "deterministic": "Call torch.use_deterministic_algorithms(True) before the run; seed= seeds it.",
-    "benchmark": "Set torch.backends.cudnn.benchmark before the run.",
-    "inference_mode": "Leave it out: evaluations compute no gradients.",
-    "use_distributed_sampler": "Leave it out: loaders are split over the ranks, unless they have a distributed sampler.",
-    "profiler": "Add Profile() to callbacks.",
-    "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True) before the run.",
-    "barebones": "Leave it out: unused parts cost nothing. progress=False shows no progress bar.",
-    "plugins": "Use precision= and driver=.",
-    "sync_batchnorm": "Add ConvertSyncBatchNorm() to callbacks.",
-    "reload_dataloaders_every_n_epochs": "Give a loader that changes with the epoch; its set_epoch(epoch) is called.",
-    "default_root_dir": "Use directory=.",
-    "enable_autolog_hparams": "Leave it out: run.info.arguments has the hyperparameters, and sinks show them.",
-    "model_registry": "Add a sink of your tracker to callbacks.",
-    "train_dataloaders": _DATA,
-    "val_dataloaders": _DATA,
-    "datamodule": "Give it as the second argument.",
-    "loader": _DATA,
-    "model": "The module is the first argument.",
-    "optimizer": "configure_optimizers of the module returns the optimizers.",
-    "compute_loss": "training_step of the module returns the loss.",
-    "step_fn": "training_step of the module is the step: set automatic_optimization = False to update in it.",
-    "ckpt_path": "Call trainer.fit(resume=...); cadenza.compat.lightning.load_weights reads the weights of a .ckpt file.",
-}
+ADVICE: Mapping[str, str] = facts_of("lightning", "advice.toml")["arguments"]
 """By argument of Lightning's trainer, or of a native one that the module replaces, what to use instead."""
 
 _PRECISIONS: Mapping[Any, str] = {
