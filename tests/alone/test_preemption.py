@@ -538,7 +538,7 @@ def test_ctrl_c_that_a_native_checkpoint_takes_ends_the_training_as_fastnlp_does
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_start", "on_train_epoch_end"])
 def test_a_run_with_callbacks_of_lightning_that_sigterm_ends_continues_to_the_same_bits(tmp_path: Path, hook: str) -> None:
     pl = pytest.importorskip("lightning.pytorch", reason="the callbacks are those of Lightning: pip install lightning")
-    from tests.adapters.lightning.home import Recorder, native_trainer
+    from tests.compat.lightning.home import Recorder, native_trainer
 
     class Signal(pl.Callback):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
