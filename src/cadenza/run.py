@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.module_flags import ModuleFlags
+from cadenza.engine.module_state import ModuleFlags
 from cadenza.engine.plan import why_not
 from cadenza.engine.session import Session, Verbs
 from cadenza.hooks.faults import Closer, Fault

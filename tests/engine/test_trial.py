@@ -21,8 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import cadenza
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Evaluate, FindBatchSize, FindLearningRate, Freeze, LearningRate, LogTraining, Warmup
+from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import session_of
-from cadenza.engine.statistics import Statistics
 from cadenza.errors import DataError
 from cadenza.loading.rng import RNGState
 from cadenza.status.plain import first_difference

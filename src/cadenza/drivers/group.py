@@ -224,7 +224,9 @@ class GroupDriver(Driver):
         return bool(self.reduce(torch.tensor(int(flag)), "max"))
 
     def gather(self, value: Any) -> list[Any]:
-        return self._gathered(value, self._hosts)
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value, group=self._hosts)
+        return everyone
 
     def gather_on_main(self, value: Any) -> list[Any]:
         return self._gathered_on_main(value, self._hosts)
@@ -238,11 +240,6 @@ class GroupDriver(Driver):
         everyone = [None] * self.world_size if self.is_main else None
         dist.gather_object(value, everyone, dst=0, group=group)
         return everyone or []
-
-    def _gathered(self, value: Any, group: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, value, group=group)
-        return everyone
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         return self._broadcast(value, self._hosts, source)

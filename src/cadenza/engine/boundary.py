@@ -50,7 +50,8 @@ def count_step(session: Session) -> None:
 def take_stop(session: Session) -> None:
     """Call ``on_stop``, once, if a stop was requested."""
     session.sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
-    session.metrics.deliver(session.run, wait=False)  # nor its record have been complete
+    if not session.metrics.buffer.idle:  # nor its record have been complete
+        session.metrics.deliver(session.run, wait=False)
     stop = session.sync.take_stop()
     if stop is not None and session.outcome is None:
         session.end(Outcome(session.sync.requests.kind, stop.why))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.engine.arguments import plain_accumulate, useless_changes
-from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.session import Session
+from cadenza.engine.step_state import Deferred
 from cadenza.errors import DirectoryError, nearest
 from cadenza.files.disk import read_object
 from cadenza.hooks.dispatch import Hooks

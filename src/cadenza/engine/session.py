@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.due_evaluations import DueEvaluations
 from cadenza.engine.metric_log import LossCheck, MetricLog
-from cadenza.engine.module_flags import ModuleFlags
-from cadenza.engine.rank_sync import RankSync
-from cadenza.engine.shared_sync import SharedSync
-from cadenza.engine.step_state import AccumulationWindow, Cursor, Restored, SaveBlocks, Saver, StepState
+from cadenza.engine.module_state import ModuleFlags
+from cadenza.engine.rank_sync import RankSync, SharedSync
+from cadenza.engine.step_state import AccumulationWindow, Cursor, DueEvaluations, Restored, SaveBlocks, Saver, StepState
 from cadenza.errors import drop_tracebacks
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault

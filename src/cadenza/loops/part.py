@@ -21,10 +21,9 @@ from cadenza.checkpoint.starting import Start, chosen_on_all_ranks
 from cadenza.drivers import Driver
 from cadenza.engine import start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
-from cadenza.engine.compiling import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs
 from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import OVER, Training
-from cadenza.engine.module_flags import in_evaluation_mode
+from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs, in_evaluation_mode
 from cadenza.engine.monitor import monitors_in
 from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress

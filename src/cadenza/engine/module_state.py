@@ -1,0 +1,370 @@
+"""A model beside its weights: flags that hooks change, buffers that its forward pass changes, and its compilation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter, is_not
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from cadenza.drivers.base import Driver
+from cadenza.drivers.checksums import same_bits
+from cadenza.engine.step_state import Decide
+from cadenza.optim.model_state import plain_name
+from cadenza.optim.parameters import parameters_of
+from cadenza.optim.precision import BackwardPass
+from cadenza.status.formats import counted
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+def module_flags_of(run: Run) -> ModuleFlags:
+    """Return the flags of the model of a run that hooks may change."""
+    return run._session.module_flags
+
+
+class ModuleFlags:
+    """Finds the flags that changed since the start of a run, for the checkpoint.
+
+    A callback that restores flags itself when a run continues, such as `Freeze`, calls `expect`.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self._expected: dict[tuple[str, str], bool] = {}
+        self.saved: Mapping[str, Mapping[str, bool]] = {}
+        """The result of `changed` in the checkpoint at which this run continues."""
+        self.keeps_modes: bool = False
+        """Whether a model in evaluation mode is trained in this mode, as in Lightning."""
+
+    def begin(self, driver: Driver, model: nn.Module, decide: Decide) -> None:
+        """Set the modes, record the present flags as those of the start, then set the flags of the checkpoint.
+
+        A model in evaluation mode is put into training mode. In a model in training mode, each module keeps its mode. Every
+        rank must call this.
+        """
+        if not self.keeps_modes:
+            kept = [one for one in self._model.modules() if not one.training] if self._model.training else []
+            model.train()  # also if it is in training mode: its class may define what this does
+            for module in kept:
+                module.training = False
+        self._expected = {(flag, name): getattr(part, flag) for flag, name, part in self._parts()}
+        if self.saved and (lines := list(self._restored())):
+            decide("flags restored", "; ".join(lines), who="the trainer")
+            driver.renew(model)
+
+    def expect(self, parts: Iterable[Tensor | nn.Module], on: bool) -> None:
+        """Expect the flags of `parts` to be `on`. Checkpoints leave them out, as the callback sets them again."""
+        own = {id(part) for part in parts}
+        self._expected |= {(flag, name): on for flag, name, part in self._parts() if id(part) in own}
+
+    def rewind(self) -> None:
+        """Set the flags of the start again: the run continues at a checkpoint before the changes."""
+        for flag, name, part in self._parts():
+            setattr(part, flag, self._expected.get((flag, name), getattr(part, flag)))
+
+    def doubts(self, trained: Container[int]) -> Iterator[str]:
+        """Yield a warning if parameters in modules in evaluation mode are trained. `trained` are the ids of parameters."""
+        if self._model.training or self.keeps_modes:
+            modules = in_evaluation_mode(self._model, trained)
+            if names := [name or "the model" for name, trains in modules.items() if trains]:
+                yield (
+                    f"{counted(len(names), 'module')} with parameters that are trained, in evaluation mode: "
+                    f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Their dropout is off, and their BatchNorm "
+                    "statistics do not change. Call model.train() before the run, unless this is on purpose."
+                )
+
+    @contextmanager
+    def held(self, decide: Decide, who: str) -> Iterator[None]:
+        """Undo changes of flags inside of the ``with`` block: hooks at the start of a run that continues are called again.
+
+        Args:
+            decide: Records the changes that were undone.
+            who: The author of the decision.
+        """
+        before = [(flag, name, part, getattr(part, flag)) for flag, name, part in self._parts()]
+        yield
+        lines = list[str]()
+        for flag, name, part, value in before:
+            if getattr(part, flag) is not value:
+                setattr(part, flag, value)
+                lines.append(f"{flag} of {name or 'the model'} is {value}")
+        if lines:
+            decide("flags restored", "; ".join(lines), who=who)
+
+    def changed(self) -> dict[str, dict[str, bool]]:
+        """Return, by flag and name, the flags that differ from the expected ones."""
+        changed: dict[str, dict[str, bool]] = {}
+        for flag, name, part in self._parts():
+            present = getattr(part, flag)
+            if present is not self._expected.get((flag, name), present):
+                changed.setdefault(flag, {})[name] = present
+        return changed
+
+    def _restored(self) -> Iterator[str]:
+        """Set the saved flags; yield a line for each one that changes."""
+        for flag, name, part in self._parts():
+            saved = self.saved.get(flag, {}).get(name)
+            if saved is None:
+                continue
+            self._expected[flag, name] = not saved  # so that the next checkpoint holds it, too
+            if getattr(part, flag) is not saved:
+                setattr(part, flag, saved)
+                yield f"{flag} of {name or 'the model'} is {saved}"
+
+    def _parts(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield each flag with the name and the object that holds it."""
+        modules, known = [(plain_name(path), module) for path, module in self._model.named_modules()], set[int]()
+        for path, module in modules:  # as named_parameters does, in one walk with that over the modules
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in known:
+                    known.add(id(parameter))
+                    yield "requires_grad", f"{path}.{name}" if path else name, parameter
+        for index, tensor in enumerate(parameters_of(self._optimizers)):
+            if id(tensor) not in known:  # such as one of a loss
+                yield "requires_grad", f"parameter {index} of the optimizers", tensor
+        for path, module in modules:
+            yield "training", path, module
+
+
+def in_evaluation_mode(model: nn.Module, trained: Container[int]) -> dict[str, bool]:
+    """Return the outermost modules in evaluation mode by name, and whether parameters in it, in this mode, are trained.
+
+    Args:
+        model: The model.
+        trained: The ids of parameters that an optimizer holds.
+    """
+    found: dict[str, bool] = {}
+    for path, module in model.named_modules():
+        if not module.training:
+            outermost = next((one for one in found if not one or path.startswith(f"{one}.")), path)
+            own = [one for one in module._parameters.values() if one is not None]
+            found[outermost] = found.get(outermost, False) or any(one.requires_grad and id(one) in trained for one in own)
+    return found
+
+
+# -- buffers, such as the statistics of normalization layers ------------------------------------------
+
+
+_LEARNED = 3  # the first `keep` is that of the constructor, the second that before the first forward pass
+_version = attrgetter("_version")
+
+
+class Statistics:
+    """The buffers of a model that its forward pass changes, and copies of them.
+
+    Before the first batch, all buffers are copied. After it, only those that it changed, and those of layers with running
+    statistics, such as BatchNorm. `keep` notices when another one changes later, or when a layer replaces a buffer by a new
+    tensor.
+
+    On the host all bytes are joined in one call, without torch. On other devices each kind of numbers is one call: torch copies
+    lists of different kinds one tensor after another.
+
+    Args:
+        model: The model, with the layers that it keeps. Make a new object if layers are replaced.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> statistics = Statistics(model)
+    >>> output = model(torch.rand(4, 2))
+    >>> statistics.restore()
+    >>> model.running_mean, model.num_batches_tracked
+    (tensor([0., 0.]), tensor(0))
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        held = [(layer, name) for layer in model.modules() for name, one in layer._buffers.items() if one is not None]
+        self._holders: list[dict[str, Tensor | None]] = [layer._buffers for layer, _ in held]
+        self._names: list[str] = [name for _, name in held]
+        self._running = {index for index, (layer, _) in enumerate(held) if getattr(layer, "running_mean", None) is not None}
+        self._changing = {*range(len(held))}
+        self._others: list[Tensor] = []  # those that did not change, and their versions
+        self._versions: list[int] = []
+        self._keeps = 0
+        self._arrange()
+        self.keep()
+
+    def keep(self) -> None:
+        """Copy the present values."""
+        if self._keeps < _LEARNED:
+            self._learn()
+        elif any(map(is_not, map(dict.get, self._holders, self._names), self._buffers)) or (
+            self._others and [*map(_version, self._others)] != self._versions
+        ):
+            self._look_again()
+        self._bytes = b"".join(self._views)
+        if self._lists:
+            for copies, buffers in self._lists.values():
+                torch._foreach_copy_(copies, buffers)
+
+    @property
+    def copies(self) -> dict[int, Tensor]:
+        """The values at the last `keep`, or when the object was made, by the ids of the tensors that the layers hold now."""
+        return {id(self._holders[index].get(self._names[index])): copy for index, copy in self._copied()}
+
+    def restore(self) -> None:
+        """Set the buffers to the values of the last `keep`."""
+        for index, copy in self._copied():
+            buffer: Any = self._buffers[index]
+            self._holders[index][self._names[index]] = buffer
+            if not same_bits(buffer, copy):
+                with torch.no_grad():
+                    buffer.copy_(copy)
+
+    def _copied(self) -> list[tuple[int, Tensor]]:
+        copies, end = dict(self._copies), 0
+        for index, view in zip(self._on_host, self._views, strict=True):
+            begin, end = end, end + view.nbytes
+            buffer: Any = self._buffers[index]
+            copies[index] = copy = torch.empty_like(buffer)
+            _memory(copy)[:] = self._bytes[begin:end]
+        return [*copies.items()]
+
+    def _learn(self) -> None:
+        """After the first forward pass, copy those buffers alone that it changed."""
+        self._keeps += 1
+        if self._keeps == _LEARNED:
+            copied, now = self._copied(), self._now()
+            self._changing = self._running | {index for index, copy in copied if _differ(now[index], copy)}
+            self._arrange()
+
+    def _look_again(self) -> None:
+        """Copy those buffers too that changed for the first time."""
+        now, versions = self._now(), dict(zip(map(id, self._others), self._versions, strict=True))
+        for index, (one, before) in enumerate(zip(now, self._buffers, strict=True)):
+            if one is not before or (one is not None and versions.get(id(one), one._version) != one._version):
+                self._changing.add(index)
+        self._arrange()
+
+    def _now(self) -> list[Tensor | None]:
+        return [*map(dict.get, self._holders, self._names)]
+
+    def _arrange(self) -> None:
+        self._buffers = self._now()
+        held = [(index, one) for index, one in enumerate(self._buffers) if one is not None and _can_be_set(one)]
+        self._on_host: list[int] = []
+        self._views: list[memoryview] = []
+        self._copies: dict[int, Tensor] = {}
+        self._lists: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for index, buffer in held:
+            if index not in self._changing:
+                continue
+            if type(buffer) is Tensor and buffer.is_cpu and buffer.layout is torch.strided and buffer.is_contiguous():
+                self._on_host.append(index)
+                self._views.append(_memory(buffer))
+            else:
+                self._copies[index] = buffer.clone()
+                copies, buffers = self._lists.setdefault(buffer.dtype, ([], []))
+                copies.append(self._copies[index])
+                buffers.append(buffer)
+        self._bytes = b"".join(self._views)
+        self._others = [one for index, one in held if index not in self._changing]
+        self._versions = [*map(_version, self._others)]
+
+
+def _differ(now: Tensor | None, copy: Tensor) -> bool:
+    return now is None or not same_bits(now, copy)
+
+
+def _can_be_set(tensor: Tensor) -> bool:
+    if is_lazy(tensor) or tensor.is_inference() or tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return False
+    strides = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    return not any(size > 1 and not stride for size, stride in strides)  # several elements of an expanded tensor are one number
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    numbers: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
+# -- the model compiled by torch.compile --------------------------------------------------------------
+
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+Compile = bool | str | Mapping[str, Any]
+
+
+def options_of(compile: Compile) -> dict[str, Any] | None:
+    """Return the arguments of ``torch.compile`` that ``Trainer(compile=...)`` asks for; None if nothing is compiled.
+
+    Raises:
+        ValueError, TypeError: It is no mode, or names an argument that ``torch.compile`` does not have.
+    """
+    if isinstance(compile, bool):
+        return {} if compile else None
+    if isinstance(compile, str):
+        if compile not in MODES:
+            raise ValueError(f"compile must be True, one of the modes {', '.join(MODES)}, or a dict; got {compile!r}")
+        return {"mode": compile}
+    if not isinstance(compile, Mapping):
+        raise TypeError(f"compile must be True, a mode, or a dict of the arguments of torch.compile; got {compile!r}")
+    known = set(inspect.signature(torch.compile).parameters) - {"model"}
+    if unknown := compile.keys() - known:
+        raise ValueError(f"torch.compile has no argument {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    return dict(compile)
+
+
+def compile_model(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile `model` in place: it stays the same object, with the same names in its ``state_dict``.
+
+    A model that was compiled in place before does not change.
+    """
+    if model._compiled_call_impl is None:
+        model.compile(**options)
+
+
+def has_graphs(options: Mapping[str, Any]) -> bool:
+    """Return whether a model compiled with these options runs in CUDA graphs, which use their memory again in each pass."""
+    named = options.get("options") or {}
+    return options.get("mode") in ("reduce-overhead", "max-autotune") or bool(named.get("triton.cudagraphs"))
+
+
+class BackwardOfGraphs(BackwardPass):
+    """A backward pass with gradients in memory of their own. A CUDA graph writes those of the next batch over its own.
+
+    Args:
+        model: The model that runs in CUDA graphs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters = list(model.parameters())
+
+    def __call__(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
+        new = [one for one in self._parameters if one.grad is None]
+        super().__call__(loss, scale)
+        for one in new:
+            if one.grad is not None:
+                one.grad = one.grad.clone()
+
+
+def breaks_so_far() -> int:
+    """Return how often a graph broke in this process."""
+    return len(_reasons())
+
+
+def breaks_since(count: int) -> list[str]:
+    """Return the lines at which graphs broke after the first `count` breaks, with the reason; each line once."""
+    found: dict[str, None] = {}
+    for one in _reasons()[count:]:
+        if not one.user_stack:
+            continue
+        line, why = one.user_stack[-1], one.reason.strip().splitlines()[0]
+        found[f"{Path(line.filename).name}:{line.lineno} in {line.name} ({why})"] = None
+    return list(found)
+
+
+def _reasons() -> list[Any]:
+    # torch has no public function for this: torch.compiler has none, and torch._dynamo.explain runs the model once more.
+    from torch._dynamo.utils import graph_break_reasons  # here, as it takes seconds
+
+    return graph_break_reasons
