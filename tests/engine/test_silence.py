@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cadenza import Callback, Run, on
+from cadenza.drivers.failing import Waits
 from cadenza.drivers.group import Tree
-from cadenza.drivers.posts import Waits
 from cadenza.engine.error_context import whereabouts
 from cadenza.engine.rank_sync import Silence
 from cadenza.engine.session import Session, session_of

@@ -26,9 +26,8 @@ from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.base import Driver, Reduction
 from cadenza.drivers.checking import check_above_zero, check_switches
 from cadenza.drivers.comparing import Comparison
-from cadenza.drivers.failing import Failure
+from cadenza.drivers.failing import Failure, Post, Posts, own_client
 from cadenza.drivers.joining import join, launched, rendezvous_of
-from cadenza.drivers.posts import Post, Posts, own_client
 from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard

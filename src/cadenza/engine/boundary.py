@@ -25,17 +25,18 @@ def reach(session: Session, *, closing: bool = False, after_step: bool = False) 
     Every rank must call this. With `after_step`, wait for the other ranks only if this rank has a request, has logged a
     number or has this to do. With `closing`, run no evaluation.
     """
+    acts = session.acts
     if (closing or session.due.run(session)) and after_step and session.sync.several:
-        session.sync.end_step(acts=bool(session.waiting or session.waiting_longer))
+        session.sync.end_step(acts=bool(acts.next or acts.later))
     elif session.sync.several:
         session.sync.synchronize()
     if not session.metrics.buffer.idle:
         session.metrics.deliver(session.run, session.progress.now(), wait=closing)
     session.cursor.at_boundary |= not closing
-    if session.waiting_longer:
-        session.waiting, session.waiting_longer = session.waiting + session.waiting_longer, []
-    while session.waiting:
-        session.hooks.carry_out([session.waiting.pop(0)], session.run, "after_step")
+    if acts.later:
+        acts.next, acts.later = acts.next + acts.later, []
+    while acts.next:
+        session.hooks.carry_out([acts.next.pop(0)], session.run, "after_step")
 
 
 def count_step(session: Session) -> None:
@@ -89,7 +90,8 @@ def close(session: Session) -> None:
     """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
     session.sync.close()
     finish = partial(reach, session, closing=True)
-    closers = iter(lambda: session.closers.pop() if session.closers else None, None)  # also those that a closer adds
+    opened = session.acts.closers
+    closers = iter(lambda: opened.pop() if opened else None, None)  # also those that a closer adds
     # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
     session.hooks.carry_out(chain((finish, finish), closers, (finish, session.metrics.close)), session.run)
     for block in session.blocks.open:

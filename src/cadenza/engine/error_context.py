@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import cadenza
-from cadenza.drivers.posts import Post, Waits
+from cadenza.drivers.failing import Post, Waits
 from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import CadenzaError, add_note, notes_of

@@ -110,7 +110,7 @@ class RankSync:
 
     def leaving_epoch(self) -> bool:
         """Return whether no further step follows in the epoch. Communicates: every rank must call this."""
-        return self._cursor.exhausted or self._progress.finished or self.leaves()
+        return self._cursor.exhausted or self._progress.finished or self.requests.leave
 
     def leaves(self) -> bool:
         """Return whether a request ends the epoch. Communicates: every rank must call this."""
@@ -313,6 +313,9 @@ class SharedSync(RankSync):
             return True
         self.leaves()
         return self._ends
+
+    def leaving_epoch(self) -> bool:
+        return self._cursor.exhausted or self._progress.finished or self.leaves()
 
     def leaves(self) -> bool:
         if not self._synchronized:

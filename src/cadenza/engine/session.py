@@ -153,12 +153,8 @@ class Session:
     _keep: Callable[[str], object] = field(init=False)
     change: Callable[[Any], Any] | None = field(default=None, init=False)  # of each training batch, set in on_setup
     _run: Callable[[], Run | None] = field(default=lambda: None, init=False)
-    waiting: list[Closer] = field(default_factory=list, init=False)
-    """What waits for the next step boundary, in order."""
-    waiting_longer: list[Closer] = field(default_factory=list, init=False)
-    """What waits for the boundary after it."""
-    closers: list[Closer] = field(default_factory=list, init=False)
-    """What callbacks have opened, and close at the end of the run."""
+    acts: PendingActs = field(default_factory=lambda: PendingActs(), init=False)
+    """What waits for a step boundary, or for the end of the run."""
 
     def __post_init__(self) -> None:
         driver, progress = self.driver, self.progress
@@ -213,11 +209,11 @@ class Session:
 
     def after_step(self, act: Callable[[], object]) -> None:
         """See `Run.after_step`."""
-        self.waiting.append(Closer(self.hooks.here().listener, act))
+        self.acts.next.append(Closer(self.hooks.here().listener, act))
 
     def after_next_step(self, act: Callable[[], object]) -> None:
         """Call `act` at the step boundary after this one, or at the end of the epoch."""
-        self.waiting_longer.append(Closer(self.hooks.here().listener, act))
+        self.acts.later.append(Closer(self.hooks.here().listener, act))
 
     # -- its data ---------------------------------------------------------------------------------
 
@@ -264,6 +260,18 @@ class Session:
         self.decide(what, f"{fault.moment} raised {data['error']}", who=fault.callback, data=data)
         self.warn(f"{fault}\n{''.join(traceback.format_exception(fault.error))}".rstrip())
         drop_tracebacks(fault.error)
+
+
+class PendingActs:
+    """What callbacks have asked for at a later point of the run."""
+
+    def __init__(self) -> None:
+        self.next: list[Closer] = []
+        """At the next step boundary, in order."""
+        self.later: list[Closer] = []
+        """At the boundary after it."""
+        self.closers: list[Closer] = []
+        """At the end of the run: the last one first."""
 
 
 UNDER_WAY: list[Session] = []

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import proxy
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from cadenza.engine.session import Loops, Session, session_of
+from cadenza.engine.session import Session, session_of
 from cadenza.errors import nearest
 from cadenza.status.outputs import Outputs
 
@@ -32,46 +31,17 @@ class FlopCount:
     mode, so nothing is compiled in this batch; a compiled model is counted by `traced` instead.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session: Session = proxy(session)  # which holds the callback that counts
-        self.total: int = 0
-        """The operations counted so far."""
-        self._own: tuple[Any, Any] | None = None
-        self._whole = ExitStack()  # in a custom loop: the forward pass is outside of the engine
+    def __init__(self) -> None:
+        self._counting, self._counter = ExitStack(), None
 
     def begin(self) -> None:
-        """Count from now on what the loop computes."""
-        session = self._session
-        if session.loop is not Loops.FIT:
-            self._whole.callback(self._add, self._whole.enter_context(_counting()))
-        elif self._own is None:
-            self._own = session.compute, session.step_fn
-            if session.step_fn is not None:
-                session.step_fn = self._counted(session.step_fn)
-            else:
-                session.compute = self._counted(session.compute)
-                vars(session.precision)["backward"] = self._counted(session.precision.backward)
+        """Count from now on."""
+        self._counter = self._counting.enter_context(_counting())
 
     def end(self) -> int:
         """Count no more, and return the operations."""
-        self._whole.close()
-        if self._own is not None:
-            self._session.compute, self._session.step_fn = self._own
-            vars(self._session.precision).pop("backward", None)
-            self._own = None
-        return self.total
-
-    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any) -> Any:
-            with _counting() as counter:
-                result = function(*arguments)
-            self._add(counter)
-            return result
-
-        return counted
-
-    def _add(self, counter: Any) -> None:
-        self.total += counter.get_total_flops()
+        self._counting.close()
+        return 0 if self._counter is None else int(self._counter.get_total_flops())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -166,7 +136,7 @@ class Throughput:
     def __init__(self, run: Run, parts: tuple[str, ...] | bool, flops: float | None, peak_flops: float | None) -> None:
         self._parts = parts if isinstance(parts, tuple) else ("samples", "steps")
         self._automatic = parts is True
-        self._flops, self._count = flops, FlopCount(session_of(run))
+        self._flops, self._count = flops, FlopCount()
         self._peak = peak_of(run, peak_flops, flops) if "mfu" in self._parts else 0.0
         self.begin(run)
 

@@ -390,8 +390,9 @@ def _listeners(hooks: Hooks, name: str, moment: Moment | None = None) -> list[Li
 def _forget(session: Session, name: str) -> None:
     """Close what a callback opened, and drop its listeners and its evaluations."""
     callback = session.hooks.callbacks[name]
-    own = [one for one in session.closers if one.listener is not None and one.listener.owner == name]
-    session.closers = [one for one in session.closers if one not in own]
+    closers = session.acts.closers
+    own = [one for one in closers if one.listener is not None and one.listener.owner == name]
+    closers[:] = [one for one in closers if one not in own]
     try:
         session.hooks.carry_out(reversed(own), session.run)
     finally:
