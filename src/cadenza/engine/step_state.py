@@ -426,7 +426,7 @@ class Restored:
         self.gradients = ()
 
 
-# -- evaluations that are due at a step boundary ------------------------------------------------------
+# -- evaluations that are due at a step boundary ---------------------------------------------------
 
 
 Evaluating = Callable[["Run"], object]
