@@ -317,7 +317,7 @@ class Run:
 
     def after_step(self, act: Callable[[], object]) -> None:
         """Call `act` when the current step is complete, after all hooks and its record."""
-        self._session.after_step(act)
+        self._session.acts.after_step(act)
 
     def replace_model(self, model: nn.Module) -> None:
         """Train another module, in ``on_setup`` only; the driver prepares it. It must hold the parameters of the optimizers.

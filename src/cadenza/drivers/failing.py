@@ -16,6 +16,7 @@ from typing import Any, Self
 from torch import distributed as dist
 
 from cadenza.errors import DistributedError, add_note, notes_of
+from cadenza.status.formats import few
 
 EVERY_S = 1.0
 """The time between two posts of a rank, for up to `_RANKS` ranks. For more it is longer in proportion."""
@@ -194,7 +195,7 @@ def _positions(posts: dict[int, Post]) -> str:
         ranks.setdefault(str(post), []).append(rank)
     parts = []
     for position, own in [*ranks.items()][:_SAMPLES]:
-        several = f"ranks {', '.join(map(str, own[:_SAMPLES]))}{', ...' if len(own) > _SAMPLES else ''}"
+        several = f"ranks {few(map(str, own), _SAMPLES)}"
         parts.append(f"{several if len(own) > 1 else f'rank {own[0]}'} {position}")
     return "; ".join(parts) + ("; ..." if len(ranks) > _SAMPLES else "")
 
@@ -299,7 +300,7 @@ class Failure:
         if not missing:
             return DistributedError(self._unknown(waited_s))
         began = "lost contact" if waited_s is None else f"waited {waited_s:g} s"
-        names = ", ".join(f"rank {rank}" for rank in missing[:4]) + (", ..." if len(missing) > 4 else "")
+        names = few([f"rank {rank}" for rank in missing], 4)
         return DistributedError(
             f"rank {self._rank} {began} {where}, and {names} did not come. Every rank must call Trainer, fit, evaluate and "
             "predict, in the same order: not inside of `if rank == 0`. If a rank is slow, set DdpDriver(timeout_s=...)."

@@ -20,7 +20,7 @@ from cadenza.engine.step_state import Decide
 from cadenza.optim.model_state import plain_name
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.precision import BackwardPass
-from cadenza.status.formats import counted
+from cadenza.status.formats import counted, few
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -78,7 +78,7 @@ class ModuleFlags:
             if names := [name or "the model" for name, trains in modules.items() if trains]:
                 yield (
                     f"{counted(len(names), 'module')} with parameters that are trained, in evaluation mode: "
-                    f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Their dropout is off, and their BatchNorm "
+                    f"{few(names)}. Their dropout is off, and their BatchNorm "
                     "statistics do not change. Call model.train() before the run, unless this is on purpose."
                 )
 

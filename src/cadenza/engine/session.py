@@ -24,7 +24,7 @@ from cadenza.engine.step_state import AccumulationWindow, Cursor, DueEvaluations
 from cadenza.errors import drop_tracebacks
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault
-from cadenza.loading import Consumed, ResumableLoader, resumable
+from cadenza.loading import Consumed, resumable
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.mixture import set_source
 from cadenza.loading.resumable_base import changed
@@ -151,14 +151,13 @@ class Session:
     advises: bool = field(default=True, init=False)
     """Whether the notes of the start suggest arguments of the native trainer. The trainer of an adapter has other arguments."""
     _keep: Callable[[str], object] = field(init=False)
-    change: Callable[[Any], Any] | None = field(default=None, init=False)  # of each training batch, set in on_setup
     _run: Callable[[], Run | None] = field(default=lambda: None, init=False)
-    acts: PendingActs = field(default_factory=lambda: PendingActs(), init=False)
+    acts: PendingActs = field(init=False)
     """What waits for a step boundary, or for the end of the run."""
 
     def __post_init__(self) -> None:
         driver, progress = self.driver, self.progress
-        self.is_main = driver.is_main
+        self.is_main, self.acts = driver.is_main, PendingActs(self.hooks)
         self.extra_parameters, self.rates = ExtraParameters(self.compute), Rates()
         self.module_flags = ModuleFlags(self.module, self.optimizers)
         self.compute = self.precision.wrap(self.compute)
@@ -205,28 +204,14 @@ class Session:
         self.outcome = outcome
         self.sync.broken = outcome.kind == "failed"
 
-    # -- the step boundary -------------------------------------------------------------------------
-
-    def after_step(self, act: Callable[[], object]) -> None:
-        """See `Run.after_step`."""
-        self.acts.next.append(Closer(self.hooks.here().listener, act))
-
-    def after_next_step(self, act: Callable[[], object]) -> None:
-        """Call `act` at the step boundary after this one, or at the end of the epoch."""
-        self.acts.later.append(Closer(self.hooks.here().listener, act))
-
     # -- its data ---------------------------------------------------------------------------------
 
     def open_loader(self, past: Consumed = ()) -> None:
         """Give the training loader a position; `past` is what other ranks did of the current epoch."""
         set_source(None)
-        self.cursor.resume(self.new_source(past))
-
-    def new_source(self, past: Consumed = ()) -> ResumableLoader:
-        """Return the training loader, readable from any batch of an epoch on."""
         shard, pin = self.driver.data_shard().resumed(past), self.driver.device.type == "cuda"
         options: dict[str, Any] = {"replay": self.replay, "shard": shard, "pin": pin, "permuted": self.cursor.permuted}
-        return changed(resumable(self.loader, self.data_seed, **options), self.change)
+        self.cursor.resume(changed(resumable(self.loader, self.data_seed, **options), self.cursor.change))
 
     # -- what it says ------------------------------------------------------------------------------
 
@@ -265,13 +250,22 @@ class Session:
 class PendingActs:
     """What callbacks have asked for at a later point of the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
         self.next: list[Closer] = []
         """At the next step boundary, in order."""
         self.later: list[Closer] = []
         """At the boundary after it."""
         self.closers: list[Closer] = []
         """At the end of the run: the last one first."""
+
+    def after_step(self, act: Callable[[], object]) -> None:
+        """See `Run.after_step`."""
+        self.next.append(Closer(self._hooks.here().listener, act))
+
+    def after_next_step(self, act: Callable[[], object]) -> None:
+        """Call `act` at the step boundary after this one, or at the end of the epoch."""
+        self.later.append(Closer(self._hooks.here().listener, act))
 
 
 UNDER_WAY: list[Session] = []

@@ -252,6 +252,8 @@ class Cursor:
     def __init__(self) -> None:
         self.batches: Iterator[Any] = iter(())
         """The iterator of the current epoch."""
+        self.change: Callable[[Any], Any] | None = None
+        """Changes each training batch; set in ``on_setup``."""
         self.course: DataCourse = DataCourse()
         """The batches that each step has read, as ``run.json`` and checkpoints hold them."""
         self.in_epoch: bool = False

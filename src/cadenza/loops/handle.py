@@ -206,7 +206,7 @@ class Handle:
             if self.done:
                 raise _over()
             self._asked.put((partial(act, session, who or "the script"), answer))
-        session.after_step(self._settle)
+        session.acts.after_step(self._settle)
         if answer is not None:
             answer.result()
 
@@ -261,7 +261,7 @@ class Handle:
             with session.progress.aside(), session.hooks.timed("paused"):
                 self._wait(session)
         if self._pauses_at != math.inf:
-            session.after_next_step(self._settle)
+            session.acts.after_next_step(self._settle)
 
     def _wait(self, session: Session) -> None:
         if self._arriving:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -46,7 +46,7 @@ from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.run import Run
 from cadenza.status.decisions import RESUMABLE, GoBack, Outcome
-from cadenza.status.formats import counted
+from cadenza.status.formats import counted, few
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.run_info import working_directory
@@ -130,7 +130,6 @@ class Recipe:
         given = Settings() if part is None else part.given
         accumulate, loader = self._in_effect(given)
         hooks, several = self._hooks(), self.driver.world_size > 1
-        rank_log = RankLog.of(self.directory if training else None, self.driver.rank)  # before the main process can print
         if training:
             if several:
                 facts = start_checks.facts_of(self.model, loader) | {"override": given.shown()}
@@ -163,7 +162,7 @@ class Recipe:
             progress=self._limits(loader),
             directory=self.directory if training else None,
             files=files,
-            rank_log=rank_log,
+            rank_log=None if part is None else part.rank_log,
             home=self._home,
             make_run=make_run,
         )
@@ -193,7 +192,7 @@ class Recipe:
             one_pass = self.accumulate == 1 and self.step_fn is None and session.loop is Loops.FIT  # in each step
             if has_graphs(self._compile) and not one_pass:
                 session.precision.backward_pass = BackwardOfGraphs(session.module)
-            session.after_step(partial(start_checks.warn_of_graph_breaks, session, breaks_so_far()))
+            session.acts.after_step(partial(start_checks.warn_of_graph_breaks, session, breaks_so_far()))
 
     def _in_effect(self, given: Settings) -> tuple[int, Iterable[Any]]:
         """Return the accumulation and the loader of a run, with the values that ``fit(override=...)`` gives."""
@@ -232,7 +231,7 @@ def _frozen_modes(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator
     """Yield a line for the plan with the modules that stay in evaluation mode and train no parameters."""
     modules = in_evaluation_mode(model, {*map(id, parameters_of(optimizers))}) if model.training else {}
     if names := [name for name, trains in modules.items() if not trains]:
-        yield f"stay in evaluation mode: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        yield f"stay in evaluation mode: {few(names)}"
 
 
 def _arguments(trainer: Any) -> Iterator[tuple[str, str]]:
@@ -286,6 +285,8 @@ class Part:
     """That of `Trainer.fit`."""
     loop: Loops = Loops.FIT
     """Which loop does the steps."""
+    rank_log: RankLog | None = field(default=None, init=False)
+    """The log in the directory of the run, on the other ranks than the main process."""
 
     def __enter__(self) -> Training:
         """Begin; return the training, with nothing open if the run is over already. Every rank must call this."""
@@ -329,8 +330,8 @@ class Part:
             session, over = self._new_session(files, start)
         trainer._run = session.run
         session.advises &= not isinstance(self.resume, GoBack)  # the part before has said it
-        if session.rank_log is not None:
-            ending.callback(session.rank_log.write_due, ends=True)
+        if self.rank_log is not None:
+            ending.callback(self.rank_log.write_due, ends=True)
         training = Training(session)
         if over:
             resuming.as_it_ended(session, files, start)
@@ -355,6 +356,7 @@ class Part:
     def _new_session(self, files: RunDirectory | None, start: Start) -> tuple[Session, bool]:
         """Return the session of the run, and whether the run is over already."""
         trainer, driver = self.trainer, self.trainer.driver
+        self.rank_log = RankLog.of(trainer.directory, driver.rank)  # before the main process can print
         before_fit(trainer.callbacks, trainer.model)
         session = trainer._new_session(self, files)
         session.branch, session.restored.recovery = start.branch, start.recovery
@@ -384,7 +386,7 @@ class Part:
     def _watch(self, session: Session, ending: ExitStack) -> None:
         """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
         driver, limit_s = self.trainer.driver, self.trainer._names_ranks_after_s
-        settle = () if session.rank_log is None else (session.rank_log.write_due,)
+        settle = () if self.rank_log is None else (self.rank_log.write_due,)
         most_s = math.inf if limit_s is None else limit_s / 20
         ending.enter_context(driver.watched(partial(whereabouts, session), *settle, most_s=most_s))
         if limit_s is not None:
