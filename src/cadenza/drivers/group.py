@@ -24,7 +24,6 @@ from torch import distributed as dist
 
 from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.base import Driver, Reduction
-from cadenza.drivers.checking import check_above_zero, check_switches
 from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.failing import Failure, Post, Posts, own_client
 from cadenza.drivers.joining import join, launched, rendezvous_of
@@ -389,3 +388,18 @@ def _leave() -> None:
     if dist.is_initialized():
         time.sleep(0.05)  # its threads need the interpreter to release their last work, and the next call blocks on them
         dist.destroy_process_group()
+
+
+def check_switches(**given: object) -> None:
+    """Raise `TypeError` if an argument is neither True nor False: torch takes the text ``"no"`` for True."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False; got {value!r}")
+
+
+def check_above_zero(name: str, value: object, unit: str) -> None:
+    """Raise `TypeError` if an argument is no number, and `ValueError` if it is not above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of {unit} greater than 0; got {value!r}")
+    if not value > 0:
+        raise ValueError(f"{name} must be greater than 0 {unit}; got {value!r}")

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.drivers.checksums import same_bits
+from cadenza.drivers.sharding import same_bits
 from cadenza.engine.step_state import Decide
 from cadenza.optim.model_state import plain_name
 from cadenza.optim.parameters import parameters_of
