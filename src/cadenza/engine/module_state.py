@@ -242,15 +242,6 @@ def options_of(compile: Compile) -> dict[str, Any] | None:
     return dict(compile)
 
 
-def compile_model(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile `model` in place: it stays the same object, with the same names in its ``state_dict``.
-
-    A model that was compiled in place before does not change.
-    """
-    if model._compiled_call_impl is None:
-        model.compile(**options)
-
-
 def has_graphs(options: Mapping[str, Any]) -> bool:
     """Return whether a model compiled with these options runs in CUDA graphs, which use their memory again in each pass."""
     named = options.get("options") or {}

@@ -324,27 +324,6 @@ def with_epoch_means(callbacks: Sequence[BaseCallback], loader: object) -> list[
 # -- the speed: steps, samples and tokens per second, and the fraction of the peak -----------------
 
 
-class FlopCount:
-    """Counts the forward and the backward pass of one batch while the run trains on it. Results do not change.
-
-    A multiplication and an addition count as two. Recomputed activations count too. Every operation of the batch passes through
-    Python, which takes some microseconds more for each. `torch.compile` gives up a function for good that it meets in such a
-    mode, so nothing is compiled in this batch; a compiled model is counted by `traced` instead.
-    """
-
-    def __init__(self) -> None:
-        self._counting, self._counter = ExitStack(), None
-
-    def begin(self) -> None:
-        """Count from now on."""
-        self._counter = self._counting.enter_context(_counting())
-
-    def end(self) -> int:
-        """Count no more, and return the operations."""
-        self._counting.close()
-        return 0 if self._counter is None else int(self._counter.get_total_flops())
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` was asked to compile a module, or a part of it."""
     return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules())
@@ -373,6 +352,12 @@ def traced(session: Session, batch: Any) -> int:
 
 @contextmanager
 def _counting() -> Iterator[Any]:
+    """Count the operations of a batch while the run trains on it. Results do not change.
+
+    A multiplication and an addition count as two. Recomputed activations count too. Every operation of the batch passes through
+    Python, which takes some microseconds more for each. `torch.compile` gives up a function for good that it meets in such a
+    mode, so nothing is compiled in this batch; a compiled model is counted by `traced` instead.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
@@ -437,7 +422,8 @@ class Throughput:
     def __init__(self, run: Run, parts: tuple[str, ...] | bool, flops: float | None, peak_flops: float | None) -> None:
         self._parts = parts if isinstance(parts, tuple) else ("samples", "steps")
         self._automatic = parts is True
-        self._flops, self._count = flops, FlopCount()
+        self._flops, self._counting = flops, ExitStack()
+        self._counter: Any = None
         self._peak = peak_of(run, peak_flops, flops) if "mfu" in self._parts else 0.0
         self.begin(run)
 
@@ -454,7 +440,7 @@ class Throughput:
         """Count the operations of this batch."""
         session = session_of(run)
         if session.step_fn is not None or not is_compiled(session.module):
-            self._count.begin()
+            self._counter = self._counting.enter_context(_counting())
             return
         try:
             with run.progress.aside():
@@ -467,8 +453,9 @@ class Throughput:
 
     def after_batch(self) -> None:
         """End the count. A batch that was skipped had nothing to count, so the next one is counted."""
-        if self._flops is None:
-            self._flops = self._count.end() or None
+        self._counting.close()
+        if self._flops is None and self._counter is not None:
+            self._flops = int(self._counter.get_total_flops()) or None
 
     def values(self, run: Run) -> dict[str, float]:
         """Return the speed since the last call, or since the fit began."""

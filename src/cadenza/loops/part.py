@@ -23,7 +23,7 @@ from cadenza.engine import start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
 from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import OVER, Training
-from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs, in_evaluation_mode
+from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, has_graphs, in_evaluation_mode
 from cadenza.engine.monitor import monitors_in
 from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
@@ -169,8 +169,8 @@ class Recipe:
 
     def _prepared_model(self) -> nn.Module:
         model = self.driver.prepare(self.model)
-        if self._compile is not None:
-            compile_model(self.driver.unwrap(model), self._compile)
+        if self._compile is not None and (own := self.driver.unwrap(model))._compiled_call_impl is None:
+            own.compile(**self._compile)  # in place: it stays the same object, with the same names in its state_dict
         for module in modules_of(self.compute_loss):
             module.to(self.driver.device)
         return model
