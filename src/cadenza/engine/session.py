@@ -35,7 +35,6 @@ from cadenza.optim.settings import Settings
 from cadenza.profiling.spans import Timings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
-from cadenza.status.branches import Branch
 from cadenza.status.decisions import Decision, Outcome
 from cadenza.status.folding import for_screen
 from cadenza.status.progress import Progress
@@ -103,7 +102,6 @@ class Session:
     """Which loop does the steps."""
     tokens: Callable[[Any], int] | None = None
     """Counts the tokens of a batch that is not on the device yet; None: the outputs of a batch may say them."""
-    seed: int | None = None
     data_seed: int = 0
     """The random order of the training data depends on this seed, the epoch and the batch alone."""
     replay: bool = False
@@ -130,8 +128,6 @@ class Session:
     """The factors on the learning rates."""
     module_flags: ModuleFlags = field(init=False)
     """The flags of the model that hooks changed."""
-    branch: Branch = field(default_factory=Branch, init=False)
-    """The line of checkpoints to which the run belongs."""
     outcome: Outcome | None = field(default=None, init=False)
     """How the run ended; None while it goes on."""
     profile: Timings | None = field(default=None, init=False)

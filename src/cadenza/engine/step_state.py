@@ -22,6 +22,7 @@ from cadenza.loading.data_course import DataCourse
 from cadenza.loading.orders import PERMUTED
 from cadenza.loading.rng import RNGState
 from cadenza.records.scalars import as_number, weighted_sum, widened
+from cadenza.status.branches import Branch
 from cadenza.status.decisions import Decision, Outcome
 from cadenza.status.formats import counted
 from cadenza.status.outputs import Outputs
@@ -395,6 +396,8 @@ class Restored:
         """The RNG state to continue with."""
         self.gradients: Sequence[tuple[Tensor, Tensor]] = ()
         """Parameters, and the gradients that a ``step_fn`` or an attached loop had left in them."""
+        self.branch: Branch = Branch()
+        """The line of checkpoints to which the run belongs."""
         self.recovery: Mapping[str, Any] | None = None
         """The data of the rollback with which the present branch began; see `GoBack`."""
         self.config: dict[str, Any] = {}

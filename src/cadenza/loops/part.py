@@ -153,7 +153,6 @@ class Recipe:
             step_fn=self.step_fn,
             loop=loop,
             tokens=self.tokens,
-            seed=self.seed,
             data_seed=self.driver.broadcast(draw_seed(keep=not draws) if self.seed is None else self.seed),
             replay=part is not None and part.replay,
             arguments=described(self, hooks.callbacks, optimizers) | {"accumulate": plain_accumulate(accumulate)},
@@ -359,7 +358,7 @@ class Part:
         self.rank_log = RankLog.of(trainer.directory, driver.rank)  # before the main process can print
         before_fit(trainer.callbacks, trainer.model)
         session = trainer._new_session(self, files)
-        session.branch, session.restored.recovery = start.branch, start.recovery
+        session.restored.branch, session.restored.recovery = start.branch, start.recovery
         if driver.broadcast(start_checks.main_only(driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, True
         if start.loaded is not None:
@@ -374,7 +373,7 @@ class Part:
         facts: dict[str, Any] = {
             "arguments": session.arguments,
             "steps": session.progress.total("step"),
-            "seed": session.seed,
+            "seed": trainer.seed,
             "device": str(session.driver.device),
             "plan": trainer._plan(session.optimizers, session.hooks, session).text(),
         }
