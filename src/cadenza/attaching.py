@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers import Driver
-from cadenza.engine.compiling import Compile
 from cadenza.engine.loop import STEP, Training
+from cadenza.engine.module_state import Compile
 from cadenza.engine.session import Loops, session_of
 from cadenza.engine.verbs import LoopVerbs
 from cadenza.errors import DataError
@@ -241,8 +241,7 @@ class Loop:
         if self._training is None or self._training.open != STEP:
             raise RuntimeError("loop.batch(...) must be used inside of `with loop.step():`, and not inside of another batch.")
         training, session = self._training, self._training.session
-        if session.sync.count_tokens is not None:
-            session.sync.read_tokens(batch, session.sync.count_tokens)
+        session.sync.read_tokens(batch)
         moved = session.driver.to_device(batch)
         with self._ending_with_error():
             training.take(moved)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.module_flags import ModuleFlags
+from cadenza.engine.module_state import ModuleFlags
 from cadenza.engine.plan import why_not
 from cadenza.engine.session import Session, Verbs
 from cadenza.hooks.faults import Closer, Fault
@@ -193,7 +193,7 @@ class Run:
         if not session.savers:
             raise RuntimeError("run.save(...) needs a callback that writes checkpoints. Add Checkpoint(...) to callbacks.")
         for saver in session.savers:  # a save that fails is no fault of the callback that requests it
-            session.waiting.append(Closer(None, partial(saver.request, reason)))
+            session.acts.next.append(Closer(None, partial(saver.request, reason)))
 
     def block_saves(self, reason: str = "") -> AbstractContextManager[None]:
         """Return a context in which no checkpoint is written: its state would be incomplete. A save waits until it is left.
@@ -318,11 +318,11 @@ class Run:
                 "run.at_end(...) must be called inside a hook, such as on_fit_start, so that an error in it can be attributed "
                 "to a callback."
             )
-        self._session.closers.append(Closer(listener, close))
+        self._session.acts.closers.append(Closer(listener, close))
 
     def after_step(self, act: Callable[[], object]) -> None:
         """Call `act` when the current step is complete, after all hooks and its record."""
-        self._session.after_step(act)
+        self._session.acts.after_step(act)
 
     def replace_model(self, model: nn.Module) -> None:
         """Train another module, in ``on_setup`` only; the driver prepares it. It must hold the parameters of the optimizers.

@@ -18,16 +18,16 @@ from cadenza.drivers import Driver, driver_of
 from cadenza.engine import arguments as checks
 from cadenza.engine import evaluation as evaluating
 from cadenza.engine.arguments import Accumulate
-from cadenza.engine.compiling import Compile, options_of
 from cadenza.engine.course import Beginning, Calendar, calendar_of
 from cadenza.engine.evaluation import Prediction, predict
-from cadenza.engine.interval_means import with_epoch_means
 from cadenza.engine.loop import Training, fit
+from cadenza.engine.module_state import Compile, options_of
 from cadenza.engine.monitor import check_monitors
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import Plan
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import run_directory
+from cadenza.engine.training_log import with_epoch_means
 from cadenza.files.new_directory import NewDirectory
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback

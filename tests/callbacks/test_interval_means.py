@@ -147,7 +147,7 @@ def test_numbers_that_stay_on_a_device_give_the_same_means(weights: Any, monkeyp
 
     everys = ("240 steps", "70 steps", "3 steps")
     alike = [fit(every) for every in everys]
-    monkeypatch.setattr("cadenza.engine.interval_means.host_number", lambda value: value)  # as for one that is not on the host
+    monkeypatch.setattr("cadenza.engine.training_log.host_number", lambda value: value)  # as for one that is not on the host
     assert [fit(every) for every in everys] == alike
     assert alike[0] == ([(240, mean(losses, factors))], [(240, mean(more["correct"], factors))])
 

@@ -23,7 +23,7 @@ from cadenza.callbacks import Alert, AlertMessage, Checkpoint, Evaluate, Learnin
 from cadenza.callbacks.device_stats import DeviceStats, _of_device
 from cadenza.callbacks.time_limit import TimeLimit
 from cadenza.engine.session import session_of
-from cadenza.engine.throughput import known_peak
+from cadenza.engine.training_log import known_peak
 from cadenza.hooks.subscription import Subscription
 from cadenza.records import read_decisions
 from cadenza.records.record import Record

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.drivers import Driver
-from cadenza.engine.interval_means import EpochMeans
+from cadenza.engine.training_log import EpochMeans
 from tests.distributed.drivers import ddp, single
 
 Batch = tuple[Tensor, ...]

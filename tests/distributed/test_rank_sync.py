@@ -18,7 +18,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import LogTraining
 from cadenza.drivers import DdpDriver, driver_of
 from cadenza.drivers.joining import rendezvous_of
-from cadenza.engine import shared_sync
+from cadenza.engine import rank_sync
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError, DistributedError
 from cadenza.testing import launch
@@ -97,7 +97,7 @@ def test_the_end_of_an_epoch_that_one_rank_asks_for_ends_it_on_all() -> None:
 
 def test_an_unexpected_stop_is_sent_with_the_next_batch() -> None:
     def stopping() -> tuple[int, str]:
-        shared_sync.LONGEST_S = 0.0  # in this process: no quiet steps, at the end of which the request would be sent
+        rank_sync.LONGEST_S = 0.0  # in this process: no quiet steps, at the end of which the request would be sent
         runs: list[Run] = []
         keep = on(Callback.on_fit_start)(lambda run: runs.append(run))
 

@@ -84,7 +84,7 @@ def test_a_step_has_no_loss_if_no_rank_has_a_weight(on_device: bool) -> None:
             return {"loss": sum(one.sum() for one in model.parameters()) * 0 + scale, "weight": torch.tensor(weight)}
 
         with pytest.MonkeyPatch.context() as patch:
-            for module in ("step_state", "shared_sync") if on_device else ():
+            for module in ("step_state", "metric_log", "rank_sync") if on_device else ():
                 patch.setattr(f"cadenza.engine.{module}.number_on_host", lambda weight: None)
             run = trainer(max_epochs=1, compute_loss=compute, callbacks=[LogTraining("1 step")]).fit()
         assert run.outcome is not None

@@ -12,7 +12,7 @@ from torch import nn
 
 from cadenza import Callback, Run, Trainer, attach, on
 from cadenza.callbacks import Checkpoint, Derive, LogTraining
-from cadenza.engine.interval_means import EpochMeans
+from cadenza.engine.training_log import EpochMeans
 from cadenza.errors import CallbackError
 from cadenza.testing import Recorder, launch, tiny_run, tiny_trainer
 from tests.callbacks.test_interval_means import LOSSES, WEIGHTS, mean, numbered, scripted

@@ -24,8 +24,8 @@ from cadenza.callbacks.profile import rank_times
 from cadenza.drivers import SingleDriver, group
 from cadenza.drivers.base import Reduction
 from cadenza.drivers.comparing import Comparison
+from cadenza.drivers.failing import Post, Posts, Waits, culprit, interval
 from cadenza.drivers.group import Tree
-from cadenza.drivers.posts import Post, Posts, Waits, culprit, interval
 from cadenza.engine.start_checks import check_alike
 from cadenza.errors import DistributedError
 from cadenza.profiling.spans import CallbackTime, PhaseTime, Timings

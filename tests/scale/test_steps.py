@@ -33,7 +33,7 @@ from cadenza.callbacks import (
 from cadenza.compat import fastnlp
 from cadenza.compat.accelerated.callbacks import TrainerCallback
 from cadenza.drivers import DdpDriver
-from cadenza.engine import shared_sync
+from cadenza.engine import rank_sync
 from cadenza.engine.session import session_of
 from cadenza.errors import LossError
 from cadenza.hooks.listener import Listener
@@ -175,7 +175,7 @@ def test_schedules_that_are_seldom_due_make_ranks_wait_in_a_tenth_of_the_steps_a
 def test_ranks_exchange_nothing_in_quiet_steps_and_count_every_sample() -> None:
     def counted() -> tuple[int, list[tuple[int, int]]]:
         seen: list[tuple[int, int]] = []
-        shared_sync.LONGEST_S = math.inf  # in this process: how long quiet steps take depends on the machine
+        rank_sync.LONGEST_S = math.inf  # in this process: how long quiet steps take depends on the machine
         exchanges: list[Tensor] = []
 
         class Counting(DdpDriver):
@@ -248,7 +248,7 @@ def test_ranks_agree_on_a_skipped_batch_only_in_steps_in_which_a_listener_may_sk
 
 
 def test_ranks_exchange_nothing_in_steps_of_callbacks_that_only_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_sync, "LONGEST_S", math.inf)  # however slow the steps are
+    monkeypatch.setattr(rank_sync, "LONGEST_S", math.inf)  # however slow the steps are
     usual: list[Callback] = [LogTraining(50), Ema(), ClipGradients(1.0), LearningRate(schedule), Console(), Checkpoint()]
 
     class Count(Mark):

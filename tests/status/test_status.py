@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cadenza import Counters, Progress
 from cadenza.errors import CheckpointFormatError, StateError
 from cadenza.status.plain import decode, encode, first_difference, host_copy, same
-from cadenza.status.progress import Unit
+from cadenza.status.progress import Accumulation, Change, Unit
 from cadenza.status.shown import signature_of
 from cadenza.status.state import State
 from cadenza.testing import tiny_run
@@ -348,3 +348,10 @@ def test_annotations_for_type_checkers_alone_are_not_read() -> None:
     assert "Steps()" in repr(names["trainer"])
     assert names["trainer"].fit().progress.step == 1
     assert str(signature_of(names["decay"])) == "(optimizer: 'Parameters', total: 'Size') -> 'Size'"
+
+
+def test_the_totals_of_a_run_without_a_limit_are_not_known_if_a_change_waits_for_a_part_of_it() -> None:
+    """They were computed without end."""
+    size = Accumulation(1, [Change(50, "%", 4, "50%")])
+    assert Progress(batches_per_epoch=5, accumulate=size).total("step") is None
+    assert size.after_changes(Counters(), Progress(max_steps=10, batches_per_epoch=5), -1, 5) is None

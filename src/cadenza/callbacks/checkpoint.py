@@ -133,7 +133,7 @@ class Checkpoint(Callback):
         folder = self.directory or (directory and directory / "checkpoints")
         if folder is None:
             raise ValueError("Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)")
-        branch = session_of(run).branch
+        branch = session_of(run).restored.branch
         for monitor in self.monitors:
             monitor.reset()
         store = Store(folder, branch.run, branch)  # several runs may write to one folder: each deletes only its own checkpoints

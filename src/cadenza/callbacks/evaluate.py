@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import evaluate, rehearse
 from cadenza.engine.monitor import Mode, Monitor, Watched, is_pair
 from cadenza.engine.session import session_of
+from cadenza.engine.step_state import Deferred
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback

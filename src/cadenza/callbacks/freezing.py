@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cadenza.drivers.matching import named_matches
-from cadenza.engine.module_flags import module_flags_of
+from cadenza.engine.module_state import module_flags_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cadenza.engine.interval_means import IntervalMeans
 from cadenza.engine.step_state import is_discarded
 from cadenza.engine.tally import IntervalMetrics
-from cadenza.engine.throughput import Throughput, checked_parts
+from cadenza.engine.training_log import IntervalMeans, Throughput, checked_parts
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import Callback

@@ -77,7 +77,7 @@ class SequenceLength(Callback, Compared):
                     decide(run, "sequence length changed", why, who=type(self).__name__, data=data)
             return cut_to(batch, length, self.keys, self.dim)
 
-        session_of(run).change = cut
+        session_of(run).cursor.change = cut
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.now is None else {"now": self.now}

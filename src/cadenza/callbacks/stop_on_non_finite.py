@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from cadenza.engine.module_state import Statistics
 from cadenza.engine.objective import checked_loss
 from cadenza.engine.session import session_of
-from cadenza.engine.statistics import Statistics
 from cadenza.errors import NonFiniteError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback

@@ -19,7 +19,7 @@ from cadenza.checkpoint.snapshot import check_whole
 from cadenza.checkpoint.starting import Start, chosen, none_to_continue
 from cadenza.checkpoint.store import Loaded
 from cadenza.checkpoint.store.files import LAST
-from cadenza.engine import lost_directory
+from cadenza.engine import boundary
 from cadenza.engine.course import Beginning
 from cadenza.engine.plan import argument_changes, plan_changes
 from cadenza.engine.session import Session
@@ -131,7 +131,7 @@ def begin(session: Session, directory: RunDirectory | None, start: Start, facts:
         # A rollback is written only after the checkpoint has been restored.
         previous = {name: one for name in ("branch", "parent") if (one := (directory.previous or {}).get(name)) is not None}
         known = {"data": data} if not start.is_anew and (data := (directory.previous or {}).get("data")) else {}
-        directory.when_gone = partial(lost_directory.make_again, proxy(session))
+        directory.when_gone = partial(boundary.make_again, proxy(session))
         directory.begin({**facts, **known, **start.facts(), **(previous if start.rolls_back else {})})
         if start.is_anew:
             directory.cut({}, step=-1)

@@ -241,7 +241,7 @@ def config_of(session: Session) -> dict[str, Any]:
         "accumulate": plain_accumulate(session.accumulate),
         "precision": session.precision.name,
         "batches an epoch": session.progress.batches_said,
-        "seed": session.seed,
+        "seed": session.arguments.get("seed"),
     }
     config |= {"parameters outside of the model": outside} if outside else {}
     return config | ({"ranks": ranks} if ranks > 1 else {})

@@ -92,7 +92,7 @@ class CheckpointWriter:
             self.store,
             session.files.sync if session.files is not None else list,
             self._prune,
-            lambda: session.after_step(self.take_results),
+            lambda: session.acts.after_step(self.take_results),
             background=self.background,
             repeats=not self.strict,
             grace_s=self.grace_s,
@@ -114,7 +114,7 @@ class CheckpointWriter:
     def ask(self, name: str, reason: str) -> None:
         """Ask for a save at the step boundary, for a callback. Every rank must call this."""
         if not self._asked:
-            self.session.after_step(self._save_asked)
+            self.session.acts.after_step(self._save_asked)
         reasons = dict.fromkeys([*self._asked.get(name, reason).split("; "), reason])
         self._asked[name] = "; ".join(reasons)
 
@@ -234,7 +234,7 @@ class CheckpointWriter:
         if not self._asked:
             return
         if self._waits_for_epoch_end():
-            self.session.after_next_step(self._save_asked)
+            self.session.acts.after_next_step(self._save_asked)
             return
         asked, self._asked = self._asked, {}
         self.save("; ".join(dict.fromkeys(asked.values())), asked)
@@ -254,7 +254,7 @@ class CheckpointWriter:
             session.decide("save postponed", f"{reason}: saves are blocked by {by}", who=who, data=data)
             self._postponed_at = step
         self._asked = {**dict.fromkeys(asking, reason), **self._asked}
-        session.after_next_step(self._save_asked)
+        session.acts.after_next_step(self._save_asked)
 
     def _report_no_save(self, step: int, why: str) -> None:
         """Record that the run ends without a checkpoint of its last state."""

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 T = TypeVar("T")
 R = TypeVar("R")
 Gather = Callable[[Any], list[Any]]
 """Returns the values of all ranks, by rank, on every rank."""
+Failed = Callable[[int, str], Exception]
+"""Makes the error for a failure on another rank, from its number and the error there."""
 
 
-def agreed(gather: Gather, act: Callable[[], T], failed: Callable[[int, str], Exception]) -> list[T]:
+def agreed(gather: Gather, act: Callable[[], T], failed: Failed) -> list[T]:
     """Call `act` on every rank, and return the results of all ranks. Every rank must call this.
 
     Args:
         gather: Exchanges the results.
         act: Called once.
-        failed: Makes the error for a failure on another rank, from its number and the error there.
+        failed: Makes the error for a failure on another rank.
 
     Raises:
         Exception: The error of `act` on this rank, or that of `failed`.
     """
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = act()
-    except Exception as raised:
-        error = raised
-    everyone = gather((result, _told(error)))
-    if error is not None:
-        raise error
-    for rank, (_, problem) in enumerate(everyone):
-        if problem is not None:
-            raise failed(rank, problem)
-    return [one for one, _ in everyone]
+    own, error = _attempt(act)
+    everyone = gather((own, _told(error)))
+    _raise_first(error, [problem for _, problem in everyone], failed)
+    return [result for result, _ in everyone]
 
 
 class Meeting(NamedTuple):
@@ -51,9 +44,7 @@ class Meeting(NamedTuple):
 ALONE = Meeting(0, 1, lambda value: [value], lambda value: value)
 
 
-def decided(
-    meeting: Meeting, act: Callable[[], T], decide: Callable[[list[T]], R], failed: Callable[[int, str], Exception]
-) -> R:
+def decided(meeting: Meeting, act: Callable[[], T], decide: Callable[[list[T]], R], failed: Failed) -> R:
     """Call `act` on every rank and `decide` with all results on the main process; return its result on all ranks.
 
     Every rank must call this. The main process gets one message of each rank, and each rank gets one.
@@ -62,52 +53,48 @@ def decided(
         meeting: The ranks.
         act: Called once on each rank.
         decide: Called on the main process, unless `act` has failed on a rank.
-        failed: Makes the error for a failure on another rank, from its number and the error there.
+        failed: Makes the error for a failure on another rank.
 
     Raises:
         Exception: The error of `act` or of `decide` on this rank, or that of `failed`.
     """
-    own: T | None = None
-    error: Exception | None = None
-    try:
-        own = act()
-    except Exception as raised:
-        error = raised
+    own, error = _attempt(act)
     everyone = meeting.gather_on_main((own, _told(error)))
-    first = next(((rank, problem) for rank, (_, problem) in enumerate(everyone) if problem is not None), None)
-    result: R | None = None
-    if meeting.rank == 0 and first is None:
-        try:
-            result = decide([one for one, _ in everyone])
-        except Exception as raised:
-            error, first = raised, (0, str(_told(raised)))
-    result, first = meeting.broadcast((result, first))
-    if error is not None:
-        raise error
-    if first is not None:
-        raise failed(*first)
-    return result
+    result, problems = None, [problem for _, problem in everyone]
+    if meeting.rank == 0 and not any(problems):
+        result, error = _attempt(lambda: decide([one for one, _ in everyone]))
+        problems = [_told(error)]
+    result, problems = meeting.broadcast((result, problems))
+    _raise_first(error, problems, failed)
+    return cast("R", result)
 
 
-def by_main(meeting: Meeting, act: Callable[[], T], failed: Callable[[int, str], Exception]) -> T:
+def by_main(meeting: Meeting, act: Callable[[], T], failed: Failed) -> T:
     """Call `act` on the main process; return its result on all ranks. Every rank must call this.
 
     Raises:
         Exception: The error of `act` on the main process, that of `failed` elsewhere.
     """
-    result: T | None = None
-    error: Exception | None = None
-    if meeting.rank == 0:
-        try:
-            result = act()
-        except Exception as raised:
-            error = raised
+    result, error = _attempt(act) if meeting.rank == 0 else (None, None)
     result, problem = meeting.broadcast((result, _told(error)))
-    if error is not None:
-        raise error
-    if problem is not None:
-        raise failed(0, problem)
-    return result
+    _raise_first(error, [problem], failed)
+    return cast("T", result)
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return act(), None
+    except Exception as error:
+        return None, error
+
+
+def _raise_first(own: Exception | None, problems: Sequence[str | None], failed: Failed) -> None:
+    """Raise the error of this rank, or else that for the first of the problems of all ranks, if there are any."""
+    if own is not None:
+        raise own
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise failed(rank, problem)
 
 
 def _told(error: Exception | None) -> str | None:

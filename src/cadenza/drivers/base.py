@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.drivers.agreeing import Meeting
+from cadenza.drivers.failing import Post
 from cadenza.drivers.materializing import check_can_materialize
-from cadenza.drivers.posts import Post
 from cadenza.drivers.sharding import Readable
 from cadenza.loading.shards import Shard
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch import distributed as dist
 
-from cadenza.drivers.posts import Post, Posts, Waits
+from cadenza.drivers.failing import Post, Posts, Waits
 from cadenza.errors import DistributedError
 
 TENSORS: Mapping[str, str] = {

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cadenza.drivers.checking import check_above_zero, check_switches
-from cadenza.drivers.group import GroupDriver
+from cadenza.drivers.group import GroupDriver, check_above_zero, check_switches
 from cadenza.drivers.materializing import materialize
 from cadenza.drivers.single import is_split
 from cadenza.errors import DistributedError

@@ -1,15 +1,235 @@
-"""Which error ends a run of several ranks: that of the rank that caused it, on all ranks."""
+"""Which rank ended a run, or keeps the others waiting: what ranks post of themselves, and the error that all of them raise."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import threading
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, Self
 
 from torch import distributed as dist
 
-from cadenza.drivers.posts import Posts, culprit, within
 from cadenza.errors import DistributedError, add_note, notes_of
+from cadenza.status.formats import few
+
+EVERY_S = 1.0
+"""The time between two posts of a rank, for up to `_RANKS` ranks. For more it is longer in proportion."""
+_RANKS = 256
+_SAMPLES = 4  # ranks that a message lists
+
+
+class Waits(IntEnum):
+    """Whether the training thread waits for other ranks."""
+
+    NO = 0
+    MAYBE = 1
+    """In a backward pass, which computes and communicates."""
+    YES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Where a rank is."""
+
+    step: int
+    """The number of complete steps."""
+    where: str
+    """The callback and the moment, or the phase, and the line of the user's code."""
+    waits: Waits = Waits.NO
+    busy_s: float = 0.0
+    """The time that the processor worked for the training thread. It does not grow while a thread waits."""
+    number: int = 0
+    """Posts are numbered from 1."""
+    ended: bool = False
+    """Whether the rank has left the run."""
+
+    def __str__(self) -> str:
+        return f"at step {self.step} in {self.where}"
+
+
+class Posts:
+    """Posts where this rank is, from a thread of its own, while the block runs. The training thread does nothing for it.
+
+    A rank sends one message a second. With more than 256 ranks the interval is longer in proportion, so all ranks together send
+    at most 256 messages a second, each of some 150 bytes, to the store of the process group.
+
+    Args:
+        store: A client of the process group's store, for this object alone.
+        name: The prefix of the keys, the same on all ranks and for this run only.
+        look: Returns where the training thread is. It is called in the other thread.
+        also: Called in the other thread after each post.
+        most_s: The longest time between two posts, for a run that is debugged.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        ranks: int,
+        look: Callable[[], Post],
+        also: Callable[[], object] = lambda: None,
+        *,
+        most_s: float = math.inf,
+    ) -> None:
+        self.every_s: float = min(interval(ranks), most_s)
+        self._store, self._name, self._rank, self._ranks, self._look, self._also = store, name, rank, ranks, look, also
+        self._number, self._over = 0, threading.Event()
+        self._last, self._held = Post(0, "the start of the run"), False
+        self._thread = threading.Thread(target=self._work, name="cadenza posts", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(2.0)  # the store may not answer
+
+    def _work(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._send(self._last if self._held else self._look())
+                self._also()
+                self._over.wait(self.every_s)
+            self._send(replace(self._last if self._held else self._look(), ended=True))
+        except Exception:  # the store is gone: the training thread sees that the contact is lost, and says so
+            return
+
+    def hold(self) -> None:
+        """Post from now on where this rank was last: it waited for another one, and has received an error instead."""
+        self._held, self._last = True, replace(self._last, waits=Waits.YES)
+
+    def _send(self, post: Post) -> None:
+        self._number += 1
+        if not self._held:
+            self._last = post
+        self._store.set(f"{self._name}/{self._rank}", json.dumps(asdict(replace(post, number=self._number))))
+
+    # -- for the rank that writes the message ------------------------------------------------------
+
+    def read(self) -> list[Post | None]:
+        """Return the last post of each rank, by rank, in one exchange; None for a rank that has sent none."""
+        keys = [f"{self._name}/{rank}" for rank in range(self._ranks)]
+        there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+        found = dict(zip(there, self._store.multi_get(there), strict=True))
+        return [None if key not in found else _post(found[key]) for key in keys]
+
+    def compared(self, *, all_of: bool = False) -> tuple[list[Post | None], list[Post | None]]:
+        """Return the posts now, and again when each rank has posted anew, or could have.
+
+        With `all_of`, wait for the whole time in any case.
+        """
+        before = after = self.read()
+        deadline = time.monotonic() + 2.5 * self.every_s
+        while (all_of or _silent(before, after)) and time.monotonic() < deadline:
+            time.sleep(self.every_s / 2)
+            after = self.read()
+        return before, after
+
+
+def interval(ranks: int) -> float:
+    """Return the seconds between two posts of a rank.
+
+    >>> interval(2), interval(1024)
+    (1.0, 4.0)
+    """
+    return EVERY_S * max(1.0, ranks / _RANKS)
+
+
+def culprit(before: Sequence[Post | None], after: Sequence[Post | None], waited_s: float | None) -> str:
+    """Name the ranks that keep the others waiting.
+
+    Args:
+        before: The last post of each rank.
+        after: The same, later: a rank that sent none in between has stopped, unless it left the run.
+        waited_s: How long a rank waited for another; None if the contact was lost.
+    """
+    silent = _silent(before, after)
+    known = {rank: post for rank, post in enumerate(after) if post is not None and not post.ended}
+    if silent and waited_s is None:
+        return _listed(after, silent, "ended without an error message (killed, or crashed); last seen {}")
+    further = max((post.step for post in after if post is not None), default=0) + 1
+    late = f"did not reach step {further}" + ("" if waited_s is None else f" within {waited_s:g} s")
+    if silent:
+        return _listed(after, silent, late + "; last seen {}, and it posts no more: paused, or killed")
+    if gone := [rank for rank, post in enumerate(after) if post is not None and post.ended]:
+        return _listed(after, gone, "left the run {}, and the other ranks did not")
+    if not known:
+        return "no rank has posted where it is"
+    least = min((post.step, post.waits) for post in known.values())
+    if least[1] is Waits.YES and len({post.where for post in known.values()}) > 1:
+        positions = _positions(known)
+        return f"the ranks wait for each other at different calls: {positions}. Trainer(debug_ranks=True) compares the calls"
+    behind = [rank for rank, post in known.items() if (post.step, post.waits) == least]
+    return _listed(after, behind, late + "; last seen {}")
+
+
+def _silent(before: Sequence[Post | None], after: Sequence[Post | None]) -> list[int]:
+    pairs = enumerate(zip(before, after, strict=True))
+    return [
+        rank for rank, (old, new) in pairs if new is None or (old is not None and not new.ended and new.number <= old.number)
+    ]
+
+
+def _listed(posts: Sequence[Post | None], ranks: Sequence[int], text: str) -> str:
+    parts = []
+    for rank in ranks[:_SAMPLES]:
+        post = posts[rank]
+        if post is None:
+            parts.append(f"rank {rank} has not begun the run")
+        else:
+            parts.append(f"rank {rank} {text.format(post)}")
+    return "; ".join(parts) + (f"; and {len(ranks) - _SAMPLES} more ranks" if len(ranks) > _SAMPLES else "")
+
+
+def _positions(posts: dict[int, Post]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, post in posts.items():
+        ranks.setdefault(str(post), []).append(rank)
+    parts = []
+    for position, own in [*ranks.items()][:_SAMPLES]:
+        several = f"ranks {few(map(str, own), _SAMPLES)}"
+        parts.append(f"{several if len(own) > 1 else f'rank {own[0]}'} {position}")
+    return "; ".join(parts) + ("; ..." if len(ranks) > _SAMPLES else "")
+
+
+def _post(content: bytes) -> Post:
+    fields: dict[str, Any] = json.loads(content)
+    return Post(**fields | {"waits": Waits(fields["waits"])})
+
+
+def own_client(store: Any, timeout_s: float) -> Any:
+    """Return another client of a store, so that a call that waits blocks no other thread."""
+    try:
+        client = store.clone()
+    except (AttributeError, RuntimeError):  # older torch, or a store inside of this process
+        return store
+    client.set_timeout(timedelta(seconds=timeout_s))
+    return client
+
+
+def within(timeout_s: float, act: Callable[[], Any]) -> Any:
+    """Return the result of `act`; None if it takes longer or fails. A paused store neither answers nor raises."""
+    result: list[Any] = []
+
+    def work() -> None:
+        try:
+            result.append(act())
+        except (RuntimeError, ValueError):  # torch's errors of a store
+            return
+
+    thread = threading.Thread(target=work, name="cadenza store", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return result[0] if result else None
+
 
 _ENTERED = "cadenza/entered/{}"  # the key of a rank
 _TELLS_S = 1.0  # a rank that fails posts its error before it ends, and this is how long the others wait for it
@@ -80,7 +300,7 @@ class Failure:
         if not missing:
             return DistributedError(self._unknown(waited_s))
         began = "lost contact" if waited_s is None else f"waited {waited_s:g} s"
-        names = ", ".join(f"rank {rank}" for rank in missing[:4]) + (", ..." if len(missing) > 4 else "")
+        names = few([f"rank {rank}" for rank in missing], 4)
         return DistributedError(
             f"rank {self._rank} {began} {where}, and {names} did not come. Every rank must call Trainer, fit, evaluate and "
             "predict, in the same order: not inside of `if rank == 0`. If a rank is slow, set DdpDriver(timeout_s=...)."

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from cadenza.drivers.checking import check_switches
-from cadenza.drivers.group import GroupDriver
+from cadenza.drivers.group import GroupDriver, check_switches
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.materializing import Init, check_can_materialize, empty_tensors, materialize
 from cadenza.drivers.sharding import Readable, chunk_of

@@ -24,11 +24,9 @@ from torch import distributed as dist
 
 from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.base import Driver, Reduction
-from cadenza.drivers.checking import check_above_zero, check_switches
 from cadenza.drivers.comparing import Comparison
-from cadenza.drivers.failing import Failure
+from cadenza.drivers.failing import Failure, Post, Posts, own_client
 from cadenza.drivers.joining import join, launched, rendezvous_of
-from cadenza.drivers.posts import Post, Posts, own_client
 from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard
@@ -224,7 +222,9 @@ class GroupDriver(Driver):
         return bool(self.reduce(torch.tensor(int(flag)), "max"))
 
     def gather(self, value: Any) -> list[Any]:
-        return self._gathered(value, self._hosts)
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value, group=self._hosts)
+        return everyone
 
     def gather_on_main(self, value: Any) -> list[Any]:
         return self._gathered_on_main(value, self._hosts)
@@ -238,11 +238,6 @@ class GroupDriver(Driver):
         everyone = [None] * self.world_size if self.is_main else None
         dist.gather_object(value, everyone, dst=0, group=group)
         return everyone or []
-
-    def _gathered(self, value: Any, group: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, value, group=group)
-        return everyone
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         return self._broadcast(value, self._hosts, source)
@@ -393,3 +388,18 @@ def _leave() -> None:
     if dist.is_initialized():
         time.sleep(0.05)  # its threads need the interpreter to release their last work, and the next call blocks on them
         dist.destroy_process_group()
+
+
+def check_switches(**given: object) -> None:
+    """Raise `TypeError` if an argument is neither True nor False: torch takes the text ``"no"`` for True."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False; got {value!r}")
+
+
+def check_above_zero(name: str, value: object, unit: str) -> None:
+    """Raise `TypeError` if an argument is no number, and `ValueError` if it is not above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of {unit} greater than 0; got {value!r}")
+    if not value > 0:
+        raise ValueError(f"{name} must be greater than 0 {unit}; got {value!r}")

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import nn
 
 from cadenza.errors import nearest
+from cadenza.status.formats import few
 
 T = TypeVar("T")
 Pattern = str | type[nn.Module]
@@ -80,4 +81,4 @@ def _fits(pattern: Pattern, name: str, value: object) -> bool:
 
 def _few(named: Mapping[str, object]) -> str:
     shown = [f"{name} ({type(one).__name__})" if isinstance(one, nn.Module) else name for name, one in named.items() if name]
-    return (", ".join(shown[:8]) or "none") + (", ..." if len(shown) > 8 else "")
+    return few(shown, 8) or "none"

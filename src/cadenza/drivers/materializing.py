@@ -25,7 +25,7 @@ from cadenza.drivers.sharding import Region, is_sharded, laid_out, local, region
 from cadenza.errors import CheckpointFormatError, DistributedError
 from cadenza.files.paths import local_path
 from cadenza.loading.rng import draw_seed, preserve_rng_state, seed_all
-from cadenza.status.formats import counted
+from cadenza.status.formats import counted, few
 
 # -- files of weights ------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class _Materializing:
         if self._path is not None and self._tells:
             self._warn()
         for module in _children_first(self._model, set()):
-            if any(_storage(one) in self._needed for one in _tensors_below(module)):
+            if any(_storage(one) in self._needed for one in tensors_of(module)):
                 self._initialize(module)
         for name, stored in self._found.items():
             target = self._targets[name]
@@ -238,7 +238,7 @@ class _Materializing:
         }
         for told, names in kinds.items():
             if names:
-                warnings.warn(f"{self._path}: {counted(len(names), 'tensor')} {told}: {_some(sorted(names))}", stacklevel=2)
+                warnings.warn(f"{self._path}: {counted(len(names), 'tensor')} {told}: {few(sorted(names), 3)}", stacklevel=2)
 
 
 class _Writes(TorchDispatchMode):
@@ -352,10 +352,6 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, one) for name, one in [*module._parameters.items(), *module._buffers.items()] if one is not None]
 
 
-def _tensors_below(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     """Return the method that sets a module's own tensors; torch has two names for it."""
     methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
@@ -378,14 +374,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _lost(model: nn.Module, names: list[str]) -> str:
     modules = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names}
-    shown = ", ".join(f"{name} of {modules[name]}" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    shown = few([f"{name} of {modules[name]}" for name in names], 3)
     return (
         f"the model was built on the device 'meta', and nothing sets the values of {counted(len(names), 'tensor')}: {shown}. "
         f"Give {' and '.join(dict.fromkeys([*modules.values()][:3]))} a method reset_parameters() that sets them in place, as "
         "torch's layers have; or pass FsdpDriver(init=function), which is called with each module; or create these tensors "
         "with device='cpu'. Buffers that are computed in __init__ have no values on 'meta' either."
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -33,7 +33,7 @@ from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.precision import check_precision
 from cadenza.optim.rates import is_counted
 from cadenza.optim.settings import Settings
-from cadenza.status.formats import counted
+from cadenza.status.formats import counted, few
 from cadenza.status.progress import Accumulation, Change, Progress
 from cadenza.status.shown import brief
 from cadenza.text.hints import hints, moment_meant
@@ -120,13 +120,9 @@ def _check_data_of(model: nn.Module) -> None:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         not_made = [name for name, one in tensors if is_lazy(one)]
         raise ValueError(
-            f"model has {len(not_made)} uninitialized lazy tensors: {_some(not_made)}. Run the model once on a batch before "
+            f"model has {len(not_made)} uninitialized lazy tensors: {few(not_made, 3)}. Run the model once on a batch before "
             "you make the optimizer and the trainer."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def checked_lengths(*, ends_itself: bool = False, **limits: int | None) -> dict[str, int | None]:

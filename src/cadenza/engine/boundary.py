@@ -5,6 +5,7 @@ And what a run notes there of its training data: the points of `DataCourse`, the
 
 from __future__ import annotations
 
+import json
 import math
 from functools import partial
 from itertools import chain
@@ -12,8 +13,10 @@ from typing import Any
 
 from cadenza.engine.session import Session
 from cadenza.loading.data_course import Point, Segment, described
+from cadenza.records.history import write_again
 from cadenza.status.decisions import Outcome
 from cadenza.status.formats import counted
+from cadenza.status.masking import masked
 from cadenza.status.progress import Accumulation, Progress
 
 # -- the boundary ----------------------------------------------------------------------------------
@@ -25,17 +28,18 @@ def reach(session: Session, *, closing: bool = False, after_step: bool = False) 
     Every rank must call this. With `after_step`, wait for the other ranks only if this rank has a request, has logged a
     number or has this to do. With `closing`, run no evaluation.
     """
+    acts = session.acts
     if (closing or session.due.run(session)) and after_step and session.sync.several:
-        session.sync.end_step(acts=bool(session.waiting or session.waiting_longer))
+        session.sync.end_step(acts=bool(acts.next or acts.later))
     elif session.sync.several:
         session.sync.synchronize()
     if not session.metrics.buffer.idle:
         session.metrics.deliver(session.run, session.progress.now(), wait=closing)
     session.cursor.at_boundary |= not closing
-    if session.waiting_longer:
-        session.waiting, session.waiting_longer = session.waiting + session.waiting_longer, []
-    while session.waiting:
-        session.hooks.carry_out([session.waiting.pop(0)], session.run, "after_step")
+    if acts.later:
+        acts.next, acts.later = acts.next + acts.later, []
+    while acts.next:
+        session.hooks.carry_out([acts.next.pop(0)], session.run, "after_step")
 
 
 def count_step(session: Session) -> None:
@@ -50,7 +54,8 @@ def count_step(session: Session) -> None:
 def take_stop(session: Session) -> None:
     """Call ``on_stop``, once, if a stop was requested."""
     session.sync.leaves()  # a request of the last step of an epoch may not be known to all ranks yet
-    session.metrics.deliver(session.run, wait=False)  # nor its record have been complete
+    if not session.metrics.buffer.idle:  # nor its record have been complete
+        session.metrics.deliver(session.run, wait=False)
     stop = session.sync.take_stop()
     if stop is not None and session.outcome is None:
         session.end(Outcome(session.sync.requests.kind, stop.why))
@@ -88,7 +93,8 @@ def close(session: Session) -> None:
     """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
     session.sync.close()
     finish = partial(reach, session, closing=True)
-    closers = iter(lambda: session.closers.pop() if session.closers else None, None)  # also those that a closer adds
+    opened = session.acts.closers
+    closers = iter(lambda: opened.pop() if opened else None, None)  # also those that a closer adds
     # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
     session.hooks.carry_out(chain((finish, finish), closers, (finish, session.metrics.close)), session.run)
     for block in session.blocks.open:
@@ -178,3 +184,37 @@ def no_batches(progress: Progress) -> str:
         f"the training loader gave no batch in epoch {progress.epoch + 1}. Give one that has at least one batch"
         f"{again}; with drop_last=True a data set smaller than a batch has none."
     )
+
+
+# -- a run directory that was moved or deleted while its run goes on -------------------------------
+
+
+NOTE = "MOVED.txt"
+"""The file in the new directory that says what happened."""
+
+
+def make_again(session: Session) -> None:
+    """Make the directory of a run again at its path, with the rows and decisions that are in memory. Say it once.
+
+    If that is not possible, nothing is said here: logs and checkpoints report that they cannot be written, and wait.
+    """
+    files = session.files
+    assert files is not None, "the directory of the main process"
+    try:
+        files.make_again()
+    except OSError:
+        return
+    rows = write_again(files.path / "metrics.jsonl", session.metrics.history)
+    decisions = files.path / "decisions.jsonl"
+    there = set(decisions.read_text(encoding="utf-8").splitlines()) if decisions.exists() else set()
+    for decision in session.decisions:
+        if json.dumps(masked(decision.to_dict())) not in there:
+            files.add_decision(decision.to_dict())
+    text = (
+        f"the directory {str(files.path)!r} was moved or deleted while its run was at {session.progress.now()}. It was made "
+        f"again, and the run goes on in it. {counted(rows, 'row')} of metrics.jsonl and the decisions of this process were "
+        "written from memory. Earlier checkpoints, console.log, and files that sinks hold open are in the moved directory, if "
+        "there is one"
+    )
+    (files.path / NOTE).write_text(f"{text[0].upper()}{text[1:]}.\n", encoding="utf-8")
+    session.warn(text)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import cadenza
-from cadenza.drivers.posts import Post, Waits
+from cadenza.drivers.failing import Post, Waits
 from cadenza.engine.memory import is_out_of_memory, memory_held
 from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Loops, Session
@@ -149,8 +149,8 @@ _NO_LOSS = re.compile(
 )
 _IN_EVALUATION = ("cadenza.engine.evaluation", "cadenza.engine.tally", "cadenza.loading.evaluation")
 _IN_LOOP = {
-    ("cadenza.engine.loop", "fetch"): "the training loader",
-    ("cadenza.engine.loop", "compute"): "compute_loss",
+    ("cadenza.engine.loop", "Training.fetch"): "the training loader",
+    ("cadenza.engine.loop", "Training.compute"): "compute_loss",
     ("cadenza.engine.updating", "backward"): "the backward pass",
     ("cadenza.engine.updating", "update"): "the update of the weights",
 }
@@ -180,8 +180,9 @@ def explained(session: Session) -> Iterator[None]:
 
 def raised_by_loader(error: BaseException) -> bool:
     """Return whether the code of the training loader raised an error, when the loop wanted its next batch."""
-    names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)]
-    last = max((index for index, name in enumerate(names) if name == ("cadenza.engine.loop", "fetch")), default=len(names))
+    names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_qualname) for frame, _ in walk_tb(error.__traceback__)]
+    fetch = "cadenza.engine.loop", "Training.fetch"
+    last = max((index for index, name in enumerate(names) if name == fetch), default=len(names))
     inside = [room for room, _ in names[last + 1 :]]
     return bool(inside) and not inside[0].startswith(("cadenza.hooks.", "cadenza.drivers.", "cadenza.engine."))
 
@@ -213,7 +214,7 @@ class _Trace:
         if room == "cadenza.hooks.fan_out":  # an error of a callback, which has a note of its own
             self.what = self.function = ""
             self.scene, self.modules = InUse(self.session.driver.device), []
-        elif phase := _IN_LOOP.get((str(room), function)):
+        elif phase := _IN_LOOP.get((str(room), frame.f_code.co_qualname)):
             self.function, self.what = function, phase
             if function == "compute" and self.session.step_fn is not None:
                 self.what = "step_fn"
@@ -381,8 +382,8 @@ _PHASES = {
     ("cadenza.engine.boundary", "reach"): "the step boundary",
     ("cadenza.engine.evaluation", "evaluate"): "an evaluation",
     ("cadenza.engine.evaluation", "predict"): "a prediction",
-    ("cadenza.engine.loop", "begin"): "the start of the run",
-    ("cadenza.loops.part", "_set_up"): "the start of the run",
+    ("cadenza.engine.loop", "Training.begin"): "the start of the run",
+    ("cadenza.loops.part", "Part._set_up"): "the start of the run",
 }
 
 _COMMUNICATING = ("torch.distributed", "torch.nn.parallel.distributed", "cadenza.drivers.")
@@ -448,9 +449,9 @@ def _busy_s(thread: int) -> float:
 
 def _phase(frame: FrameType) -> str | None:
     room = frame.f_globals.get("__name__", "")
-    if room in ("cadenza.engine.rank_sync", "cadenza.engine.shared_sync"):
+    if room == "cadenza.engine.rank_sync":
         return "the exchange between ranks"
-    return _PHASES.get((room, frame.f_code.co_name))
+    return _PHASES.get((room, frame.f_code.co_qualname))
 
 
 def _user_line(frame: FrameType | None) -> str:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import by_main
-from cadenza.engine.due_evaluations import EvaluationInterrupted
 from cadenza.engine.error_context import described, explained, whereabouts
 from cadenza.engine.monitor import check_reported, reports_nothing
 from cadenza.engine.objective import joined, on_host
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import main_only
+from cadenza.engine.step_state import EvaluationInterrupted
 from cadenza.engine.tally import Tally
 from cadenza.errors import DataError, DirectoryError, DistributedError
 from cadenza.files.paths import local_path

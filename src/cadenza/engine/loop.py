@@ -182,7 +182,7 @@ class Training:
                 raise DataError(boundary.no_batches(session.progress))
             return END
         if session.sync.count_tokens is not None:
-            session.sync.read_tokens(batch, session.sync.count_tokens)
+            session.sync.read_tokens(batch)
         return session.driver.to_device(batch)
 
     def take(self, batch: Any) -> None:

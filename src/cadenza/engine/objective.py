@@ -146,6 +146,48 @@ def whole_count(value: object) -> int | None:
     return value if value >= 0 else None
 
 
+def counted_tokens(count: Callable[[Any], int], batch: Any) -> int:
+    """Return the tokens of a batch by a function, before the transfer to the device: a count of its values needs no wait.
+
+    Raises:
+        DataError: The function returns no whole number of at least 0 that is on the host.
+    """
+    number = whole_count(counted := count(batch))
+    if number is None:
+        raise DataError(
+            f"tokens={count!r} must return a whole number of at least 0, on the host; got {counted!r}. It is "
+            "called with the batch as the loader yields it. Return a shape, such as batch['input_ids'].numel(), or "
+            "int((labels != -100).sum())."
+        )
+    return number
+
+
+def reported_tokens(outputs: Outputs, *, count: Callable[[Any], int] | None, limit: int | None) -> int:
+    """Return the tokens that the outputs of a batch report.
+
+    Args:
+        outputs: The outputs.
+        count: The function that counts tokens; None: the outputs may report them.
+        limit: The tokens after which the run ends; None: it does not need them.
+
+    Raises:
+        LossError: They are no whole number; they are counted by the function, too; or there are none, and the run needs them.
+    """
+    reported = count_in(outputs, "tokens")
+    if count is not None and reported is not None:
+        raise LossError(
+            f"tokens are counted twice: by Trainer(tokens={count!r}), and by outputs['tokens'], which is {reported}. Leave out "
+            "one of the two."
+        )
+    if count is None and reported is None and limit is not None:
+        raise LossError(
+            f"max_tokens={limit} needs the number of tokens in each batch: expected outputs['tokens']; got outputs "
+            f"{list(outputs)}. Return it from compute_loss (or step_fn), as in {{'loss': loss, 'tokens': "
+            "batch['input_ids'].numel()}, or give Trainer(tokens=...), a function (batch) -> int."
+        )
+    return reported or 0
+
+
 def checked_loss(loss: object, model: nn.Module | None = None) -> Tensor:
     """Return `loss` with shape (), a tensor of one element through which gradients can flow to the weights of `model`.
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.engine.arguments import plain_accumulate, useless_changes
-from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.session import Session
+from cadenza.engine.step_state import Deferred
 from cadenza.errors import DirectoryError, nearest
 from cadenza.files.disk import read_object
 from cadenza.hooks.dispatch import Hooks
@@ -23,7 +23,7 @@ from cadenza.hooks.subscription import Subscription
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.decisions import WhyNot
 from cadenza.status.folding import folded
-from cadenza.status.formats import counted
+from cadenza.status.formats import counted, few
 from cadenza.status.progress import Accumulation, Progress
 
 LIMITS = ("max_epochs", "max_steps", "max_tokens")
@@ -243,7 +243,7 @@ def doubts(session: Session) -> Iterator[str]:
     if left:
         yield (
             f"no optimizer holds {counted(len(left), 'parameter')} that require a gradient, so they are not trained: "
-            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
+            f"{few(left)}. Give them to an optimizer, or set requires_grad_(False)."
         )
 
 

@@ -1,31 +1,52 @@
-"""The pending requests of a run, and what ranks exchange in a step: the interface, and the run in one process.
+"""What ranks exchange in each step: requests, counts of samples and tokens, the time, and sums of logged numbers.
 
-`RankSync` is that of one process and exchanges nothing. `cadenza.engine.shared_sync` is that of several ranks: every rank must
-call its methods in the same order. Methods that communicate say so.
+`RankSync` is that of one process, and exchanges nothing. `SharedSync` is that of several ranks: every rank must call its
+methods in the same order. Methods that communicate say so. A step of several ranks::
+
+    begin_batch  --- announce: samples, tokens, the time, whether a request is pending, and whether a hook may still make
+        |            one or log in this step. Sent while ranks compute; later if it takes the loss or the outputs to know.
+    end_batch    --- read what all ranks have announced
+        |
+        |--- nothing was announced, or no hook of any rank may speak --> quiet: the step ends without an exchange
+        |--- a request is pending, the last sums were late, or the epoch ends --> synchronize: all ranks wait for the sums
+        v
+    end_step     --- send the sums of requests and logged numbers
+        |--- this rank has nothing --> it goes on, and reads the sums with its next batch
+        |--- this rank has something, and so have all --> complete the record; requests take effect at this boundary
+        '--- this rank has something, and others have not --> late: all ranks complete the record with the next batch, and
+                                                              requests take effect at the next boundary
+
+If no listener is due for some steps on any rank, nothing is announced in these steps, which are a quiet window. A signal and
+unexpected requests are exchanged at its end. At the end of an epoch and of the run, all ranks wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from signal import Signals
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from cadenza.engine.objective import count_in, whole_count
-from cadenza.engine.step_state import Cursor, StepState
-from cadenza.errors import DataError, LossError
+from cadenza.drivers.base import Driver
+from cadenza.engine.arguments import units_of_changes
+from cadenza.engine.metric_log import is_number, mean_on_its_way, mean_over_ranks
+from cadenza.engine.objective import count_in, counted_tokens, reported_tokens
+from cadenza.engine.step_state import Cursor, Decide, StepState, number_on_host
+from cadenza.errors import LossError
+from cadenza.hooks.counting import exchanged
+from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.moments import Moment
+from cadenza.hooks.moments import Callback, Moment
+from cadenza.optim.parameters import parameters_of
+from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.status.decisions import Decision, Requests
 from cadenza.status.progress import Counters, Progress
-
-
-class Decide(Protocol):
-    """Records a decision: see `Session.decide`."""
-
-    def __call__(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision: ...
 
 
 class SharedProgress(Progress):
@@ -73,10 +94,10 @@ class RankSync:
     broken: bool = field(default=False, init=False)
     """Whether the run has failed: other ranks may not know it yet, so nothing is exchanged any more."""
     _samples: int = field(default=0, init=False)
-    _tokens_in_batch: int = field(default=0, init=False)  # by `count_tokens`
+    _counted: int = field(default=0, init=False)  # the tokens of the batch by `count_tokens`
 
     def __post_init__(self) -> None:
-        self._asks_tokens = self.count_tokens is not None or self._progress.max_tokens is not None
+        self._needs_tokens = self._progress.max_tokens is not None
 
     @property
     def together(self) -> bool:
@@ -95,56 +116,27 @@ class RankSync:
         """Return whether a request ends the epoch. Communicates: every rank must call this."""
         return self.requests.leave
 
+    def read_tokens(self, batch: Any) -> None:
+        """Count the tokens of a batch that is not on the device yet, if a function counts them."""
+        if self.count_tokens is not None:
+            self._counted = counted_tokens(self.count_tokens, batch)
+
     def begin_batch(self, batch: Any) -> None:
         """Begin a batch, after ``on_batch_start``. Communicates: every rank must call this."""
         self._samples = self._cursor.source.size_of(batch)
 
     def end_batch(self) -> tuple[int, int]:
         """Return the samples and the tokens in the batch, over all ranks. Communicates: every rank must call this."""
-        outputs, samples = self._step.outputs, self._samples
+        outputs, samples, tokens = self._step.outputs, self._samples, self._counted
         if dict.get(outputs, "samples") is not None:
             samples = count_in(outputs, "samples") or 0
-        counts = self._asks_tokens or dict.get(outputs, "tokens") is not None
-        return samples, self._tokens_of_batch() if counts else 0
+        if self._needs_tokens or dict.get(outputs, "tokens") is not None:
+            tokens += self._reported_tokens()
+        return samples, tokens
 
-    def read_tokens(self, batch: Any, count: Callable[[Any], int]) -> None:
-        """Count a batch by a function, before the transfer to the device: a count of its values needs no wait.
-
-        Raises:
-            DataError: The function returns no whole number of at least 0 that is on the host.
-        """
-        counted = count(batch)
-        number = whole_count(counted)
-        if number is None:
-            raise DataError(
-                f"tokens={count!r} must return a whole number of at least 0, on the host; got {counted!r}. It is "
-                "called with the batch as the loader yields it. Return a shape, such as batch['input_ids'].numel(), or "
-                "int((labels != -100).sum())."
-            )
-        self._tokens_in_batch = number
-
-    def _tokens_of_batch(self) -> int:
-        """Return the tokens of the current batch on this rank, after its forward pass.
-
-        Raises:
-            LossError: The outputs give no whole number; give one beside the function; or give none, and the run needs it.
-        """
-        outputs, limit = self._step.outputs, self._progress.max_tokens
-        reported = count_in(outputs, "tokens")
-        if self.count_tokens is not None:
-            if reported is not None:
-                raise LossError(
-                    f"tokens are counted twice: by Trainer(tokens={self.count_tokens!r}), and by outputs['tokens'], which is "
-                    f"{reported}. Leave out one of the two."
-                )
-            return self._tokens_in_batch
-        if reported is None and limit is not None and not self._step.skipping:
-            raise LossError(
-                f"max_tokens={limit} needs the number of tokens in each batch: expected outputs['tokens']; got outputs "
-                f"{list(outputs)}. Return it from compute_loss (or step_fn), as in {{'loss': loss, 'tokens': "
-                "batch['input_ids'].numel()}, or give Trainer(tokens=...), a function (batch) -> int."
-            )
-        return reported or 0
+    def _reported_tokens(self) -> int:
+        limit = None if self._step.skipping else self._progress.max_tokens
+        return reported_tokens(self._step.outputs, count=self.count_tokens, limit=limit)
 
     @property
     def holds_back(self) -> bool:
@@ -216,3 +208,382 @@ class RankSync:
             name = Signals(requests.signal).name
             data = {"signal": name, "kind": requests.kind}
             requests.signalled = self._decide("stopped", f"signal {name}", who="the system", data=data)
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+STEPS = tuple(2**power for power in range(11))
+"""The numbers of steps for which ranks may agree to exchange nothing."""
+
+LONGEST_S = 0.25
+"""The longest time without an exchange, in seconds: a signal waits for so long."""
+
+AT_START, AT_LOSS, AT_END = range(3)
+"""When a batch is announced: before its forward pass, when its loss is known, or when it is over."""
+
+
+class Silence:
+    """The quiet windows of a run: steps in which ranks exchange nothing, because no listener is due on any rank.
+
+    All numbers are those that the ranks have exchanged, so that all ranks come to the same result.
+    """
+
+    def __init__(self) -> None:
+        self._until = 0
+        self._measured: tuple[int, float] | None = None
+        self._pace_s = float("inf")
+
+    def covers(self, step: int) -> bool:
+        """Return whether nothing is exchanged after so many complete steps."""
+        return step < self._until
+
+    @staticmethod
+    def votes(quiet: float) -> list[bool]:
+        """Return what a rank sends that expects `quiet` steps without a call: which of the `STEPS` are within."""
+        return [quiet >= steps for steps in STEPS]
+
+    def measure(self, step: int, elapsed_s: float) -> None:
+        """Note the seconds since the fit began, by the clock of all ranks, at a number of complete steps."""
+        if self._measured is None or step > self._measured[0]:
+            before, then_s = self._measured or (step - 1, 0.0)
+            self._pace_s = (elapsed_s - then_s) / (step - before)  # since the last exchange: a pause is soon forgotten
+            self._measured = step, elapsed_s
+
+    def agree(self, votes: Sequence[float], ranks: int, first: int) -> None:
+        """Start the longest quiet window that all ranks voted for, at most as long as `LONGEST_S` at the present pace.
+
+        Args:
+            votes: The sums of the votes of all ranks.
+            ranks: The number of ranks.
+            first: The number of complete steps at which the window starts.
+        """
+        agreed = max((steps for steps, sure in zip(STEPS, votes, strict=True) if sure == ranks), default=0)
+        steps = int(min(agreed, LONGEST_S / self._pace_s if self._pace_s else agreed))
+        self._until = first + steps if steps else 0
+
+
+@dataclass(eq=False, repr=False)
+class SharedSync(RankSync):
+    """The exchange among several ranks. No rank waits for another in a step in which nothing was requested or logged.
+
+    Numbers that only the outputs of a batch say are sent with the next exchange. If the run depends on samples or tokens, there
+    is no quiet window. If it depends on tokens that only the outputs say, a batch is announced when it is over: all ranks then
+    know its tokens before ``on_batch_end``.
+    """
+
+    several: ClassVar[bool] = True
+
+    _driver: Driver
+    _model: nn.Module
+    _hooks: Hooks
+    _buffer: MetricBuffer
+    _stepped: Sequence[Optimizer]  # the optimizers of a step_fn
+    _uneven: bool  # code that may speak at any time calls the user's own module
+
+    def __post_init__(self) -> None:
+        self._uneven |= bool(self._stepped)
+        hooks, progress = self._hooks, self._progress
+        self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
+        self._synchronized = False  # no request can have come since the last exchange
+        self._quiet = self._leave_sent = self._late = False
+        self._given: int | None = 0
+        self._tokens = 0  # those of this rank that are not sent yet
+        schedules = (one.schedule for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None)
+        units = {length.unit for schedule in schedules for length in schedule.lengths}
+        self._by_tokens = progress.max_tokens is not None  # all ranks must know the tokens of each batch
+        self._exact = self._by_tokens  # no quiet window: the counters must be those of this step
+        self.depends_on(units | units_of_changes(self._step.most, progress))
+        self._silence = Silence()
+        self._announced: Callable[[], Tensor] | None = None  # what ranks exchange with a batch
+        self._boundary: tuple[Counters, Callable[[], Tensor]] | None = None  # what they exchange at the end of a step
+        self._held_back: AbstractContextManager[None] | None = None
+        self._drops = False  # a batch may be dropped on this rank when its loss is known
+        self._weighs = False  # a batch is announced with its weight
+        self._weight: float | None = None
+        self._shows_losses = False
+        self._mean_loss: Callable[[], Tensor | None] | None = None  # that of the step, on its way
+
+    def depends_on(self, units: Collection[str]) -> None:
+        self._by_tokens |= "token" in units
+        self._exact |= bool(exchanged(units))
+
+    def over(self) -> bool:
+        if self._progress.finished:
+            return True
+        self.leaves()
+        return self._ends
+
+    def leaving_epoch(self) -> bool:
+        return self._cursor.exhausted or self._progress.finished or self.leaves()
+
+    def leaves(self) -> bool:
+        if not self._synchronized:
+            self.synchronize()
+        self._synchronized = self._leave  # no request comes before the epoch is left
+        return self._leave
+
+    # -- a batch -----------------------------------------------------------------------------------
+
+    def begin_batch(self, batch: Any) -> None:
+        step, window, driver = self._step, self._step.window, self._driver
+        self._mean_loss = None
+        self.agree_on_skip(Callback.on_batch_start)
+        self._count(batch)
+        self._announce(AT_START)
+        if self._uneven and not driver.shards:
+            driver.share_buffers(self._model)  # as the wrapper of DDP does, which a step_fn does not call
+        if not step.skipping and window.seen < window.size and not self._progress.at_last_batch and self._may_hold_back():
+            self._held_back = driver.no_sync(self._model)  # gradients are reduced once a step, with its last batch
+            self._held_back.__enter__()
+
+    def end_batch(self) -> tuple[int, int]:
+        step, window = self._step, self._step.window
+        if self._held_back is not None:
+            self.close()
+            window.unreduced |= not step.skipping
+        else:
+            window.unreduced &= step.skipping
+        if self._stepped:  # the gradients that no update has dropped, so that a checkpoint holds those of all ranks
+            self._driver.average_gradients(dict.fromkeys(parameters_of(self._stepped)))
+        self._collect()
+        self._count_outputs()
+        self._announce(AT_END)
+        return self._read()
+
+    @property
+    def holds_back(self) -> bool:
+        return self._held_back is not None
+
+    def close(self) -> None:
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            held_back.__exit__(None, None, None)
+
+    def agree_on_skip(self, moment: Moment) -> None:
+        if self._hooks.may_skip(moment) and self._driver.any_rank(self._step.skipping):
+            self._step.skip()  # else the others would wait for its gradients
+
+    def check_skip(self, listener: Listener | None) -> None:
+        if listener is not None and not self._hooks.can_skip(listener):
+            setting = "skips = False" if self._hooks.callbacks[listener.owner].asks else "asks = False"
+            raise RuntimeError(
+                f"{listener.owner} has {setting}, so the other ranks do not expect it to skip a batch. Remove {setting}."
+            )
+
+    def expect_drops(self) -> None:
+        self._drops = True
+
+    def expect_losses(self) -> None:
+        self._shows_losses = not self._uneven
+
+    def before_backward(self, weight: Any) -> float | None:
+        own = None if self._uneven else number_on_host(weight)
+        if own is not None:
+            self._weigh(0.0 if self._step.dropped or not self._driver.counts else own)
+        self._announce(AT_LOSS)
+        if self._shows_losses:
+            self._mean_loss = mean_on_its_way(self._step, weight, self._driver)
+        return None if own is None else self._step.weight_unit or 1.0
+
+    def _weigh(self, weight: float) -> None:
+        """Send a weight with the batch. The first one has to be reduced apart: the batch is announced already."""
+        if self._weighs:
+            self._weight = weight
+            return
+        self._weighs = True
+        total = float(self._driver.reduce(torch.tensor(weight, dtype=torch.float64), "total"))
+        self._step.window.of_ranks = (self._step.window.of_ranks or 0.0) + total
+        if self._step.weight_unit is None and 0 < total < math.inf:  # a power of 2, which does not change the rounding
+            self._step.weight_unit = 2.0 ** round(math.log2(total / self._driver.data_world_size))
+
+    def take_no_part(self, loss: Tensor) -> None:
+        if self._held_back is None:
+            self._driver.add_no_gradients(self._model, loss)
+
+    def _may_hold_back(self) -> bool:
+        """Return whether gradients may be left on each rank until the last batch of the window, by a rule that all ranks share.
+
+        If they can only be reduced in a backward pass, the last batch must have one: the length of the epoch is known, and no
+        hook can skip a batch.
+        """
+        if self._driver.reduces_later:
+            return True
+        listeners = self._hooks.by_moment
+        may_skip = self._uneven or listeners.get(Callback.on_batch_start) or listeners.get(Callback.on_before_backward)
+        return self._progress.batches_per_epoch is not None and not may_skip
+
+    def _count(self, batch: Any) -> None:
+        """Count `batch` before the forward pass."""
+        source = self._cursor.source
+        replicated = source.replicated_at == self._progress.batch_in_epoch and self._driver.data_rank > 0
+        alike = replicated or not self._driver.counts
+        self._given = None if alike else source.size_of(batch)  # a batch that several ranks train on counts once
+        self._samples += self._given or 0
+        self._tokens += 0 if alike else self._counted
+
+    def _count_outputs(self) -> None:
+        """Count what only the outputs of the batch say."""
+        reported, tokens = count_in(self._step.outputs, "samples"), self._reported_tokens()
+        if self._given is not None:
+            self._samples += 0 if reported is None else reported - self._given
+            self._tokens += tokens
+
+    @property
+    def _announces(self) -> int:
+        """When a batch is announced: as early as all that is announced with it is known."""
+        if self._by_tokens and self.count_tokens is None:
+            return AT_END
+        return AT_LOSS if self._drops or self._weighs else AT_START
+
+    def _announce(self, when: int) -> None:
+        """Start the exchange for a batch, unless it is early for that, it has started, or this is a quiet step."""
+        progress = self._progress
+        if when < self._announces or self._announced is not None:
+            return
+        if self._silence.covers(progress.step) and not self._weighs:
+            return
+        may_speak = self._may_speak()
+        quiet = 0 if may_speak else self._hooks.next_call(progress, asking=False) - progress.step - 2
+        passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
+        dropped = self._step.dropped and self._driver.counts
+        flags = [self._samples, self._tokens, self.requests.leave, may_speak, passed_ns, dropped]
+        self._samples = self._tokens = 0
+        own = [*flags, *Silence.votes(quiet), self._weight is not None, self._weight or 0]
+        self._weight = None
+        self._announced = self._driver.reduce_later(torch.tensor(own, dtype=torch.float64 if self._weighs else torch.int64))
+
+    def _read(self) -> tuple[int, int]:
+        """Read what all ranks have announced; return the samples and the tokens in their batches."""
+        if self._announced is None:
+            self._leave_sent, self._quiet = False, True
+            return 0, 0
+        samples, tokens, leave, may_speak, passed_ns, drops, *votes, weighed, weight = self._announced().tolist()
+        self._announced = None
+        self._step.drops = int(drops)
+        self._step.window.left_out += int(drops)
+        self._leave_sent, self._quiet = bool(leave), not may_speak
+        ranks, progress = self._driver.world_size, self._progress
+        if weighed:
+            self._step.window.of_ranks = (self._step.window.of_ranks or 0.0) + weight
+            if weighed < ranks:
+                raise LossError(
+                    "outputs['weight'] is there on some ranks only; either all batches of a step report it, or none"
+                )
+        if isinstance(progress, SharedProgress):
+            progress.agree(passed_ns / ranks / 1e9)
+        if leave or self._exact or self._weighs:
+            votes = Silence.votes(0)
+        self._silence.measure(progress.step, progress.elapsed_s)
+        self._silence.agree(votes, ranks, progress.step + 1)
+        return int(samples), int(tokens)
+
+    def _may_speak(self) -> bool:
+        """Return whether a hook may still make a request, or log, in this step."""
+        if self._uneven or self._buffer.holds_numbers:
+            return True
+        return self._hooks.next_call(self._progress, asking=True) <= self._progress.step + 1
+
+    # -- the step boundary -------------------------------------------------------------------------
+
+    def end_step(self, *, acts: bool) -> None:
+        if self.broken:
+            return
+        self._collect()
+        progress, requests = self._progress, self.requests
+        ends = self._cursor.exhausted or progress.finished or progress.batch_in_epoch == progress.batches_per_epoch
+        if ends or self._leave_sent or self._late:  # as all ranks know
+            self.synchronize()
+            return
+        quiet, self._quiet = self._quiet, False
+        self._leave, self._synchronized = False, True
+        if quiet:
+            return
+        speaks = acts or requests.leave or self._buffer.holds_numbers or (self._exact and bool(self._samples or self._tokens))
+        self._boundary = progress.now(), self._driver.reduce_later(self._own(speaks=speaks))
+        if not speaks:
+            return
+        sums = self._boundary[1]().tolist()
+        if sums[0] == self._driver.world_size:
+            self._boundary = None
+            self._complete(sums)
+        elif self._buffer.holds_numbers:
+            self._buffer.set_aside(self._boundary[0])  # all ranks complete it with the next batch
+
+    def synchronize(self) -> None:
+        if self.broken:
+            return
+        self._collect()
+        self._complete(self._driver.reduce_later(self._own(speaks=True))().tolist())
+
+    def _own(self, *, speaks: bool) -> Tensor:
+        """Return what the ranks exchange at a boundary: what `_complete` receives the sums of."""
+        summary = self._buffer.summary(rank=self._driver.rank, counts=self._driver.counts)
+        own = [speaks, self.requests.leave, self._buffer.holds_numbers, self._samples, self._tokens, *summary]
+        self._samples = self._tokens = 0
+        return torch.tensor(own, dtype=torch.float64)
+
+    def _complete(self, sums: Sequence[float]) -> None:
+        """Complete the open record, and exchange requests if there are any."""
+        _, leave, holds, samples, tokens, *numbers = sums
+        self._progress.add(int(samples), int(tokens))
+        if holds:
+            self._buffer.reduce(self._driver, numbers)
+        if leave:
+            self._exchange_requests()
+        self._leave, self._ends, self._synchronized = bool(leave), bool(leave) and self.requests.ends_run, True
+        self._leave_sent = self._quiet = self._late = False
+
+    def _collect(self) -> None:
+        """Read the sums of the last boundary, and complete its record if a rank had numbers. Every rank must call this.
+
+        The sums of a rank that has read them already are the same.
+        """
+        if self._boundary is None:
+            return
+        (at, arrived), self._boundary = self._boundary, None
+        speaks, _, holds, samples, tokens, *numbers = arrived().tolist()
+        self._progress.add(int(samples), int(tokens))
+        self._late |= bool(speaks)
+        if holds:
+            self._buffer.reduce_aside(self._driver, numbers, at)
+
+    def take_requests(self) -> None:
+        self._collect()
+        self._exchange_requests()
+        self._leave, self._synchronized, self._late = True, True, False
+        self._ends = self.requests.ends_run
+
+    def take_stop(self) -> Decision | None:
+        return self.requests.stop or self.requests.signalled  # a signal is recorded when all ranks know of it
+
+    def mean_loss(self) -> Tensor | None:
+        if self._mean_loss is not None:
+            return self._mean_loss()
+        return mean_over_ranks(self._step.last_window, self._driver, uneven=self._uneven)
+
+    def loss_to_log(self) -> Tensor | None:
+        window = self._step.last_window
+        return window.mean_loss() if is_number(window, uneven=self._uneven) else self.mean_loss()
+
+    def _exchange_requests(self) -> None:
+        requests = self.requests
+        self._note_signal()
+        everyone = self._driver.gather((requests.stop, requests.end_epoch, requests.signalled, requests.signal))
+        stops, ends, signalled, signals = zip(*everyone, strict=True)
+        requests.stop, requests.end_epoch = self._first(stops), self._first(ends)
+        requests.signalled = self._first(signalled)
+        requests.signal = next((signal for signal in signals if signal is not None), None)
+        requests.leave = True
+
+    def _first(self, decisions: Sequence[Decision | None]) -> Decision | None:
+        """Return the first rank's decision. If another rank made it, record that it takes effect on this one."""
+        for rank, decision in enumerate(decisions):
+            if decision is not None:
+                if rank != self._driver.rank and " on rank " not in decision.who:
+                    who, own = f"{decision.who} on rank {rank}", decisions[self._driver.rank]
+                    if own is not None and own.who == who:
+                        return own
+                    return self._decide(decision.what, decision.why, who=who, data=decision.data)
+                return replace(decision)
+        return None

@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.due_evaluations import DueEvaluations
 from cadenza.engine.metric_log import LossCheck, MetricLog
-from cadenza.engine.module_flags import ModuleFlags
-from cadenza.engine.rank_sync import RankSync
-from cadenza.engine.shared_sync import SharedSync
-from cadenza.engine.step_state import AccumulationWindow, Cursor, Restored, SaveBlocks, Saver, StepState
+from cadenza.engine.module_state import ModuleFlags
+from cadenza.engine.rank_sync import RankSync, SharedSync
+from cadenza.engine.step_state import AccumulationWindow, Cursor, DueEvaluations, Restored, SaveBlocks, Saver, StepState
 from cadenza.errors import drop_tracebacks
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.faults import Closer, Fault
-from cadenza.loading import Consumed, ResumableLoader, resumable
+from cadenza.loading import Consumed, resumable
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.mixture import set_source
 from cadenza.loading.resumable_base import changed
@@ -37,7 +35,6 @@ from cadenza.optim.settings import Settings
 from cadenza.profiling.spans import Timings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
-from cadenza.status.branches import Branch
 from cadenza.status.decisions import Decision, Outcome
 from cadenza.status.folding import for_screen
 from cadenza.status.progress import Progress
@@ -105,7 +102,6 @@ class Session:
     """Which loop does the steps."""
     tokens: Callable[[Any], int] | None = None
     """Counts the tokens of a batch that is not on the device yet; None: the outputs of a batch may say them."""
-    seed: int | None = None
     data_seed: int = 0
     """The random order of the training data depends on this seed, the epoch and the batch alone."""
     replay: bool = False
@@ -132,8 +128,6 @@ class Session:
     """The factors on the learning rates."""
     module_flags: ModuleFlags = field(init=False)
     """The flags of the model that hooks changed."""
-    branch: Branch = field(default_factory=Branch, init=False)
-    """The line of checkpoints to which the run belongs."""
     outcome: Outcome | None = field(default=None, init=False)
     """How the run ended; None while it goes on."""
     profile: Timings | None = field(default=None, init=False)
@@ -153,18 +147,13 @@ class Session:
     advises: bool = field(default=True, init=False)
     """Whether the notes of the start suggest arguments of the native trainer. The trainer of an adapter has other arguments."""
     _keep: Callable[[str], object] = field(init=False)
-    change: Callable[[Any], Any] | None = field(default=None, init=False)  # of each training batch, set in on_setup
     _run: Callable[[], Run | None] = field(default=lambda: None, init=False)
-    waiting: list[Closer] = field(default_factory=list, init=False)
-    """What waits for the next step boundary, in order."""
-    waiting_longer: list[Closer] = field(default_factory=list, init=False)
-    """What waits for the boundary after it."""
-    closers: list[Closer] = field(default_factory=list, init=False)
-    """What callbacks have opened, and close at the end of the run."""
+    acts: PendingActs = field(init=False)
+    """What waits for a step boundary, or for the end of the run."""
 
     def __post_init__(self) -> None:
         driver, progress = self.driver, self.progress
-        self.is_main = driver.is_main
+        self.is_main, self.acts = driver.is_main, PendingActs(self.hooks)
         self.extra_parameters, self.rates = ExtraParameters(self.compute), Rates()
         self.module_flags = ModuleFlags(self.module, self.optimizers)
         self.compute = self.precision.wrap(self.compute)
@@ -211,28 +200,14 @@ class Session:
         self.outcome = outcome
         self.sync.broken = outcome.kind == "failed"
 
-    # -- the step boundary -------------------------------------------------------------------------
-
-    def after_step(self, act: Callable[[], object]) -> None:
-        """See `Run.after_step`."""
-        self.waiting.append(Closer(self.hooks.here().listener, act))
-
-    def after_next_step(self, act: Callable[[], object]) -> None:
-        """Call `act` at the step boundary after this one, or at the end of the epoch."""
-        self.waiting_longer.append(Closer(self.hooks.here().listener, act))
-
     # -- its data ---------------------------------------------------------------------------------
 
     def open_loader(self, past: Consumed = ()) -> None:
         """Give the training loader a position; `past` is what other ranks did of the current epoch."""
         set_source(None)
-        self.cursor.resume(self.new_source(past))
-
-    def new_source(self, past: Consumed = ()) -> ResumableLoader:
-        """Return the training loader, readable from any batch of an epoch on."""
         shard, pin = self.driver.data_shard().resumed(past), self.driver.device.type == "cuda"
         options: dict[str, Any] = {"replay": self.replay, "shard": shard, "pin": pin, "permuted": self.cursor.permuted}
-        return changed(resumable(self.loader, self.data_seed, **options), self.change)
+        self.cursor.resume(changed(resumable(self.loader, self.data_seed, **options), self.cursor.change))
 
     # -- what it says ------------------------------------------------------------------------------
 
@@ -266,6 +241,27 @@ class Session:
         self.decide(what, f"{fault.moment} raised {data['error']}", who=fault.callback, data=data)
         self.warn(f"{fault}\n{''.join(traceback.format_exception(fault.error))}".rstrip())
         drop_tracebacks(fault.error)
+
+
+class PendingActs:
+    """What callbacks have asked for at a later point of the run."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self.next: list[Closer] = []
+        """At the next step boundary, in order."""
+        self.later: list[Closer] = []
+        """At the boundary after it."""
+        self.closers: list[Closer] = []
+        """At the end of the run: the last one first."""
+
+    def after_step(self, act: Callable[[], object]) -> None:
+        """See `Run.after_step`."""
+        self.next.append(Closer(self._hooks.here().listener, act))
+
+    def after_next_step(self, act: Callable[[], object]) -> None:
+        """Call `act` at the step boundary after this one, or at the end of the epoch."""
+        self.later.append(Closer(self._hooks.here().listener, act))
 
 
 UNDER_WAY: list[Session] = []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cadenza.drivers.agreeing import by_main
 from cadenza.drivers.base import Driver
 from cadenza.engine.arguments import absolute_folder, check_changes, check_schedule, check_some_batch, useless_changes
-from cadenza.engine.compiling import breaks_since
+from cadenza.engine.module_state import breaks_since
 from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Loops, Session

@@ -296,7 +296,7 @@ class OwnCalls:
                 self._handles.append(hook)
                 parameter.requires_grad_(trained)
         ending.callback(self._end)
-        session.after_next_step(self._look_for_updates)
+        session.acts.after_next_step(self._look_for_updates)
 
     def _end(self) -> None:
         for one in self._handles:
@@ -420,7 +420,7 @@ class OwnCalls:
                 f"{self._name}.backward(loss){update} in each step that trains"
             )
         else:
-            session.after_next_step(self._look_for_updates)
+            session.acts.after_next_step(self._look_for_updates)
 
     @property
     def _step(self) -> int:

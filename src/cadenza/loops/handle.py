@@ -206,7 +206,7 @@ class Handle:
             if self.done:
                 raise _over()
             self._asked.put((partial(act, session, who or "the script"), answer))
-        session.after_step(self._settle)
+        session.acts.after_step(self._settle)
         if answer is not None:
             answer.result()
 
@@ -261,7 +261,7 @@ class Handle:
             with session.progress.aside(), session.hooks.timed("paused"):
                 self._wait(session)
         if self._pauses_at != math.inf:
-            session.after_next_step(self._settle)
+            session.acts.after_next_step(self._settle)
 
     def _wait(self, session: Session) -> None:
         if self._arriving:
@@ -390,8 +390,9 @@ def _listeners(hooks: Hooks, name: str, moment: Moment | None = None) -> list[Li
 def _forget(session: Session, name: str) -> None:
     """Close what a callback opened, and drop its listeners and its evaluations."""
     callback = session.hooks.callbacks[name]
-    own = [one for one in session.closers if one.listener is not None and one.listener.owner == name]
-    session.closers = [one for one in session.closers if one not in own]
+    closers = session.acts.closers
+    own = [one for one in closers if one.listener is not None and one.listener.owner == name]
+    closers[:] = [one for one in closers if one not in own]
     try:
         session.hooks.carry_out(reversed(own), session.run)
     finally:

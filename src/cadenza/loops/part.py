@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -21,10 +21,9 @@ from cadenza.checkpoint.starting import Start, chosen_on_all_ranks
 from cadenza.drivers import Driver
 from cadenza.engine import start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
-from cadenza.engine.compiling import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs
 from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import OVER, Training
-from cadenza.engine.module_flags import in_evaluation_mode
+from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, has_graphs, in_evaluation_mode
 from cadenza.engine.monitor import monitors_in
 from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
@@ -47,7 +46,7 @@ from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.run import Run
 from cadenza.status.decisions import RESUMABLE, GoBack, Outcome
-from cadenza.status.formats import counted
+from cadenza.status.formats import counted, few
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.run_info import working_directory
@@ -131,7 +130,6 @@ class Recipe:
         given = Settings() if part is None else part.given
         accumulate, loader = self._in_effect(given)
         hooks, several = self._hooks(), self.driver.world_size > 1
-        rank_log = RankLog.of(self.directory if training else None, self.driver.rank)  # before the main process can print
         if training:
             if several:
                 facts = start_checks.facts_of(self.model, loader) | {"override": given.shown()}
@@ -155,7 +153,6 @@ class Recipe:
             step_fn=self.step_fn,
             loop=loop,
             tokens=self.tokens,
-            seed=self.seed,
             data_seed=self.driver.broadcast(draw_seed(keep=not draws) if self.seed is None else self.seed),
             replay=part is not None and part.replay,
             arguments=described(self, hooks.callbacks, optimizers) | {"accumulate": plain_accumulate(accumulate)},
@@ -164,15 +161,15 @@ class Recipe:
             progress=self._limits(loader),
             directory=self.directory if training else None,
             files=files,
-            rank_log=rank_log,
+            rank_log=None if part is None else part.rank_log,
             home=self._home,
             make_run=make_run,
         )
 
     def _prepared_model(self) -> nn.Module:
         model = self.driver.prepare(self.model)
-        if self._compile is not None:
-            compile_model(self.driver.unwrap(model), self._compile)
+        if self._compile is not None and (own := self.driver.unwrap(model))._compiled_call_impl is None:
+            own.compile(**self._compile)  # in place: it stays the same object, with the same names in its state_dict
         for module in modules_of(self.compute_loss):
             module.to(self.driver.device)
         return model
@@ -194,7 +191,7 @@ class Recipe:
             one_pass = self.accumulate == 1 and self.step_fn is None and session.loop is Loops.FIT  # in each step
             if has_graphs(self._compile) and not one_pass:
                 session.precision.backward_pass = BackwardOfGraphs(session.module)
-            session.after_step(partial(start_checks.warn_of_graph_breaks, session, breaks_so_far()))
+            session.acts.after_step(partial(start_checks.warn_of_graph_breaks, session, breaks_so_far()))
 
     def _in_effect(self, given: Settings) -> tuple[int, Iterable[Any]]:
         """Return the accumulation and the loader of a run, with the values that ``fit(override=...)`` gives."""
@@ -233,7 +230,7 @@ def _frozen_modes(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator
     """Yield a line for the plan with the modules that stay in evaluation mode and train no parameters."""
     modules = in_evaluation_mode(model, {*map(id, parameters_of(optimizers))}) if model.training else {}
     if names := [name for name, trains in modules.items() if not trains]:
-        yield f"stay in evaluation mode: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        yield f"stay in evaluation mode: {few(names)}"
 
 
 def _arguments(trainer: Any) -> Iterator[tuple[str, str]]:
@@ -287,6 +284,8 @@ class Part:
     """That of `Trainer.fit`."""
     loop: Loops = Loops.FIT
     """Which loop does the steps."""
+    rank_log: RankLog | None = field(default=None, init=False)
+    """The log in the directory of the run, on the other ranks than the main process."""
 
     def __enter__(self) -> Training:
         """Begin; return the training, with nothing open if the run is over already. Every rank must call this."""
@@ -330,8 +329,8 @@ class Part:
             session, over = self._new_session(files, start)
         trainer._run = session.run
         session.advises &= not isinstance(self.resume, GoBack)  # the part before has said it
-        if session.rank_log is not None:
-            ending.callback(session.rank_log.write_due, ends=True)
+        if self.rank_log is not None:
+            ending.callback(self.rank_log.write_due, ends=True)
         training = Training(session)
         if over:
             resuming.as_it_ended(session, files, start)
@@ -356,9 +355,10 @@ class Part:
     def _new_session(self, files: RunDirectory | None, start: Start) -> tuple[Session, bool]:
         """Return the session of the run, and whether the run is over already."""
         trainer, driver = self.trainer, self.trainer.driver
+        self.rank_log = RankLog.of(trainer.directory, driver.rank)  # before the main process can print
         before_fit(trainer.callbacks, trainer.model)
         session = trainer._new_session(self, files)
-        session.branch, session.restored.recovery = start.branch, start.recovery
+        session.restored.branch, session.restored.recovery = start.branch, start.recovery
         if driver.broadcast(start_checks.main_only(driver, lambda: resuming.is_over(files, session.progress, start))):
             return session, True
         if start.loaded is not None:
@@ -373,7 +373,7 @@ class Part:
         facts: dict[str, Any] = {
             "arguments": session.arguments,
             "steps": session.progress.total("step"),
-            "seed": session.seed,
+            "seed": trainer.seed,
             "device": str(session.driver.device),
             "plan": trainer._plan(session.optimizers, session.hooks, session).text(),
         }
@@ -385,7 +385,7 @@ class Part:
     def _watch(self, session: Session, ending: ExitStack) -> None:
         """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
         driver, limit_s = self.trainer.driver, self.trainer._names_ranks_after_s
-        settle = () if session.rank_log is None else (session.rank_log.write_due,)
+        settle = () if self.rank_log is None else (self.rank_log.write_due,)
         most_s = math.inf if limit_s is None else limit_s / 20
         ending.enter_context(driver.watched(partial(whereabouts, session), *settle, most_s=most_s))
         if limit_s is not None:

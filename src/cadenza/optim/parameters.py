@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from cadenza.drivers.sharding import laid_out
 from cadenza.errors import CheckpointMismatchError
 from cadenza.optim.model_state import plain_name
-from cadenza.status.formats import counted
+from cadenza.status.formats import counted, few
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -120,8 +120,7 @@ class ExtraParameters:
         if left:
             yield (
                 f"the loss has {counted(len(left), 'parameter')} that no optimizer holds, so they are not trained: "
-                f"{', '.join(left[:5])}"
-                f"{', ...' if len(left) > 5 else ''}. Give them to an optimizer, or set requires_grad_(False)."
+                f"{few(left)}. Give them to an optimizer, or set requires_grad_(False)."
             )
 
     def shapes(self) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -26,6 +26,16 @@ def some(texts: Sequence[str], most: int = 10) -> str:
     """
     more = [f"and {len(texts) - most:,} more"] if len(texts) > most else []
     return "; ".join([*texts[:most], *more])
+
+
+def few(names: Iterable[str], most: int = 5) -> str:
+    """Return the first names, joined by commas, and dots for the others.
+
+    >>> few(["a", "b", "c"]), few(["a", "b", "c"], most=2)
+    ('a, b, c', 'a, b, ...')
+    """
+    known = list(names)
+    return ", ".join([*known[:most], *(["..."] if len(known) > most else [])])
 
 
 def plural(one: str) -> str:

@@ -475,7 +475,9 @@ class Change:
 
     def is_countable(self, limits: Progress) -> bool:
         """Return whether the step at which it is reached can be computed."""
-        return self.unit not in ("sample", "token") and not (self.unit == "%" and limits.max_tokens is not None)
+        if self.unit == "%":  # of no limit, it is never reached
+            return limits.max_tokens is None and (limits.max_steps is not None or limits.max_epochs is not None)
+        return self.unit not in ("sample", "token")
 
 
 def _steps_to(epochs: Fraction | float, at: Counters | Progress, per_epoch: int | None, size: int) -> float:
@@ -547,7 +549,7 @@ class Accumulation(int):
             per_epoch: Batches in an epoch.
             first: Batches in the epoch in which the run began.
         """
-        if not per_epoch:
+        if per_epoch < 1:
             return None
         at = origin
         most_steps = math.inf if limits.max_steps is None else limits.max_steps

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cadenza.attaching import Loop
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.drivers.checksums import checksum, checksum_of_all
+from cadenza.drivers.sharding import checksum, checksum_of_all
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener

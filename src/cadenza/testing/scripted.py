@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.session import session_of
+from cadenza.engine.step_state import Deferred
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.loading.evaluation import Evaluation

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadenza.engine.interval_means import EpochMeans
+from cadenza.engine.training_log import EpochMeans
 from cadenza.loops.foreign import AnyCallback
 from cadenza.run import Run
 from cadenza.trainer import Trainer

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cadenza.drivers.sharding import is_sharded
 from cadenza.engine.error_context import raised_by_loader
+from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
-from cadenza.engine.statistics import Statistics
 from cadenza.errors import DistributedError, NonFiniteError, notes_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.subscription import steps_in

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cadenza.drivers.checksums import checksum, checksum_of_all
+from cadenza.drivers.sharding import checksum, checksum_of_all
 from cadenza.engine.session import Session, session_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback

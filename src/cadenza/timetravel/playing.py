@@ -14,11 +14,10 @@ from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.compat.adapter.foreign import ForeignCallback
 from cadenza.drivers.single import SingleDriver
 from cadenza.engine import boundary
-from cadenza.engine.due_evaluations import Deferred
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.loop import Training
 from cadenza.engine.session import Session, session_of
-from cadenza.engine.step_state import Saver
+from cadenza.engine.step_state import Deferred, Saver
 from cadenza.errors import CallbackError
 from cadenza.hooks.counting import exchanged, kept
 from cadenza.hooks.dispatch import Hooks, hooks_of

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cadenza.checkpoint.starting import catalogue_of
 from cadenza.checkpoint.writer import CheckpointWriter
+from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
-from cadenza.engine.statistics import Statistics
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation

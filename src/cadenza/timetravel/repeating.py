@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from cadenza.drivers.checksums import checksum, same_bits
-from cadenza.drivers.sharding import local
+from cadenza.drivers.sharding import checksum, local, same_bits
 from cadenza.engine.session import Session
 from cadenza.engine.updating import complete_window
 from cadenza.loading.rng import RNGState

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from cadenza.drivers.base import Driver
-from cadenza.drivers.checksums import checksum
-from cadenza.drivers.sharding import local
+from cadenza.drivers.sharding import checksum, local
 from cadenza.engine.session import Loops, Session, session_of
 from cadenza.errors import ReplayError
 from cadenza.hooks.listener import Listener

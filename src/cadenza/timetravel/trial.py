@@ -117,7 +117,6 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
         precision=session.precision,
         accumulate=session.step.window.size,
         step_fn=session.step_fn,
-        seed=session.seed,
         data_seed=session.data_seed,
         hooks=Hooks(callbacks),
         progress=Progress(max_steps=steps, accumulate=session.step.window.size),

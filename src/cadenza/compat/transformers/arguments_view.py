@@ -126,7 +126,8 @@ class ArgumentsView(View):
     def seed(self) -> int:
         """The seed of the run, or of its data if it has none."""
         session = session_of(self._run)
-        return session.data_seed if session.seed is None else session.seed
+        seed = session.arguments.get("seed")
+        return session.data_seed if seed is None else int(seed)
 
     # -- the batches and the optimizer -------------------------------------------------------------
 

@@ -262,7 +262,7 @@ class Flow(OfRun):
         if control.should_save and "should_save" not in self.scheduled:
             self._as_author("should_save", lambda: run.save("control.should_save is set"))
         self._end_early()
-        self.session.after_step(self._reset_flags)
+        self.session.acts.after_step(self._reset_flags)
 
     def _end_early(self) -> None:
         """Make a request of a flag that ends the epoch or the run."""
@@ -377,7 +377,7 @@ class Flow(OfRun):
             self.state.total_flos = self.logs.flos(self.state.total_flos)
         if self.goes_on():
             self.saves.pending = self.state.global_step
-            self.session.after_step(self._after_save)
+            self.session.acts.after_step(self._after_save)
 
     def _after_save(self) -> None:
         """Call ``on_save``. As there, a stop that it requests holds from this step on, and its other flags have no effect.

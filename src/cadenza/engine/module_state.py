@@ -1,19 +1,26 @@
-"""Flags that hooks may change in a model: ``requires_grad`` of parameters and the training mode of modules."""
+"""A model beside its weights: flags that hooks change, buffers that its forward pass changes, and its compilation."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from operator import is_not
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.engine.rank_sync import Decide
+from cadenza.drivers.sharding import same_bits
+from cadenza.engine.step_state import Decide
 from cadenza.optim.model_state import plain_name
 from cadenza.optim.parameters import parameters_of
-from cadenza.status.formats import counted
+from cadenza.optim.precision import BackwardPass
+from cadenza.status.formats import counted, few
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -71,7 +78,7 @@ class ModuleFlags:
             if names := [name or "the model" for name, trains in modules.items() if trains]:
                 yield (
                     f"{counted(len(names), 'module')} with parameters that are trained, in evaluation mode: "
-                    f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Their dropout is off, and their BatchNorm "
+                    f"{few(names)}. Their dropout is off, and their BatchNorm "
                     "statistics do not change. Call model.train() before the run, unless this is on purpose."
                 )
 
@@ -142,3 +149,142 @@ def in_evaluation_mode(model: nn.Module, trained: Container[int]) -> dict[str, b
             own = [one for one in module._parameters.values() if one is not None]
             found[outermost] = found.get(outermost, False) or any(one.requires_grad and id(one) in trained for one in own)
     return found
+
+
+# -- buffers, such as the statistics of normalization layers ---------------------------------------
+
+
+class Statistics:
+    """The buffers of a model, such as the statistics of normalization layers, and copies of them.
+
+    A layer may replace a buffer by a new tensor. Buffers of one type on one device are copied in one call.
+
+    Args:
+        model: The model, with the layers that it keeps. Make a new object if layers are replaced.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> statistics = Statistics(model)
+    >>> output = model(torch.rand(4, 2))
+    >>> statistics.restore()
+    >>> model.running_mean, model.num_batches_tracked
+    (tensor([0., 0.]), tensor(0))
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (layer._buffers, name) for layer in model.modules() for name, one in layer._buffers.items() if one is not None
+        ]
+        self._buffers: list[Tensor | None] = []
+        self.keep()
+
+    def keep(self) -> None:
+        """Copy the present values."""
+        now = [held.get(name) for held, name in self._held]
+        if not self._buffers or any(map(is_not, now, self._buffers)):
+            self._buffers = now
+            self._copies = {index: one.clone() for index, one in enumerate(now) if one is not None and _can_be_set(one)}
+            self._alike: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+            for index, copy in self._copies.items():
+                copies, buffers = self._alike.setdefault((copy.dtype, copy.device), ([], []))
+                copies.append(copy)
+                buffers.append(cast("Tensor", now[index]))
+            return
+        for copies, buffers in self._alike.values():
+            torch._foreach_copy_(copies, buffers)
+
+    @property
+    def copies(self) -> dict[int, Tensor]:
+        """The values at the last `keep`, or when the object was made, by the ids of the tensors that the layers hold now."""
+        return {id(self._held[index][0].get(self._held[index][1])): copy for index, copy in self._copies.items()}
+
+    def restore(self) -> None:
+        """Set the buffers to the values of the last `keep`."""
+        for index, copy in self._copies.items():
+            held, name = self._held[index]
+            held[name] = buffer = cast("Tensor", self._buffers[index])
+            if not same_bits(buffer, copy):
+                with torch.no_grad():
+                    buffer.copy_(copy)
+
+
+def _can_be_set(tensor: Tensor) -> bool:
+    if is_lazy(tensor) or tensor.is_inference() or tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return False
+    strides = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    return not any(size > 1 and not stride for size, stride in strides)  # several elements of an expanded tensor are one number
+
+
+# -- the model compiled by torch.compile -----------------------------------------------------------
+
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+Compile = bool | str | Mapping[str, Any]
+
+
+def options_of(compile: Compile) -> dict[str, Any] | None:
+    """Return the arguments of ``torch.compile`` that ``Trainer(compile=...)`` asks for; None if nothing is compiled.
+
+    Raises:
+        ValueError, TypeError: It is no mode, or names an argument that ``torch.compile`` does not have.
+    """
+    if isinstance(compile, bool):
+        return {} if compile else None
+    if isinstance(compile, str):
+        if compile not in MODES:
+            raise ValueError(f"compile must be True, one of the modes {', '.join(MODES)}, or a dict; got {compile!r}")
+        return {"mode": compile}
+    if not isinstance(compile, Mapping):
+        raise TypeError(f"compile must be True, a mode, or a dict of the arguments of torch.compile; got {compile!r}")
+    known = set(inspect.signature(torch.compile).parameters) - {"model"}
+    if unknown := compile.keys() - known:
+        raise ValueError(f"torch.compile has no argument {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    return dict(compile)
+
+
+def has_graphs(options: Mapping[str, Any]) -> bool:
+    """Return whether a model compiled with these options runs in CUDA graphs, which use their memory again in each pass."""
+    named = options.get("options") or {}
+    return options.get("mode") in ("reduce-overhead", "max-autotune") or bool(named.get("triton.cudagraphs"))
+
+
+class BackwardOfGraphs(BackwardPass):
+    """A backward pass with gradients in memory of their own. A CUDA graph writes those of the next batch over its own.
+
+    Args:
+        model: The model that runs in CUDA graphs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters = list(model.parameters())
+
+    def __call__(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
+        new = [one for one in self._parameters if one.grad is None]
+        super().__call__(loss, scale)
+        for one in new:
+            if one.grad is not None:
+                one.grad = one.grad.clone()
+
+
+def breaks_so_far() -> int:
+    """Return how often a graph broke in this process."""
+    return len(_reasons())
+
+
+def breaks_since(count: int) -> list[str]:
+    """Return the lines at which graphs broke after the first `count` breaks, with the reason; each line once."""
+    found: dict[str, None] = {}
+    for one in _reasons()[count:]:
+        if not one.user_stack:
+            continue
+        line, why = one.user_stack[-1], one.reason.strip().splitlines()[0]
+        found[f"{Path(line.filename).name}:{line.lineno} in {line.name} ({why})"] = None
+    return list(found)
+
+
+def _reasons() -> list[Any]:
+    # torch has no public function for this: torch.compiler has none, and torch._dynamo.explain runs the model once more.
+    from torch._dynamo.utils import graph_break_reasons  # here, as it takes seconds
+
+    return graph_break_reasons
