@@ -255,6 +255,11 @@ class Retention:
     # -- inside ------------------------------------------------------------------------------------
 
     @property
+    def pending(self) -> bool:
+        """Whether a result is to be kept that no checkpoint has."""
+        return any(member.pending for member in self.members.values())
+
+    @property
     def watching(self) -> list[tuple[Member, Watching]]:
         """The `Best` rules of all callbacks."""
         return [(member, one) for member in self.members.values() for one in member.watching]

@@ -397,17 +397,13 @@ def of_checkpoint(session: Session, chosen: Chosen) -> Iterator[None]:
         if chosen.outside:
             extra = session.extra_parameters
             extra.begin(session.run)
-            own = _copied(extra.state_dict())
+            own = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, extra.state_dict())
             stack.callback(extra.load_state_dict, own)
             extra.load_state_dict(chosen.outside)
         stack.enter_context(in_place(session.module, tensors))
         averaged = "" if chosen.weights == MODEL else f"{chosen.weights!r} of "
         session.decide("weights in place", f"{averaged}{chosen.where}", who="the trainer", data=in_json(chosen.facts))
         yield
-
-
-def _copied(tree: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, tree)
 
 
 def _misfit(name: str, given: Any, own: Tensor | None) -> str | None:

@@ -140,8 +140,7 @@ class CheckpointWriter:
         self.take_results()
         asking = {*(names or self.names), *self._asked}
         self._asked = {}
-        pending = any(member.pending for member in self.retention.members.values())
-        there = self._saved_at == session.progress.now() and session.cursor.at_boundary and not pending
+        there = self._saved_at == session.progress.now() and session.cursor.at_boundary and not self.retention.pending
         blocked = bool(session.blocks.open)
         if session.sync.together:  # only the main process knows whether a write has failed
             there, blocked = session.driver.broadcast(there), session.driver.any_rank(blocked)
@@ -154,8 +153,7 @@ class CheckpointWriter:
             self._wait(asking, reason, last=last)
             return
         if session.driver.shards and session.driver.world_size > 1 and not session.sync.together:
-            step, why = session.progress.step, "after an error a rank cannot count on the others' shards"
-            session.decide("not saved", f"step {step}: {why}", data={"step": step, "error": None})
+            self._decide_not_saved("after an error a rank cannot count on the others' shards")
             return
         with session.progress.aside(), session.hooks.timed("saving"):
             self._save(reason, asking)
@@ -165,7 +163,7 @@ class CheckpointWriter:
         """Save the run after an error, for the callbacks that do so. If it left a block, nothing is saved any more."""
         if (block := self.session.blocks.left_by(error)) and not self._half_changed:
             self._half_changed = True
-            self._report_no_save(self.session.progress.step, f"the error {error!r} left the block of {block}")
+            self._report_no_save(f"the error {error!r} left the block of {block}")
         savers = [one.name for one in self.retention.members.values() if one.saves_errors]
         if savers and self.session.progress.step:
             self.save(f"an error: {error!r}", savers, last=True)
@@ -247,7 +245,7 @@ class CheckpointWriter:
             blocks = [f"{one} on rank {rank}" for rank, some in enumerate(session.driver.gather(blocks)) for one in some]
         by = ", ".join(blocks)
         if last:
-            self._report_no_save(step, f"saves are blocked by {by}")
+            self._report_no_save(f"saves are blocked by {by}")
             return
         if self._postponed_at is None:
             data = {"step": step, "blocked_by": blocks}
@@ -256,11 +254,16 @@ class CheckpointWriter:
         self._asked = {**dict.fromkeys(asking, reason), **self._asked}
         session.after_next_step(self._save_asked)
 
-    def _report_no_save(self, step: int, why: str) -> None:
+    def _report_no_save(self, why: str) -> None:
         """Record that the run ends without a checkpoint of its last state."""
-        session = self.session
-        session.decide("not saved", f"step {step}: {why}", who=", ".join(self.names), data={"step": step, "error": None})
-        session.warn(f"the state after step {step} is not saved: {why}. The run continues at the checkpoint before")
+        step = self._decide_not_saved(why, who=", ".join(self.names))
+        self.session.warn(f"the state after step {step} is not saved: {why}. The run continues at the checkpoint before")
+
+    def _decide_not_saved(self, why: str, *, who: str | None = None) -> int:
+        """Record that the present state is not saved; return its step."""
+        step = self.session.progress.step
+        self.session.decide("not saved", f"step {step}: {why}", who=who, data={"step": step, "error": None})
+        return step
 
     def _waits_for_epoch_end(self) -> bool:
         """Return whether the epoch ends with this step and nothing but saves happens then, so that one checkpoint is enough.
@@ -340,7 +343,6 @@ class CheckpointWriter:
         for sentence in (*changes, *left, *missing):
             session.warn(sentence)
         newest = max(retention.known, key=lambda one: one.rank, default=None)
-        self.store.trust(self.store.branch.at)
         at_newest = newest is not None and newest.name == self.store.branch.at and not newest.abandoned
         if at_newest and not changes and not retention.is_settled:
             retention.apply()

@@ -112,7 +112,7 @@ class Store:
         self.run = run
         self.branch: Branch = branch or Branch(owner_of(run))
         self._parent = self.branch.at
-        self._whole: set[str] = set()  # the checkpoints that this store has written or verified
+        self._whole = {self.branch.at}  # written or verified here, or read by this process as it continued there
         self._read: dict[str, Entry] = {}  # by name: a manifest that was read does not change
         self._tag = re.sub(r"\W", "", run)[:12]
         self.notes: str = f".kept-{self._tag}.json"
@@ -290,10 +290,6 @@ class Store:
             files = files_in(manifest).items()
             return all(self.files.size(f"{entry.name}/{file}") == said["size"] for file, said in files)
         return False
-
-    def trust(self, name: str | None) -> None:
-        """Take a checkpoint as verified: it was read by this process when the run was resumed."""
-        self._whole |= set() if name is None else {name}
 
     def delete(self, names: Iterable[str]) -> list[str]:
         """Delete checkpoints; return their names."""
