@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,10 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from cadenza.loading.host_streams import NumpyStream, PythonStream, capturing, state_of_numpy
-
-_PYTHON, _NUMPY = PythonStream(), NumpyStream()
 
 
 def derive_seed(*parts: int) -> int:
@@ -67,7 +65,7 @@ def seed_all(seed: int) -> None:
 
 def seed_host(seed: int) -> None:
     """Seed the generators of this process on the host, which code that loads data draws from."""
-    _PYTHON.seed(seed)
+    random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -88,27 +86,28 @@ def draw_seed(*, keep: bool = False) -> int:
 
 
 class RNGState(NamedTuple):
-    """The state of all global random generators of this process."""
+    """The state of all global random generators of this process, captured and restored in microseconds: for every batch."""
 
     python: Any
     torch_cpu: Tensor
     cuda: tuple[Tensor, ...]
     numpy: Any
+    """As `NumpyStream` captures it."""
 
     @staticmethod
-    def capture() -> RNGState:
-        """Return the current RNG state."""
+    def capture(*, cuda: bool = True) -> RNGState:
+        """Return the current RNG state; without `cuda`, that of the generators on the host alone."""
         numpy = sys.modules.get("numpy")
         return RNGState(
             python=random.getstate(),
-            torch_cpu=torch.get_rng_state(),
-            cuda=tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
-            numpy=None if numpy is None else state_of_numpy(numpy),
+            torch_cpu=torch.default_generator.get_state(),
+            cuda=tuple(torch.cuda.get_rng_state_all()) if cuda and torch.cuda.is_initialized() else (),
+            numpy=None if numpy is None else _NUMPY.capture(numpy),
         )
 
     def to_plain(self) -> dict[str, Any]:
         """Return the RNG state as plain values and tensors."""
-        numpy = self.numpy
+        numpy = _as_numpy_returns(self.numpy)
         if isinstance(numpy, dict):  # no Mersenne twister
             numpy = _without_arrays(numpy)
         elif numpy is not None:
@@ -135,13 +134,13 @@ class RNGState(NamedTuple):
     def restore(self) -> None:
         """Set the generators to this state."""
         random.setstate(self.python)
-        torch.set_rng_state(self.torch_cpu)
+        torch.default_generator.set_state(self.torch_cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(list(self.cuda[: torch.cuda.device_count()]))  # this machine may have fewer devices
         if self.numpy is not None:
             import numpy  # the saved run used it; this one may not have imported it yet
 
-            numpy.random.set_state(self.numpy)
+            _NUMPY.restore(numpy, self.numpy)
 
 
 def _without_arrays(state: Any) -> Any:
@@ -160,71 +159,6 @@ def preserve_rng_state() -> Iterator[None]:
         state.restore()
 
 
-class HostState(NamedTuple):
-    """The state of the global generators on the host, in a form that is captured and restored quickly: for every batch."""
-
-    python: Any
-    numpy: Any
-    torch_cpu: Tensor
-
-    @staticmethod
-    def capture() -> HostState:
-        """Return the current state."""
-        numpy = sys.modules.get("numpy")
-        captured = None if numpy is None else _NUMPY.capture(numpy)
-        return HostState(_PYTHON.capture(), captured, torch.default_generator.get_state())
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        _PYTHON.restore(self.python)
-        torch.default_generator.set_state(self.torch_cpu)
-        if self.numpy is not None:
-            _NUMPY.restore(sys.modules["numpy"], self.numpy)
-
-
-Parts = tuple[tuple[Any, Any, Tensor], list[Tensor]]
-"""The arguments of `QuickState`."""
-
-
-def quick_capture(*, cuda: bool = True) -> Callable[[], Parts]:
-    """Return a function that returns the RNG state on the host and on the devices in use, as the arguments of a `QuickState`.
-
-    It is for every batch: it makes no object, and calls nothing that it can do without.
-
-    Args:
-        cuda: Whether CUDA may be in use.
-    """
-    numpy = sys.modules.get("numpy")
-    host = HostState.capture if numpy is None else capturing(_PYTHON, _NUMPY, numpy)
-    nothing: list[Tensor] = []
-
-    def capture() -> Parts:
-        return host(), torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else nothing
-
-    return capture
-
-
-class QuickState:
-    """The RNG state on the host and on the devices in use, in the form in which `quick_capture` captures it."""
-
-    __slots__ = ("_cuda", "_host")
-
-    def __init__(self, host: tuple[Any, Any, Tensor], cuda: list[Tensor]) -> None:
-        self._host, self._cuda = HostState(*host), cuda
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        self._host.restore()
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the state as `RNGState.to_plain` does."""
-        with preserve_rng_state():
-            self.restore()
-            return RNGState.capture().to_plain()
-
-
 class isolated_rng:  # noqa: N801  # as a function of contextlib
     """Seed the generators on the host inside; restore their state at the end, also after an error."""
 
@@ -234,7 +168,7 @@ class isolated_rng:  # noqa: N801  # as a function of contextlib
         self._seed = seed
 
     def __enter__(self) -> None:
-        self._outside = HostState.capture()
+        self._outside = RNGState.capture(cuda=False)
         try:
             seed_host(self._seed)
         except BaseException:
@@ -243,3 +177,84 @@ class isolated_rng:  # noqa: N801  # as a function of contextlib
 
     def __exit__(self, *raised: object) -> None:
         self._outside.restore()
+
+
+# -- the generator of numpy ------------------------------------------------------------------------
+
+_SIZE = 624 * 4 + 4  # bytes of a Mersenne twister: its numbers, and the index of the next one
+_HALF = "i4xd"  # numpy's half of a pair of normal numbers: whether one waits, and its value
+
+
+class NumpyStream:
+    """The state of numpy's global generator, as its bytes.
+
+    ``numpy.random.get_state`` takes 160 microseconds, because it converts 624 numbers to objects; a copy of the bytes takes
+    less than one. NumPy documents their address (``bit_generator.ctypes.state_address``). The address is checked once: the
+    bytes there must be those of the state that numpy returns. If they differ, or if the generator is no Mersenne twister,
+    the public functions are used.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Any = None  # of `_memory`
+        self._memory: tuple[Any, Any] | None = None
+
+    def capture(self, numpy: Any) -> Any:
+        """Return the state, for `restore`: bytes or, where their address is not known, as numpy returns it."""
+        memory = self.memory(numpy)
+        return _state_of_numpy(numpy) if memory is None else memory[0].raw + memory[1].raw
+
+    def restore(self, numpy: Any, state: Any) -> None:
+        """Put the generator back to a state that `capture` returned."""
+        memory = self.memory(numpy)
+        if memory is None or not isinstance(state, bytes):  # numpy may have another generator since then
+            numpy.random.set_state(_as_numpy_returns(state))
+        else:
+            memory[0].raw, memory[1].raw = state[:_SIZE], state[_SIZE:]
+
+    def memory(self, numpy: Any) -> tuple[Any, Any] | None:
+        """Return the bytes of its numbers, and of half a pair of normal numbers; None if their address is not known."""
+        get = getattr(numpy.random, "get_bit_generator", None)
+        if get is None:  # before numpy 1.24
+            return None
+        current = get()
+        if current is not self._generator:
+            self._generator, self._memory = current, _memory_of_numpy(numpy, current)
+        return self._memory
+
+
+_NUMPY = NumpyStream()
+
+
+def _state_of_numpy(numpy: Any) -> Any:
+    """Return the state of numpy's global generator, for ``numpy.random.set_state``: a tuple, or a dict if it is no twister."""
+    get = getattr(numpy.random, "get_bit_generator", None)
+    return numpy.random.get_state(legacy=get is None or isinstance(get(), numpy.random.MT19937))
+
+
+def _as_numpy_returns(state: Any) -> Any:
+    """Return a state of `NumpyStream` in the form of ``numpy.random.get_state``."""
+    if not isinstance(state, bytes):
+        return state
+    import numpy
+
+    return ("MT19937", numpy.frombuffer(state, "uint32", 624), *struct.unpack(f"=i{_HALF}", state[_SIZE - 4 :]))
+
+
+def _memory_of_numpy(numpy: Any, generator: Any) -> tuple[Any, Any] | None:
+    """Return the bytes of its numbers and index, and of half a pair of normal numbers.
+
+    The half lies in the object that draws. It is found by planting one (``aug_bitgen_t`` in numpy's ``mtrand.pyx``).
+    """
+    state, owner = _state_of_numpy(numpy), getattr(numpy.random.get_state, "__self__", None)
+    if not isinstance(state, tuple) or owner is None:
+        return None
+    numbers = (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address)
+    if numbers.raw != state[1].astype("uint32").tobytes() + int(state[2]).to_bytes(4, sys.byteorder):
+        return None
+    planted, size = struct.pack(f"={_HALF}", 1, 0.7512345), type(owner).__basicsize__
+    numpy.random.set_state((*state[:3], 1, 0.7512345))
+    try:
+        offset = (ctypes.c_char * size).from_address(id(owner)).raw.find(planted)
+    finally:
+        numpy.random.set_state(state)
+    return (numbers, (ctypes.c_char * len(planted)).from_address(id(owner) + offset)) if offset > 0 else None

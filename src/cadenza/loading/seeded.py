@@ -28,7 +28,7 @@ from cadenza.errors import DataError, add_note
 from cadenza.loading.batches import CountedBatch
 from cadenza.loading.loaders import set_loader_epoch
 from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation, PositionBatches, Unshuffled, batches_of_rank
-from cadenza.loading.rng import HostState, derive_seed, isolated_rng, seed_host, seeds_below
+from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, seed_host, seeds_below
 from cadenza.loading.shards import Shard
 from cadenza.status.preemption import end_of_process, spare_this_worker
 
@@ -106,7 +106,7 @@ class SeededSamples(NamedTuple):
 
     samples: Any
     seed: int
-    rng_state: HostState | None
+    rng_state: RNGState | None
     size: int | None
     """The number of samples in the batch; None if the sampler yields no batches."""
 
@@ -145,7 +145,7 @@ class SeededDataset:
 
     def _load(self, request: SeededIndex, get: Callable[[Any], Any], count: int | None) -> SeededSamples:
         # In the main process, the model draws from the same generators. In a worker nothing else does.
-        rng_state = None if not self._draws or get_worker_info() is not None else HostState.capture()
+        rng_state = None if not self._draws or get_worker_info() is not None else RNGState.capture(cuda=False)
         if request.epoch != self.epoch:  # in a persistent worker, the copy of the dataset has an earlier epoch
             self.epoch = request.epoch
             set_loader_epoch(self, request.epoch)
@@ -305,13 +305,13 @@ class ResumableSampler:
         with isolated_rng(seed):
             drawn = iter(self.sampler)
             indices = list(islice(drawn, AHEAD))
-            inside = HostState.capture()
+            inside = RNGState.capture(cuda=False)
         while indices:
             yield from indices
-            outside = HostState.capture()
+            outside = RNGState.capture(cuda=False)
             inside.restore()
             try:
                 indices = list(islice(drawn, AHEAD))
-                inside = HostState.capture()
+                inside = RNGState.capture(cuda=False)
             finally:
                 outside.restore()
