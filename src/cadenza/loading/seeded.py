@@ -6,16 +6,19 @@ with any number of workers, after a resume, and after a worker was replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
+    DataLoader,
+    Dataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -26,11 +29,14 @@ from torch.utils.data import (
 
 from cadenza.errors import DataError, add_note
 from cadenza.loading.batches import CountedBatch
-from cadenza.loading.loaders import set_loader_epoch
+from cadenza.loading.loaders import end_workers, is_worker_death, length_of, set_loader_epoch, started
 from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation, PositionBatches, Unshuffled, batches_of_rank
+from cadenza.loading.resumable_base import ResumableLoader
 from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, seed_host, seeds_below
 from cadenza.loading.shards import Shard
 from cadenza.status.preemption import end_of_process, spare_this_worker
+
+logger: logging.Logger = logging.getLogger("cadenza")
 
 # -- indices ---------------------------------------------------------------------------------------
 
@@ -315,3 +321,87 @@ class ResumableSampler:
                 inside = RNGState.capture(cuda=False)
             finally:
                 outside.restore()
+
+
+# -- the loader ------------------------------------------------------------------------------------
+
+MAX_DEATHS = 5  # workers that may die in one epoch before the error is raised
+
+
+class MapStyleLoader(ResumableLoader):
+    """A DataLoader over a map-style dataset. Skipped batches are not loaded, and workers that die are replaced."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, shard: Shard, *, pin: bool, permuted: int) -> None:
+        self._given, self.shard = loader, shard
+        self._pins = pin and loader.num_workers > 0 and not loader.pin_memory
+        batched = loader.batch_sampler is not None
+        sampler = loader.batch_sampler if batched else loader.sampler
+        self._sampler = ResumableSampler(sampler, seed, shard, batched=batched, permuted=permuted)
+        self._dataset = SeededDataset(loader.dataset, draws=may_draw(loader.dataset, loader.collate_fn))
+        self._loader = self._build()
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        set_loader_epoch(self._given, epoch)
+        sampler, self._dataset.epoch = self._sampler, epoch
+        sampler.epoch, (sampler.shard, sampler.skip) = epoch, self.shard.at_round(skip)
+        batches = self._restarting() if self._given.num_workers else iter(self._loader)
+        batches = self.counted(batches)
+        if self.shard.world_size == 1:
+            return batches
+        length = None if self.shard.share_data else length_of(self._given)
+        return self.shard.until_any_ends(batches, None if length is None else length - sampler.skip)
+
+    @property
+    def replicated_at(self) -> int | None:
+        return self._sampler.replicated_at
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        shard, skip = self.shard.at_round(number)
+        drawn = [self._sampler.indices(epoch, shard, skip) for _ in range(2)]
+        return drawn[0] if drawn[0] == drawn[1] else None  # a sampler with a state of its own gives another order each time
+
+    def _build(self) -> DataLoader[Any]:
+        given = self._given
+        collate = SeededCollate(given.collate_fn)
+        batched = given.batch_sampler is not None
+        sampler = self._sampler
+        options: dict[str, Any] = {"batch_sampler": sampler} if batched else {"batch_size": None, "sampler": sampler}
+        if given.num_workers:
+            options |= {"prefetch_factor": given.prefetch_factor, "persistent_workers": given.persistent_workers}
+            options |= {"multiprocessing_context": given.multiprocessing_context, "in_order": given.in_order}
+        return DataLoader(
+            cast("Dataset[Any]", self._dataset),
+            collate_fn=cast("Callable[[list[Any]], Any]", collate),
+            num_workers=given.num_workers,
+            pin_memory=given.pin_memory or self._pins,
+            timeout=given.timeout,
+            worker_init_fn=SeededWorkerInit(given.worker_init_fn) if given.num_workers else None,
+            generator=torch.Generator(),  # a separate one: starting workers must not draw from the generator of the model
+            **options,
+        )
+
+    def _restarting(self) -> Iterator[Any]:
+        """Yield the batches of an epoch. When a worker dies, start new workers at the next batch."""
+        deaths, batches = 0, started(self._loader)
+        try:
+            while True:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                except (RuntimeError, EOFError, OSError) as error:
+                    deaths += 1
+                    if not is_worker_death(error, batches) or deaths > MAX_DEATHS:
+                        raise
+                    number = self._sampler.skip + 1
+                    logger.warning("a loader worker died (%s); restarting the workers at batch %d", error, number)
+                    self._loader = self._build()
+                    batches = started(self._loader)
+                    continue
+                self._sampler.skip += 1  # the batch at which new workers start
+                yield batch
+        finally:
+            end_workers(batches)
+
+    def close(self) -> None:
+        end_workers(self._loader._iterator, persistent=True)
