@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Profile
-from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.tensor_files import Facts
+from cadenza.checkpoint.store.files import Facts, LocalFiles
 from cadenza.drivers import DdpDriver, posts
 from cadenza.errors import DistributedError
 from cadenza.hooks.moments import Moment

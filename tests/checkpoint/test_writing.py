@@ -21,10 +21,9 @@ from torch import Tensor
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, StopOnNonFinite
 from cadenza.checkpoint import attempts
-from cadenza.checkpoint.attempts import Attempts, Save
 from cadenza.checkpoint.store import Content, Saved, Store
-from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.tensor_files import _DTYPES, Facts, facts_of, pieces, read_tensors
+from cadenza.checkpoint.store.files import _DTYPES, Facts, LocalFiles, facts_of, pieces, read_tensors
+from cadenza.checkpoint.writer import Attempts, Save
 from cadenza.drivers.agreeing import Meeting
 from cadenza.errors import StateError
 from cadenza.status.plain import same

@@ -17,9 +17,8 @@ from cadenza import Callback, Run, Trainer, export_weights, load_weights, on
 from cadenza.callbacks import Checkpoint, Ema
 from cadenza.checkpoint import attempts
 from cadenza.checkpoint.store import Content, Store
-from cadenza.checkpoint.store.files import LocalFiles
+from cadenza.checkpoint.store.files import Facts, LocalFiles
 from cadenza.checkpoint.store.shards import Listed, Shard, Stored
-from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.commands.main import main as cadenza
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import ALONE

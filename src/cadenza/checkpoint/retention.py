@@ -15,7 +15,7 @@ from cadenza.checkpoint.catalogue import Catalogue
 from cadenza.checkpoint.keeping import Best, KeepRules, Kept, Known, best_of, is_among_best, line_of
 from cadenza.checkpoint.store import Entry, Saved, Store
 from cadenza.checkpoint.store.files import BEST, LAST, best_link
-from cadenza.checkpoint.store.state_fields import check
+from cadenza.checkpoint.store.reading import check
 from cadenza.engine.monitor import Monitor
 
 if TYPE_CHECKING:

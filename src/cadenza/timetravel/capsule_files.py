@@ -10,9 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from cadenza.checkpoint.store.reading import parsed
-from cadenza.checkpoint.store.state_fields import check, count, or_none
-from cadenza.checkpoint.store.tensor_files import Sum, pieces, read_tensors
+from cadenza.checkpoint.store.files import Sum, pieces, read_tensors
+from cadenza.checkpoint.store.reading import check, count, or_none, parsed
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, StateError
 from cadenza.files.disk import flush, open_regular, read_object
 from cadenza.files.paths import local_path

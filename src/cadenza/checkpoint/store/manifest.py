@@ -9,8 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, TypeVar
 
-from cadenza.checkpoint.store.files import Files
-from cadenza.checkpoint.store.tensor_files import Facts, facts_of_file
+from cadenza.checkpoint.store.files import Facts, Files, facts_of_file
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.records.reading import count_in, time_in
 from cadenza.status.branches import Branch
