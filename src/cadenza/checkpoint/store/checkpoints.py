@@ -23,12 +23,11 @@ from cadenza.checkpoint.store.manifest import (
     CheckpointUnfinishedError,
     best_text,
     canonical,
-    check_file,
     checked,
     files_in,
     listed,
 )
-from cadenza.checkpoint.store.reading import Loaded, files_of_ranks, loaded_from
+from cadenza.checkpoint.store.reading import Loaded, check_file, files_of_ranks, loaded_from
 from cadenza.checkpoint.store.shards import checksum_of, layout_of
 from cadenza.drivers.agreeing import Meeting, agreed, by_main, decided
 from cadenza.errors import (

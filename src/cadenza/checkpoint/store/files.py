@@ -107,7 +107,7 @@ class LocalFiles:
         else:
             flush(target)
             with self.open(path) as file:
-                facts = facts_of_file(file)
+                facts = SummedFile(file).rest()
         flush(target.parent)
         return facts
 
@@ -242,7 +242,7 @@ class RemoteFiles:
         self._system.makedirs(f"{self.root}/{path}".rpartition("/")[0], exist_ok=True)
         self._system.put_file(str(source), f"{self.root}/{path}")
         with source.open("rb") as file:
-            return facts_of_file(file)
+            return SummedFile(file).rest()
 
     def read_part(self, path: str, name: str, region: tuple[slice, ...]) -> Tensor:
         from safetensors.torch import load
@@ -452,18 +452,36 @@ def facts_of(content: bytes) -> Facts:
     return {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
 
 
-def facts_of_file(file: BinaryIO, total: Sum | None = None) -> Facts:
-    """Return size and checksum of an open file, which is read to its end; `total` is the sum so far."""
-    total = total or Sum()
-    while chunk := file.read(CHUNK):
-        total.add(chunk)
-    return total.facts
+class SummedFile(Sum):
+    """An open file, with the size and the checksum of the bytes that were read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file: Any = file
+
+    def read(self, count: int = -1) -> bytes:
+        """Read at most so many bytes; all that are left without a count."""
+        content: bytes = self._file.read(count)
+        self.add(content)
+        return content
+
+    def fill(self, memory: memoryview) -> None:
+        """Read as many bytes as the memory has, into it. Raises ValueError if there are fewer."""
+        for start in range(0, len(memory), CHUNK):
+            piece = memory[start : start + CHUNK]
+            if self._file.readinto(piece) < len(piece):
+                raise ValueError("the file ends before its last tensor")
+            self.add(piece)
+
+    def rest(self) -> Facts:
+        """Read to the end; return the size and the checksum of the whole file."""
+        while self.read(CHUNK):
+            pass
+        return self.facts
 
 
-def read_bytes(file: BinaryIO) -> tuple[bytes, Facts]:
-    """Read a whole file once; return its content, and its size and checksum."""
-    content = file.read()
-    return content, facts_of(content)
+FORMAT_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+"""The errors with which content of another format is read."""
 
 
 def pieces(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
@@ -499,10 +517,8 @@ def pieces(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = Non
         yield from (data[start : start + CHUNK] for start in range(0, len(data), CHUNK))
 
 
-def read_tensors(
-    file: BinaryIO, size: int, header: dict[str, str] | None = None
-) -> tuple[dict[str, Tensor] | ValueError, Facts]:
-    """Read a whole safetensors file once; return its tensors, and its size and checksum.
+def read_tensors(file: SummedFile, size: int, header: dict[str, str] | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises one of `FORMAT_ERRORS` if it has another format.
 
     Each tensor is in memory of its own, which torch has aligned. In the file they are adjacent and 8-byte aligned, and some
     builds of torch's kernels round differently there: an optimizer that kept such tensors would not continue bit for bit.
@@ -511,24 +527,12 @@ def read_tensors(
         file: The open file.
         size: The size that the file is expected to have, in bytes. No more memory is taken.
         header: Gets the texts of the header.
-
-    Returns:
-        The tensors, and the facts. If the bytes have another format, the error in place of the tensors.
     """
-    total = Sum()
-    found: dict[str, Tensor] | ValueError
-    try:
-        found = _tensors_in(file, size, total, {} if header is None else header)
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        found = ValueError(str(error))
-    return found, facts_of_file(file, total)
-
-
-def _tensors_in(file: BinaryIO, size: int, total: Sum, header: dict[str, str]) -> dict[str, Tensor]:
-    length = int.from_bytes(_read(file, 8, total), "little")
+    length = int.from_bytes(_read(file, 8), "little")
     if 8 + length > size:
         raise ValueError(f"its header has {length} bytes, more than the file")
-    entries = json.loads(_read(file, length, total))
+    entries = json.loads(_read(file, length))
+    header = {} if header is None else header
     header.update(entries.pop("__metadata__", None) or {})
     tensors: dict[str, Tensor] = {}
     at, end = 0, size - 8 - length
@@ -540,7 +544,7 @@ def _tensors_in(file: BinaryIO, size: int, total: Sum, header: dict[str, str]) -
         if count != stop - start:
             raise ValueError(f"the tensor {name!r} has {stop - start} bytes instead of {count}")
         tensors[name] = torch.empty(shape, dtype=dtype)
-        _fill(tensors[name], file, total)
+        _fill(tensors[name], file)
         at = stop
     return tensors
 
@@ -555,16 +559,11 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _fill(tensor: Tensor, file: BinaryIO, total: Sum) -> None:
+def _fill(tensor: Tensor, file: SummedFile) -> None:
     if sys.byteorder == "big":
-        _byte_swapped(tensor, _read(file, tensor.nbytes, total))
-        return
-    data = _bytes_of(tensor)
-    for start in range(0, len(data), CHUNK):
-        piece = data[start : start + CHUNK]
-        if file.readinto(piece) < len(piece):  # type: ignore[attr-defined]  # all buffered files have it
-            raise ValueError("the file ends before its last tensor")
-        total.add(piece)
+        _byte_swapped(tensor, _read(file, tensor.nbytes))
+    else:
+        file.fill(_bytes_of(tensor))
 
 
 def _byte_swapped(tensor: Tensor, content: bytes) -> None:
@@ -573,9 +572,8 @@ def _byte_swapped(tensor: Tensor, content: bytes) -> None:
     tensor.copy_(numbers.view(-1, width).flip(1).contiguous().view(-1).view(tensor.dtype).view(tensor.shape))
 
 
-def _read(file: BinaryIO, count: int, total: Sum) -> bytes:
+def _read(file: SummedFile, count: int) -> bytes:
     content = file.read(count)
-    total.add(content)
     if len(content) < count:
         raise ValueError("the file ends too early")
     return content

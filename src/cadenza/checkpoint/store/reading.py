@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from cadenza.checkpoint.store.files import Facts, Files, checked_shape, read_bytes, read_tensors
-from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, check_file, files_in, read_whole
+from cadenza.checkpoint.store.files import FORMAT_ERRORS, Facts, Files, SummedFile, checked_shape, read_tensors
+from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, files_in
 from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Stored, dtype_of, files_by_rank, part_file, split_of, stored_in
-from cadenza.errors import CheckpointFormatError
+from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
 from cadenza.optim.optimizers import is_of_torch
 from cadenza.status.branches import Branch
 from cadenza.status.formats import counted
@@ -191,22 +191,54 @@ def _state_of(files: Files, name: str, table: Table, rank: int) -> Any:
 def tensors_of(
     files: Files, checkpoint: str, name: str, said: Mapping[str, Any], header: dict[str, str] | None = None
 ) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file of a checkpoint, verified. `header` gets the texts of its header.
+    """Return the tensors of a safetensors file of a checkpoint, verified. `header` gets the texts of its header."""
+    return read_whole(files, f"{checkpoint}/{name}", said, lambda file: read_tensors(file, said["size"], header))
+
+
+def json_of(files: Files, checkpoint: str, name: str, said: Mapping[str, Any], parse: Callable[[Any], T]) -> T:
+    """Return what `parse` makes of the JSON in a file of a checkpoint, verified."""
+    return read_whole(files, f"{checkpoint}/{name}", said, lambda file: parse(json.loads(file.read())))
+
+
+def check_file(files: Files, path: str, said: Mapping[str, Any]) -> None:
+    """Verify a file of which the content is not needed."""
+    read_whole(files, path, said, SummedFile.rest)
+
+
+def read_whole(files: Files, path: str, said: Mapping[str, Any], read: Callable[[SummedFile], T]) -> T:
+    """Return what `read` makes of a file, verified in the same pass: each byte is read once.
+
+    Args:
+        files: The files of the store.
+        path: The checkpoint and the name of the file in it.
+        said: Its size and checksum in the manifest.
+        read: Reads the file. Its error counts only if the file is unchanged.
 
     Raises:
         CheckpointDamagedError: The file is missing, cut or changed.
         CheckpointFormatError: The file has the right checksum, but not the format.
     """
-    found = read_whole(files, f"{checkpoint}/{name}", said, lambda file: read_tensors(file, said["size"], header))
-    if isinstance(found, ValueError):
-        raise _format_error(checkpoint, name, found)
-    return found
-
-
-def json_of(files: Files, checkpoint: str, name: str, said: Mapping[str, Any], parse: Callable[[Any], T]) -> T:
-    """Return what `parse` makes of the JSON in a file of a checkpoint, verified. Raises as `tensors_of`."""
-    text = read_whole(files, f"{checkpoint}/{name}", said, read_bytes)
-    return parsed(checkpoint, name, lambda text: parse(json.loads(text)), text)
+    checkpoint, _, name = path.partition("/")
+    problem: Exception | None = None
+    try:
+        with files.open(path) as opened:
+            file = SummedFile(opened)
+            try:
+                content = read(file)
+            except _WRONG as error:
+                problem = error
+            found = file.rest()
+    except FileNotFoundError:
+        raise CheckpointDamagedError(f"{checkpoint}: {name} is missing") from None
+    except OSError as error:
+        raise CheckpointDamagedError(f"{checkpoint}: {name} cannot be read: {error}") from None
+    if found["size"] != said["size"]:
+        raise CheckpointDamagedError(f"{checkpoint}: {name} has {found['size']} bytes instead of {said['size']}")
+    if found["crc32"] != said["crc32"]:
+        raise CheckpointDamagedError(f"{checkpoint}: {name} has changed since it was written (crc32 {found['crc32']})")
+    if problem is not None:
+        raise _format_error(checkpoint, name, problem)
+    return content
 
 
 def parsed(checkpoint: str, name: str, parse: Callable[[Any], T], content: Any) -> T:
@@ -221,7 +253,7 @@ def parsed(checkpoint: str, name: str, parse: Callable[[Any], T], content: Any) 
         raise _format_error(checkpoint, name, error) from None
 
 
-_WRONG = (CheckpointFormatError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+_WRONG = (CheckpointFormatError, *FORMAT_ERRORS)
 
 
 def _format_error(checkpoint: str, name: str, error: Exception) -> CheckpointFormatError:
