@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from cadenza import Callback, on
 from cadenza.callbacks import Capsule, Checkpoint
 from cadenza.loading import TensorBatches, resumable, rng
-from cadenza.loading.rng import NumpyStream, RNGState, derive_seed, isolated_rng, seed_all, seed_host
+from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, numpy_capture, numpy_restore, seed_all, seed_host
 from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.engine.parts import Stream, Unsized
@@ -221,12 +221,11 @@ def test_a_numpy_without_an_address_is_read_with_its_public_functions() -> None:
 
         random = numpy.random.mtrand._rand
 
-    numbers = NumpyStream()
     for source, kind in ((Elsewhere, tuple), (numpy, bytes)):
-        kept = numbers.capture(source)
+        kept = numpy_capture(source)
         assert isinstance(kept, kind)
         drawn = numpy.random.rand()
-        numbers.restore(Elsewhere, kept)
+        numpy_restore(Elsewhere, kept)
         assert numpy.random.rand() == drawn
 
 

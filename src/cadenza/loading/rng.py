@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +93,7 @@ class RNGState(NamedTuple):
     torch_cpu: Tensor
     cuda: tuple[Tensor, ...]
     numpy: Any
-    """As `NumpyStream` captures it."""
+    """As `numpy_capture` returns it."""
 
     @staticmethod
     def capture(*, cuda: bool = True) -> RNGState:
@@ -102,12 +103,12 @@ class RNGState(NamedTuple):
             python=random.getstate(),
             torch_cpu=torch.default_generator.get_state(),
             cuda=tuple(torch.cuda.get_rng_state_all()) if cuda and torch.cuda.is_initialized() else (),
-            numpy=None if numpy is None else _NUMPY.capture(numpy),
+            numpy=None if numpy is None else numpy_capture(numpy),
         )
 
     def to_plain(self) -> dict[str, Any]:
         """Return the RNG state as plain values and tensors."""
-        numpy = _as_numpy_returns(self.numpy)
+        numpy = _tuple_of(self.numpy) if isinstance(self.numpy, bytes) else self.numpy
         if isinstance(numpy, dict):  # no Mersenne twister
             numpy = _without_arrays(numpy)
         elif numpy is not None:
@@ -140,7 +141,7 @@ class RNGState(NamedTuple):
         if self.numpy is not None:
             import numpy  # the saved run used it; this one may not have imported it yet
 
-            _NUMPY.restore(numpy, self.numpy)
+            numpy_restore(numpy, self.numpy)
 
 
 def _without_arrays(state: Any) -> Any:
@@ -185,44 +186,30 @@ _SIZE = 624 * 4 + 4  # bytes of a Mersenne twister: its numbers, and the index o
 _HALF = "i4xd"  # numpy's half of a pair of normal numbers: whether one waits, and its value
 
 
-class NumpyStream:
-    """The state of numpy's global generator, as its bytes.
+def numpy_capture(numpy: Any) -> Any:
+    """Return the state of numpy's global generator: as bytes or, where their address is not known, as numpy returns it.
 
     ``numpy.random.get_state`` takes 160 microseconds, because it converts 624 numbers to objects; a copy of the bytes takes
     less than one. NumPy documents their address (``bit_generator.ctypes.state_address``). The address is checked once: the
     bytes there must be those of the state that numpy returns. If they differ, or if the generator is no Mersenne twister,
     the public functions are used.
     """
-
-    def __init__(self) -> None:
-        self._generator: Any = None  # of `_memory`
-        self._memory: tuple[Any, Any] | None = None
-
-    def capture(self, numpy: Any) -> Any:
-        """Return the state, for `restore`: bytes or, where their address is not known, as numpy returns it."""
-        memory = self.memory(numpy)
-        return _state_of_numpy(numpy) if memory is None else memory[0].raw + memory[1].raw
-
-    def restore(self, numpy: Any, state: Any) -> None:
-        """Put the generator back to a state that `capture` returned."""
-        memory = self.memory(numpy)
-        if memory is None or not isinstance(state, bytes):  # numpy may have another generator since then
-            numpy.random.set_state(_as_numpy_returns(state))
-        else:
-            memory[0].raw, memory[1].raw = state[:_SIZE], state[_SIZE:]
-
-    def memory(self, numpy: Any) -> tuple[Any, Any] | None:
-        """Return the bytes of its numbers, and of half a pair of normal numbers; None if their address is not known."""
-        get = getattr(numpy.random, "get_bit_generator", None)
-        if get is None:  # before numpy 1.24
-            return None
-        current = get()
-        if current is not self._generator:
-            self._generator, self._memory = current, _memory_of_numpy(numpy, current)
-        return self._memory
+    memory = _memory_in(numpy)
+    return _state_of_numpy(numpy) if memory is None else memory[0].raw + memory[1].raw
 
 
-_NUMPY = NumpyStream()
+def numpy_restore(numpy: Any, state: Any) -> None:
+    """Put numpy's global generator back to a state that `numpy_capture` returned."""
+    memory = _memory_in(numpy) if isinstance(state, bytes) else None
+    if memory is not None:
+        memory[0].raw, memory[1].raw = state[:_SIZE], state[_SIZE:]
+    else:
+        numpy.random.set_state(_tuple_of(state) if isinstance(state, bytes) else state)
+
+
+def _memory_in(numpy: Any) -> tuple[Any, Any] | None:
+    get = getattr(numpy.random, "get_bit_generator", None)  # since numpy 1.24
+    return None if get is None else _memory_of_numpy(get())
 
 
 def _state_of_numpy(numpy: Any) -> Any:
@@ -231,20 +218,21 @@ def _state_of_numpy(numpy: Any) -> Any:
     return numpy.random.get_state(legacy=get is None or isinstance(get(), numpy.random.MT19937))
 
 
-def _as_numpy_returns(state: Any) -> Any:
-    """Return a state of `NumpyStream` in the form of ``numpy.random.get_state``."""
-    if not isinstance(state, bytes):
-        return state
+def _tuple_of(state: bytes) -> tuple[Any, ...]:
+    """Return the bytes of a state in the form of ``numpy.random.get_state``."""
     import numpy
 
     return ("MT19937", numpy.frombuffer(state, "uint32", 624), *struct.unpack(f"=i{_HALF}", state[_SIZE - 4 :]))
 
 
-def _memory_of_numpy(numpy: Any, generator: Any) -> tuple[Any, Any] | None:
-    """Return the bytes of its numbers and index, and of half a pair of normal numbers.
+@lru_cache(maxsize=1)
+def _memory_of_numpy(generator: Any) -> tuple[Any, Any] | None:
+    """Return the bytes of its numbers and index, and of half a pair of normal numbers; None if their address is not known.
 
     The half lies in the object that draws. It is found by planting one (``aug_bitgen_t`` in numpy's ``mtrand.pyx``).
     """
+    import numpy
+
     state, owner = _state_of_numpy(numpy), getattr(numpy.random.get_state, "__self__", None)
     if not isinstance(state, tuple) or owner is None:
         return None
