@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from cadenza import Trainer, supervised
 from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, LogTraining
-from cadenza.checkpoint.snapshot import PARTS
+from cadenza.checkpoint.parts import PARTS
 from cadenza.checkpoint.store.files import facts_of
 from cadenza.checkpoint.store.manifest import canonical
 from cadenza.checkpoint.store.reading import _RANK, _WHOLE

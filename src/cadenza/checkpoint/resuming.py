@@ -18,8 +18,8 @@ from weakref import proxy
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.catalogue import Catalogue, Reader, checkpoint_at, find, first_usable, is_name, on_all_ranks
-from cadenza.checkpoint.other_ranks import Written
-from cadenza.checkpoint.snapshot import check_whole, load_callbacks, placed
+from cadenza.checkpoint.parts import Written, load_callbacks, placed
+from cadenza.checkpoint.snapshot import check_whole
 from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
 from cadenza.checkpoint.store.checkpoints import not_exact
 from cadenza.checkpoint.store.files import LAST, absolute_path

@@ -22,7 +22,7 @@ from cadenza.adapters.lightning.refused import check_runs, check_sharding
 from cadenza.adapters.lightning.saving import content_of
 from cadenza.adapters.lightning.trainer_view import TrainerView
 from cadenza.adapters.packing import packed, unpacked
-from cadenza.checkpoint.snapshot import placed
+from cadenza.checkpoint.parts import placed
 from cadenza.engine.session import session_of
 from cadenza.engine.step_state import StepState
 from cadenza.errors import StateError
