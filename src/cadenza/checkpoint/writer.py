@@ -537,15 +537,17 @@ class Attempts:
         except Exception as error:
             save.error = error
             if save.attempts == 1:
-                self.results.append(Result(save, error, []))
-                self._notify()
+                self._report(Result(save, error, []))
             return False
         self._written(content.emptied())
         pruned = self._pruned(saved)
         self._unsaved = None
-        self.results.append(Result(save, saved, pruned))
-        self._notify()
+        self._report(Result(save, saved, pruned))
         return True
+
+    def _report(self, result: Result) -> None:
+        self.results.append(result)
+        self._notify()
 
     def _pruned(self, saved: Saved) -> list[str] | Exception:
         try:

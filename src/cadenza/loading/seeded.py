@@ -41,59 +41,37 @@ logger: logging.Logger = logging.getLogger("cadenza")
 # -- indices ---------------------------------------------------------------------------------------
 
 
-def known_batches(sampler: Any, *, batched: bool) -> PositionBatches | None:
-    """Return the batches of positions that a sampler yields in an epoch; None for an unknown sampler.
+def known_epoch(
+    sampler: Any, generator: torch.Generator | None, seed: int, *, permuted: int = PERMUTED, batched: bool
+) -> tuple[PositionBatches, Order] | None:
+    """Return the batches of positions and the order of the samples in an epoch of a sampler; None for an unknown sampler.
 
     Known are `SequentialSampler`, and `RandomSampler` without replacement, alone or in a `BatchSampler`, but no subclasses.
-
-    Args:
-        sampler: The user's sampler.
-        batched: Whether it yields batches of indices. Without it, each index is a batch.
-    """
-    if not batched:
-        return PositionBatches.of(len(sampler), 1) if _is_known(sampler) else None
-    if type(sampler) is not BatchSampler or not _is_known(sampler.sampler):
-        return None
-    inner: Any = sampler.sampler
-    samples, size = len(inner), sampler.batch_size
-    return PositionBatches.of(samples // size * size if sampler.drop_last else samples, size)
-
-
-def known_order(
-    sampler: Any, generator: torch.Generator | None, seed: int, *, permuted: int = PERMUTED, batched: bool
-) -> Order | None:
-    """Return the order of the samples in an epoch of a sampler that `known_batches` knows; None for an unknown sampler.
 
     Args:
         sampler: The user's sampler.
         generator: The seeded generator of the sampler. None: the sampler draws a seed from torch's global generator.
         seed: The seed of torch's global generator, for a sampler that draws from it, and the key of a `KeyedOrder`.
         permuted: The largest number of samples with the sampler's own order. More samples get a `KeyedOrder`.
-        batched: Whether the sampler yields batches of indices.
+        batched: Whether the sampler yields batches of indices. Without it, each index is a batch.
     """
-    if known_batches(sampler, batched=batched) is None:
+    if batched and type(sampler) is not BatchSampler:
         return None
     inner: Any = sampler.sampler if batched else sampler
-    if type(inner) is SequentialSampler:
-        return Unshuffled()
-    samples = len(inner)
+    shuffled = type(inner) is RandomSampler and not inner.replacement and inner.num_samples == len(inner.data_source)
+    if not shuffled and type(inner) is not SequentialSampler:
+        return None
+    samples, size = len(inner), sampler.batch_size if batched else 1
+    dropped = samples % size if batched and sampler.drop_last else 0
+    batches = PositionBatches.of(samples - dropped, size)
+    if not shuffled:
+        return batches, Unshuffled()
     if samples > permuted:
-        return KeyedOrder(samples, seed)
-    return Permutation(samples, _generator_of_sampler(generator, seed))
-
-
-def _is_known(sampler: Any) -> bool:
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    return type(sampler) is SequentialSampler
-
-
-def _generator_of_sampler(generator: torch.Generator | None, seed: int) -> torch.Generator:
-    """Return the generator from which `RandomSampler.__iter__` draws the permutation."""
-    if generator is not None:
-        return generator
-    drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed))
-    return torch.Generator().manual_seed(int(drawn.item()))
+        return batches, KeyedOrder(samples, seed)
+    if generator is None:  # as `RandomSampler.__iter__` does
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(int(drawn.item()))
+    return batches, Permutation(samples, generator)
 
 
 AHEAD = 1024  # batches of indices that are drawn at a time, because a sampler may be endless
@@ -284,11 +262,11 @@ class ResumableSampler:
         set_loader_epoch(self.sampler, self.epoch)  # a copy of the sampler has not received it yet
         if self._generator is not None:
             self._generator.manual_seed(seed)
-        batches = known_batches(self.sampler, batched=self._batched)
-        order = known_order(self.sampler, self._generator, seed, permuted=self._permuted, batched=self._batched)
+        known = known_epoch(self.sampler, self._generator, seed, permuted=self._permuted, batched=self._batched)
         self.replicated_at = None
-        if batches is None or order is None:
+        if known is None:
             return islice(self._sharded(self._iterated(seed)), skip, None)
+        batches, order = known
         own = batches_of_rank(batches, self.shard, splits=self._batched)
         self.replicated_at = own.replicated_at
         indices = order.read(own.since(skip))

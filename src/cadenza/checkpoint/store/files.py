@@ -499,14 +499,13 @@ def pieces(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = Non
 
         yield save(dict(tensors), None if header is None else dict(header))
         return
-    for name, one in tensors.items():
-        if one.dtype not in _NAMES:
-            raise ValueError(f"the tensor {name!r} has the number format {one.dtype}, which a safetensors file cannot hold")
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that all numbers are aligned
     entries: dict[str, Any] = {} if header is None else {"__metadata__": dict(header)}
     at = 0
     for name in order:
         one, start = tensors[name], at
+        if one.dtype not in _NAMES:
+            raise ValueError(f"the tensor {name!r} has the number format {one.dtype}, which a safetensors file cannot hold")
         at += one.nbytes
         entries[name] = {"dtype": _NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [start, at]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
