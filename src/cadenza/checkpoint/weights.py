@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from cadenza.checkpoint.catalogue import Catalogue, Reader, Which, check_which, find, is_path, on_all_ranks
 from cadenza.checkpoint.store import Loaded, Store
 from cadenza.checkpoint.store.files import is_link_name
+from cadenza.checkpoint.store.manifest import best_brief
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import agreed
 from cadenza.drivers.materializing import tensors_in_file
@@ -241,7 +242,7 @@ def chosen_of(loaded: Loaded, path: str, best: Mapping[str, Any], wanted: str | 
         callback, *held = [sets[name], "average", "module."] if isinstance(sets[name], str) else sets[name]  # 0.1 wrote a name
         tensors = HeldWeights(*held).tensors_in(loaded.state["callbacks"][callback])
     facts = {"checkpoint": loaded.name, "step": loaded.manifest["step"], "weights": name, "path": path}
-    facts |= {"best": [{key: best[key] for key in ("monitor", "mode", "value", "step")}]} if best else {}
+    facts |= {"best": [best_brief(best)]} if best else {}
     outside = dict(loaded.state.get("outside", {}))
     return Chosen(path, tensors, name, left_out_of(loaded.state), changed_buffers(loaded.state), outside, facts)
 

@@ -20,7 +20,7 @@ from cadenza.checkpoint.retention import Member, Retention
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.content import DeviceBuffers, HostBuffers, JoinedFiles, host_view
 from cadenza.checkpoint.store.files import BEST, LAST
-from cadenza.checkpoint.store.manifest import best_text
+from cadenza.checkpoint.store.manifest import best_brief, best_text
 from cadenza.checkpoint.weights import LEFT_OUT
 from cadenza.drivers.agreeing import ALONE, Meeting
 from cadenza.engine.session import Session
@@ -356,22 +356,12 @@ class CheckpointWriter:
             retention.apply()
 
     def _report(self, save: Save, saved: Saved, pruned: list[str] | Exception) -> None:
-        decide, facts = self.session.decide, save.content.facts
+        decide, facts, reason = self.session.decide, save.content.facts, save.content.facts["reason"]
         again = f", at attempt {save.attempts}" if save.attempts > 1 else ""
         who = ", ".join(facts["asked_by"])
-        best = [
-            {key: one[key] for key in ("monitor", "mode", "value", "step")}
-            for one in self.retention.bests()
-            if one["checkpoint"] == saved.name
-        ]
-        data = {
-            "checkpoint": saved.name,
-            "step": saved.step,
-            "attempts": save.attempts,
-            "reason": facts["reason"],
-            "best": best,
-        }
-        decide("saved", f"{saved.name}: {facts['reason']}{again}", who=who, data=data)
+        best = [best_brief(one) for one in self.retention.bests() if one["checkpoint"] == saved.name]
+        data = {"checkpoint": saved.name, "step": saved.step, "attempts": save.attempts, "reason": reason, "best": best}
+        decide("saved", f"{saved.name}: {reason}{again}", who=who, data=data)
         if isinstance(pruned, Exception):
             decide("not pruned", repr(pruned), who=who, data={"error": repr(pruned)})
         elif pruned:

@@ -16,7 +16,7 @@ from cadenza.loading.batches import CountingCollate, uses_torch_iteration, with_
 from cadenza.loading.loaders import Limited, end_workers, length_of, set_loader_epoch
 from cadenza.loading.mixture import PASS, Mixture, SourcePosition, length_in_rounds, rounds, set_source
 from cadenza.loading.orders import PERMUTED, PositionBatches, batches_of_rank
-from cadenza.loading.resumable_base import LimitedLoader, Located, ResumableLoader, read_with_seeds
+from cadenza.loading.resumable_base import LimitedLoader, Located, ResumableLoader, no_position, read_with_seeds
 from cadenza.loading.rng import derive_seed, isolated_rng, seed_host, seeds_below
 from cadenza.loading.seeded import MapStyleLoader, SeededWorkerInit
 from cadenza.loading.shards import Shard
@@ -204,10 +204,7 @@ class _Stateful(ResumableLoader):
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         if skip and self._restored is None:
-            raise DataError(
-                "the checkpoint holds no position for this loader: it was saved with another kind of loader. Resume with that "
-                "kind, or read and discard the batches with fit(resume=..., replay=True)."
-            )
+            raise no_position()
         self.check_inside(skip)
         set_loader_epoch(self._loader, epoch)
         if not skip:  # the saved position is the end of the previous epoch

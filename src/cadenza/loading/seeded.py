@@ -200,6 +200,15 @@ class SeededWorkerInit:
             self.start(worker)
 
 
+def worker_options(given: DataLoader[Any]) -> dict[str, Any]:
+    """Return the options of a user's loader for its workers. To start them draws nothing from the generator of the model."""
+    options: dict[str, Any] = {"num_workers": given.num_workers, "timeout": given.timeout, "generator": torch.Generator()}
+    if given.num_workers:
+        options |= {"prefetch_factor": given.prefetch_factor, "multiprocessing_context": given.multiprocessing_context}
+        options["worker_init_fn"] = SeededWorkerInit(given.worker_init_fn)
+    return options
+
+
 class ResumableSampler:
     """The indices of an epoch from any batch on: a ``batch_sampler`` or ``sampler`` for a `DataLoader`.
 
@@ -341,20 +350,14 @@ class MapStyleLoader(ResumableLoader):
     def _build(self) -> DataLoader[Any]:
         given = self._given
         collate = SeededCollate(given.collate_fn)
-        batched = given.batch_sampler is not None
-        sampler = self._sampler
-        options: dict[str, Any] = {"batch_sampler": sampler} if batched else {"batch_size": None, "sampler": sampler}
+        batched, sampler = given.batch_sampler is not None, self._sampler
+        options = worker_options(given) | ({"batch_sampler": sampler} if batched else {"batch_size": None, "sampler": sampler})
         if given.num_workers:
-            options |= {"prefetch_factor": given.prefetch_factor, "persistent_workers": given.persistent_workers}
-            options |= {"multiprocessing_context": given.multiprocessing_context, "in_order": given.in_order}
+            options |= {"persistent_workers": given.persistent_workers, "in_order": given.in_order}
         return DataLoader(
             cast("Dataset[Any]", self._dataset),
             collate_fn=cast("Callable[[list[Any]], Any]", collate),
-            num_workers=given.num_workers,
             pin_memory=given.pin_memory or self._pins,
-            timeout=given.timeout,
-            worker_init_fn=SeededWorkerInit(given.worker_init_fn) if given.num_workers else None,
-            generator=torch.Generator(),  # a separate one: starting workers must not draw from the generator of the model
             **options,
         )
 

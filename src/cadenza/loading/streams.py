@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from cadenza.errors import DataError
 from cadenza.loading.batches import CountedBatch, uses_torch_iteration
 from cadenza.loading.loaders import set_loader_epoch
-from cadenza.loading.resumable_base import END, ResumableLoader, read_with_seeds
+from cadenza.loading.resumable_base import END, ResumableLoader, no_position, read_with_seeds
 from cadenza.loading.rng import derive_seed, isolated_rng, seed_host
-from cadenza.loading.seeded import SeededWorkerInit
+from cadenza.loading.seeded import worker_options
 from cadenza.loading.shards import Shard, has_shards
 from cadenza.status.formats import counted
 
@@ -144,10 +143,7 @@ class ShardedStream(ResumableLoader):
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         restored, self._restored = self._restored, None
         if skip and restored is None and not self._replay:
-            raise DataError(
-                "the checkpoint holds no position for this loader: it was saved with another kind of loader. Resume with that "
-                "kind, or read and discard the batches with fit(resume=..., replay=True)."
-            )
+            raise no_position()
         set_loader_epoch(self._given, epoch)
         self._check_shards()
         self._position = StreamPosition(max(self._given.num_workers, 1))
@@ -182,18 +178,13 @@ class ShardedStream(ResumableLoader):
         """Return a loader for an epoch. Its workers start with the epoch and with the position."""
         given, size = self._given, self._given.batch_size
         seed = (self._seed, epoch, self._part[0])
-        options: dict[str, Any] = {"batch_size": size, **({"drop_last": given.drop_last} if size is not None else {})}
-        if given.num_workers:
-            options |= {"prefetch_factor": given.prefetch_factor, "multiprocessing_context": given.multiprocessing_context}
+        options = worker_options(given) | ({} if size is None else {"drop_last": given.drop_last})
         collate: Any = _Collate(given.collate_fn, batched=size is not None)
         return DataLoader(
             _OwnShards(given.dataset, self._part, seed, size or 1, self._position.copy()),
+            batch_size=size,
             collate_fn=collate,
-            num_workers=given.num_workers,
             pin_memory=self._pin,
-            timeout=given.timeout,
-            worker_init_fn=SeededWorkerInit(given.worker_init_fn) if given.num_workers else None,
-            generator=torch.Generator(),
             **options,
         )
 

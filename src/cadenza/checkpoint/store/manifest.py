@@ -122,6 +122,11 @@ def best_text(one: Mapping[str, Any]) -> str:
     return number(best_value(one))
 
 
+def best_brief(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a decision says of an entry of ``best``."""
+    return {key: one[key] for key in ("monitor", "mode", "value", "step")}
+
+
 _END = b"\n}"
 _LAST = b',\n "crc32": "%08x"\n}'
 """The end of a manifest. Its checksum is that of the bytes before it, with the end that they would have without it."""
