@@ -27,7 +27,7 @@ from cadenza.checkpoint.store.manifest import (
     files_in,
     listed,
 )
-from cadenza.checkpoint.store.reading import Loaded, check_file, files_of_ranks, loaded_from
+from cadenza.checkpoint.store.reading import Folder, Loaded
 from cadenza.checkpoint.store.shards import checksum_of, layout_of
 from cadenza.drivers.agreeing import Meeting, agreed, by_main, decided
 from cadenza.errors import (
@@ -234,8 +234,7 @@ class Store:
             CheckpointFormatError: A newer version wrote it, or it is no checkpoint of Cadenza.
         """
         manifest = self.manifest(saved)
-        for name, said in (files_in(manifest) | files_of_ranks(self.files, saved.name, manifest)).items():
-            check_file(self.files, f"{saved.name}/{name}", said)
+        Folder(self.files, saved.name, manifest).verify()
         self._whole.add(saved.name)
         return manifest
 
@@ -271,7 +270,7 @@ class Store:
             CheckpointFormatError: As `verify`; or a file has the right checksum, but not the expected format.
         """
         manifest = self.manifest(saved)
-        loaded = loaded_from(self.files, saved.name, manifest, lazily=lazily, rank=rank, ranks=ranks, keep=keep)
+        loaded = Folder(self.files, saved.name, manifest, rank, ranks).load(lazily=lazily, keep=keep)
         self._whole.add(saved.name)
         return loaded
 

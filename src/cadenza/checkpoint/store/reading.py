@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -67,178 +67,144 @@ class RankStates(Sequence[Any]):
         return self._known[rank] if rank else self._first
 
 
-def loaded_from(
-    files: Files,
-    name: str,
-    manifest: dict[str, Any],
-    *,
-    lazily: bool = False,
-    rank: int = 0,
-    ranks: int = 1,
-    keep: bool = True,
-) -> Loaded:
-    """Return the content of a checkpoint, verified. Nothing in it is ever executed.
+Table = dict[str, list[Facts | None]]
+"""By kind, the size and the checksum of the file of each rank."""
+
+
+class Folder:
+    """The files of a checkpoint, read and verified in the same pass. Nothing in them is ever executed.
+
+    Its methods raise:
+        CheckpointDamagedError: A file is missing, cut or changed; the message names it.
+        CheckpointFormatError: A file has the right checksum, but not the expected format.
 
     Args:
         files: The files of the store.
         name: The name of the checkpoint.
         manifest: Its manifest.
-        lazily: Return a `Stored` for each tensor that is stored in shards. Any part of it can be read later.
         rank: This rank. Of the files that not all ranks read, it verifies every `ranks`-th.
         ranks: The number of ranks that read.
-        keep: If as many ranks read as wrote, keep the shards of this rank in memory, so that they are read once.
-
-    Raises:
-        CheckpointDamagedError: A file is missing, cut or changed; the message names it.
-        CheckpointFormatError: A file has the right checksum, but not the expected format.
     """
-    said = files_in(manifest)
-    for number, other in enumerate(sorted(said.keys() - {*FILES, INDEX, PARTS})):
-        if number % ranks == rank:
-            check_file(files, f"{name}/{other}", said[other])
-    tensors: dict[str, Any] = tensors_of(files, name, FILES[1], said[FILES[1]])
-    model: dict[str, Any] = tensors_of(files, name, FILES[0], said[FILES[0]])
-    table = _table(files, name, manifest) if PARTS in said else {}
-    if INDEX in said:
-        keep = not lazily or (keep and ranks == manifest.get("ranks", 1) > 1)
-        held = _verified(files, name, table, rank, ranks, keep=keep) if table else {}
-        index = json_of(files, name, INDEX, said[INDEX], lambda index: index)
-        for kind, target in ((MODEL, model), (STATE, tensors)):
-            target |= parsed(name, INDEX, partial(_stored, files, name, kind, said, table, held, lazily=lazily), index)
-    state = json_of(files, name, FILES[2], said[FILES[2]], lambda plain: checked_state(decode(plain, tensors)))
-    states = _states(files, name, table, state, rank, ranks) if table and any(table[RANK]) else None
-    return Loaded(name, manifest, model, state, states)
 
+    def __init__(self, files: Files, name: str, manifest: dict[str, Any], rank: int = 0, ranks: int = 1) -> None:
+        self._files, self._name, self._manifest = files, name, manifest
+        self._said = files_in(manifest)
+        self._rank, self._ranks = rank, ranks
 
-def files_of_ranks(files: Files, name: str, manifest: Mapping[str, Any]) -> dict[str, Facts]:
-    """Return the facts of the files of all ranks, by name, that ``parts.json`` lists; none without it.
+    def verify(self) -> None:
+        """Check that all files are unchanged."""
+        of_ranks = {self._file(kind, rank): one for kind, some in self._table.items() for rank, one in enumerate(some)}
+        for file, facts in {**self._said, **of_ranks}.items():
+            if facts is not None:
+                self._check(file, facts)
 
-    Raises:
-        CheckpointDamagedError: It is missing, cut or changed.
-        CheckpointFormatError: It has the right checksum, but not the format.
-    """
-    table = _table(files, name, manifest) if PARTS in manifest["files"] else {}
-    entries = ((part_file(kind, rank, len(some)), one) for kind, some in table.items() for rank, one in enumerate(some))
-    return {file: one for file, one in entries if one is not None}
+    def load(self, *, lazily: bool = False, keep: bool = True) -> Loaded:
+        """Return the content.
 
+        Args:
+            lazily: Return a `Stored` for each tensor that is stored in shards. Any part of it can be read later.
+            keep: If as many ranks read as wrote, keep the shards of this rank in memory, so that they are read once.
+        """
+        others = sorted(self._said.keys() - {*FILES, INDEX, PARTS})
+        for file in others[self._rank :: self._ranks]:
+            self._check(file, self._said[file])
+        tensors: dict[str, Any] = self._tensors(FILES[1], self._said[FILES[1]])
+        model: dict[str, Any] = self._tensors(FILES[0], self._said[FILES[0]])
+        if INDEX in self._said:
+            held = self._shards(keep=not lazily or (keep and self._ranks == self._manifest.get("ranks", 1) > 1))
+            index = self._json(INDEX, lambda index: index)
+            for kind, target in ((MODEL, model), (STATE, tensors)):
+                target |= parsed(self._name, INDEX, partial(self._stored, kind, held, lazily=lazily), index)
+        state = self._json(FILES[2], lambda plain: checked_state(decode(plain, tensors)))
+        states = self._states(state) if any(self._table.get(RANK, ())) else None
+        return Loaded(self._name, self._manifest, model, state, states)
 
-Table = dict[str, list[Facts | None]]
+    @cached_property
+    def _table(self) -> Table:
+        """What ``parts.json`` lists; empty without it."""
+        return self._json(PARTS, lambda one: files_by_rank(one, self._manifest["ranks"])) if PARTS in self._said else {}
 
+    def _shards(self, *, keep: bool) -> dict[str, dict[str, Tensor]]:
+        """Verify the shards of every `ranks`-th rank; with `keep`, return their tensors by path, so that they are read once."""
+        held = {}
+        for kind in (MODEL, STATE) if self._table else ():
+            for rank, facts in [*enumerate(self._table[kind])][self._rank :: self._ranks]:
+                file = self._file(kind, rank)
+                if facts is not None and keep:
+                    held[f"{self._name}/{file}"] = self._tensors(file, facts)
+                elif facts is not None:
+                    self._check(file, facts)
+        return held
 
-def _table(files: Files, name: str, manifest: Mapping[str, Any]) -> Table:
-    said = manifest["files"]
-    return json_of(files, name, PARTS, said[PARTS], lambda content: files_by_rank(content, manifest["ranks"]))
+    def _stored(self, kind: str, held: dict[str, dict[str, Tensor]], index: Any, *, lazily: bool) -> dict[str, Any]:
+        if table := self._table:
+            splits = {key: split_of(self._name, kind, one, table[kind]) for key, one in index[kind].items()}
+            found = {
+                key: Stored(self._files, key, checked_shape(one["shape"]), dtype_of(one), splits[key], held)
+                for key, one in index[kind].items()
+            }
+        else:
+            found = stored_in(self._files, self._name, index[kind], self._said)
+        return dict(found) if lazily else {key: one.read() for key, one in found.items()}
 
+    def _states(self, first: Any) -> RankStates:
+        """Verify the states of every `ranks`-th rank and read that of this one; return the states of all, to be read."""
+        table = self._table[RANK]
+        states = RankStates(first, len(table), self._state_of)
+        own = min(self._rank, len(table) - 1)
+        for rank in {*range(self._rank, len(table), self._ranks), own} - {0}:
+            if rank == own:
+                states[rank]
+            elif (facts := table[rank]) is not None:
+                self._check(self._file(RANK, rank), facts)
+        return states
 
-def _verified(files: Files, name: str, table: Table, rank: int, ranks: int, *, keep: bool) -> dict[str, dict[str, Tensor]]:
-    """Verify the shards of every `ranks`-th rank; with `keep`, return their tensors by path, so that they are read once."""
-    held = {}
-    for kind in (MODEL, STATE):
-        for one in range(rank, len(table[kind]), ranks):
-            file, facts = part_file(kind, one, len(table[kind])), table[kind][one]
-            if facts is not None and keep:
-                held[f"{name}/{file}"] = tensors_of(files, name, file, facts)
-            elif facts is not None:
-                check_file(files, f"{name}/{file}", facts)
-    return held
+    def _state_of(self, rank: int) -> Any:
+        """Read the state that only one rank has."""
+        facts, file = self._table[RANK][rank], self._file(RANK, rank)
+        if facts is None:
+            raise CheckpointFormatError(f"{self._name}: {PARTS} names no file with the state of rank {rank}")
+        header: dict[str, str] = {}
+        tensors = self._tensors(file, facts, header)
+        return parsed(self._name, file, lambda text: checked_rank(decode(json.loads(text["state"]), tensors)), header)
 
+    def _file(self, kind: str, rank: int) -> str:
+        return part_file(kind, rank, len(self._table[kind]))
 
-def _stored(
-    files: Files,
-    name: str,
-    kind: str,
-    said: Mapping[str, Any],
-    table: Table,
-    held: dict[str, dict[str, Tensor]],
-    index: Any,
-    *,
-    lazily: bool,
-) -> dict[str, Any]:
-    if table:
-        found = {
-            key: Stored(files, key, checked_shape(one["shape"]), dtype_of(one), split_of(name, kind, one, table[kind]), held)
-            for key, one in index[kind].items()
-        }
-    else:
-        found = stored_in(files, name, index[kind], said)
-    return dict(found) if lazily else {key: one.read() for key, one in found.items()}
+    def _tensors(self, file: str, facts: Facts, header: dict[str, str] | None = None) -> dict[str, Tensor]:
+        """Return the tensors of a safetensors file. `header` gets the texts of its header."""
+        return self._read(file, facts, lambda opened: read_tensors(opened, facts["size"], header))
 
+    def _json(self, file: str, parse: Callable[[Any], T]) -> T:
+        """Return what `parse` makes of the JSON in a file."""
+        return self._read(file, self._said[file], lambda opened: parse(json.loads(opened.read())))
 
-def _states(files: Files, name: str, table: Table, first: Any, rank: int, ranks: int) -> RankStates:
-    """Verify the states of every `ranks`-th rank and read that of this one; return the states of all, to be read."""
-    wrote = len(table[RANK])
-    states = RankStates(first, wrote, lambda one: _state_of(files, name, table, one))
-    own = min(rank, wrote - 1)
-    for one in {*range(rank, wrote, ranks), own} - {0}:
-        facts = table[RANK][one]
-        if one == own:
-            states[one]
-        elif facts is not None:
-            check_file(files, f"{name}/{part_file(RANK, one, wrote)}", facts)
-    return states
+    def _check(self, file: str, facts: Facts) -> None:
+        """Verify a file of which the content is not needed."""
+        self._read(file, facts, SummedFile.rest)
 
-
-def _state_of(files: Files, name: str, table: Table, rank: int) -> Any:
-    """Read the state that only one rank has."""
-    facts, file = table[RANK][rank], part_file(RANK, rank, len(table[RANK]))
-    if facts is None:
-        raise CheckpointFormatError(f"{name}: {PARTS} names no file with the state of rank {rank}")
-    header: dict[str, str] = {}
-    tensors = tensors_of(files, name, file, facts, header)
-    return parsed(name, file, lambda text: checked_rank(decode(json.loads(text["state"]), tensors)), header)
-
-
-def tensors_of(
-    files: Files, checkpoint: str, name: str, said: Mapping[str, Any], header: dict[str, str] | None = None
-) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file of a checkpoint, verified. `header` gets the texts of its header."""
-    return read_whole(files, f"{checkpoint}/{name}", said, lambda file: read_tensors(file, said["size"], header))
-
-
-def json_of(files: Files, checkpoint: str, name: str, said: Mapping[str, Any], parse: Callable[[Any], T]) -> T:
-    """Return what `parse` makes of the JSON in a file of a checkpoint, verified."""
-    return read_whole(files, f"{checkpoint}/{name}", said, lambda file: parse(json.loads(file.read())))
-
-
-def check_file(files: Files, path: str, said: Mapping[str, Any]) -> None:
-    """Verify a file of which the content is not needed."""
-    read_whole(files, path, said, SummedFile.rest)
-
-
-def read_whole(files: Files, path: str, said: Mapping[str, Any], read: Callable[[SummedFile], T]) -> T:
-    """Return what `read` makes of a file, verified in the same pass: each byte is read once.
-
-    Args:
-        files: The files of the store.
-        path: The checkpoint and the name of the file in it.
-        said: Its size and checksum in the manifest.
-        read: Reads the file. Its error counts only if the file is unchanged.
-
-    Raises:
-        CheckpointDamagedError: The file is missing, cut or changed.
-        CheckpointFormatError: The file has the right checksum, but not the format.
-    """
-    checkpoint, _, name = path.partition("/")
-    problem: Exception | None = None
-    try:
-        with files.open(path) as opened:
-            file = SummedFile(opened)
-            try:
-                content = read(file)
-            except _WRONG as error:
-                problem = error
-            found = file.rest()
-    except FileNotFoundError:
-        raise CheckpointDamagedError(f"{checkpoint}: {name} is missing") from None
-    except OSError as error:
-        raise CheckpointDamagedError(f"{checkpoint}: {name} cannot be read: {error}") from None
-    if found["size"] != said["size"]:
-        raise CheckpointDamagedError(f"{checkpoint}: {name} has {found['size']} bytes instead of {said['size']}")
-    if found["crc32"] != said["crc32"]:
-        raise CheckpointDamagedError(f"{checkpoint}: {name} has changed since it was written (crc32 {found['crc32']})")
-    if problem is not None:
-        raise _format_error(checkpoint, name, problem)
-    return content
+    def _read(self, file: str, facts: Facts, read: Callable[[SummedFile], T]) -> T:
+        """Return what `read` makes of a file. Its error counts only if the file is unchanged."""
+        problem: Exception | None = None
+        try:
+            with self._files.open(f"{self._name}/{file}") as opened:
+                summed = SummedFile(opened)
+                try:
+                    content = read(summed)
+                except _WRONG as error:
+                    problem = error
+                found = summed.rest()
+        except FileNotFoundError:
+            raise CheckpointDamagedError(f"{self._name}: {file} is missing") from None
+        except OSError as error:
+            raise CheckpointDamagedError(f"{self._name}: {file} cannot be read: {error}") from None
+        if found["size"] != facts["size"]:
+            raise CheckpointDamagedError(f"{self._name}: {file} has {found['size']} bytes instead of {facts['size']}")
+        if found["crc32"] != facts["crc32"]:
+            raise CheckpointDamagedError(f"{self._name}: {file} has changed since it was written (crc32 {found['crc32']})")
+        if problem is not None:
+            raise _format_error(self._name, file, problem)
+        return content
 
 
 def parsed(checkpoint: str, name: str, parse: Callable[[Any], T], content: Any) -> T:
