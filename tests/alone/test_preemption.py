@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from cadenza import Callback, Run, Trainer, load_weights, on, supervised
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.store import Saved, Store
-from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.tensor_files import Facts
+from cadenza.checkpoint.store.files import Facts, LocalFiles
 from cadenza.engine.session import session_of
 from cadenza.files.disk import Unflushed
 from cadenza.hooks.dispatch import hooks_of

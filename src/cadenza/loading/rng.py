@@ -86,23 +86,24 @@ def draw_seed(*, keep: bool = False) -> int:
 
 
 class RNGState(NamedTuple):
-    """The state of all global random generators of this process."""
+    """The state of all global random generators of this process, captured and restored in microseconds: for every batch."""
 
     python: Any
     torch_cpu: Tensor
     devices: Mapping[int, Tensor]
     """The states of accelerators, by index."""
     numpy: Any
+    """As `numpy_capture` returns it."""
 
     @staticmethod
-    def capture() -> RNGState:
-        """Return the current RNG state."""
+    def capture(*, devices: bool = True) -> RNGState:
+        """Return the current RNG state; without `devices`, that of the generators on the host alone."""
         numpy = sys.modules.get("numpy")
         return RNGState(
             python=random.getstate(),
-            torch_cpu=torch.get_rng_state(),
-            devices=_states_of_devices(),
-            numpy=None if numpy is None else state_of_numpy(numpy),
+            torch_cpu=torch.default_generator.get_state(),
+            devices=_states_of_devices() if devices else {},
+            numpy=None if numpy is None else numpy_capture(numpy),
         )
 
     def to_plain(self, devices: Iterable[int] | None = None) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class RNGState(NamedTuple):
             devices: The indices of the accelerators to return, in an order that `from_plain` gives back; None: all.
         """
         chosen = [self.devices[index] for index in (self.devices if devices is None else devices) if index in self.devices]
-        numpy = self.numpy
+        numpy = _tuple_of(self.numpy) if isinstance(self.numpy, bytes) else self.numpy
         if isinstance(numpy, dict):  # no Mersenne twister
             numpy = _without_arrays(numpy)
         elif numpy is not None:
@@ -140,12 +141,12 @@ class RNGState(NamedTuple):
     def restore(self) -> None:
         """Set the generators to this state."""
         random.setstate(self.python)
-        torch.set_rng_state(self.torch_cpu)
+        torch.default_generator.set_state(self.torch_cpu)
         _set_devices(self.devices)
         if self.numpy is not None:
             import numpy  # the saved run used it; this one may not have imported it yet
 
-            numpy.random.set_state(self.numpy)
+            numpy_restore(numpy, self.numpy)
 
 
 def _accelerator() -> Any:
@@ -187,109 +188,6 @@ def preserve_rng_state() -> Iterator[None]:
         state.restore()
 
 
-def state_of_numpy(numpy: Any) -> Any:
-    """Return the state of numpy's global generator, for ``numpy.random.set_state``: a tuple, or a dict if it is no twister."""
-    get = getattr(numpy.random, "get_bit_generator", None)
-    return numpy.random.get_state(legacy=get is None or isinstance(get(), numpy.random.MT19937))
-
-
-class _NumpyStream:
-    """The state of numpy's global generator, for every batch: ``numpy.random.get_state`` takes 90 microseconds, and this 4.
-
-    The numbers of a Mersenne twister lie at an address that numpy documents (``bit_generator.ctypes.state_address``). Half of a
-    pair of normal numbers may wait beside them: then the next normal number leaves them unchanged. Before numpy 1.24, and for
-    other generators, `get_state` is asked.
-    """
-
-    _SIZE = 625 * 4  # bytes: the numbers, and the index of the next one
-
-    def __init__(self) -> None:
-        self._generator: Any = None
-        self._memory: Any = None
-
-    def capture(self, numpy: Any) -> Any:
-        """Return the state, for `restore`."""
-        if (memory := self._find(numpy)) is None:
-            return state_of_numpy(numpy)
-        numbers, half = memory.raw, numpy.random.standard_normal()
-        state = self._with_half(numbers, half) if memory.raw == numbers else numbers
-        self.restore(numpy, state)
-        return state
-
-    def restore(self, numpy: Any, state: Any) -> None:
-        """Put the generator back to a state that `capture` returned."""
-        memory = self._find(numpy)
-        if memory is not None and isinstance(state, bytes):
-            numpy.random.seed(0)  # no half of a pair waits
-            memory.raw = state
-        else:
-            numpy.random.set_state(self._with_half(state) if isinstance(state, bytes) else state)
-
-    @staticmethod
-    def _with_half(numbers: bytes, *half: float) -> tuple[Any, ...]:
-        """Return a state of the form of `get_state`."""
-        *keys, index = memoryview(numbers).cast("I")
-        return "MT19937", keys, index, len(half), *(half or (0.0,))
-
-    def _find(self, numpy: Any) -> Any:
-        """Return the memory of the numbers; None if the generator has no known address."""
-        get = getattr(numpy.random, "get_bit_generator", None)
-        generator = None if get is None else get()
-        if generator is not self._generator:
-            self._generator, self._memory = generator, None
-            if isinstance(generator, numpy.random.MT19937):
-                self._memory = (ctypes.c_char * self._SIZE).from_address(generator.ctypes.state_address)
-        return self._memory
-
-
-_NUMPY = _NumpyStream()
-
-
-class HostState(NamedTuple):
-    """The state of the global generators on the host, in a form that is captured and restored quickly: for every batch."""
-
-    python: Any
-    numpy: Any
-    torch_cpu: Tensor
-
-    @staticmethod
-    def capture() -> HostState:
-        """Return the current state."""
-        numpy = sys.modules.get("numpy")
-        captured = None if numpy is None else _NUMPY.capture(numpy)
-        return HostState(random.getstate(), captured, torch.default_generator.get_state())
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        random.setstate(self.python)
-        torch.default_generator.set_state(self.torch_cpu)
-        if self.numpy is not None:
-            _NUMPY.restore(sys.modules["numpy"], self.numpy)
-
-
-class QuickState(NamedTuple):
-    """The state of the generators on the host and on the devices in use, in the form of `HostState`."""
-
-    host: HostState
-    devices: Mapping[int, Tensor]
-
-    @staticmethod
-    def capture() -> QuickState:
-        """Return the current state."""
-        return QuickState(HostState.capture(), _states_of_devices())
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        self.host.restore()
-        _set_devices(self.devices)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the state as `RNGState.to_plain` does."""
-        with preserve_rng_state():
-            self.restore()
-            return RNGState.capture().to_plain()
-
-
 class isolated_rng:  # noqa: N801  # as a function of contextlib
     """Seed the generators on the host inside; restore their state at the end, also after an error."""
 
@@ -299,7 +197,7 @@ class isolated_rng:  # noqa: N801  # as a function of contextlib
         self._seed = seed
 
     def __enter__(self) -> None:
-        self._outside = HostState.capture()
+        self._outside = RNGState.capture(devices=False)
         try:
             seed_host(self._seed)
         except BaseException:
@@ -308,3 +206,50 @@ class isolated_rng:  # noqa: N801  # as a function of contextlib
 
     def __exit__(self, *raised: object) -> None:
         self._outside.restore()
+
+
+# -- the generator of numpy ------------------------------------------------------------------------
+
+_SIZE = 625 * 4  # bytes of a Mersenne twister: its numbers, and the index of the next one
+
+
+def numpy_capture(numpy: Any) -> Any:
+    """Return the state of numpy's global generator: as bytes or, for other generators, as numpy returns it.
+
+    ``numpy.random.get_state`` takes 90 microseconds, and this 4. The numbers of a Mersenne twister lie at an address that numpy
+    documents (``bit_generator.ctypes.state_address``). Half of a pair of normal numbers may wait beside them: then the next
+    normal number leaves them unchanged. Before numpy 1.24, and for other generators, ``get_state`` is called.
+    """
+    if (memory := _memory_in(numpy)) is None:
+        get = getattr(numpy.random, "get_bit_generator", None)
+        return numpy.random.get_state(legacy=get is None or isinstance(get(), numpy.random.MT19937))
+    numbers, half = memory.raw, numpy.random.standard_normal()
+    state = _tuple_of(numbers, half) if memory.raw == numbers else numbers
+    numpy_restore(numpy, state)
+    return state
+
+
+def numpy_restore(numpy: Any, state: Any) -> None:
+    """Put numpy's global generator back to a state that `numpy_capture` returned."""
+    memory = _memory_in(numpy) if isinstance(state, bytes) else None
+    if memory is not None:
+        numpy.random.seed(0)  # no half of a pair waits
+        memory.raw = state
+    else:
+        numpy.random.set_state(_tuple_of(state) if isinstance(state, bytes) else state)
+
+
+def _memory_in(numpy: Any) -> Any:
+    """Return the memory of the numbers of numpy's global generator; None if their address is not known."""
+    get = getattr(numpy.random, "get_bit_generator", None)
+    if get is None or not isinstance(generator := get(), numpy.random.MT19937):
+        return None
+    return (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address)
+
+
+def _tuple_of(numbers: bytes, *half: float) -> tuple[Any, ...]:
+    """Return bytes, and the half of a pair that waits, in the form of ``numpy.random.get_state``."""
+    import numpy
+
+    keys = numpy.frombuffer(numbers, "uint32")
+    return ("MT19937", keys[:-1], int(keys[-1]), len(half), *(half or (0.0,)))
