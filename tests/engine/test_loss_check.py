@@ -203,6 +203,33 @@ def test_a_step_of_weight_0_has_no_loss_and_one_warning_says_so(
     assert caplog.text.count("weights of all batches") == 1
 
 
+@pytest.mark.parametrize("loop", ["step_fn", "attach"])
+def test_a_step_of_weight_0_has_no_loss_in_a_loop_of_ones_own_either(loop: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Without labels, the user's code computes a loss of 0, which would be the best of the run."""
+    weights, model = [3, 0, 2, 0], tiny_model()
+
+    def outputs(step: int) -> dict[str, Any]:
+        return {"loss": given(model, torch.tensor(min(1.0, weights[step]))), "weight": weights[step]}
+
+    def step_fn(run: Run, batch: Any) -> dict[str, Any]:
+        computed = outputs(run.progress.step)
+        run.backward(computed["loss"])
+        run.update()
+        return computed
+
+    if loop == "step_fn":
+        run = tiny_run(model=model, loader=weights, step_fn=step_fn, callbacks=[LOG])
+    else:
+        with attach(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=4, progress=False, callbacks=[LOG]) as attached:
+            while not attached.over():
+                with attached.step():
+                    attached.backward(outputs(attached.run.progress.step))
+                    attached.update()
+        run = attached.run
+    assert run.history["train/loss"] == [(1, 1.0), (3, 1.0)]
+    assert (told(run), caplog.text.count("weights of all batches of step 2 are 0")) == ([], 1)
+
+
 def test_a_trial_of_learning_rates_leaves_out_a_step_of_weight_0() -> None:
     find = FindLearningRate(steps=30)
     tiny_run(loader=[(None, weight) for weight in (3, 0, 2)], compute_loss=masked, callbacks=[find])

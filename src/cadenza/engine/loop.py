@@ -128,7 +128,7 @@ class Training:
             return
         if session.step_fn is not None:
             step.outputs.take(session.step_fn(self.run, step.batch))
-            step.window.losses.append(torch.as_tensor(step.outputs["loss"]).detach())
+            step.window.note(torch.as_tensor(step.outputs["loss"]), dict.get(step.outputs, "weight"))
         else:
             step.outputs.take(session.compute(session.model, step.batch))
             backward(session, step.outputs, step.window)
