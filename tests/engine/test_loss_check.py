@@ -94,6 +94,19 @@ def test_the_outcome_names_the_first_step_of_a_loss_that_is_not_finite(
 
 
 @pytest.mark.parametrize("train", LOOPS)
+def test_an_error_in_a_later_step_and_its_outcome_name_the_first_step_too(train: Callable[..., Run], tmp_path: Path) -> None:
+    @on(Callback.on_step_end, at=5)
+    def fail(run: Run) -> None:
+        raise ValueError("invalid values")
+
+    with pytest.raises(ValueError, match="invalid values") as error:
+        train([1.0, 1.0, *[NAN] * 7], callbacks=[fail], directory=tmp_path)
+    assert error.value.__notes__.count("the loss was not finite from step 3 on") == 1
+    outcome = json.loads((tmp_path / "run.json").read_text())["outcome"]
+    assert outcome == {"kind": "failed", "reason": "ValueError('invalid values'); the loss was not finite from step 3 on"}
+
+
+@pytest.mark.parametrize("train", LOOPS)
 def test_a_long_epoch_without_records_is_checked_every_100_steps(train: Callable[..., Run]) -> None:
     run = train([1.0, 1.0, *[NAN] * 103])
     assert [(one.why, one.when.step) for one in told(run)] == [("the loss is nan at step 3", 100)]

@@ -289,6 +289,6 @@ class Training:
             hooks.end(raised, Callback.on_epoch_end, run)
         explain(session, raised)
         error = session.driver.first_error(raised)
-        session.end(Outcome("failed", repr(error)))
+        session.end(session.metrics.losses.failed(error))
         hooks.end(error, Callback.on_exception, run, error)
         return error
