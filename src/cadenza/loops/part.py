@@ -45,7 +45,7 @@ from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.run import Run
-from cadenza.status.decisions import RESUMABLE, GoBack, Outcome
+from cadenza.status.decisions import RESUMABLE, GoBack
 from cadenza.status.formats import counted, few
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Counters, Progress
@@ -425,7 +425,7 @@ def _end(session: Session, kind: object, raised: BaseException | None, traceback
         _write_outcome(session)
         return
     error = session.driver.first_error(raised)
-    session.end(Outcome("failed", repr(error)))
+    session.end(session.metrics.losses.failed(error))
     try:
         _write_outcome(session)
     except OSError as later:  # the first error is the one that is raised
