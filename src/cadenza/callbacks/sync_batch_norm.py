@@ -22,6 +22,8 @@ class ConvertSyncBatchNorm(Callback):
     optimizers and wrappers stay valid. They stay in the model after the run. Without a process group they compute the same as
     BatchNorm, and their weights have the same names. SyncBatchNorm trains on GPUs only.
 
+    On multiple ranks: each rank converts its own model; the layers then communicate in every forward pass of the training.
+
     Raises:
         ValueError: The model itself is a BatchNorm layer, or the model is sharded.
 
