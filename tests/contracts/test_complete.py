@@ -36,7 +36,7 @@ def test_the_page_of_callbacks_has_each_once() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_its_docstring_says_what_it_does_on_multiple_ranks_and_two_processes_show_it(name: str) -> None:
-    assert "\nOn multiple ranks: " in inspect.cleandoc(class_of(name).__doc__ or "")
+    assert "\nWith multiple ranks: " in inspect.cleandoc(class_of(name).__doc__ or "")
     file = ROOT / SHIPPED[name].ranks
     text = file.read_text(encoding="utf-8")
     assert re.search(rf"\b{name}\b", text), f"add a test with two processes, or name its file in the row; looked in {file}"

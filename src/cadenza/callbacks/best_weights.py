@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class BestWeights(Callback):
     """Keep a copy of the weights of the best evaluation in memory, and load it into the model when the run ends.
 
-    On multiple ranks: each rank keeps and restores its own copy, based on results that are equal on all ranks; it does not
+    With multiple ranks: each rank keeps and restores its own copy, based on results that are equal on all ranks; it does not
     communicate.
 
     Args:

@@ -29,7 +29,7 @@ class ClipGradients(Callback, Compared):
 
     A list may have several `ClipGradients` for different parameters.
 
-    On multiple ranks: gradients are already reduced, so each rank scales by the same norm; it does not communicate.
+    With multiple ranks: gradients are already reduced, so each rank scales by the same norm; it does not communicate.
 
     Args:
         max_norm: Scale all gradients down together so that their total norm is at most this (Pascanu et al. 2013).

@@ -34,7 +34,7 @@ class ConfusionMatrix(Callback):
     Predictions have shape (N, C, ...) and targets shape (N, ...): the predicted class is ``argmax`` over dimension 1. Integer
     predictions of the shape of the targets are class indices. The counts stay on the device until the evaluation ends.
 
-    On multiple ranks: communicates at the end of the evaluation: each rank gets the counts of all. The main process logs the
+    With multiple ranks: communicates at the end of the evaluation: each rank gets the counts of all. The main process logs the
     figure.
 
     Args:

@@ -36,7 +36,7 @@ class DeviceStats(Callback):
       where one busy core is 100;
     - with `machine`, ``machine/memory_percent`` and ``machine/cpu_percent`` since the last time, where all cores are 100.
 
-    On multiple ranks: measures only the device, process and machine of the main process; it does not communicate.
+    With multiple ranks: measures only the device, process and machine of the main process; it does not communicate.
 
     Args:
         every: The interval: ``50`` (steps), ``"1 epoch"``, ``"30 s"``.

@@ -18,7 +18,7 @@ class Ema(Averaging, Compared):
     such as the statistics of BatchNorm, are copied from the model. Parameters of half precision are averaged in float32. An
     update does not wait for the device.
 
-    On multiple ranks: each rank keeps the same average; an evaluation uses the BatchNorm statistics of the main process. It
+    With multiple ranks: each rank keeps the same average; an evaluation uses the BatchNorm statistics of the main process. It
     does not communicate.
 
     Args:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Evaluate(Callback):
     """Evaluate on a loader at an interval, and log the results. A list may have several, each with its own name.
 
-    On multiple ranks: communicates: each rank evaluates its own shard, and all get the results of one process. Every rank must
-    call ``evaluate``.
+    With multiple ranks: each rank evaluates its own shard, and all get the results of one process. It communicates, so every
+    rank must call ``evaluate``.
 
     Args:
         loader: Any iterable of batches that can be read again.

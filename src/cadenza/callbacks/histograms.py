@@ -29,7 +29,7 @@ class Histograms(Callback):
     the update: `ClipGradients` before this callback in the list has clipped them. Gradients exist only within a step, so their
     interval must count steps. All values are copied to the host: choose few parameters of a large model.
 
-    On multiple ranks: the main process logs its own weights and gradients, which are equal on all ranks; it does not
+    With multiple ranks: the main process logs its own weights and gradients, which are equal on all ranks; it does not
     communicate.
 
     Args:

@@ -49,7 +49,7 @@ _LENGTHS = ("T_max", "milestones", "step_size", "total_iters")
 class LearningRate(Callback, SetsRates, Compared):
     """Set the learning rate with a scheduler of torch, of transformers or of timm.
 
-    On multiple ranks: each rank does the same; it does not communicate.
+    With multiple ranks: each rank does the same; it does not communicate.
 
     Args:
         scheduler: A scheduler of an optimizer of the run, or a function ``(optimizer) -> scheduler`` or ``(optimizer, total) ->

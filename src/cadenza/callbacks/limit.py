@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Limit(Callback):
     """Use only the first batches of each loader, for a quick test of the whole run.
 
-    On multiple ranks: limits the batches of each rank in training, and of all ranks together in an evaluation; it does not
+    With multiple ranks: limits the batches of each rank in training, and of all ranks together in an evaluation; it does not
     communicate.
 
     Args:

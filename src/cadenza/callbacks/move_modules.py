@@ -21,7 +21,7 @@ class MoveModules(Callback):
     a loss. Their parameters are trained if an optimizer holds them. `Evaluate` moves its own
     metrics.
 
-    On multiple ranks: all ranks start with the weights of the main process, and gradients are averaged before an
+    With multiple ranks: all ranks start with the weights of the main process, and gradients are averaged before an
     update.
 
     Args:

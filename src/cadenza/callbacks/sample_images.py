@@ -36,7 +36,7 @@ class SampleImages(Callback):
     is scaled by its own minimum and maximum, so that the picture does not have the contrast of the data. Values that are not
     finite are black.
 
-    On multiple ranks: the main process shows images of its own batches; it does not communicate.
+    With multiple ranks: the main process shows images of its own batches; it does not communicate.
 
     Args:
         count: The largest number of images in one picture.

@@ -38,7 +38,7 @@ class StopOnNonFinite(Callback, Compared):
 
     The check of the loss waits for the device once a batch. `gradients` waits once more a step.
 
-    On multiple ranks: a rank drops its batch alone, and the others learn it with what ranks exchange anyway; all act on it at
+    With multiple ranks: a rank drops its batch alone, and the others learn it with what ranks exchange anyway; all act on it at
     the same step. With FSDP, a ``step_fn`` or ``cadenza.attach`` it communicates in each batch, and all ranks drop theirs.
 
     Args:

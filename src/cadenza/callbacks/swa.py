@@ -39,7 +39,7 @@ class Swa(Averaging, Compared):
     checkpoint holds the weights with which the run can continue. During the run, ``Evaluate(weights="swa")`` evaluates the
     average with the statistics of the last weights; before `start`, it evaluates the model itself.
 
-    On multiple ranks: communicates when the BatchNorm statistics are computed again: each rank reads its shard of the data,
+    With multiple ranks: communicates when the BatchNorm statistics are computed again: each rank reads its shard of the data,
     and all get the mean. Every rank must call ``put_in_place``.
 
     Args:

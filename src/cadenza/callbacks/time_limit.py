@@ -20,7 +20,7 @@ class TimeLimit(Callback):
 
     The next ``fit(resume="auto")`` continues the run, with a time limit of its own.
 
-    On multiple ranks: uses the time that all ranks agree on before each step, so all stop at the same step; it does not
+    With multiple ranks: uses the time that all ranks agree on before each step, so all stop at the same step; it does not
     communicate.
 
     Args:

@@ -30,7 +30,7 @@ class Console(Callback):
     terminal, a line that is too wide goes on below, and no value is cut. ``console.log`` in the directory of the run has the
     whole lines.
 
-    On multiple ranks: only the main process opens, writes and closes it.
+    With multiple ranks: only the main process opens, writes and closes it.
 
     Args:
         every: Print at most one record with the same names per interval, such as ``"500 steps"``. None prints all.

@@ -23,7 +23,7 @@ class JsonLines(Callback):
     writes another one, at a path of your choice, each line before the next step. A run that continues removes the lines after
     its checkpoint.
 
-    On multiple ranks: only the main process opens, writes and closes it.
+    With multiple ranks: only the main process opens, writes and closes it.
 
     Args:
         path: The path of the file. A relative path starts at the directory of the run, if it has one. None writes no other

@@ -40,7 +40,7 @@ class Sink(Callback):
     - ``"disable"``: one warning, and the run continues without the sink.
     - ``"raise"``: the error ends the run.
 
-    On multiple ranks: ``open``, ``write`` and ``close`` are called on the main process only, so they must not communicate.
+    With multiple ranks: ``open``, ``write`` and ``close`` are called on the main process only, so they must not communicate.
 
     >>> from cadenza import Callback, on
     >>> from cadenza.testing import tiny_run

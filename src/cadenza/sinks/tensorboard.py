@@ -33,7 +33,7 @@ class TensorBoard(Sink):
 
     Each value has its step and time. After an error, the sink is tried again in a new file; see `Sink`.
 
-    On multiple ranks: only the main process opens, writes and closes it.
+    With multiple ranks: only the main process opens, writes and closes it.
 
     Args:
         directory: The directory of the files. A relative path starts at the directory of the run, if it has one. None:

@@ -83,7 +83,7 @@ class Capsule(Callback):
     The check waits for the forward pass once a step, not for the backward pass. The batches of the `last` steps stay in memory.
     The RNG state is that of its ``on_batch_start``: callbacks that draw random numbers there must stand before it.
 
-    On multiple ranks: each rank watches its own loss, and writes capsules of its own. It communicates once, at the end of the
+    With multiple ranks: each rank watches its own loss, and writes capsules of its own. It communicates once, at the end of the
     run.
 
     Args:

@@ -44,7 +44,7 @@ class Alert(Callback):
 
     Records without the name do not count. Rules are applied on the main process, to the means over all ranks.
 
-    On multiple ranks: the main process applies the rule to the means over all ranks, and sends one alert; it does not
+    With multiple ranks: the main process applies the rule to the means over all ranks, and sends one alert; it does not
     communicate.
 
     Args:

@@ -42,7 +42,7 @@ class Comet(Sink):
     A run that continues also continues its experiment. Offline, it makes one more archive, without the values of earlier
     archives. Online, it sends the values after its checkpoint again.
 
-    On multiple ranks: only the main process opens, writes and closes it.
+    With multiple ranks: only the main process opens, writes and closes it.
 
     Args:
         project: The name of the project. None takes ``COMET_PROJECT_NAME``, else the default of Comet.

@@ -31,7 +31,7 @@ class Swanlab(Sink):
     `Sink`. The same happens without an account or a server, because the sink never asks for a login. Records that SwanLab
     cannot write to its disk are lost; SwanLab prints a message about them.
 
-    On multiple ranks: only the main process opens, writes and closes it.
+    With multiple ranks: only the main process opens, writes and closes it.
 
     Args:
         project: The name of the project. None takes the name of the working directory.

@@ -28,7 +28,7 @@ class Trackio(Sink):
     Trackio wrote it, up to a second later. An active Trackio run of the script is not affected. A run that continues keeps its
     name, and replaces the records after its checkpoint.
 
-    On multiple ranks: only the main process opens, writes and closes it.
+    With multiple ranks: only the main process opens, writes and closes it.
 
     Args:
         project: The name of the project. None takes the name of the working directory.

@@ -47,7 +47,7 @@ class Wandb(Sink):
     The sink never asks for a login. Without an account or a server there is one warning, the training continues, and
     the sink is tried again; see `Sink`.
 
-    On multiple ranks: only the main process opens, writes and closes it.
+    With multiple ranks: only the main process opens, writes and closes it.
 
     Args:
         project: The name of the project. None takes the default of wandb.
