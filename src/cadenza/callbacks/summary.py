@@ -45,6 +45,8 @@ class Summary(Callback):
     The hooks on the layers are removed after the first step. The table of a compiled model has no shapes, because hooks would
     become part of its graph.
 
+    With multiple ranks: runs on the main process only and does not communicate.
+
     Args:
         depth: The number of levels of inner layers in the table; None shows all. Rows include the parameters of deeper layers.
 
