@@ -15,6 +15,7 @@ from cadenza.drivers.sharding import local
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least_or_none
 from cadenza.loading.batches import tensors_in
+from cadenza.optim.model_state import is_compiled
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -90,8 +91,7 @@ def _hooked(run: Run, shapes: dict[nn.Module, Any]) -> list[RemovableHandle]:
     """Register hooks that record the output shapes of the first call of each layer in training."""
     model = run.model
     modules = list(model.modules())
-    # The private attributes of a compiled module; torch has no public ones.
-    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules):
+    if any(map(is_compiled, modules)):
         return []
 
     def listen(module: nn.Module) -> RemovableHandle:
