@@ -48,3 +48,10 @@ def test_each_public_class_is_among_the_objects_of_which_the_text_is_looked_at()
     text = (ROOT / "tests" / "contracts" / "test_shown.py").read_text(encoding="utf-8")
     missing = [name for name in public_classes() - SHIPPED.keys() if not re.search(rf"\b{name}\b", text)]
     assert missing == [], "show an object of it in tests/contracts/test_shown.py"
+
+
+def test_the_recipes_in_contributing_name_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:src|tests|docs|benchmarks)/[\w/.-]+)`", text))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if "NAME" not in name and not (ROOT / name).exists()] == []
