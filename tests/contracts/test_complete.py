@@ -1,4 +1,4 @@
-"""Each list that a new callback or sink must be in: `make test-quick` names all that are missing at once."""
+"""Each list that a new callback, sink or public class must be in: `make test-quick` names all that are missing at once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import cadenza
 from cadenza import Callback
 from tests.callbacks.shipped import CALLBACKS, SINKS
+from tests.contracts.test_shown import public_classes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "callbacks.md").read_text(encoding="utf-8")
@@ -41,3 +42,16 @@ def test_its_docstring_says_what_it_does_on_multiple_ranks_and_two_processes_sho
     text = file.read_text(encoding="utf-8")
     assert re.search(rf"\b{name}\b", text), f"add a test with two processes, or name its file in the row; looked in {file}"
     assert file.suffix == ".md" or re.search(r"\b(launch|on_ranks)\(", text), file
+
+
+def test_each_public_class_is_among_the_objects_of_which_the_text_is_looked_at() -> None:
+    text = (ROOT / "tests" / "contracts" / "test_shown.py").read_text(encoding="utf-8")
+    missing = [name for name in public_classes() - SHIPPED.keys() if not re.search(rf"\b{name}\b", text)]
+    assert missing == [], "show an object of it in tests/contracts/test_shown.py"
+
+
+def test_the_recipes_in_contributing_name_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:src|tests|docs|benchmarks)/[\w/.-]+)`", text))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if "NAME" not in name and not (ROOT / name).exists()] == []
