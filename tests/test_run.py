@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -17,7 +18,8 @@ from cadenza import Callback, Run, Trainer, attach, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, LogTraining, Profile
 from cadenza.engine.session import session_of
 from cadenza.hooks.moments import moments_of
-from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
+from tests.callbacks.test_contract import FACTORIES
 
 
 def test_hooks_see_the_batch_and_the_parts_and_the_loss_waits_for_nobody() -> None:
@@ -369,6 +371,23 @@ def test_a_model_is_free_once_its_trainer_is_deleted_without_a_garbage_collectio
     finally:
         gc.enable()
     assert not alive
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_no_callback_keeps_a_model_alive(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where SavePredictions writes
+    for factory in FACTORIES[name]:
+        model = tiny_model()
+        gc.collect()
+        gc.disable()
+        try:
+            tiny_trainer(model=model, callbacks=[Evaluate(tiny_loader()), factory()], directory=tmp_path / "run").fit()
+            alive = weakref.ref(model)
+            del model
+            assert alive() is None
+        finally:
+            gc.enable()
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_a_run_holds_what_it_shows_after_its_trainer_is_deleted() -> None:

@@ -41,7 +41,9 @@ def folders_fail_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return begin
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EPERM], ids=errno.errorcode.get
+)
 def test_a_file_system_that_flushes_no_folders_holds_runs_and_says_so_once(
     number: int, folders_fail_with: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,6 +29,10 @@ SECRETS += [
     "AKIASECRET1",
     "--url=https://SECRET1@host/a",
     "https://me:SECRET1@host",
+    "https://host/a?api_key=SECRET1&b=1",
+    "--url=https://host/a?b=1&token=SECRET1",
+    "github_pat_SECRET1",
+    "gho_SECRET1",
 ]
 PLAIN = [
     "--max-tokens 4096",
@@ -48,9 +52,17 @@ def test_the_value_of_a_secret_is_masked(words: str) -> None:
     assert "***" in shown
 
 
+@pytest.mark.parametrize("words", SECRETS)
+def test_the_value_of_a_secret_is_masked_in_one_argument_and_in_a_text_too(words: str) -> None:
+    shown = masked_command(["bash", "-c", f"train.py {words}"])[2]
+    assert "SECRET1" not in shown
+    assert "***" in shown
+
+
 @pytest.mark.parametrize("words", PLAIN)
 def test_other_values_are_shown(words: str) -> None:
     assert " ".join(masked_command(words.split())) == words
+    assert masked_command([words]) == [words]
 
 
 def test_no_file_and_no_page_of_a_run_holds_a_secret(

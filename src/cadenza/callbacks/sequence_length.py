@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 from cadenza.engine.arguments import check_changes, checked_numbers, units_of_changes
 from cadenza.engine.session import session_of
@@ -11,7 +12,6 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.loading.resumable_base import cut_to
 from cadenza.optim.settings import Compared
-from cadenza.status.decisions import decide
 from cadenza.status.progress import Accumulation
 
 if TYPE_CHECKING:
@@ -65,21 +65,23 @@ class SequenceLength(Callback, Compared):
 
     def on_setup(self, run: Run) -> None:
         check_changes("SequenceLength", self.lengths, run.progress)
-        session_of(run).sync.depends_on(units_of_changes(self.lengths, run.progress))
+        session, progress = session_of(run), run.progress
+        session.sync.depends_on(units_of_changes(self.lengths, progress))
+        held = proxy(session)  # which holds `cut`
         self.now = None
 
         def cut(batch: Any) -> Any:
             lengths = self.lengths
-            length = lengths.batches(run.progress, run.progress) if isinstance(lengths, Accumulation) else lengths
+            length = lengths.batches(progress, progress) if isinstance(lengths, Accumulation) else lengths
             if length != self.now:
                 before, self.now = self.now, length
                 if before is not None:
-                    why = f"from batch {run.progress.batch + 1} on, sequences have at most {length} tokens instead of {before}"
+                    why = f"from batch {progress.batch + 1} on, sequences have at most {length} tokens instead of {before}"
                     data = {"before": before, "length": length}
-                    decide(run, "sequence length changed", why, who=type(self).__name__, data=data)
+                    held.decide("sequence length changed", why, who=type(self).__name__, data=data)
             return cut_to(batch, length, self.keys, self.dim)
 
-        session_of(run).cursor.change = cut
+        session.cursor.change = cut
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.now is None else {"now": self.now}

@@ -100,8 +100,8 @@ class Warmup(Callback, Compared):
     def on_setup(self, run: Run) -> None:
         optimizer_of(run, self.optimizer, needed_by="Warmup")
         self.count, self.unit, self._last_step = None, "step", 0.0
-        factors = rates_of(run).factors.setdefault(self.optimizer, [])
-        factors.append(lambda step: self.factor(run.progress.tokens if self.unit == "token" else step))
+        factors, progress = rates_of(run).factors.setdefault(self.optimizer, []), run.progress
+        factors.append(lambda step: self.factor(progress.tokens if self.unit == "token" else step))
 
     def on_fit_start(self, run: Run) -> None:
         if self.count is None:  # otherwise it is restored

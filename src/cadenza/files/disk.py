@@ -133,7 +133,7 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-_FLUSHES_NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+_FLUSHES_NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM)
 _logger = logging.getLogger("cadenza")
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _OPENS_FOLDERS = hasattr(os, "O_DIRECTORY")

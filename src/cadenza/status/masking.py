@@ -10,11 +10,16 @@ MASK = "***"
 _ENDINGS = ["token", "apikey", "secret", "password", "passwd", "credential", "credentials"]
 _KEYS = ("api-key", "access-key", "secret-key")
 _PART = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
-_KEY = re.compile(r"\b(?:hf_|sk-|ghp_)[A-Za-z0-9_-]{6,}|\bAKIA[0-9A-Z]{6,}")
+_KEY = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|github_pat_)[A-Za-z0-9_-]{6,}|\bAKIA[0-9A-Z]{6,}")
 _USER = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
 _HEADER = re.compile(r"\b(Bearer|Basic) +[\w.~+/=-]{8,}")
 _IS = r"""=|["']?\s*:\s*(?=["']?[^\s"',;)\]}]*[A-Za-z_])"""  # behind a colon a number is shown: it may be a result
 _SET = re.compile(rf"""(?P<name>[\w.-]*[A-Za-z][\w.-]*)(?P<is>{_IS})(?![{{\[])(?P<value>"[^"]*"|'[^']*'|[^\s,;)\]}}]+)""")
+
+_QUERY = re.compile(r"(?P<name>(?<=[?&])[\w.-]+)(?P<is>=)[^&\s'\"]+")
+_OPTION = re.compile(
+    rf"""(?P<name>(?<!\S)--?[\w.-]*(?:{"|".join(_ENDINGS)}|key))(?P<is>\s+)(?!-)(?:"[^"]*"|'[^']*'|[^\s'"]+)""", re.IGNORECASE
+)
 
 
 def is_secret(name: str) -> bool:
@@ -30,15 +35,19 @@ def is_secret(name: str) -> bool:
 
 
 def masked_text(text: str) -> str:
-    """Return a text without known keys, users of URLs, and values behind a secret name and ``=`` or ``:``.
+    """Return a text without known keys, users of URLs, and values of secret names: behind ``=``, ``:``, or an option.
 
     >>> masked_text("train.py hub.token=abc s3://me:pass@bucket/a hf_AbCdEfGh lr=0.1")
     'train.py hub.token=*** s3://***@bucket/a *** lr=0.1'
+    >>> masked_text("bash -c 'train.py --hf-token abc --max-tokens 5' https://host/a?token=abc&b=1")
+    "bash -c 'train.py --hf-token *** --max-tokens 5' https://host/a?token=***&b=1"
     >>> masked_text('--cfg={"api_key": "abc", "lr": 0.1} Authorization: Bearer abcdefgh password:x1 secret: 0.5')
     '--cfg={"api_key": ***, "lr": 0.1} Authorization: Bearer *** password:*** secret: 0.5'
     """
     text = _HEADER.sub(rf"\1 {MASK}", _KEY.sub(MASK, _USER.sub(MASK, text)))
-    return _SET.sub(lambda found: f"{found['name']}{found['is']}{MASK}" if is_secret(found["name"]) else found[0], text)
+    for pattern in (_QUERY, _OPTION, _SET):
+        text = pattern.sub(lambda found: f"{found['name']}{found['is']}{MASK}" if is_secret(found["name"]) else found[0], text)
+    return text
 
 
 def masked_command(arguments: Sequence[str]) -> list[str]:

@@ -210,7 +210,7 @@ class Courier:
         if self._thread.is_alive():
             left = len(self._waiting) + 1
             self.failures.append(f"{counted(left, 'alert')} could not be sent within {_END_S:g} s after the end of the run")
-        self._thread = None
+        self._thread = self._watch = None  # the function may hold a run
 
     def _start(self) -> None:
         if self._thread is None:
