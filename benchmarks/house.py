@@ -36,7 +36,7 @@ asked        Who is called at this step: the functions that five schedules add t
 built        The functions that are executed when these five listeners and a `Hooks` of them are made.
 dispatch     Both: what decides which listeners are called. `files` and `folders` say where these functions are.
 public names What ``dir(run)`` shows in a hook, without names that begin with an underscore.
-session      The attributes of `Session` that modules other than its own use, the adapters in ``adapters`` and ``compat``
+session      The attributes of `Session` that modules other than its own use, the adapters in ``compat``
              included; and the modules of ``callbacks`` that import it.
 modules      Files ``*.py`` directly in the package, with ``__init__``.
 circles      Strongly connected sets of more than one module in the graph of imports at the top of modules and under ``if

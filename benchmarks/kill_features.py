@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-import cadenza.adapters.lightning.module.assembling  # noqa: F401  # here: a killed process must not import it anew
+import cadenza.compat.lightning.module.assembling  # noqa: F401  # here: a killed process must not import it anew
 from cadenza import Callback, Run, Trainer, attach, on, supervised
 from cadenza.callbacks import (
     Best,

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 
-from cadenza.compat.absent import Entry, entries
-from cadenza.compat.fastnlp.absent_of_0_5 import ABSENT_OF_0_5, CORE_OF_0_5, METRICS_OF_0_5, UTILS_OF_0_5
+from cadenza.compat.absent import Entry, entries, entries_in, facts_of
 
 
 def absent(adapter: str) -> str:
     """Return the table of one adapter."""
-    return _table(import_module(f"cadenza.compat.{adapter}.absent").ORIGINAL, {"": entries(adapter)})
+    return _table(facts_of(adapter)["original"], {"": entries(adapter)})
 
 
 def absent_fastnlp(*, of_0_5: bool) -> str:
     """Return the table of fastNLP 1.0, or that of the names that fastNLP 1.0 removed."""
-    rows = {**ABSENT_OF_0_5, "core": CORE_OF_0_5, "core.metrics": METRICS_OF_0_5, "core.utils": UTILS_OF_0_5}
-    removed = {(module, name) for module, found in rows.items() for names in found for name in names.split()}
-    return _table("fastNLP", {"": [one for one in entries("fastnlp") if ((one.module, one.name) in removed) is of_0_5]})
+    return _table("fastNLP", {"": entries_in("fastnlp", "absent_of_0_5.toml" if of_0_5 else "absent.toml")})
 
 
 def absent_nemo() -> str:

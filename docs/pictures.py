@@ -58,41 +58,7 @@ if show == "plan":
 else:
     trainer.fit()
 """
-KILLED = """
-import hashlib, sys, time
-import torch
-from torch import nn
-
-from cadenza import Callback, Trainer, on, supervised
-from cadenza.callbacks import Checkpoint
-from cadenza.loading import TensorBatches
-from cadenza.sinks import Console
-
-torch.set_num_threads(1)
-points = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0))
-inside = (points.norm(dim=1) < 1).long()
-
-
-@on(Callback.on_step_end)
-def slowly(run):
-    time.sleep(0.02)
-
-
-trainer = Trainer(
-    lambda: nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2)),
-    lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    TensorBatches(points, inside, batch_size=32, shuffle=True),
-    supervised(nn.CrossEntropyLoss()),
-    max_epochs=4,
-    seed=1,
-    device="cpu",
-    directory=sys.argv[1],
-    callbacks=[Checkpoint("10 steps", keep_last=2), Console(), slowly],
-)
-trainer.fit(resume="auto")
-weights = b"".join(value.numpy().tobytes() for value in trainer.model.state_dict().values())
-print("sha256 of the weights:", hashlib.sha256(weights).hexdigest()[:32])
-"""
+KILLED = Path(__file__).resolve().parents[1] / "examples" / "circle.py"
 STYLE = """
   .back { fill: #f6f8fa; stroke: #d0d7de; } text { fill: #1f2328; white-space: pre;
   font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
@@ -116,13 +82,12 @@ def main() -> None:
 
 def killed(folder: Path) -> tuple[str, str]:
     """Return the first line and the rest of a terminal: a training is killed in its third epoch, goes on, and is compared."""
-    first, again = (
-        in_terminal([sys.executable, "-c", KILLED, "a"], folder, until="epoch 2"),
-        [sys.executable, "-c", KILLED, "a"],
-    )
-    rest, whole = in_terminal(again, folder), in_terminal([*again[:-1], "b"], folder)
-    lines = [first, "Killed", "$ python train.py runs/a", rest, "$ python train.py runs/b      # not killed", "..."]
-    return "$ python train.py runs/a", "\n".join([*lines, *whole.splitlines()[-2:]])
+    command = [sys.executable, str(KILLED), "--epochs", "4", "--directory"]
+    first = in_terminal([*command, "runs/a"], folder, until="epoch 2")
+    rest, whole = in_terminal([*command, "runs/a"], folder), in_terminal([*command, "runs/b"], folder)
+    typed = "$ python examples/circle.py --epochs 4 --directory runs"
+    lines = [first, "Killed", f"{typed}/a", rest, f"{typed}/b   # not killed", "..."]
+    return f"{typed}/a", "\n".join([*lines, *whole.splitlines()[-2:]])
 
 
 def printed(directory: Path, show: str, rate: float = 0.01) -> str:

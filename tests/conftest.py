@@ -64,7 +64,7 @@ LONG_FILES = (
 FORKING = ("tests/distributed/", "tests/scale/", "tests/timetravel/", "tests/loops/", "tests/loading/")
 """Tests that fork this process often. They come early: what others import makes it, and each fork, several times as large."""
 
-IMPORTING = ("tests/adapters/", "tests/compat/", "tests/recipes/", "tests/sinks/", "docs/", "README.md")
+IMPORTING = ("tests/compat/", "tests/recipes/", "tests/sinks/", "docs/", "README.md")
 """Tests that import such packages."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -4,7 +4,7 @@
     python tests/mutants.py --report after.json --again mutants.json
 
 A *mutant* is one changed place: a comparison that is flipped, a call that is removed, an integer that is one too large, a
-branch that is inverted. The seed draws as many of each kind from the core as from the adapters (`adapters/` and `compat/`).
+branch that is inverted. The seed draws as many of each kind from the core as from the adapters (`compat/`).
 ``--again`` takes the mutants of an earlier report, so that two versions of the tests are compared by the same ones.
 
 1. The whole suite runs once in a copy of the checkout in which each of these places records the test that reaches it, in
@@ -37,7 +37,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
-GUESTS = ("src/cadenza/adapters/", "src/cadenza/compat/")
+GUESTS = "src/cadenza/compat/"
 KINDS = ("comparison", "call", "constant", "branch")
 CHOSEN_S, LIMIT_S = 40.0, 60.0
 UNUSED = ["--deselect=tests/contracts", "--ignore=tests/test_benchmarks.py", "--ignore=tests/test_site.py"]

@@ -127,7 +127,7 @@ class MissingExtraError(CadenzaError, ImportError):
     """A package is not installed: an optional one, or, without `extra`, a dependency of Cadenza."""
 
     def __init__(self, package: str, *, needed_by: str, extra: str | None = None) -> None:
-        wanted = package if extra is None else f"'cadenza[{extra}]'"
+        wanted = package.partition(".")[0] if extra is None else f"'cadenza[{extra}]'"
         super().__init__(
             f"{needed_by} needs the package {package!r}, which is not installed. Install it with: pip install {wanted}"
         )

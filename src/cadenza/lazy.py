@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -24,12 +25,12 @@ def contents(
 
     def get(name: str) -> Any:
         if name in modules:
-            return import_module(f"{package}.{name}")  # the import makes it an attribute
+            return imported(f"{package}.{name}", needed_by=f"{package}.{name}")  # the import makes it an attribute
         if name not in home_of:
             known = modules and not name.startswith("_")  # imported here: programs that are right build no error
             said = import_module("cadenza.text.hints").instead_of_name(name, [package, *modules]) if known else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{said}", name=name, obj=sys.modules[package])
-        value = getattr(import_module(home_of[name]), name)
+        value = getattr(imported(home_of[name], needed_by=f"{package}.{name}"), name)
         setattr(sys.modules[package], name, value)  # later reads do not come here
         return value
 
@@ -37,3 +38,18 @@ def contents(
         return sorted({*vars(sys.modules[package]), *home_of, *modules})
 
     return public, get, directory
+
+
+def imported(module: str, *, needed_by: str) -> ModuleType:
+    """Import a module of Cadenza that may be in a wing.
+
+    Raises:
+        MissingExtraError: The installation lacks the folder of the wing.
+    """
+    wing = ".".join(module.split(".")[:2])
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != wing:
+            raise
+    raise import_module("cadenza.errors").MissingExtraError(wing, needed_by=needed_by)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Concatenate, NoReturn, ParamSpec
 
 import torch
@@ -146,8 +147,12 @@ class Run:
         return f"<Run: {self.progress}; {self.outcome or 'no outcome yet'}>"
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show of the run."""
-        shown: str = import_module("cadenza.report.small").small(self)  # imported here: few runs are in a notebook
+        """Return what notebooks show of the run: without the wing of reports, one line."""
+        from cadenza.status.markup import element  # imported here: few runs are in a notebook
+
+        if find_spec("cadenza.report") is None:
+            return str(element("pre", repr(self)))
+        shown: str = import_module("cadenza.report.small").small(self)
         return shown
 
     # -- verbs: requests with a reason, carried out at a fixed moment ------------------------------

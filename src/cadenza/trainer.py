@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from os import PathLike
 from typing import Any, Self, TypeVar
 
@@ -32,6 +31,7 @@ from cadenza.engine.training_log import with_epoch_means
 from cadenza.files.new_directory import NewDirectory
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
+from cadenza.lazy import imported
 from cadenza.loading.batches import batch_sizes
 from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.metrics import Metrics
@@ -189,7 +189,7 @@ class Trainer(Recipe):
                 f"Trainer.from_lightning takes at most 2 positional arguments; got {2 + len(more)}. Give several loaders as "
                 "the second one: (train, val)."
             )
-        assembling = import_module("cadenza.adapters.lightning.module.assembling")  # imported here: few runs need it
+        assembling = imported("cadenza.compat.lightning.module.assembling", needed_by="Trainer.from_lightning")
         trainer: Self = assembling.assembled(cls, module, datamodule_or_loaders, arguments)
         return trainer
 

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Profile
-from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.tensor_files import Facts
-from cadenza.drivers import DdpDriver, posts
+from cadenza.checkpoint.store.files import Facts, LocalFiles
+from cadenza.drivers import DdpDriver, failing
 from cadenza.errors import DistributedError
 from cadenza.hooks.moments import Moment
 from cadenza.report import page, story_at
@@ -60,7 +59,7 @@ HANGS: dict[Function[[Path], None], str] = {
 
 @pytest.fixture(autouse=True)
 def frequent_posts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posts, "EVERY_S", 0.1)
+    monkeypatch.setattr(failing, "EVERY_S", 0.1)
 
 
 @pytest.mark.parametrize("stop", [kill, loop_on, pytest.param(pause, marks=pytest.mark.long)])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate, LogTraining, SlurmRequeue
-from cadenza.checkpoint import attempts
+from cadenza.checkpoint import writer
 from cadenza.checkpoint.store import Store
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointLostError
@@ -307,7 +307,7 @@ def test_a_job_without_its_last_checkpoint_is_not_requeued(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Store, "write", full)
-    monkeypatch.setattr(attempts, "LAST_PAUSES_S", (0.002, 0.004))
+    monkeypatch.setattr(writer, "LAST_PAUSES_S", (0.002, 0.004))
     with pytest.raises(CheckpointLostError):
         tiny_trainer(directory=tmp_path / "run", steps=9, callbacks=[Checkpoint("9 steps"), sends(), SlurmRequeue()]).fit()
     assert not scontrol.exists()

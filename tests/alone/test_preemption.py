@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from cadenza import Callback, Run, Trainer, load_weights, on, supervised
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
 from cadenza.checkpoint.store import Saved, Store
-from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.tensor_files import Facts
+from cadenza.checkpoint.store.files import Facts, LocalFiles
 from cadenza.engine.session import session_of
 from cadenza.files.disk import Unflushed
 from cadenza.hooks.dispatch import hooks_of
@@ -538,7 +537,7 @@ def test_ctrl_c_that_a_native_checkpoint_takes_ends_the_training_as_fastnlp_does
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_start", "on_train_epoch_end"])
 def test_a_run_with_callbacks_of_lightning_that_sigterm_ends_continues_to_the_same_bits(tmp_path: Path, hook: str) -> None:
     pl = pytest.importorskip("lightning.pytorch", reason="the callbacks are those of Lightning: pip install lightning")
-    from tests.adapters.lightning.home import Recorder, native_trainer
+    from tests.compat.lightning.home import Recorder, native_trainer
 
     class Signal(pl.Callback):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza import Callback, Trainer, on
 from cadenza.callbacks import Checkpoint, FindBatchSize, FindLearningRate, LearningRate, Limit
 from cadenza.drivers import DdpDriver
+from cadenza.engine.memory import is_out_of_memory
 from cadenza.errors import DataError
 from cadenza.testing import launch, prove_resume, tiny_run, tiny_trainer
-from cadenza.timetravel.find_batch_size import is_out_of_memory
 
 
 def samples(size: int, *, count: int = 64, **arguments: Any) -> DataLoader[Any]:

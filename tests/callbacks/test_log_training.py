@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
 from threading import enumerate as threads
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -347,12 +348,28 @@ def test_without_psutil_or_proc_the_next_best_value_is_logged(
 def test_numbers_of_the_allocator_are_logged_in_gib_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("memory_allocated", 1), ("memory_reserved", 2), ("max_memory_allocated", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size * GIB)
+    reset: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: GIB)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2 * GIB)
     cuda = {"device/memory_allocated_gib": 1, "device/memory_reserved_gib": 2, "device/memory_peak_gib": 3}
     assert _of_device(torch.device("cuda", 1)) == cuda
+    assert reset == [torch.device("cuda", 1)], "the next peak is that of the time since then"
     assert _of_device(torch.device("mps")) == {"device/memory_allocated_gib": 1, "device/memory_driver_gib": 2}
     assert _of_device(torch.device("cpu")) == {}
+
+
+def test_retries_of_the_allocator_count_from_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, logged = iter([2, 2, 5, 6]), list[Any]()  # at the start, and each time
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": next(counted)})
+    monkeypatch.setattr("cadenza.callbacks.device_stats._of_device", lambda device: {})
+    monkeypatch.setattr("cadenza.callbacks.device_stats._has_utilization", lambda run: False)
+    run: Any = SimpleNamespace(device=torch.device("cuda", 0), is_main=True, log=lambda *values: logged.append(values))
+    stats = DeviceStats("1 step")
+    stats.on_fit_start(run)
+    for _ in range(3):
+        stats.log(run)
+    assert [value for name, *value in logged if name == "device/allocation_retries"] == [[0], [3], [1]]
 
 
 # -- Alert --------------------------------------------------------------------------------------------

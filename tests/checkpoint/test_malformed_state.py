@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import MultiStepLR
 from cadenza import Trainer, supervised
 from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, LogTraining
 from cadenza.checkpoint.parts import PARTS
+from cadenza.checkpoint.store.files import facts_of
 from cadenza.checkpoint.store.manifest import canonical
-from cadenza.checkpoint.store.state_fields import _RANK, _WHOLE
-from cadenza.checkpoint.store.tensor_files import facts_of
+from cadenza.checkpoint.store.reading import _RANK, _WHOLE
 from cadenza.errors import CadenzaError, CheckpointError, CheckpointMismatchError
 from cadenza.loading import Mixture
 from cadenza.run import Run

@@ -20,7 +20,7 @@ from torch import nn
 import cadenza
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
-from cadenza.checkpoint import attempts
+from cadenza.checkpoint import writer
 from cadenza.checkpoint.store import Store
 from cadenza.errors import CheckpointLostError, DirectoryError, MissingExtraError
 from cadenza.hooks.dispatch import hooks_of
@@ -41,8 +41,8 @@ def steps_in(folder: Path) -> list[int]:
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let pauses be short."""
-    monkeypatch.setattr(attempts, "PAUSES_S", (0.01, 0.02))
-    monkeypatch.setattr(attempts, "LAST_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(writer, "PAUSES_S", (0.01, 0.02))
+    monkeypatch.setattr(writer, "LAST_PAUSES_S", (0.01, 0.01))
 
 
 # -- before the first step -----------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_a_last_save_that_succeeds_at_a_later_attempt_is_a_save(tmp_path: Path, 
             blocks.pop().free()
             yield 0.01
 
-    monkeypatch.setattr(attempts, "LAST_PAUSES_S", Pauses())
+    monkeypatch.setattr(writer, "LAST_PAUSES_S", Pauses())
     block = on(Callback.on_step_end, at=3)(lambda run: blocks.append(Blocked(folder)))
     run = tiny_trainer(directory=tmp_path, callbacks=[block, Checkpoint("2 steps", background=False)], steps=4).fit()
     assert (run.outcome and run.outcome.kind) == "finished"

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, StopOnNonFinite
-from cadenza.checkpoint import attempts
-from cadenza.checkpoint.attempts import Attempts, Save
+from cadenza.checkpoint import writer
 from cadenza.checkpoint.store import Content, Saved, Store
-from cadenza.checkpoint.store.files import LocalFiles
-from cadenza.checkpoint.store.tensor_files import _DTYPES, Facts, facts_of, pieces, read_tensors
+from cadenza.checkpoint.store.files import _DTYPES, FORMAT_ERRORS, Facts, LocalFiles, SummedFile, facts_of, pieces, read_tensors
+from cadenza.checkpoint.writer import Attempts, Save
 from cadenza.drivers.agreeing import Meeting
 from cadenza.errors import StateError
 from cadenza.status.plain import same
@@ -38,8 +37,8 @@ from tests.waiting import until
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the next attempts be those at the end of the run."""
-    monkeypatch.setattr(attempts, "PAUSES_S", (1e9,))
-    monkeypatch.setattr(attempts, "LAST_PAUSES_S", (0.001, 0.001))
+    monkeypatch.setattr(writer, "PAUSES_S", (1e9,))
+    monkeypatch.setattr(writer, "LAST_PAUSES_S", (0.001, 0.001))
 
 
 def failing_at(keep: Checkpoint, step: int) -> Callback:
@@ -210,7 +209,7 @@ def test_the_last_attempts_are_made_at_once_and_come_to_an_end(tmp_path: Path) -
     writing.stop()
     count = len(store.threads)
     writing.finish()
-    assert len(store.threads) == count + len(attempts.LAST_PAUSES_S)
+    assert len(store.threads) == count + len(writer.LAST_PAUSES_S)
     assert writing.failed is not None
 
 
@@ -230,7 +229,7 @@ def test_if_ranks_write_together_all_of_them_stop_when_one_stops(tmp_path: Path,
 
 
 def test_ranks_that_write_together_wait_until_the_pause_of_all_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "_SLICE_S", 0.01)
+    monkeypatch.setattr(writer, "_SLICE_S", 0.01)
     others, begin = iter([False] * 9 + [True] * 99), time.monotonic()
     meeting = Meeting(0, 2, lambda value: [value, (False, next(others))], lambda value: value)
     writing = attempted(Store(tmp_path, "r1"), meeting=meeting)
@@ -252,7 +251,7 @@ def test_ranks_that_write_together_wait_until_the_pause_of_all_is_over(tmp_path:
 def test_if_the_time_may_be_too_short_the_weights_are_written_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float | None, signalled_s_ago: float | None, weights_first: bool
 ) -> None:
-    monkeypatch.setattr(attempts, "_BYTES_PER_S", 1.0)
+    monkeypatch.setattr(writer, "_BYTES_PER_S", 1.0)
     store = Store(tmp_path, "r1")
     writing = attempted(store, background=False, grace_s=grace_s)
     at = None if signalled_s_ago is None else time.monotonic() - signalled_s_ago
@@ -482,13 +481,13 @@ def test_the_bytes_are_those_of_the_package(header: dict[str, str] | None) -> No
 
 def test_what_is_read_has_the_same_bits_its_own_aligned_memory_and_the_checksum_of_the_file() -> None:
     for whole in (b"".join(pieces(every_format(), {"a": "b"})), safetensors.torch.save(every_format())):
-        found, facts = read_tensors(BytesIO(whole), len(whole))
-        assert isinstance(found, dict)
+        file = SummedFile(BytesIO(whole))
+        found = read_tensors(file, len(whole))
         for name, one in every_format().items():
             assert (found[name].dtype, found[name].shape) == (one.dtype, one.shape)
             assert bits(found[name]).equal(bits(one))
             assert found[name].data_ptr() % 64 == 0
-        assert facts == facts_of(whole)
+        assert file.rest() == facts_of(whole)
 
 
 @pytest.mark.parametrize(
@@ -507,8 +506,8 @@ def test_what_is_read_has_the_same_bits_its_own_aligned_memory_and_the_checksum_
 def test_a_header_cannot_ask_for_any_amount_of_memory(entry: Any) -> None:
     text = json.dumps({"w": entry}).encode()
     content = len(text).to_bytes(8, "little") + text + bytes(8)
-    found, _ = read_tensors(BytesIO(content), len(content))
-    assert isinstance(found, ValueError)
+    with pytest.raises(FORMAT_ERRORS):
+        read_tensors(SummedFile(BytesIO(content)), len(content))
 
 
 def test_a_format_that_the_file_cannot_hold_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import cadenza.compat.nemo as nemo
-from cadenza.compat.absent import entries
+from cadenza.compat.absent import entries, facts_of
 from tests import forked
 
 FILES = sorted(Path(__file__).parent.glob("*/public_names*.txt"))
@@ -66,7 +66,7 @@ def test_each_name_is_provided_or_listed(file: Path) -> None:
 
 @OF_EACH_ADAPTER
 def test_a_listed_name_is_one_of_the_original_that_is_not_provided_and_stands_in_the_guide(adapter: str) -> None:
-    guide = Path(__file__).parents[2] / importlib.import_module(f"cadenza.compat.{adapter}.absent").GUIDE
+    guide = Path(__file__).parents[2] / facts_of(adapter)["guide"]
     table = guide.parents[1] / "tables" / guide.name.removeprefix("from-")
     assert f"](../tables/{table.name}" in guide.read_text(encoding="utf-8")
     text = table.read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def test_a_listed_name_is_one_of_the_original_that_is_not_provided_and_stands_in
 @OF_EACH_ADAPTER
 def test_no_listed_name_is_provided_and_its_import_says_what_to_use_instead(adapter: str) -> None:
     package = f"cadenza.compat.{adapter}"
-    absent = importlib.import_module(f"{package}.absent")
+    facts = facts_of(adapter)
     listed = entries(adapter)
     missing = {entry.module for entry in listed if entry.name == "*"}
     for path, name, advice in listed:
@@ -97,9 +97,9 @@ def test_no_listed_name_is_provided_and_its_import_says_what_to_use_instead(adap
             original = path
         for line in lines:
             error = found(line)
-            assert f"({absent.ORIGINAL}.{original} of the original). " in error, "take this name off the list"
+            assert f"({facts['original']}.{original} of the original). " in error, "take this name off the list"
             assert advice in error
-            assert error.endswith(f" See {absent.GUIDE}.")
+            assert error.endswith(f" See {facts['guide']}.")
 
 
 def resolves(dotted: str) -> bool:

@@ -25,9 +25,9 @@ from cadenza.compat.fastnlp import Callback as FastNLPCallback
 from cadenza.compat.lightning import validate
 from cadenza.compat.nemo.core import NeuralModuleFactory
 from cadenza.compat.transformers import trainer as transformers_trainer
-from tests.adapters.lightning.home import Lit, Net, loader_of
 from tests.compat.accelerated.parts import HERE, Noting, data, run_of
 from tests.compat.fastnlp.toy import Error, live, toy_trainer
+from tests.compat.lightning.home import Lit, Net, loader_of
 from tests.compat.nemo.graphs import OldTrace, Trace, line, train, train_0_10, worst_of
 from tests.compat.test_facades import OfKeras, OfLightning, OfTransformers, Regression
 from tests.compat.transformers.parts import Texts, arguments, gpt2

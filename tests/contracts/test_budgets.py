@@ -53,7 +53,7 @@ trackers      1442     11       9
 """Code lines have a token that is neither a comment nor a docstring. An arrow leads to another room whose modules are imported,
 at run time or for types; `Run` may be named from anywhere."""
 
-WINGS = ("adapters", "compat", "report", "timetravel", "trackers")
+WINGS = ("compat", "report", "timetravel", "trackers")
 
 SUMS = """
 sum                             core   wings

@@ -28,7 +28,7 @@ FLOORS = {  # on a floor, too, a room imports only rooms that stand before it
     4: "engine run",
     5: "checkpoint",
     6: "callbacks loops trainer attaching",
-    7: "testing commands adapters compat trackers report timetravel __main__",
+    7: "testing commands compat trackers report timetravel __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ORDER = list(FLOOR_OF)
@@ -137,28 +137,20 @@ def test_the_ground_floor_knows_no_torch() -> None:
     assert [(module, name) for module, name in imported if name.split(".")[0] == "torch"] == []
 
 
-ADAPTERS = [  # each a family of folders
-    *({"nemo", "nemo10", "neural"}, {"fastnlp"}, {"accelerated"}),
-    *({"transformers"}, {"lightning"}, {"keras"}),
-]
+SYSTEMS = {  # folders of `compat`, each with the folders that it may import; all may import what adapters share
+    **{name: {name} for name in ("fastnlp", "accelerated", "transformers", "lightning", "keras", "neural")},
+    **{name: {name, "neural"} for name in ("nemo", "nemo10")},
+}
+SHARED = {"absent", "adapter"}
 
 
 def test_no_adapter_imports_another() -> None:
-    family_of = {folder: number for number, family in enumerate(ADAPTERS) for folder in family}
-    adapters = [name for name in modules() if name.startswith("compat.") and name not in ("compat.absent", "compat.command")]
-    assert {name.split(".")[1] for name in adapters} <= family_of.keys()
-    for module in adapters:
-        used = {one for name in imported_by(modules()[module]) if (one := inside(name)) and one.startswith("compat.")}
-        used.discard("compat.absent")  # all may use that one
-        families = {family_of[one.split(".")[1]] for one in used}
-        assert families <= {family_of[module.split(".")[1]]}, module
-
-
-def test_no_adapter_of_foreign_callbacks_imports_another() -> None:
-    for module in [name for name in modules() if name.count(".") > 1 and name.startswith("adapters.")]:
-        used = {one for name in imported_by(modules()[module]) if (one := inside(name)) and one.startswith("adapters.")}
-        systems = {one.split(".")[1] for one in used if one.count(".") > 1}
-        assert systems <= {module.split(".")[1]}, module
+    parts = [name.split(".") for name in modules() if name.startswith("compat.") and name != "compat.command"]
+    assert {names[1] for names in parts} == SYSTEMS.keys() | SHARED
+    for names in parts:
+        found = {inside(name) or "" for name in imported_by(modules()[".".join(names)])}
+        used = {name.split(".")[1] for name in found if name.startswith("compat.")}
+        assert used <= SYSTEMS.get(names[1], set()) | SHARED, names
 
 
 HELPERS = {  # they hold no callback

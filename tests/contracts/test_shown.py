@@ -282,7 +282,7 @@ def test_no_sentence_of_the_package_makes_a_plural_of_its_own() -> None:
     nouns = "batch|step|epoch|sample|value|record|run|rank|parameter|evaluation|listener|checkpoint|callback|file|time"
     own_plural = re.compile(rf"{{[^{{}}:=]*}} (?:{nouns})(?:es|s)\b")
     always_many = {
-        "adapters/lightning/before_fit.py",  # a point of the run: a text for a program
+        "compat/lightning/before_fit.py",  # a point of the run: a text for a program
         "callbacks/swa.py",  # a cadence: a text for a program
         "report/commands/watch.py",  # a speed
         "drivers/fsdp.py",

@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cadenza import Callback, Counters, Run, on
 from cadenza.callbacks import Checkpoint, Ema, LogTraining
-from cadenza.checkpoint.other_ranks import Written
+from cadenza.checkpoint.parts import Written
 from cadenza.drivers import Driver
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointMismatchError, DataError

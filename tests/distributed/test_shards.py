@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from cadenza import Callback, Run, Trainer, export_weights, load_weights, on
 from cadenza.callbacks import Checkpoint, Ema
-from cadenza.checkpoint import attempts
+from cadenza.checkpoint import writer
 from cadenza.checkpoint.store import Content, Store
-from cadenza.checkpoint.store.files import LocalFiles
+from cadenza.checkpoint.store.files import Facts, LocalFiles
 from cadenza.checkpoint.store.shards import Listed, Shard, Stored
-from cadenza.checkpoint.store.tensor_files import Facts
 from cadenza.commands.main import main as cadenza
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import ALONE
@@ -289,7 +288,7 @@ def test_what_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path, driver
             return type(error).__name__, []
 
     def fits() -> list[tuple[str, list[str]]]:
-        attempts.PAUSES_S = attempts.LAST_PAUSES_S = (0.05,)
+        writer.PAUSES_S = writer.LAST_PAUSES_S = (0.05,)
         return [
             fit("never", tmp_path / "file" / "below", 0, 0),
             fit("later", tmp_path / "later", 1, 4),

@@ -106,6 +106,30 @@ def test_samples_in_memory_are_named_too(shuffle: bool) -> None:
     assert str(WRONG) in samples.removeprefix("samples: ").split(", ")
 
 
+class Keeper(Callback):
+    """Holds a copy of the weights, a batch, and the run."""
+
+    def on_step_end(self, run: Run) -> None:
+        self.run = run
+        self.kept = [{"weights": [one.detach().clone() for one in run.model.parameters()]}, torch.ones(2000)]
+
+
+def test_an_error_for_lack_of_memory_names_what_holds_it_the_largest_first() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if model.training and model.weight.grad is None and steps:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        steps.append(1)
+        return torch.as_tensor(model(batch)).sum()
+
+    steps: list[int] = []
+    model = nn.Linear(1000, 2, bias=False)
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        Trainer(model, adam, [torch.ones(4, 1000)] * 3, loss, callbacks=[Keeper()], max_epochs=1, device="cpu").fit()
+    (memory,) = [line for note in raised.value.__notes__ for line in note.split("\n") if "memory: " in line]
+    assert memory.endswith("memory: state of Adam 16 kB, Keeper 16 kB, weights 8 kB")
+
+
 class Whim(Sampler[list[int]]):
     """A sampler that may draw otherwise each time."""
 

@@ -312,7 +312,8 @@ def test_a_schedule_is_asked_in_few_of_the_steps_between_and_once_for_all(every:
     due = type(schedule).due
 
     def counted(self: Any, now: Reading, before: Reading) -> bool:
-        asked.append(int(now.counts["step"]))
+        if before is not now:  # else it says what is sure until its next point
+            asked.append(int(now.counts["step"]))
         return due(self, now, before)
 
     monkeypatch.setattr(type(schedule), "due", counted)

@@ -21,7 +21,7 @@ from cadenza.engine.session import session_of
 from cadenza.loading import ResumableLoader, Shard, TensorBatches, resumable
 from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation
 from cadenza.loading.rng import derive_seed, seed_host
-from cadenza.loading.seeded import ResumableSampler, known_batches, known_order
+from cadenza.loading.seeded import ResumableSampler, known_epoch
 from cadenza.testing import tiny_trainer
 from tests.loading.data import Numbers, loader_of, plain, seeded
 from tests.long import LONG
@@ -40,9 +40,9 @@ SAMPLERS: dict[str, Any] = {
 
 def read(sampler: Any, generator: torch.Generator | None, skip: int, *, batched: bool) -> list[Any]:
     """Return what a known sampler yields from number `skip` on, with the seed 5."""
-    batches, order = known_batches(sampler, batched=batched), known_order(sampler, generator, 5, batched=batched)
-    assert batches is not None
-    assert order is not None
+    known = known_epoch(sampler, generator, 5, batched=batched)
+    assert known is not None
+    batches, order = known
     drawn = [order.at(batches[number]).tolist() for number in range(skip, len(batches))]
     return drawn if batched else [index for (index,) in drawn]
 
@@ -80,8 +80,7 @@ class MineInBatches(BatchSampler):
 )
 def test_any_other_sampler_is_iterated(sampler: Any) -> None:
     batched = isinstance(sampler, BatchSampler)
-    assert known_batches(sampler, batched=batched) is None
-    assert known_order(sampler, None, 5, batched=batched) is None
+    assert known_epoch(sampler, None, 5, batched=batched) is None
     assert len(list(ResumableSampler(sampler, 1, batched=batched))) == len(sampler)
 
 

@@ -15,8 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from cadenza import Callback, on
 from cadenza.callbacks import Capsule, Checkpoint
 from cadenza.loading import TensorBatches, resumable, rng
-from cadenza.loading.host_streams import NumpyStream, PythonStream
-from cadenza.loading.rng import QuickState, RNGState, derive_seed, isolated_rng, quick_capture, seed_all, seed_host
+from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, numpy_capture, numpy_restore, seed_all, seed_host
 from cadenza.status.plain import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.engine.parts import Stream, Unsized
@@ -31,6 +30,11 @@ def draws() -> tuple[float, float, float]:
 
 def state() -> dict[str, Any]:
     return RNGState.capture().to_plain()
+
+
+def public_state() -> dict[str, Any]:
+    """The state as the public functions return it."""
+    return RNGState(random.getstate(), torch.get_rng_state(), {}, numpy.random.get_state()).to_plain()
 
 
 def unchanged(before: dict[str, Any]) -> bool:
@@ -139,8 +143,8 @@ def test_the_states_survive_a_checkpoint() -> None:
         assert numpy.array_equal(numpy.random.randn(3), expected)
 
 
-def test_a_state_that_is_captured_quickly_is_that_of_the_generators_whatever_was_drawn() -> None:
-    draw, capture = random.Random(5), quick_capture(cuda=False)
+def test_a_captured_state_is_that_of_the_generators_whatever_was_drawn() -> None:
+    draw = random.Random(5)
     acts: list[Callable[[], object]] = [
         lambda: None,
         lambda: [random.random() for _ in range(312)],  # all numbers of the generator: the index comes again
@@ -163,7 +167,7 @@ def test_a_state_that_is_captured_quickly_is_that_of_the_generators_whatever_was
     state_of_torch, state_of_numpy = torch.get_rng_state(), numpy.random.get_state()
     for _ in range(400):
         draw.choice(acts)()
-        expected, captured = state(), QuickState(*capture())
+        expected, captured = public_state(), RNGState.capture()
         random.random(), numpy.random.randn(), torch.rand(1)
         assert first_difference(captured.to_plain(), expected) is None
 
@@ -178,10 +182,10 @@ def set_generator() -> Iterator[Callable[[Any], None]]:
 
 
 def test_another_generator_of_numpy_is_noticed(set_generator: Callable[[Any], None]) -> None:
-    capture, of_numpy = quick_capture(cuda=False), numpy.random.mtrand
+    of_numpy = numpy.random.mtrand
     for bits in (numpy.random.MT19937(3), of_numpy._rand._bit_generator):
         set_generator(bits)
-        captured = QuickState(*capture())
+        captured = RNGState.capture()
         drawn = numpy.random.rand()
         captured.restore()
         assert numpy.random.rand() == drawn
@@ -211,29 +215,68 @@ def test_a_generator_of_numpy_that_is_no_twister_is_kept_by_batches_and_checkpoi
     assert drawn(2, tmp_path / "continued") == whole
 
 
-def test_generators_of_other_classes_are_read_as_python_and_numpy_offer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random, "_inst", random.SystemRandom())
-    stream = PythonStream()
-    random.seed(4)
-    expected, captured = random.getstate(), stream.capture()
-    stream.seed(5)
-    assert random.getstate() == random.Random(5).getstate()
-    stream.restore(captured)
-    assert random.getstate() == captured == expected
-
+def test_a_numpy_without_an_address_is_read_with_its_public_functions() -> None:
     class Elsewhere:
         """A numpy that does not say where its numbers lie, as before 1.24."""
 
         random = numpy.random.mtrand._rand
-        frombuffer = numpy.frombuffer
 
-    numbers = NumpyStream()
     for source, kind in ((Elsewhere, tuple), (numpy, bytes)):
-        kept = numbers.capture(source)
+        kept = numpy_capture(source)
         assert isinstance(kept, kind)
         drawn = numpy.random.rand()
-        numbers.restore(Elsewhere, kept)
+        numpy_restore(Elsewhere, kept)
         assert numpy.random.rand() == drawn
+
+
+class TwoDevices:
+    """The module of an accelerator with two devices, as ``torch.cuda`` is one; each has a generator on the host."""
+
+    def __init__(self) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return len(self.generators)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [one.get_state() for one in self.generators]
+
+    def set_rng_state(self, state: torch.Tensor, device: int) -> None:
+        self.generators[device].set_state(state)
+
+    def draw(self, device: int) -> float:
+        return torch.rand((), generator=self.generators[device]).item()
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> TwoDevices:
+    module = TwoDevices()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return module
+
+
+def test_the_generators_of_accelerators_are_kept_for_their_role_and_not_for_their_index(two_devices: TwoDevices) -> None:
+    first, second = (RNGState.capture().to_plain(devices) for devices in ([1], [0, 1]))
+    assert [len(one["cuda"]) for one in (first, second)] == [1, 2]
+    drawn = [two_devices.draw(0), two_devices.draw(1)]
+    RNGState.from_plain(first, [0]).restore()  # the run had the second device, and continues on the first one
+    assert two_devices.draw(0) == drawn[1]
+    RNGState.from_plain(second, [1, 0]).restore()
+    assert [two_devices.draw(1), two_devices.draw(0)] == drawn
+    two_devices.generators.pop()
+    RNGState.from_plain(second).restore()  # on a machine with fewer
+    assert two_devices.draw(0) == drawn[0]
+
+
+def test_all_accelerators_are_restored_beside_the_host(two_devices: TwoDevices) -> None:
+    captured = RNGState.capture()
+    drawn = [two_devices.draw(0), two_devices.draw(1)]
+    captured.restore()
+    assert [two_devices.draw(0), two_devices.draw(1)] == drawn
 
 
 # -- batches ------------------------------------------------------------------------------------------

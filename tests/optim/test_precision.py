@@ -121,6 +121,18 @@ def test_the_backward_pass_adds_the_gradients_that_torch_adds(dtype: torch.dtype
         assert torch.equal(ours.grad, theirs.grad)
 
 
+def test_a_version_of_torch_without_the_entry_of_its_engine_adds_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.autograd.graph, "_engine_run_backward")
+    backward = BackwardPass()
+    monkeypatch.undo()  # torch's own backward pass calls it
+    for share in (1.0, 0.25, torch.tensor(0.75)):
+        ours, loss = branching(Tensor.mean, torch.float32)
+        backward(loss, share)
+        theirs, loss = branching(Tensor.mean, torch.float32)
+        (loss * share).backward()
+        assert torch.equal(torch.as_tensor(ours.grad), torch.as_tensor(theirs.grad))
+
+
 def test_a_hook_that_changes_the_gradient_of_the_loss_in_place_changes_it_once() -> None:
     backward = BackwardPass()
     weight = torch.ones(2, requires_grad=True)

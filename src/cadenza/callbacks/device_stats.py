@@ -28,8 +28,8 @@ class DeviceStats(Callback):
     It logs, in GiB and percent:
 
     - on CUDA, ``device/memory_allocated_gib``, ``device/memory_reserved_gib`` and ``device/memory_peak_gib`` of the allocator
-      of torch. The peak counts from the start of the process or the last reset. With pynvml,
-      ``device/utilization_percent``, if the driver reports it;
+      of torch, and ``device/allocation_retries``: how often it freed its cache because memory was short. Peak and retries count
+      from the last time, so the peak of torch is reset. With pynvml, ``device/utilization_percent``, if the driver reports it;
     - on MPS, ``device/memory_allocated_gib`` and ``device/memory_driver_gib``;
     - on every device, ``process/memory_gib``, the resident memory of this process without its workers, or
       ``process/memory_peak_gib`` on systems that report only the peak; and ``process/cpu_percent`` since the last time,
@@ -56,12 +56,15 @@ class DeviceStats(Callback):
         self.machine: bool = machine
         self._mark = (0.0, 0.0)
         self._has_utilization = False
+        self._retries = 0
 
     def listeners(self) -> list[Listener]:
         return [*super().listeners(), periodic(self.every, self.log)]
 
     def on_fit_start(self, run: Run) -> None:
         self._mark = (time.perf_counter(), time.process_time())
+        if run.device.type == "cuda":
+            self._retries = _retries(run.device)
         if self.machine:
             _of_machine()  # psutil measures the load since the last call
         self._has_utilization = run.device.type == "cuda" and _has_utilization(run)
@@ -71,6 +74,9 @@ class DeviceStats(Callback):
         if not run.is_main:
             return
         run.log(dict(_of_device(run.device)))
+        if run.device.type == "cuda":
+            before, self._retries = self._retries, _retries(run.device)
+            run.log("device/allocation_retries", self._retries - before)
         if self._has_utilization:
             run.log("device/utilization_percent", torch.cuda.utilization(run.device))
         run.log(dict(_of_process()))
@@ -89,11 +95,17 @@ def _of_device(device: torch.device) -> dict[str, float]:
                 "reserved": torch.cuda.memory_reserved(device),
                 "peak": torch.cuda.max_memory_allocated(device),
             }
+            torch.cuda.reset_peak_memory_stats(device)
         case "mps":
             sizes = {"allocated": torch.mps.current_allocated_memory(), "driver": torch.mps.driver_allocated_memory()}
         case _:
             sizes = {}
     return {f"device/memory_{name}_gib": size / _GIB for name, size in sizes.items()}
+
+
+def _retries(device: torch.device) -> int:
+    """Return how often the allocator of torch has freed its cache because memory was short."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def _of_process() -> dict[str, float]:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from cadenza.drivers.matching import Choice, check_choice, matches, named_matches
 from cadenza.drivers.sharding import whole
-from cadenza.hooks.counting import NOW, STEP_END, Counting, Reading
+from cadenza.hooks.counting import NOW, STEP_END, Bound, Counting, Reading
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import Interval, Schedule, Steady
+from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import in_steps, periodic
 from cadenza.records.record import Histogram
 
@@ -120,8 +120,8 @@ class _EachUpdate(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         return self.steps.due(now, now._replace(counts={**now.counts, "step": now.counts["step"] - 1}))
 
-    def steady(self, now: Reading) -> Steady:
-        return (False, NOW) if self.due(now, now) else self.steps.steady(now)
+    def following(self, now: Reading) -> Iterable[Bound]:
+        return (NOW,) if self.due(now, now) else self.steps.following(now)
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         return self.steps.never(limits, accumulate, on)

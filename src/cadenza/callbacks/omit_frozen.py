@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.model_parts import LEFT_OUT, described
+from cadenza.checkpoint.weights import LEFT_OUT, described
 from cadenza.hooks.moments import Callback
 from cadenza.optim.model_state import plain_name, state_of
 

@@ -1,10 +1,14 @@
-"""Continue a run, start it again, or find that it is over."""
+"""Continue a run, start it again, or find that it is over; before this, choose its checkpoint and its branch."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
+import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from os import PathLike
@@ -13,28 +17,30 @@ from typing import Any, TypeGuard
 from weakref import proxy
 
 from cadenza.checkpoint import snapshot
-from cadenza.checkpoint.other_ranks import Written
-from cadenza.checkpoint.parts import load_callbacks, placed
+from cadenza.checkpoint.catalogue import Catalogue, Reader, checkpoint_at, find, first_usable, is_name, on_all_ranks
+from cadenza.checkpoint.parts import Written, load_callbacks, placed
 from cadenza.checkpoint.snapshot import check_whole
-from cadenza.checkpoint.starting import Start, chosen, none_to_continue
-from cadenza.checkpoint.store import Loaded
-from cadenza.checkpoint.store.files import LAST
+from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
+from cadenza.checkpoint.store.checkpoints import not_exact
+from cadenza.checkpoint.store.files import LAST, absolute_path
+from cadenza.drivers import Driver
 from cadenza.engine import boundary
 from cadenza.engine.course import Beginning
 from cadenza.engine.plan import argument_changes, plan_changes
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import main_only, tell
 from cadenza.errors import CheckpointError
+from cadenza.files.paths import is_local, local_text
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.held_weights import ReplacesWeights
 from cadenza.loading import resumable
 from cadenza.loading.shards import Shard
 from cadenza.optim.settings import limits_of
 from cadenza.records import branch_files
-from cadenza.records.directory import RecordedRun, RunDirectory
+from cadenza.records.directory import OVER, RecordedRun, RunDirectory
 from cadenza.records.history import History, write_again
 from cadenza.records.reading import read_records
-from cadenza.status.decisions import Outcome
+from cadenza.status.decisions import RESUMABLE, GoBack, Outcome
 from cadenza.status.folding import printable
 from cadenza.status.formats import clock, counted
 from cadenza.status.progress import Counters, Progress
@@ -283,3 +289,297 @@ def beginning(
         sized=not past and progress.corrected is None,
         due=interrupted.get("names", ()),
     )
+
+
+# -- the start of a run: its checkpoint and its branch ---------------------------------------------
+
+
+@dataclass(slots=True)
+class Start:
+    """The start of a run."""
+
+    branch: Branch
+    """The branch that the run continues or begins."""
+    loaded: Loaded | None = None
+    """The checkpoint at which the run continues; None for a new start."""
+    path: str | None = None
+    """The path of the checkpoint at which the branch began; None if it began without one."""
+    left: int | None = None
+    """The number of the branch that this start abandons; None if it abandons none."""
+    recovery: Mapping[str, Any] | None = None
+    """The data of the rollback with which the branch begins or began; None if the user chose its beginning."""
+    lost: tuple[str, ...] = ()
+    """The reasons why existing checkpoints are not used."""
+    ended: str | None = None
+    """The outcome that ends a run, ``"finished"`` or ``"stopped"``; None if the run has not ended."""
+    named: bool = False
+    """Whether the user named the checkpoint: a run continues there after any stop."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a new branch begins at a checkpoint."""
+        return self.left is not None and self.loaded is not None
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether the run starts again without a checkpoint."""
+        return self.left is not None and self.loaded is None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts for ``run.json``, with ``parent`` if the run descends from another run."""
+        foreign = [point for point in self.branch.ancestors if point.run != self.branch.run]
+        parents = [{"run": point.run, "step": point.saved.step, "checkpoint": point.name} for point in foreign[-1:]]
+        branch = {**self.branch.to_plain(), "resumed_at": self.path}
+        branch |= {} if self.recovery is None else {"recovery": dict(self.recovery)}
+        return {"id": self.branch.run, "branch": branch, **({"parent": parents[0]} if parents else {})}
+
+
+def chosen(
+    resume: bool | str | PathLike[str] | GoBack,
+    directory: RecordedRun | None,
+    elsewhere: Iterable[str | PathLike[str]] = (),
+    reader: Reader | None = None,
+) -> Start:
+    """Return the start of a run.
+
+    Args:
+        resume: As for ``fit``; or a request of the run itself.
+        directory: The run directory, if there is one.
+        elsewhere: Further folders and URLs that the run saves to.
+        reader: Reads checkpoints; see `on_all_ranks`.
+
+    Raises:
+        ValueError: `resume` is ``"auto"`` or the name of a checkpoint, and there is no directory.
+        CheckpointError: The run has checkpoints, but none can be used; or the named checkpoint cannot be used.
+    """
+    if resume is False:
+        return Start(Branch(uuid.uuid4().hex))
+    reader = reader or Reader()
+    if isinstance(resume, GoBack):
+        return at_path(resume.path, directory, elsewhere, reader, recovery=resume.recovery)
+    resume = "auto" if resume is True else resume
+    if not isinstance(resume, str) or not (resume == "auto" or is_name(resume)):
+        start = at_path(local_text(resume), directory, elsewhere, reader)
+    elif directory is None:
+        raise ValueError(
+            f"resume={resume!r} looks for checkpoints in the directory of the run, and the run has none. Give directory=..., "
+            "or leave out resume= to start a new run."
+        )
+    elif resume in ("auto", LAST):
+        start = at_newest(directory, elsewhere, reader)
+    else:
+        start = at_path(find(directory.path, resume, reader.problem, elsewhere).path, directory, elsewhere, reader)
+    start = replace(start, ended=ended_in(directory), named=resume != "auto")
+    if start.named and start.loaded is None:
+        raise CheckpointError(none_to_continue(directory, start, f"is to continue with resume={resume!r}"))
+    return _without_stop(start)
+
+
+def chosen_on_all_ranks(
+    driver: Driver, resume: bool | str | PathLike[str] | GoBack, directory: RecordedRun | None, elsewhere: Iterable[str]
+) -> Start:
+    """Return the start of a run that the main process chooses, with what this rank has read. Every rank must call this.
+
+    Args:
+        driver: The driver of the run.
+        resume: As for ``fit``.
+        directory: The run directory, on the main process.
+        elsewhere: Further folders and URLs that the run saves to.
+
+    Raises:
+        CheckpointError: As `chosen`.
+        DistributedError: The main process could not choose.
+    """
+
+    def choose(reader: Reader) -> tuple[Start, bool]:
+        start = chosen(resume, directory, elsewhere, reader)
+        return replace(start, loaded=None), start.loaded is not None
+
+    start, loaded = on_all_ranks(driver, choose)
+    return _without_stop(replace(start, loaded=loaded))
+
+
+def _without_stop(start: Start) -> Start:
+    """Drop the stop that the checkpoint holds, unless a kill was faster than the stop."""
+    if start.loaded is not None and (start.named or start.ended):
+        start.loaded.state.get("requests", {}).pop("stop", None)
+    return start
+
+
+def none_to_continue(directory: RecordedRun | None, start: Start, why: str) -> str:
+    """Return a text about a run that has no checkpoint to continue at."""
+    where = "" if directory is None else f" in {str(directory.path)!r}"
+    found = "\n  ".join(start.lost) or "there is none"
+    return (
+        f"the run{where} {why}, but it has no checkpoint to continue at:\n  {found}\nGive another directory= to train from the "
+        "start, or a checkpoint with fit(resume=PATH)."
+    )
+
+
+def at_path(
+    path: str,
+    directory: RecordedRun | None,
+    elsewhere: Iterable[str | PathLike[str]],
+    reader: Reader,
+    *,
+    recovery: Mapping[str, Any] | None = None,
+) -> Start:
+    """Return the start at a checkpoint: on a new branch, unless the checkpoint is the newest of the present branch.
+
+    With `recovery`, a callback takes the run back: a new branch begins in any case.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be used.
+    """
+    loaded, known = _read(path, reader), catalogue_of(directory, elsewhere)
+    wrote, present = loaded.branch, known.branch
+    point = wrote.point(loaded.name)
+    rank = present.rank(point.saved, wrote)
+    is_newest = (
+        wrote.run == present.run and rank is not None and rank[0] == 1 and not any(other > rank for other, _ in known.ranked)
+    )
+    if is_newest and recovery is None:
+        return Start(replace(present, at=loaded.name), loaded, path_in(directory), recovery=recovery_in(directory))
+    used = _are_used(known, directory)
+    branch = Branch(present.run, known.next_number if used else 0, (*wrote.ancestors, point), loaded.name)
+    return Start(branch, loaded, absolute_path(path), present.number if used else None, recovery)
+
+
+def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], reader: Reader) -> Start:
+    """Return the start at the newest checkpoint of the present branch; a new start if the run has no checkpoint to lose.
+
+    Raises:
+        CheckpointError: No existing checkpoint can be used, and a new start would waste one.
+    """
+    known = catalogue_of(directory, elsewhere)
+    branch, line = known.branch, known.line()
+    own = [one for one in line if one.branch is None or one.branch.number == branch.number]
+    # The checkpoint at which the branch began may be inexact, since the user named it.
+    first = branch.ancestors[-1] if branch.ancestors else None
+    known_first = () if first is None else (*begun_in(directory, elsewhere), *line)
+    begun = [one for one in known_first if one.branch is not None and one.branch.point(one.name) == first]
+    others = [one for one in line if one not in own and one not in begun]
+    newest, skipped = first_usable([*own, *begun, *others], lambda one: reader.problem(one, exact=one not in begun))
+    for reason in dict.fromkeys(skipped):
+        logger.warning("skipped a checkpoint: %s", reason)
+    if newest is None:
+        return _without_checkpoint(directory, elsewhere, known, reader)
+    return Start(replace(branch, at=newest.name), reader.read(newest), path_in(directory), recovery=recovery_in(directory))
+
+
+def _without_checkpoint(
+    directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], known: Catalogue, reader: Reader
+) -> Start:
+    """Return the start of a run without a checkpoint at which it can continue. Raises as `at_newest`."""
+    branch, path, begun_at = known.branch, path_in(directory), openable_in(directory, elsewhere)
+    unusable, is_over = [_unusable(one, reader) for _, one in known.ranked], ended_in(directory) is not None
+    lost = tuple(why for why, _ in unusable)
+    # After the end of the run only damage counts: there is no new start.
+    wasted = {"damaged"} if is_over else {"damaged", "weights only", "abandoned"}
+    if any(kind in wasted for _, kind in unusable):
+        lines = "\n  ".join(lost)
+        raise CheckpointError(
+            f"none of the checkpoints in {known} can be used, and starting anew would waste them:\n  {lines}\n"
+            "Repair or remove them, name one with fit(resume=PATH), or give another directory=."
+        )
+    if is_over:
+        models = [one for one in known.line() if one.manifest is not None and one.manifest.get("weights_only")]
+        model, _ = first_usable(models, reader.problem)
+        return Start(branch, None if model is None else reader.read(model), path, lost=lost)
+    if path is not None and (begun_at is None or branch.ancestors[-1].run != branch.run):
+        why = "can no longer be used" if begun_at else "is at a URL, which only fit(resume=URL) opens"
+        raise CheckpointError(
+            f"the run in {str(directory.path)!r} began at {path!r} and saved nothing itself, but that checkpoint {why}. "
+            "Name another one with fit(resume=PATH), or give another directory=."
+        )
+    if not _are_used(known, directory):
+        return Start(branch)
+    return Start(Branch(branch.run, known.next_number), None, None, branch.number, lost=lost)
+
+
+def ended_in(directory: RecordedRun | None) -> str | None:
+    """Return the outcome in ``run.json`` if the run is over; None if ``"auto"`` continues, as after an error or `TimeLimit`."""
+    outcome = _recorded(directory, "outcome")
+    return outcome["kind"] if outcome.get("kind") in OVER and not outcome.get(RESUMABLE) else None
+
+
+def recovery_in(directory: RecordedRun | None) -> Mapping[str, Any] | None:
+    """Return the data of the rollback with which the present branch began; None if it began without one."""
+    return _recorded(directory, "branch").get("recovery")
+
+
+def path_in(directory: RecordedRun | None) -> str | None:
+    """Return the path of the checkpoint at which the present branch began; None if it began without one."""
+    path = _recorded(directory, "branch").get("resumed_at")
+    return None if path is None else str(path)
+
+
+def _recorded(directory: RecordedRun | None, name: str) -> Mapping[str, Any]:
+    """Return an entry of ``run.json``; empty if it has none."""
+    facts: Mapping[str, Any] = ((directory.previous if directory is not None else None) or {}).get(name) or {}
+    return facts
+
+
+def openable_in(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> str | None:
+    """Return `path_in` if it may be opened: it is on this machine, or in one of the folders and URLs that the run saves to.
+
+    Nothing else that a ``run.json`` names is opened: see `Catalogue.at`.
+    """
+    path = path_in(directory)
+    if path is None or is_local(path) or path.rstrip("/").rpartition("/")[0] in map(local_text, elsewhere):
+        return path
+    return None
+
+
+def begun_in(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]]) -> list[Entry]:
+    """Return the checkpoint at which the present branch began, if it is there and may be opened."""
+    path = openable_in(directory, elsewhere)
+    with suppress(CheckpointError):
+        if path is not None and (entry := checkpoint_at(path)[1]) is not None:
+            return [entry]
+    return []
+
+
+def catalogue_of(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> Catalogue:
+    """Return the checkpoints of a run, in its directory and in further folders and URLs.
+
+    The present branch is that of ``run.json``; without one, that of the checkpoints in the directory.
+    """
+    own = [] if directory is None else [Store(directory.checkpoints)]
+    if directory is not None and directory.previous is not None:
+        branch = Branch.of(_recorded(directory, "branch"), str(directory.previous.get("id", "")))
+    else:
+        recorded = Catalogue(own).branch
+        branch = recorded if recorded.run else Branch(uuid.uuid4().hex)
+    return Catalogue([*own, *map(Store, elsewhere)], branch)
+
+
+def _are_used(known: Catalogue, directory: RecordedRun | None) -> bool:
+    """Return whether an earlier start of the run left checkpoints, facts or rows."""
+    return bool(known.ranked) or (
+        directory is not None and (directory.previous is not None or branch_files.has_rows(directory.path))
+    )
+
+
+def _unusable(entry: Entry, reader: Reader) -> tuple[str, str]:
+    """Return the reason why a checkpoint cannot be used, if none on the line can, and its kind."""
+    if problem := reader.problem(entry):
+        return problem, "unfinished" if entry.is_unfinished else "damaged"
+    manifest = entry.manifest or {}
+    if problem := not_exact(entry.name, manifest):
+        return problem, "weights only" if manifest.get("weights_only") else "not exact"
+    return f"{entry.name}: abandoned when the run was rolled back", "abandoned"
+
+
+def _read(path: str, reader: Reader) -> Loaded:
+    store, entry = checkpoint_at(path)
+    if entry is None:
+        found = [one.name for one in store.saved()]
+        there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
+        if "://" not in path and os.path.isfile(os.path.join(path, "trainer_state.json")):
+            raise CheckpointError(
+                f"{path!r} is a checkpoint of transformers, which holds no run to continue. Load its weights with "
+                "from_pretrained, and start a new run with fit()."
+            )
+        raise CheckpointError(f"there is no checkpoint at {path!r}: {there}. Give the path of a checkpoint, or resume='auto'.")
+    return reader.read(entry)

@@ -15,7 +15,7 @@ from cadenza.checkpoint.catalogue import Catalogue
 from cadenza.checkpoint.keeping import Best, KeepRules, Kept, Known, best_of, is_among_best, line_of
 from cadenza.checkpoint.store import Entry, Saved, Store
 from cadenza.checkpoint.store.files import BEST, LAST, best_link
-from cadenza.checkpoint.store.state_fields import check
+from cadenza.checkpoint.store.reading import check
 from cadenza.engine.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -253,6 +253,11 @@ class Retention:
         return {**links, LAST: line[-1]} if line and LAST in self.sets else links
 
     # -- inside ------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether a result is to be kept that no checkpoint has."""
+        return any(member.pending for member in self.members.values())
 
     @property
     def watching(self) -> list[tuple[Member, Watching]]:

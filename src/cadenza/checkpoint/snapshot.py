@@ -9,7 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from cadenza.checkpoint.model_parts import (
+from cadenza.checkpoint.parts import PARTS, Target, Written, environment_of, naming, placed
+from cadenza.checkpoint.store import Content, Loaded
+from cadenza.checkpoint.store.content import JoinedFiles
+from cadenza.checkpoint.weights import (
     CHANGED,
     LEFT_OUT,
     add_groups,
@@ -19,10 +22,6 @@ from cadenza.checkpoint.model_parts import (
     left_out_of,
     unchanged,
 )
-from cadenza.checkpoint.other_ranks import Written
-from cadenza.checkpoint.parts import PARTS, Target, environment_of, naming, placed
-from cadenza.checkpoint.store import Content, Loaded
-from cadenza.checkpoint.store.content import JoinedFiles
 from cadenza.drivers.sharding import is_sharded, local
 from cadenza.engine.arguments import plain_accumulate
 from cadenza.engine.session import Session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.checkpoint.catalogue import Catalogue, Which, check_which, find, is_path
-from cadenza.checkpoint.model_parts import changed_buffers, left_out_of, unchanged
-from cadenza.checkpoint.reader import Reader, on_all_ranks
+from cadenza.checkpoint.catalogue import Catalogue, Reader, Which, check_which, find, is_path, on_all_ranks
 from cadenza.checkpoint.store import Loaded, Store
 from cadenza.checkpoint.store.files import is_link_name
+from cadenza.checkpoint.store.manifest import best_brief
 from cadenza.drivers import Driver
 from cadenza.drivers.agreeing import agreed
 from cadenza.drivers.materializing import tensors_in_file
@@ -28,7 +28,7 @@ from cadenza.files.paths import local_path, local_text
 from cadenza.hooks.held_weights import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
-from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plain_name, state_of, untied
+from cadenza.optim.model_state import buffers_of, decides, load_by_model, load_into, plain_name, state_of, untied
 from cadenza.status.decisions import in_json
 from cadenza.status.formats import some
 from cadenza.status.plain import host_copy
@@ -242,7 +242,7 @@ def chosen_of(loaded: Loaded, path: str, best: Mapping[str, Any], wanted: str | 
         callback, *held = [sets[name], "average", "module."] if isinstance(sets[name], str) else sets[name]  # 0.1 wrote a name
         tensors = HeldWeights(*held).tensors_in(loaded.state["callbacks"][callback])
     facts = {"checkpoint": loaded.name, "step": loaded.manifest["step"], "weights": name, "path": path}
-    facts |= {"best": [{key: best[key] for key in ("monitor", "mode", "value", "step")}]} if best else {}
+    facts |= {"best": [best_brief(best)]} if best else {}
     outside = dict(loaded.state.get("outside", {}))
     return Chosen(path, tensors, name, left_out_of(loaded.state), changed_buffers(loaded.state), outside, facts)
 
@@ -397,17 +397,13 @@ def of_checkpoint(session: Session, chosen: Chosen) -> Iterator[None]:
         if chosen.outside:
             extra = session.extra_parameters
             extra.begin(session.run)
-            own = _copied(extra.state_dict())
+            own = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, extra.state_dict())
             stack.callback(extra.load_state_dict, own)
             extra.load_state_dict(chosen.outside)
         stack.enter_context(in_place(session.module, tensors))
         averaged = "" if chosen.weights == MODEL else f"{chosen.weights!r} of "
         session.decide("weights in place", f"{averaged}{chosen.where}", who="the trainer", data=in_json(chosen.facts))
         yield
-
-
-def _copied(tree: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, tree)
 
 
 def _misfit(name: str, given: Any, own: Tensor | None) -> str | None:
@@ -418,3 +414,131 @@ def _misfit(name: str, given: Any, own: Tensor | None) -> str | None:
     if tuple(given.shape) != tuple(own.shape):
         return f"{name} has shape {tuple(given.shape)}, the model's {tuple(own.shape)}"
     return None
+
+
+# -- what a checkpoint leaves out, and what training adds: shapes of buffers, parameter groups -----
+
+
+LEFT_OUT = "left_out"
+"""The name in the state of a checkpoint: by name of the weight, its shape and its checksum."""
+
+
+def described(weight: Tensor) -> dict[str, Any]:
+    """Return what a checkpoint holds instead of a weight: its shape, and the SHA-256 of its bytes in hexadecimal digits."""
+    data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return {"shape": list(weight.shape), "sha256": hashlib.sha256(data.data).hexdigest()}
+
+
+def left_out_of(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the weights that a checkpoint leaves out, by name."""
+    return dict(state.get(LEFT_OUT, {}))
+
+
+def unchanged(left_out: Mapping[str, Mapping[str, Any]], own: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+    """Return the weights of a model that a checkpoint left out.
+
+    Args:
+        left_out: What the checkpoint holds instead of them.
+        own: The ``state_dict`` of the model.
+        where: The checkpoint, for the message.
+
+    Raises:
+        CheckpointMismatchError: A weight is missing, or has other values than at the save.
+    """
+    other = [name for name, one in left_out.items() if name not in own or described(own[name]) != dict(one)]
+    if other:
+        raise CheckpointMismatchError(
+            f"{where} leaves out frozen weights, and {len(other)} of them differ in this model: {', '.join(other[:5])}. "
+            "Nothing was loaded. Build the model from the same pretrained weights as in the run that wrote it."
+        )
+    return {name: own[name] for name in left_out}
+
+
+CHANGED = "changed_shapes"
+"""The name in the state of a checkpoint."""
+
+
+def changed_buffers(state: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the buffers that had another shape at the start of the run that wrote a checkpoint."""
+    return frozenset(state.get(CHANGED, {}).get("buffers", ()))
+
+
+def changed_of(session: Session, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a checkpoint with what training made; warn, once, of what a resume cannot make again.
+
+    Args:
+        session: The session.
+        config: Its configuration now. That of its start is kept in `Session.restored`.
+    """
+    start = session.restored.config
+    return {} if _agree(config, start) else {CHANGED: _changes(session, start, config)}
+
+
+def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one[part] == other[part] for part in ("model", "parameter groups"))
+
+
+def _changes(session: Session, start: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    before, now, slots = start["model"], config["model"], buffers_of(session.module)
+    differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    named = {id(one): plain_name(name) for name, one in session.module.named_parameters()}
+    groups = [
+        [[named.get(id(one)) for one in group["params"]] for group in optimizer.param_groups[len(first) :]]
+        for optimizer, first in zip(session.optimizers, start["parameter groups"], strict=True)
+    ]
+    lost = [name for name in differing if name not in slots and not decides(session.module, differing)]
+    lost += ["a parameter group with parameters outside of the model" for new in groups for group in new if None in group]
+    if lost and not any(one.what == "not resumable" for one in session.decisions):
+        told = (
+            f"a hook changed what the run trains: {some(lost)}. A run that continues does not have it, so its checkpoints will "
+            "be refused. Make it before the run, or in on_setup"
+        )
+        session.decide("not resumable", told, data={"names": lost})
+        session.warn(told)
+    return {"buffers": [name for name in differing if name in slots], "groups": groups}
+
+
+def as_at_start(session: Session, state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration in a checkpoint without what training made, as far as this run can make it again.
+
+    Args:
+        session: The session, before anything is restored.
+        state: The state in the checkpoint.
+        config: The configuration of the session.
+    """
+    same = CHANGED not in state and _agree(state["config"], config)
+    return dict(state["config"]) if same else _without_changes(session, state, config)
+
+
+def _without_changes(session: Session, state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    saved, changed = dict(state["config"]), changed_buffers(state) & buffers_of(session.module).keys()
+    session.restored.config = {**config, "model": {name: one for name, one in config["model"].items() if name not in changed}}
+    saved["model"] = {
+        name: config["model"][name] if name in changed else shape
+        for name, shape in ((plain_name(name), shape) for name, shape in saved["model"].items())
+        if name not in changed or name in config["model"]
+    }
+    names = {plain_name(name) for name, _ in session.module.named_parameters()}
+    groups = state.get(CHANGED, {}).get("groups", ())
+    if groups and names.issuperset(name for new in groups for group in new for name in group):
+        first = [old[: len(old) - len(new)] for old, new in zip(saved["parameter groups"], groups, strict=True)]
+        session.restored.config["parameter groups"] = first
+        saved["parameter groups"] = [
+            old if now == old else begun
+            for old, begun, now in zip(saved["parameter groups"], first, config["parameter groups"], strict=False)
+        ]
+    before, now = saved["model"], config["model"]
+    if decides(session.module, [name for name in {**before, **now} if before.get(name) != now.get(name)]):
+        saved["model"] = config["model"]  # its load_state_dict is asked later, when all else agrees
+    return saved
+
+
+def add_groups(session: Session, state: Mapping[str, Any]) -> None:
+    """Add the parameter groups of a checkpoint that a hook had added to the optimizers."""
+    parameters = {plain_name(name): one for name, one in session.module.named_parameters()}
+    sizes, groups = state["config"]["parameter groups"], state[CHANGED]["groups"]
+    for optimizer, saved, new, before in zip(session.optimizers, state["optimizers"], groups, sizes, strict=True):
+        if len(optimizer.param_groups) < len(before):
+            options = saved.get("param_groups") or [{} for _ in before]
+            for names, group in zip(new, options[len(before) - len(new) :], strict=True):
+                optimizer.add_param_group({**group, "params": [parameters[name] for name in names]})

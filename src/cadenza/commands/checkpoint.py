@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cadenza.checkpoint.catalogue import Catalogue, checked_name
-from cadenza.checkpoint.reader import Reader
+from cadenza.checkpoint.catalogue import Catalogue, Reader, checked_name
 from cadenza.checkpoint.retention import kept_by
 from cadenza.checkpoint.store import Entry, Store
 from cadenza.checkpoint.store.files import LAST

@@ -7,11 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, NoReturn
 
 from cadenza.commands.output import complain
 from cadenza.errors import CadenzaError, nearest
+from cadenza.lazy import imported
 from cadenza.status.folding import printable
 from cadenza.version import __version__
 
@@ -80,7 +80,8 @@ def parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         one = commands.add_parser(name, help=text)
         if name in wanted:
-            import_module(_IN_WINGS.get(name, f"cadenza.commands.{name}")).add_arguments(one)
+            module = _IN_WINGS.get(name, f"cadenza.commands.{name}")
+            imported(module, needed_by=f"cadenza {name}").add_arguments(one)
             one.set_defaults(parser=one)
     return whole
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
-    from cadenza.adapters.event import Event as Event
-    from cadenza.adapters.foreign import ForeignCallback as ForeignCallback
+    from cadenza.compat.adapter.event import Event as Event
+    from cadenza.compat.adapter.foreign import ForeignCallback as ForeignCallback
 
     __all__: list[str]
 else:
     __all__, __getattr__, __dir__ = contents(
-        __name__, {"cadenza.adapters.event": "Event", "cadenza.adapters.foreign": "ForeignCallback"}
+        __name__, {"cadenza.compat.adapter.event": "Event", "cadenza.compat.adapter.foreign": "ForeignCallback"}
     )

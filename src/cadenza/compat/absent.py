@@ -1,10 +1,12 @@
 """Names of an original that its adapter does not provide: importing one is an error that says what to use instead.
 
-Each adapter has a module ``absent`` with three constants:
+Each adapter has a file ``absent.toml``:
 
-* ``ORIGINAL``: the name of the original package.
-* ``GUIDE``: the path of the guide.
-* ``ABSENT``: module path inside the original ("" for the package itself) -> public names, separated by spaces -> advice. The
+* ``original``: the name of the original package.
+* ``guide``: the path of the guide.
+* ``more``: another such file, with more names.
+* ``texts``: parts of advices. An advice has them in braces, and so has a text those above it; ``{here}`` is the adapter.
+* ``absent``: module path inside the original ("" for the package itself) -> public names, separated by spaces -> advice. The
   name ``*`` stands for the module itself with all that is below it: such a module does not exist in the adapter.
 
 A name that is listed for a module counts as listed for the packages above it, because the originals export it there too.
@@ -13,15 +15,16 @@ A name that is listed for a module counts as listed for the packages above it, b
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
-from importlib import import_module
+from functools import cache, partial
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-__all__ = ["Entry", "advise", "entries"]
+__all__ = ["Entry", "advise", "entries", "entries_in", "facts_of"]
 
 ADAPTERS = "cadenza.compat."
 
@@ -36,42 +39,58 @@ class Entry(NamedTuple):
     advice: str
 
 
-def advise(module: str) -> None:
-    """Let a module of an adapter say what to use instead of the names that it does not provide.
+def advise(package: str) -> None:
+    """Let the imported modules of an adapter say what to use instead of the names that they do not provide.
 
-    The module gets a ``__getattr__`` (PEP 562). Type checkers do not see it, so they keep reporting unknown names. A listed
+    Each gets a ``__getattr__`` (PEP 562). Type checkers do not see it, so they keep reporting unknown names. A listed
     name is an ``ImportError``, because ``from module import name`` replaces an ``AttributeError`` with a message of its own.
     Any other name is an ``AttributeError``, as in every module.
 
     Args:
-        module: The ``__name__`` of the calling module.
+        package: The ``__name__`` of the calling module. The modules below it are meant, too.
     """
     finder = next((one for one in sys.meta_path if isinstance(one, _AbsentModules)), None)
     if finder is None:
         finder = _AbsentModules()
         sys.meta_path.append(finder)  # the last one: it is asked only for modules that do not exist
-    finder.adapters.add(_split(module)[0])
+    finder.adapters.add(_split(package)[0])
+    for name, module in list(sys.modules.items()):
+        if f"{name}.".startswith(f"{package}."):
+            vars(module)["__getattr__"] = partial(_refuse, name)
 
-    def get(name: str) -> NoReturn:
-        if not name.startswith("__") and (entry := _listed(module, name)):
-            raise _error(module, name, entry)
-        close = get_close_matches(name, [one for one in vars(sys.modules[module]) if not one.startswith("_")], n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise AttributeError(f"module {module!r} has no attribute {name!r}.{hint}", name=name)
 
-    vars(sys.modules[module])["__getattr__"] = get
+def _refuse(module: str, name: str) -> NoReturn:
+    if not name.startswith("__") and (entry := _listed(module, name)):
+        raise _error(module, name, entry)
+    close = get_close_matches(name, [one for one in vars(sys.modules[module]) if not one.startswith("_")], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise AttributeError(f"module {module!r} has no attribute {name!r}.{hint}", name=name)
 
 
 @cache
 def entries(adapter: str) -> tuple[Entry, ...]:
     """Return all names that an adapter, such as ``nemo``, does not provide."""
-    listed: Mapping[str, Mapping[str, str]] = _list_of(adapter).ABSENT
-    return tuple(
-        Entry(module, name, advice)
-        for module, rows in listed.items()
+    files = ["absent.toml", *filter(None, [facts_of(adapter).get("more")])]
+    return tuple(entry for file in files for entry in entries_in(adapter, file))
+
+
+@cache
+def facts_of(adapter: str, file: str = "absent.toml") -> Mapping[str, Any]:
+    """Return the content of a file of an adapter."""
+    return tomllib.loads((Path(__file__).parent / adapter / file).read_text(encoding="utf-8"))
+
+
+def entries_in(adapter: str, file: str) -> list[Entry]:
+    """Return the names in one file of an adapter."""
+    facts, texts = facts_of(adapter, file), {"here": f"{ADAPTERS}{adapter}"}
+    for name, text in facts.get("texts", {}).items():
+        texts[name] = text.format(**texts)
+    return [
+        Entry(module, name, advice.format(**texts))
+        for module, rows in facts["absent"].items()
         for names, advice in rows.items()
         for name in names.split()
-    )
+    ]
 
 
 class _AbsentModules(MetaPathFinder):
@@ -104,10 +123,12 @@ def _whole(parent: str, name: str) -> Entry | None:
 
 def _error(module: str, name: str, entry: Entry) -> ImportError:
     adapter, _ = _split(module)
-    facts = _list_of(adapter)
-    names = filter(None, (facts.ORIGINAL, entry.module, entry.name.strip("*")))
+    facts = facts_of(adapter)
+    names = filter(None, (facts["original"], entry.module, entry.name.strip("*")))
     advice = _advice_for_all(adapter, entry) if entry.name == "*" else entry.advice
-    return ImportError(f"{module} has no {name} ({'.'.join(names)} of the original). {advice} See {facts.GUIDE}.", name=module)
+    return ImportError(
+        f"{module} has no {name} ({'.'.join(names)} of the original). {advice} See {facts['guide']}.", name=module
+    )
 
 
 def _advice_for_all(adapter: str, whole: Entry) -> str:
@@ -117,10 +138,6 @@ def _advice_for_all(adapter: str, whole: Entry) -> str:
         if entry.module == whole.module and entry.advice != whole.advice:
             own.setdefault(entry.advice, []).append(entry.name)
     return " ".join([whole.advice, *(f"{', '.join(names)}: {advice}" for advice, names in own.items())])
-
-
-def _list_of(adapter: str) -> ModuleType:
-    return import_module(f"{ADAPTERS}{adapter}.absent")  # read only when a name is missing
 
 
 def _split(module: str) -> tuple[str, str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cadenza.adapters.surface.surface import Surface, distinct, sentence, surface_of
 from cadenza.commands.importing import guarded, imported, is_script, nothing_on_stdout
 from cadenza.commands.output import add_json, clean, complain, fitting, print_json, print_rows, say, say_folded
+from cadenza.compat.adapter.surface.surface import Surface, distinct, sentence, surface_of
 from cadenza.errors import CadenzaError, nearest
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loops.foreign import ADAPTERS, base_of

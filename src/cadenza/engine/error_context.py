@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import cadenza
 from cadenza.drivers.failing import Post, Waits
+from cadenza.engine.memory import is_out_of_memory, memory_held
 from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import CadenzaError, add_note, notes_of
@@ -272,6 +273,9 @@ class _Trace:
             lines += self._shapes() + self._samples()
         self.scene.together = self.session.driver.tensor_parallel
         cure = cure_of(self.error, self.scene) or self._without_compute_loss()
+        if is_out_of_memory(self.error):
+            optimizers = {type(one).__name__: one for one in self.session.optimizers}
+            lines.append(f"memory: {memory_held(self.session.module, optimizers, self.session.hooks.callbacks)}")
         return [*lines, *([f"likely cure: {cure}"] if cure else [])]
 
     def _without_compute_loss(self) -> str:

@@ -134,6 +134,11 @@ def no_answer(_: object) -> bool:
     return False
 
 
+def an_answer(_: object) -> bool:
+    """Return True for it."""
+    return True
+
+
 class Reading(NamedTuple):
     """The counters of a run at one firing of a moment. A schedule is due or not by this and the reading before.
 

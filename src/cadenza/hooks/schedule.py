@@ -4,7 +4,7 @@ A `Schedule` is a value without state, such as ``Every("500 steps")`` or ``At("3
 questions about a firing of a moment, from two readings of the counters (`cadenza.hooks.counting.Reading`) and nothing else:
 
 - `Schedule.due(now, before)`: is the listener called, by the counters now and at the last firing that was looked at?
-- `Schedule.steady(now)`: what is the answer at the next firings, and up to which value of a counter is that sure?
+- `Schedule.following(now)`: which values of counters are the next ones at which that may change?
 
 So a checkpoint holds one reading for each moment, and a resumed run calls a listener at the same steps as one that went on. On
 several ranks, counters and clock are those of all ranks: each comes to the same answers without asking the others.
@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cadenza.errors import ScheduleError
-from cadenza.hooks.counting import NEVER, NOW, STEP_END, Bound, Counting, Reading, reading_at, steps_until
+from cadenza.hooks.counting import NOW, STEP_END, Bound, Counting, Reading, reading_at
 from cadenza.hooks.length import LENGTHS, Length, Unit, check_length, too_late
 from cadenza.status.formats import plural
 from cadenza.status.shown import brief
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 
 FORMS = f'{LENGTHS}, a schedule such as Every("500 steps") | At("3 epochs"), or a function (run) -> bool'
 """What ``every=`` accepts, for messages."""
-
-
-Steady = tuple[bool, Bound]
-"""The answer of a schedule at the next firings of a moment. It is sure while the counter is below the value."""
 
 
 class Schedule(ABC):
@@ -84,9 +80,9 @@ class Schedule(ABC):
     def due(self, now: Reading, before: Reading) -> bool:
         """Return whether a listener is called at the firing of `now`; `before` is the reading of an earlier firing."""
 
-    @abstractmethod
-    def steady(self, now: Reading) -> Steady:
-        """Return the answer at the firings after `now`, and until when it is sure."""
+    def following(self, now: Reading) -> Iterable[Bound]:
+        """Yield values of counters below which the answer at the firings after `now` is ``due(now, now)``."""
+        return chain.from_iterable(leaf.following(now) for leaf in self.leaves())
 
     def counting(self, unit: Unit) -> Schedule:
         """Return the same schedule in which bare numbers count `unit`."""
@@ -216,11 +212,9 @@ class Every(OfLength):
         passed = self._passed(now)
         return passed > self._passed(before) and (self.length.unit != "s" or now.counts["step"] > before.counts["step"])
 
-    def steady(self, now: Reading) -> Steady:
+    def following(self, now: Reading) -> Iterable[Bound]:
         passed, length = self._passed(now), self.length
-        if self.once and passed:
-            return False, _never_again(length.unit)
-        return False, now.bound(length.measure, (passed + 1) * length.count)
+        return () if self.once and passed else (now.bound(length.measure, (passed + 1) * length.count),)
 
     def _passed(self, at: Reading) -> int:
         """Return how many of its points the run has reached."""
@@ -262,11 +256,6 @@ class At(Every):
         return f"at {unit} {count}" if self.length.whole and unit in ("epoch", "step", "batch") else f"at {self.length}"
 
 
-def _never_again(unit: str) -> Bound:
-    """Return the bound of a point that is passed. Points of time come again after a resume: other parts are still asked."""
-    return ("s", math.inf) if unit == "s" else NEVER
-
-
 # -- windows ----------------------------------------------------------------------------------------
 
 Edge = tuple[str, Any] | None
@@ -282,13 +271,9 @@ class _Window(Schedule):
         start, end = self._edges(now)
         return (start is None or _behind(now, start)) and not (end is not None and _behind(now, end))
 
-    def steady(self, now: Reading) -> Steady:
-        start, end = self._edges(now)
-        if end is not None and _behind(now, end):
-            return False, _never_again(end[0])
-        if start is not None and not _behind(now, start):
-            return False, now.bound(*start, window=True)
-        return True, NEVER if end is None else now.bound(*end, window=True)
+    def following(self, now: Reading) -> Iterable[Bound]:
+        edges = (edge for edge in self._edges(now) if edge is not None and not _behind(now, edge))
+        return (now.bound(*edge, window=True) for edge in edges)
 
     @abstractmethod
     def _edges(self, now: Reading) -> tuple[Edge, Edge]:
@@ -448,8 +433,8 @@ class When(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         return now.ask(self)
 
-    def steady(self, now: Reading) -> Steady:
-        return False, NOW
+    def following(self, now: Reading) -> Iterable[Bound]:
+        return ()  # see `Trigger.steady`
 
     def __repr__(self) -> str:
         return f"When({brief(self.function)})"
@@ -467,9 +452,8 @@ class Until(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         return now.counts["step"] < self.end()
 
-    def steady(self, now: Reading) -> Steady:
-        due = self.due(now, now)
-        return due, NOW if due else NEVER  # the function may return another end at each firing
+    def following(self, now: Reading) -> Iterable[Bound]:
+        return (NOW,) if self.due(now, now) else ()  # the function may return another end at each firing
 
     def __repr__(self) -> str:
         return f"Until({brief(self.end)})"
@@ -507,21 +491,6 @@ class Composite(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         answers = (part.due(now, before) for part in self._asked)
         return not any(answers) if self.operator == "~" else (all if self.operator == "&" else any)(answers)
-
-    def steady(self, now: Reading) -> Steady:
-        decides = self.operator == "|"  # the answer of one part that decides
-        parts = [part.steady(now) for part in self.parts if not all(isinstance(leaf, When) for leaf in part.leaves())]
-        if self.operator == "~":
-            return (not parts[0][0], parts[0][1]) if parts else (False, NOW)
-        answer = (any if decides else all)(one for one, _ in parts)
-        if len(parts) < len(self.parts) and (answer is not decides or not parts):
-            return False, NOW
-        if any(part == (decides, NEVER) for part in parts):
-            return decides, NEVER
-        bounds = [bound for _, bound in parts]
-        if len({counter for counter, _ in bounds}) == 1:
-            return answer, min(bounds)
-        return answer, ("step", min(steps_until(bound, now.limits) for bound in bounds))
 
     def counting(self, unit: Unit) -> Composite:
         return Composite(self.operator, tuple(part.counting(unit) for part in self.parts))

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.hooks.counting import (
     COUNTERS,
+    NEVER,
     NOW,
     STEP_END,
     STEPS,
     Bound,
     Counting,
     Reading,
+    an_answer,
     counters_for,
     kept,
     measure_of,
@@ -59,7 +61,7 @@ class Trigger:
         self.owed: bool = owed  # it is due at the next firing, by what came before a checkpoint
         self._ask_anew()
         if before is not None and before.begun and self._of is not None and not owed and lengths_in(self.schedule):
-            self._take(*self.schedule.steady(before))  # it asks where it would have asked without the resume
+            self._take(*self.steady(before))  # it asks where it would have asked without the resume
 
     def change_length(self, at: Progress) -> None:
         """Ask at the next firing: the run has another length now. Parts of an epoch that ended early are not due any more."""
@@ -75,6 +77,17 @@ class Trigger:
         bound = NOW if answer and len(self.moments) > 1 else bound  # the second moment must not be sure to be due
         self._answer, self._bound = answer, bound
         self._counter, self._until = COUNTERS[bound[0]].read, bound[1]
+
+    def steady(self, now: Reading) -> tuple[bool, Bound]:
+        """Return the answer at the firings after `now`, and a counter with the value below which it is sure."""
+        possible = [now._replace(ask=ask) for ask in (no_answer, an_answer)] if self.functions else [now]
+        answer, *others = (self.schedule.due(one, now) for one in possible)
+        if others and others != [answer]:
+            return False, NOW  # the functions decide
+        bounds = [*self.schedule.following(now)]
+        if len({counter for counter, _ in bounds}) > 1:
+            return answer, ("step", min(steps_until(bound, now.limits) for bound in bounds))
+        return answer, min(bounds, default=NEVER)
 
     @property
     def asked_from(self) -> Bound:
@@ -106,7 +119,7 @@ class Trigger:
         if len(self.moments) > 1:
             due = due and self.last_step != progress.step
             self.last_step = progress.step if due else self.last_step
-        self._take(*self.schedule.steady(now))
+        self._take(*self.steady(now))
         self.times_due += due
         return due
 
@@ -114,7 +127,7 @@ class Trigger:
         """Return how many steps are complete, at the earliest, when it is due; those complete now if that is not known."""
         answer, bound = self._answer, self._bound
         if self.before is None or not self.before.begun:  # it asks at its first firing, resumed or not
-            answer, bound = self.schedule.steady(self.before or self.between(at.origin, at))
+            answer, bound = self.steady(self.before or self.between(at.origin, at))
         if answer or self.owed or COUNTERS[bound[0]].read(at) >= bound[1]:
             return at.step
         return steps_until(bound, at)

@@ -15,8 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from cadenza.loading.batches import uses_torch_iteration
 from cadenza.loading.loaders import Limited, length_of
-from cadenza.loading.mixed_loader import PASS
-from cadenza.loading.mixture import Mixture
+from cadenza.loading.mixture import PASS, Mixture
 from cadenza.loading.resumable_base import Located, ResumableLoader
 from cadenza.loading.resumable_loader import resumable
 from cadenza.loading.shards import Consumed, Shard

@@ -22,6 +22,8 @@ from cadenza.loading.shards import Consumed
 Mode = Literal["zip", "cycle", "sequential", "weighted"]
 Stop = Literal["shortest", "longest"]
 
+PASS = 2**20
+"""Added to the epoch of a loader in each new pass."""
 _ORDER = 0x6D69787475726573  # separates the seeds of the order of a weighted mixture from those of the data
 
 

@@ -104,6 +104,14 @@ def read_with_seeds(batches: Iterator[Any], seeds: Iterable[int]) -> Iterator[An
         end_workers(batches)
 
 
+def no_position() -> DataError:
+    """Return the error for a checkpoint without the state that a loader needs inside an epoch."""
+    return DataError(
+        "the checkpoint holds no position for this loader: it was saved with another kind of loader. Resume with that kind, or "
+        "read and discard the batches with fit(resume=..., replay=True)."
+    )
+
+
 class LimitedLoader(ResumableLoader):
     """The first batches of each epoch; see `cadenza.loading.loaders.Limited`."""
 

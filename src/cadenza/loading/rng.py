@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from cadenza.loading.host_streams import NumpyStream, PythonStream, capturing, state_of_numpy
-
-_PYTHON, _NUMPY = PythonStream(), NumpyStream()
 
 
 def derive_seed(*parts: int) -> int:
@@ -67,7 +65,7 @@ def seed_all(seed: int) -> None:
 
 def seed_host(seed: int) -> None:
     """Seed the generators of this process on the host, which code that loads data draws from."""
-    _PYTHON.seed(seed)
+    random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -88,42 +86,50 @@ def draw_seed(*, keep: bool = False) -> int:
 
 
 class RNGState(NamedTuple):
-    """The state of all global random generators of this process."""
+    """The state of all global random generators of this process, captured and restored in microseconds: for every batch."""
 
     python: Any
     torch_cpu: Tensor
-    cuda: tuple[Tensor, ...]
+    devices: Mapping[int, Tensor]
+    """The states of accelerators, by index."""
     numpy: Any
+    """As `numpy_capture` returns it."""
 
     @staticmethod
-    def capture() -> RNGState:
-        """Return the current RNG state."""
+    def capture(*, devices: bool = True) -> RNGState:
+        """Return the current RNG state; without `devices`, that of the generators on the host alone."""
         numpy = sys.modules.get("numpy")
         return RNGState(
             python=random.getstate(),
-            torch_cpu=torch.get_rng_state(),
-            cuda=tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else (),
-            numpy=None if numpy is None else state_of_numpy(numpy),
+            torch_cpu=torch.default_generator.get_state(),
+            devices=_states_of_devices() if devices else {},
+            numpy=None if numpy is None else numpy_capture(numpy),
         )
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the RNG state as plain values and tensors."""
-        numpy = self.numpy
+    def to_plain(self, devices: Iterable[int] | None = None) -> dict[str, Any]:
+        """Return the RNG state as plain values and tensors.
+
+        Args:
+            devices: The indices of the accelerators to return, in an order that `from_plain` gives back; None: all.
+        """
+        chosen = [self.devices[index] for index in (self.devices if devices is None else devices) if index in self.devices]
+        numpy = _tuple_of(self.numpy) if isinstance(self.numpy, bytes) else self.numpy
         if isinstance(numpy, dict):  # no Mersenne twister
             numpy = _without_arrays(numpy)
         elif numpy is not None:
             name, keys, *rest = numpy
             numpy = (name, torch.from_numpy(keys.astype("int64")), *rest)
-        return {"python": self.python, "torch": self.torch_cpu, "cuda": list(self.cuda), "numpy": numpy}
+        return {"python": self.python, "torch": self.torch_cpu, "cuda": chosen, "numpy": numpy}
 
     @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> RNGState:
-        """Return the RNG state from the result of `to_plain`."""
+    def from_plain(plain: Mapping[str, Any], devices: Iterable[int] | None = None) -> RNGState:
+        """Return the RNG state from the result of `to_plain`; `devices` may have other indices than there."""
         numpy = plain["numpy"]
         if numpy is not None and not isinstance(numpy, Mapping):
             name, keys, *rest = numpy
             numpy = (name, keys.numpy().astype("uint32"), *rest)
-        return RNGState(plain["python"], plain["torch"], tuple(plain["cuda"]), numpy)
+        states = dict(zip(count() if devices is None else devices, plain["cuda"], strict=False))
+        return RNGState(plain["python"], plain["torch"], states, numpy)
 
     @staticmethod
     def seeded(seed: int) -> RNGState:
@@ -135,13 +141,35 @@ class RNGState(NamedTuple):
     def restore(self) -> None:
         """Set the generators to this state."""
         random.setstate(self.python)
-        torch.set_rng_state(self.torch_cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda[: torch.cuda.device_count()]))  # this machine may have fewer devices
+        torch.default_generator.set_state(self.torch_cpu)
+        _set_devices(self.devices)
         if self.numpy is not None:
             import numpy  # the saved run used it; this one may not have imported it yet
 
-            numpy.random.set_state(self.numpy)
+            numpy_restore(numpy, self.numpy)
+
+
+def _accelerator() -> Any:
+    """Return torch's module of the accelerator, such as ``torch.cuda``; None without one."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else torch.get_device_module(device)
+
+
+def _states_of_devices() -> dict[int, Tensor]:
+    """Return the states of the accelerators, by index; of none before the first is used."""
+    module = _accelerator()
+    if module is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
+        return {}
+    all_states = getattr(module, "get_rng_state_all", lambda: [module.get_rng_state()])  # MPS has one device
+    return dict(enumerate(all_states()))
+
+
+def _set_devices(states: Mapping[int, Tensor]) -> None:
+    """Set the generators of the accelerators. This machine may have fewer than the one that saved them."""
+    if states and (module := _accelerator()) is not None:
+        for index, state in states.items():
+            if index < module.device_count():
+                module.set_rng_state(state, *((index,) if hasattr(module, "get_rng_state_all") else ()))
 
 
 def _without_arrays(state: Any) -> Any:
@@ -160,71 +188,6 @@ def preserve_rng_state() -> Iterator[None]:
         state.restore()
 
 
-class HostState(NamedTuple):
-    """The state of the global generators on the host, in a form that is captured and restored quickly: for every batch."""
-
-    python: Any
-    numpy: Any
-    torch_cpu: Tensor
-
-    @staticmethod
-    def capture() -> HostState:
-        """Return the current state."""
-        numpy = sys.modules.get("numpy")
-        captured = None if numpy is None else _NUMPY.capture(numpy)
-        return HostState(_PYTHON.capture(), captured, torch.default_generator.get_state())
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        _PYTHON.restore(self.python)
-        torch.default_generator.set_state(self.torch_cpu)
-        if self.numpy is not None:
-            _NUMPY.restore(sys.modules["numpy"], self.numpy)
-
-
-Parts = tuple[tuple[Any, Any, Tensor], list[Tensor]]
-"""The arguments of `QuickState`."""
-
-
-def quick_capture(*, cuda: bool = True) -> Callable[[], Parts]:
-    """Return a function that returns the RNG state on the host and on the devices in use, as the arguments of a `QuickState`.
-
-    It is for every batch: it makes no object, and calls nothing that it can do without.
-
-    Args:
-        cuda: Whether CUDA may be in use.
-    """
-    numpy = sys.modules.get("numpy")
-    host = HostState.capture if numpy is None else capturing(_PYTHON, _NUMPY, numpy)
-    nothing: list[Tensor] = []
-
-    def capture() -> Parts:
-        return host(), torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else nothing
-
-    return capture
-
-
-class QuickState:
-    """The RNG state on the host and on the devices in use, in the form in which `quick_capture` captures it."""
-
-    __slots__ = ("_cuda", "_host")
-
-    def __init__(self, host: tuple[Any, Any, Tensor], cuda: list[Tensor]) -> None:
-        self._host, self._cuda = HostState(*host), cuda
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        self._host.restore()
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the state as `RNGState.to_plain` does."""
-        with preserve_rng_state():
-            self.restore()
-            return RNGState.capture().to_plain()
-
-
 class isolated_rng:  # noqa: N801  # as a function of contextlib
     """Seed the generators on the host inside; restore their state at the end, also after an error."""
 
@@ -234,7 +197,7 @@ class isolated_rng:  # noqa: N801  # as a function of contextlib
         self._seed = seed
 
     def __enter__(self) -> None:
-        self._outside = HostState.capture()
+        self._outside = RNGState.capture(devices=False)
         try:
             seed_host(self._seed)
         except BaseException:
@@ -243,3 +206,50 @@ class isolated_rng:  # noqa: N801  # as a function of contextlib
 
     def __exit__(self, *raised: object) -> None:
         self._outside.restore()
+
+
+# -- the generator of numpy ------------------------------------------------------------------------
+
+_SIZE = 625 * 4  # bytes of a Mersenne twister: its numbers, and the index of the next one
+
+
+def numpy_capture(numpy: Any) -> Any:
+    """Return the state of numpy's global generator: as bytes or, for other generators, as numpy returns it.
+
+    ``numpy.random.get_state`` takes 90 microseconds, and this 4. The numbers of a Mersenne twister lie at an address that numpy
+    documents (``bit_generator.ctypes.state_address``). Half of a pair of normal numbers may wait beside them: then the next
+    normal number leaves them unchanged. Before numpy 1.24, and for other generators, ``get_state`` is called.
+    """
+    if (memory := _memory_in(numpy)) is None:
+        get = getattr(numpy.random, "get_bit_generator", None)
+        return numpy.random.get_state(legacy=get is None or isinstance(get(), numpy.random.MT19937))
+    numbers, half = memory.raw, numpy.random.standard_normal()
+    state = _tuple_of(numbers, half) if memory.raw == numbers else numbers
+    numpy_restore(numpy, state)
+    return state
+
+
+def numpy_restore(numpy: Any, state: Any) -> None:
+    """Put numpy's global generator back to a state that `numpy_capture` returned."""
+    memory = _memory_in(numpy) if isinstance(state, bytes) else None
+    if memory is not None:
+        numpy.random.seed(0)  # no half of a pair waits
+        memory.raw = state
+    else:
+        numpy.random.set_state(_tuple_of(state) if isinstance(state, bytes) else state)
+
+
+def _memory_in(numpy: Any) -> Any:
+    """Return the memory of the numbers of numpy's global generator; None if their address is not known."""
+    get = getattr(numpy.random, "get_bit_generator", None)
+    if get is None or not isinstance(generator := get(), numpy.random.MT19937):
+        return None
+    return (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address)
+
+
+def _tuple_of(numbers: bytes, *half: float) -> tuple[Any, ...]:
+    """Return bytes, and the half of a pair that waits, in the form of ``numpy.random.get_state``."""
+    import numpy
+
+    keys = numpy.frombuffer(numbers, "uint32")
+    return ("MT19937", keys[:-1], int(keys[-1]), len(half), *(half or (0.0,)))

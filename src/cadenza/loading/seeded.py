@@ -6,16 +6,19 @@ with any number of workers, after a resume, and after a worker was replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
+    DataLoader,
+    Dataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -26,68 +29,49 @@ from torch.utils.data import (
 
 from cadenza.errors import DataError, add_note
 from cadenza.loading.batches import CountedBatch
-from cadenza.loading.loaders import set_loader_epoch
+from cadenza.loading.loaders import end_workers, is_worker_death, length_of, set_loader_epoch, started
 from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation, PositionBatches, Unshuffled, batches_of_rank
-from cadenza.loading.rng import HostState, derive_seed, isolated_rng, seed_host, seeds_below
+from cadenza.loading.resumable_base import ResumableLoader
+from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, seed_host, seeds_below
 from cadenza.loading.shards import Shard
 from cadenza.status.preemption import end_of_process, spare_this_worker
+
+logger: logging.Logger = logging.getLogger("cadenza")
 
 # -- indices ---------------------------------------------------------------------------------------
 
 
-def known_batches(sampler: Any, *, batched: bool) -> PositionBatches | None:
-    """Return the batches of positions that a sampler yields in an epoch; None for an unknown sampler.
+def known_epoch(
+    sampler: Any, generator: torch.Generator | None, seed: int, *, permuted: int = PERMUTED, batched: bool
+) -> tuple[PositionBatches, Order] | None:
+    """Return the batches of positions and the order of the samples in an epoch of a sampler; None for an unknown sampler.
 
     Known are `SequentialSampler`, and `RandomSampler` without replacement, alone or in a `BatchSampler`, but no subclasses.
-
-    Args:
-        sampler: The user's sampler.
-        batched: Whether it yields batches of indices. Without it, each index is a batch.
-    """
-    if not batched:
-        return PositionBatches.of(len(sampler), 1) if _is_known(sampler) else None
-    if type(sampler) is not BatchSampler or not _is_known(sampler.sampler):
-        return None
-    inner: Any = sampler.sampler
-    samples, size = len(inner), sampler.batch_size
-    return PositionBatches.of(samples // size * size if sampler.drop_last else samples, size)
-
-
-def known_order(
-    sampler: Any, generator: torch.Generator | None, seed: int, *, permuted: int = PERMUTED, batched: bool
-) -> Order | None:
-    """Return the order of the samples in an epoch of a sampler that `known_batches` knows; None for an unknown sampler.
 
     Args:
         sampler: The user's sampler.
         generator: The seeded generator of the sampler. None: the sampler draws a seed from torch's global generator.
         seed: The seed of torch's global generator, for a sampler that draws from it, and the key of a `KeyedOrder`.
         permuted: The largest number of samples with the sampler's own order. More samples get a `KeyedOrder`.
-        batched: Whether the sampler yields batches of indices.
+        batched: Whether the sampler yields batches of indices. Without it, each index is a batch.
     """
-    if known_batches(sampler, batched=batched) is None:
+    if batched and type(sampler) is not BatchSampler:
         return None
     inner: Any = sampler.sampler if batched else sampler
-    if type(inner) is SequentialSampler:
-        return Unshuffled()
-    samples = len(inner)
+    shuffled = type(inner) is RandomSampler and not inner.replacement and inner.num_samples == len(inner.data_source)
+    if not shuffled and type(inner) is not SequentialSampler:
+        return None
+    samples, size = len(inner), sampler.batch_size if batched else 1
+    dropped = samples % size if batched and sampler.drop_last else 0
+    batches = PositionBatches.of(samples - dropped, size)
+    if not shuffled:
+        return batches, Unshuffled()
     if samples > permuted:
-        return KeyedOrder(samples, seed)
-    return Permutation(samples, _generator_of_sampler(generator, seed))
-
-
-def _is_known(sampler: Any) -> bool:
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    return type(sampler) is SequentialSampler
-
-
-def _generator_of_sampler(generator: torch.Generator | None, seed: int) -> torch.Generator:
-    """Return the generator from which `RandomSampler.__iter__` draws the permutation."""
-    if generator is not None:
-        return generator
-    drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed))
-    return torch.Generator().manual_seed(int(drawn.item()))
+        return batches, KeyedOrder(samples, seed)
+    if generator is None:  # as `RandomSampler.__iter__` does
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(int(drawn.item()))
+    return batches, Permutation(samples, generator)
 
 
 AHEAD = 1024  # batches of indices that are drawn at a time, because a sampler may be endless
@@ -106,7 +90,7 @@ class SeededSamples(NamedTuple):
 
     samples: Any
     seed: int
-    rng_state: HostState | None
+    rng_state: RNGState | None
     size: int | None
     """The number of samples in the batch; None if the sampler yields no batches."""
 
@@ -145,7 +129,7 @@ class SeededDataset:
 
     def _load(self, request: SeededIndex, get: Callable[[Any], Any], count: int | None) -> SeededSamples:
         # In the main process, the model draws from the same generators. In a worker nothing else does.
-        rng_state = None if not self._draws or get_worker_info() is not None else HostState.capture()
+        rng_state = None if not self._draws or get_worker_info() is not None else RNGState.capture(devices=False)
         if request.epoch != self.epoch:  # in a persistent worker, the copy of the dataset has an earlier epoch
             self.epoch = request.epoch
             set_loader_epoch(self, request.epoch)
@@ -216,6 +200,15 @@ class SeededWorkerInit:
             self.start(worker)
 
 
+def worker_options(given: DataLoader[Any]) -> dict[str, Any]:
+    """Return the options of a user's loader for its workers. To start them draws nothing from the generator of the model."""
+    options: dict[str, Any] = {"num_workers": given.num_workers, "timeout": given.timeout, "generator": torch.Generator()}
+    if given.num_workers:
+        options |= {"prefetch_factor": given.prefetch_factor, "multiprocessing_context": given.multiprocessing_context}
+        options["worker_init_fn"] = SeededWorkerInit(given.worker_init_fn)
+    return options
+
+
 class ResumableSampler:
     """The indices of an epoch from any batch on: a ``batch_sampler`` or ``sampler`` for a `DataLoader`.
 
@@ -278,11 +271,11 @@ class ResumableSampler:
         set_loader_epoch(self.sampler, self.epoch)  # a copy of the sampler has not received it yet
         if self._generator is not None:
             self._generator.manual_seed(seed)
-        batches = known_batches(self.sampler, batched=self._batched)
-        order = known_order(self.sampler, self._generator, seed, permuted=self._permuted, batched=self._batched)
+        known = known_epoch(self.sampler, self._generator, seed, permuted=self._permuted, batched=self._batched)
         self.replicated_at = None
-        if batches is None or order is None:
+        if known is None:
             return islice(self._sharded(self._iterated(seed)), skip, None)
+        batches, order = known
         own = batches_of_rank(batches, self.shard, splits=self._batched)
         self.replicated_at = own.replicated_at
         indices = order.read(own.since(skip))
@@ -305,13 +298,91 @@ class ResumableSampler:
         with isolated_rng(seed):
             drawn = iter(self.sampler)
             indices = list(islice(drawn, AHEAD))
-            inside = HostState.capture()
+            inside = RNGState.capture(devices=False)
         while indices:
             yield from indices
-            outside = HostState.capture()
+            outside = RNGState.capture(devices=False)
             inside.restore()
             try:
                 indices = list(islice(drawn, AHEAD))
-                inside = HostState.capture()
+                inside = RNGState.capture(devices=False)
             finally:
                 outside.restore()
+
+
+# -- the loader ------------------------------------------------------------------------------------
+
+MAX_DEATHS = 5  # workers that may die in one epoch before the error is raised
+
+
+class MapStyleLoader(ResumableLoader):
+    """A DataLoader over a map-style dataset. Skipped batches are not loaded, and workers that die are replaced."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, shard: Shard, *, pin: bool, permuted: int) -> None:
+        self._given, self.shard = loader, shard
+        self._pins = pin and loader.num_workers > 0 and not loader.pin_memory
+        batched = loader.batch_sampler is not None
+        sampler = loader.batch_sampler if batched else loader.sampler
+        self._sampler = ResumableSampler(sampler, seed, shard, batched=batched, permuted=permuted)
+        self._dataset = SeededDataset(loader.dataset, draws=may_draw(loader.dataset, loader.collate_fn))
+        self._loader = self._build()
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        set_loader_epoch(self._given, epoch)
+        sampler, self._dataset.epoch = self._sampler, epoch
+        sampler.epoch, (sampler.shard, sampler.skip) = epoch, self.shard.at_round(skip)
+        batches = self._restarting() if self._given.num_workers else iter(self._loader)
+        batches = self.counted(batches)
+        if self.shard.world_size == 1:
+            return batches
+        length = None if self.shard.share_data else length_of(self._given)
+        return self.shard.until_any_ends(batches, None if length is None else length - sampler.skip)
+
+    @property
+    def replicated_at(self) -> int | None:
+        return self._sampler.replicated_at
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        shard, skip = self.shard.at_round(number)
+        drawn = [self._sampler.indices(epoch, shard, skip) for _ in range(2)]
+        return drawn[0] if drawn[0] == drawn[1] else None  # a sampler with a state of its own gives another order each time
+
+    def _build(self) -> DataLoader[Any]:
+        given = self._given
+        collate = SeededCollate(given.collate_fn)
+        batched, sampler = given.batch_sampler is not None, self._sampler
+        options = worker_options(given) | ({"batch_sampler": sampler} if batched else {"batch_size": None, "sampler": sampler})
+        if given.num_workers:
+            options |= {"persistent_workers": given.persistent_workers, "in_order": given.in_order}
+        return DataLoader(
+            cast("Dataset[Any]", self._dataset),
+            collate_fn=cast("Callable[[list[Any]], Any]", collate),
+            pin_memory=given.pin_memory or self._pins,
+            **options,
+        )
+
+    def _restarting(self) -> Iterator[Any]:
+        """Yield the batches of an epoch. When a worker dies, start new workers at the next batch."""
+        deaths, batches = 0, started(self._loader)
+        try:
+            while True:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                except (RuntimeError, EOFError, OSError) as error:
+                    deaths += 1
+                    if not is_worker_death(error, batches) or deaths > MAX_DEATHS:
+                        raise
+                    number = self._sampler.skip + 1
+                    logger.warning("a loader worker died (%s); restarting the workers at batch %d", error, number)
+                    self._loader = self._build()
+                    batches = started(self._loader)
+                    continue
+                self._sampler.skip += 1  # the batch at which new workers start
+                yield batch
+        finally:
+            end_workers(batches)
+
+    def close(self) -> None:
+        end_workers(self._loader._iterator, persistent=True)

@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from cadenza.errors import DataError
-from cadenza.loading.batches import CountedBatch, pinned, uses_torch_iteration
+from cadenza.loading.batches import CountedBatch, uses_torch_iteration
 from cadenza.loading.loaders import set_loader_epoch
-from cadenza.loading.resumable_base import END, ResumableLoader, read_with_seeds
+from cadenza.loading.resumable_base import END, ResumableLoader, no_position, read_with_seeds
 from cadenza.loading.rng import derive_seed, isolated_rng, seed_host
+from cadenza.loading.seeded import worker_options
 from cadenza.loading.shards import Shard, has_shards
 from cadenza.status.formats import counted
-from cadenza.status.preemption import end_of_process, spare_this_worker
 
 
 def is_sharded_stream(loader: object) -> bool:
@@ -40,14 +39,13 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A sample, or a batch, and the position after it."""
+    """A sample, or a counted batch, and the position after it."""
 
     value: Any
     position: Position
-    samples: int | None = None
 
     def pin_memory(self) -> _Placed:
-        return replace(self, value=pinned(self.value))
+        return replace(self, value=self.value.pin_memory())
 
 
 class _Collate:
@@ -58,8 +56,8 @@ class _Collate:
 
     def __call__(self, placed: Any) -> _Placed:
         if not self._batched:
-            return _Placed(self._collate(placed.value), placed.position)
-        return _Placed(self._collate([one.value for one in placed]), placed[-1].position, len(placed))
+            return _Placed(CountedBatch(self._collate(placed.value), None), placed.position)
+        return _Placed(CountedBatch(self._collate([one.value for one in placed]), len(placed)), placed[-1].position)
 
 
 class _OwnShards(IterableDataset[_Placed]):
@@ -145,10 +143,7 @@ class ShardedStream(ResumableLoader):
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
         restored, self._restored = self._restored, None
         if skip and restored is None and not self._replay:
-            raise DataError(
-                "the checkpoint holds no position for this loader: it was saved with another kind of loader. Resume with that "
-                "kind, or read and discard the batches with fit(resume=..., replay=True)."
-            )
+            raise no_position()
         set_loader_epoch(self._given, epoch)
         self._check_shards()
         self._position = StreamPosition(max(self._given.num_workers, 1))
@@ -172,7 +167,7 @@ class ShardedStream(ResumableLoader):
         """Yield the batches, and move the position: it is that of the batch in use, also if the next one was read ahead."""
         for batch in batches:
             self._position.reach(batch.position)
-            yield CountedBatch(batch.value, batch.samples)
+            yield batch.value
 
     def _read(self, epoch: int) -> Iterator[_Placed]:
         with isolated_rng(derive_seed(self._seed, epoch)):
@@ -183,18 +178,13 @@ class ShardedStream(ResumableLoader):
         """Return a loader for an epoch. Its workers start with the epoch and with the position."""
         given, size = self._given, self._given.batch_size
         seed = (self._seed, epoch, self._part[0])
-        options: dict[str, Any] = {"batch_size": size, **({"drop_last": given.drop_last} if size is not None else {})}
-        if given.num_workers:
-            options |= {"prefetch_factor": given.prefetch_factor, "multiprocessing_context": given.multiprocessing_context}
+        options = worker_options(given) | ({} if size is None else {"drop_last": given.drop_last})
         collate: Any = _Collate(given.collate_fn, batched=size is not None)
         return DataLoader(
             _OwnShards(given.dataset, self._part, seed, size or 1, self._position.copy()),
+            batch_size=size,
             collate_fn=collate,
-            num_workers=given.num_workers,
             pin_memory=self._pin,
-            timeout=given.timeout,
-            worker_init_fn=_WorkerInit(given.worker_init_fn) if given.num_workers else None,
-            generator=torch.Generator(),
             **options,
         )
 
@@ -214,19 +204,3 @@ class ShardedStream(ResumableLoader):
                 f"shards, and the loader has {self._position.workers} (num_workers=0 counts as 1). Use the same num_workers, "
                 "or continue at a checkpoint from the end of an epoch."
             )
-
-
-class _WorkerInit:
-    """A ``worker_init_fn`` that shows the user's function the user's dataset, and keeps the run's signals from the worker."""
-
-    def __init__(self, start: Callable[[int], None] | None) -> None:
-        self._start = start
-        self._parent_ends = end_of_process()
-
-    def __call__(self, worker: int) -> None:
-        spare_this_worker(self._parent_ends)
-        if self._start is not None:
-            info: Any = get_worker_info()
-            own = info.dataset
-            object.__setattr__(info, "dataset", own.dataset)  # the class rejects assignments
-            self._start(worker)

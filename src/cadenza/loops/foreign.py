@@ -13,11 +13,11 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
 
 ADAPTERS: Mapping[str, str] = {
-    "transformers.TrainerCallback": "cadenza.adapters.transformers.callback:TransformersCallback",
-    "lightning.Callback": "cadenza.adapters.lightning.callback:LightningCallback",
-    "pytorch_lightning.Callback": "cadenza.adapters.lightning.callback:LightningCallback",
-    "keras.Callback": "cadenza.adapters.keras.callback:KerasCallback",
-    "tf_keras.Callback": "cadenza.adapters.keras.callback:KerasCallback",
+    "transformers.TrainerCallback": "cadenza.compat.transformers.callback:TransformersCallback",
+    "lightning.Callback": "cadenza.compat.lightning.callback:LightningCallback",
+    "pytorch_lightning.Callback": "cadenza.compat.lightning.callback:LightningCallback",
+    "keras.Callback": "cadenza.compat.keras.callback:KerasCallback",
+    "tf_keras.Callback": "cadenza.compat.keras.callback:KerasCallback",
 }
 """Cadenza's own adapters: the package and the name of the base class, and the class of the adapter. Those of other packages are
 entry points of the group ``cadenza.adapters`` with the same names and values."""
@@ -102,7 +102,7 @@ def adapted(callbacks: object) -> Any:
         CallbackError: An element is a class of another system, or is in the list twice; or `callbacks` is such a callback.
     """
     if base_of(callbacks) is not None:
-        raise _no_list(callbacks)
+        raise not_a_list(callbacks)
     if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         return callbacks
     given, seen = list(callbacks), set[int]()
@@ -154,18 +154,8 @@ def _tell_apart(callbacks: list[Any]) -> None:
             one.name = f"{type(one.callback).__name__} ({one.system})"
 
 
-def listed(callbacks: object) -> list[Any]:
-    """Return `callbacks` as a list.
-
-    Raises:
-        CallbackError: They are no iterable, such as a single callback.
-    """
-    if base_of(callbacks) is not None or isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
-        raise _no_list(callbacks)
-    return [*callbacks]
-
-
-def _no_list(callbacks: object) -> CallbackError:
+def not_a_list(callbacks: object) -> CallbackError:
+    """Return the error for a single callback where a list is expected."""
     return CallbackError(f"callbacks must be a list of callbacks; got {_shown(callbacks)}. Write callbacks=[...]")
 
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.checkpoint import resuming
+from cadenza.checkpoint.resuming import Start, chosen_on_all_ranks
 from cadenza.checkpoint.snapshot import config_of
-from cadenza.checkpoint.starting import Start, chosen_on_all_ranks
 from cadenza.drivers import Driver
 from cadenza.engine import start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate

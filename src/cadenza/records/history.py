@@ -28,7 +28,7 @@ LIMIT = 50_000
 _SHOWN, _MOST_ROWS = 4, 50  # names in the line of a history, and in its table
 _COUNTS = attrgetter(*(field.name for field in fields(Counters)))  # astuple takes 30 times as long
 _TAIL = 1 << 20  # bytes at the end of a file, among which its last line is sought
-_Row = tuple[Counters, float, tuple[str, ...]]
+_Row = tuple[Counters, float, int]
 
 
 class History:
@@ -55,14 +55,14 @@ class History:
         self._series: dict[str, list[tuple[int, float]]] = {}
         self._given: dict[str, int] = {}  # how many values came of a name, where not all are kept
         self._every: dict[str, int] = {}
-        self._rows: list[_Row] = []  # of each record, when it was and which names it has
-        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._rows: list[_Row] = []  # of each record, when it was and the index of its names
+        self._names: dict[tuple[str, ...], int] = {}
 
     def add(self, record: Record) -> str | None:
         """Keep the numbers of a record. When thinning begins, return a sentence that says so, once."""
         notice = None
-        names = tuple(record.values)
-        self._rows.append((record.at, record.time, self._names.setdefault(names, names)))
+        index = self._names.setdefault(tuple(record.values), len(self._names))
+        self._rows.append((record.at, record.time, index))
         for name, value in record.values.items():
             series = self._series.setdefault(name, [])
             if name in self._given:
@@ -160,11 +160,10 @@ class History:
 
     def rows_state(self) -> dict[str, Any]:
         """Return of the records that are kept counters (N, 6) int64, times (N,) float64, and which set of names each has."""
-        sets = {names: index for index, names in enumerate(self._names)}
         return {
             "counters": torch.tensor([_COUNTS(at) for at, _, _ in self._rows], dtype=torch.int64).reshape(-1, 6),
             "times": torch.tensor([when for _, when, _ in self._rows], dtype=torch.float64),
-            "names": torch.tensor([sets[names] for _, _, names in self._rows], dtype=torch.int64),
+            "names": torch.tensor([index for _, _, index in self._rows], dtype=torch.int64),
             "sets": [list(names) for names in self._names],
         }
 
@@ -176,9 +175,10 @@ class History:
     def records(self) -> Iterator[Record]:
         """Yield the records as far as they are kept."""
         left = {name: deque(series) for name, series in self._series.items()}
-        for at, when, names in self._rows:
+        sets = list(self._names)
+        for at, when, index in self._rows:
             values = {}
-            for name in names:
+            for name in sets[index]:
                 series = left[name]
                 while series and series[0][0] < at.step:
                     series.popleft()  # its record is not kept
@@ -191,8 +191,7 @@ class History:
         """Return the history that `state_dict` and `rows_state` were made of."""
         history = History(limit)
         if rows is not None:
-            sets = [tuple(names) for names in rows["sets"]]
-            history._names = {names: names for names in sets}
+            sets = [history._names.setdefault(tuple(names), len(history._names)) for names in rows["sets"]]
             columns = (rows[name].tolist() for name in ("counters", "times", "names"))
             history._rows = [(Counters(*at), when, sets[index]) for at, when, index in zip(*columns, strict=True)]
         for name, (steps, values, given, every) in state.items():

@@ -67,35 +67,36 @@ def encode(tree: Any, copy: Callable[[Tensor], Any] = host_copy) -> tuple[Any, d
     ({'step': 3, 'range': {'$tuple': [1, 2]}, 'weight': {'$tensor': 'weight'}}, {'weight': tensor([1., 1.])})
     """
     tensors: dict[str, Any] = {}
+    return _plain(tree, "", tensors, copy), tensors
 
-    def plain(value: Any, path: str) -> Any:
-        if value is None or isinstance(value, bool | str) or type(value) is int:
-            return value
-        if isinstance(value, float):
-            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-        if is_built_of_tensors(value):
-            return {"$built": plain(_parts(value, path), path)}
-        if isinstance(value, Tensor):
-            base = path or "value"
-            names = chain([base], (f"{base}#{number}" for number in count(2)))  # {"a.b": x, "a": {"b": y}} have equal paths
-            name = next(name for name in names if name not in tensors)
-            tensors[name] = copy(value)
-            return {"$tensor": name}
-        if isinstance(value, torch.dtype):
-            return {"$dtype": str(value).removeprefix("torch.")}
-        if isinstance(value, bytes):
-            return {"$bytes": base64.b64encode(value).decode("ascii")}
-        if isinstance(value, list | tuple):
-            parts = [plain(part, f"{path}[{index}]") for index, part in enumerate(value)]
-            return parts if isinstance(value, list) else {"$tuple": parts}
-        if isinstance(value, Mapping):
-            entries = [(key, plain(part, f"{path}.{key}" if path else str(key))) for key, part in value.items()]
-            if all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)).startswith("$")):
-                return dict(entries)
-            return {"$dict": [[plain(key, f"{path}.<key>"), part] for key, part in entries]}
-        return plain(_number_of(value, path), path)
 
-    return plain(tree, ""), tensors
+def _plain(value: Any, path: str, tensors: dict[str, Any], copy: Callable[[Tensor], Any]) -> Any:
+    """Return a value as `encode` does, and put copies of its tensors into `tensors`."""
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if is_built_of_tensors(value):
+        return {"$built": _plain(_parts(value, path), path, tensors, copy)}
+    if isinstance(value, Tensor):
+        base = path or "value"
+        names = chain([base], (f"{base}#{number}" for number in count(2)))  # {"a.b": x, "a": {"b": y}} have equal paths
+        name = next(name for name in names if name not in tensors)
+        tensors[name] = copy(value)
+        return {"$tensor": name}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, list | tuple):
+        parts = [_plain(part, f"{path}[{index}]", tensors, copy) for index, part in enumerate(value)]
+        return parts if isinstance(value, list) else {"$tuple": parts}
+    if isinstance(value, Mapping):
+        entries = [(key, _plain(part, f"{path}.{key}" if path else str(key), tensors, copy)) for key, part in value.items()]
+        if all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)).startswith("$")):
+            return dict(entries)
+        return {"$dict": [[_plain(key, f"{path}.<key>", tensors, copy), part] for key, part in entries]}
+    return _plain(_number_of(value, path), path, tensors, copy)
 
 
 def _number_of(value: Any, path: str) -> bool | int | float | bytes | str:

@@ -21,7 +21,7 @@ from cadenza.errors import DistributedError, NonFiniteError, notes_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.subscription import steps_in
 from cadenza.loading.batches import tensors_in
-from cadenza.loading.rng import Parts, QuickState, quick_capture
+from cadenza.loading.rng import RNGState
 from cadenza.optim.finite import all_finite, first_not_finite
 from cadenza.optim.model_state import load_into, plain_name, state_of
 from cadenza.optim.parameters import modules_of
@@ -45,7 +45,7 @@ class _Step:
     def __init__(self, number: int, updates: int) -> None:
         self.number: int = number
         self.updates: int = updates
-        self.parts: list[tuple[Any, int, int, Parts]] = []
+        self.parts: list[tuple[Any, int, int, RNGState]] = []
         """Each batch, its epoch, its number in it, from 0, on this rank, and the RNG state before its forward pass."""
         self.losses: list[float | Arriving] = []
         self.not_loaded: tuple[int, int] | None = None
@@ -60,8 +60,8 @@ class _Step:
         return [one[1:3] for one in self.parts]
 
     @property
-    def rng_states(self) -> list[QuickState]:
-        return [QuickState(*one[3]) for one in self.parts]
+    def rng_states(self) -> list[RNGState]:
+        return [one[3] for one in self.parts]
 
 
 class Capsule(Callback):
@@ -80,7 +80,8 @@ class Capsule(Callback):
     parallelism, the weights and the second pass are left out; with a ``step_fn`` or a loop of your own, the second pass. Then
     only the batches are searched for numbers that are not finite.
 
-    The check waits for the forward pass once a step, not for the backward pass. The batches of the `last` steps stay in memory.
+    The check waits for the forward pass once a step, not for the backward pass. The batches of the `last` steps stay
+    in the memory of the device; with `accumulate`, a step has several.
     The RNG state is that of its ``on_batch_start``: callbacks that draw random numbers there must stand before it.
 
     Args:
@@ -149,14 +150,13 @@ class Capsule(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._statistics = Statistics(run.model)
         self._progress, self._state_of_step = run.progress, session_of(run).step
-        self._rng_state = quick_capture(cuda=torch.cuda.is_available())
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
-        # After a step the processor has forgotten this code and its data: each call and object costs a microsecond.
+        # After a step the processor has forgotten this code and its data: each call costs a microsecond.
         progress = self._progress
         number = progress.step + 1
         step = self._step if self._step.number == number else self._begin(run, number)
-        step.parts.append((batch, progress.epoch, progress.batch_in_epoch, self._rng_state()))
+        step.parts.append((batch, progress.epoch, progress.batch_in_epoch, RNGState.capture()))
 
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any]) -> None:
         loss = outputs["loss"]

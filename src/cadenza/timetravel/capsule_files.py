@@ -10,9 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from cadenza.checkpoint.store.reading import parsed
-from cadenza.checkpoint.store.state_fields import check, count, or_none
-from cadenza.checkpoint.store.tensor_files import Sum, pieces, read_tensors
+from cadenza.checkpoint.store.files import FORMAT_ERRORS, Sum, SummedFile, pieces, read_tensors
+from cadenza.checkpoint.store.reading import check, count, or_none, parsed
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, StateError
 from cadenza.files.disk import flush, open_regular, read_object
 from cadenza.files.paths import local_path
@@ -121,11 +120,13 @@ def read_capsule(path: str | PathLike[str]) -> CapsuleContent:
     content = _content(folder)
     try:
         with open_regular(folder / _TENSORS, follow=False) as file:
-            tensors, found = read_tensors(file, (folder / _TENSORS).stat().st_size)
+            summed = SummedFile(file)
+            tensors = read_tensors(summed, (folder / _TENSORS).stat().st_size)
+            found = summed.rest()
     except OSError as error:
         raise CheckpointDamagedError(f"the capsule {str(folder)!r} cannot be read: {error}") from None
-    if isinstance(tensors, ValueError):
-        raise CheckpointDamagedError(f"the capsule {str(folder)!r} is damaged: {tensors}")
+    except FORMAT_ERRORS as error:
+        raise CheckpointDamagedError(f"the capsule {str(folder)!r} is damaged: {error}") from None
     if (expected := content.get("tensors", found)) != found:
         raise CheckpointDamagedError(
             f"the capsule {str(folder)!r} is damaged: {_TENSORS} has {found}, and was written with {expected}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cadenza.checkpoint.catalogue import Catalogue, first_usable
-from cadenza.checkpoint.starting import begun_in, recovery_in
+from cadenza.checkpoint.resuming import begun_in, recovery_in
 from cadenza.checkpoint.store import Entry
 from cadenza.errors import CheckpointError
 from cadenza.records.directory import RecordedRun

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cadenza.engine.memory import is_out_of_memory
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError
 from cadenza.hooks.dispatch import hooks_of
@@ -143,10 +143,6 @@ class FindBatchSize(Callback):
         self.size = state.get("size", self.size)
 
 
-# cuDNN says that an input is not contiguous where it finds no algorithm for the memory that is left.
-_TEXTS = re.compile("(?i)out of memory|can't allocate memory|ALLOC(ATION)?_FAILED|CUDNN_STATUS_NOT_SUPPORTED.*non-contiguous")
-
-
 class _Sizes(Callback):
     """Record the size of the largest batch."""
 
@@ -154,14 +150,3 @@ class _Sizes(Callback):
 
     def on_batch_start(self, run: Run, batch: Any) -> None:
         self.largest = max(self.largest, session_of(run).cursor.source.size_of(batch))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the device or the host ran out of memory.
-
-    >>> is_out_of_memory(RuntimeError("CUDNN_STATUS_ALLOC_FAILED")), is_out_of_memory(RuntimeError("shapes differ"))
-    (True, False)
-    """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None

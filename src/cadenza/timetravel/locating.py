@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cadenza.drivers.sharding import is_sharded
 from cadenza.loading.batches import tensors_in
-from cadenza.loading.rng import QuickState, RNGState
+from cadenza.loading.rng import RNGState
 from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
 
 _MOST_SINGLE = 512  # a batch of more samples is not passed through the model sample by sample
@@ -53,7 +53,7 @@ def locate(
     model: nn.Module,
     compute: Callable[[nn.Module, Any], Any],
     batches: Sequence[Any],
-    rng_states: Sequence[RNGState | QuickState],
+    rng_states: Sequence[RNGState],
     others: Sequence[nn.Module] = (),
     *,
     accumulates: bool = True,
@@ -153,9 +153,7 @@ def _floats(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]
     return ((name, one) for name, one in named if one.is_floating_point() or one.is_complex())
 
 
-def _rows(
-    model: nn.Module, compute: Callable[[nn.Module, Any], Any], batch: Any, state: RNGState | QuickState, output: Any
-) -> list[int]:
+def _rows(model: nn.Module, compute: Callable[[nn.Module, Any], Any], batch: Any, state: RNGState, output: Any) -> list[int]:
     """Return the indices of the samples that are not finite: in the batch, in the first such output, or each one alone."""
     size = _size(batch)
     for value in (batch, output):

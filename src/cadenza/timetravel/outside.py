@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cadenza.adapters.foreign import ForeignCallback
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.save_predictions import SavePredictions
 from cadenza.callbacks.slurm_requeue import SlurmRequeue
+from cadenza.compat.adapter.foreign import ForeignCallback
 from cadenza.engine.monitor import Monitor
 from cadenza.engine.session import session_of
 from cadenza.hooks.moments import BaseCallback, Callback

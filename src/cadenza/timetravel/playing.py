@@ -10,8 +10,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from cadenza.adapters.foreign import ForeignCallback
 from cadenza.callbacks.early_stopping import EarlyStopping
+from cadenza.compat.adapter.foreign import ForeignCallback
 from cadenza.drivers.single import SingleDriver
 from cadenza.engine import boundary
 from cadenza.engine.evaluation import record_evaluated

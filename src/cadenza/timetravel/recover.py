@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from cadenza.checkpoint.starting import catalogue_of
+from cadenza.checkpoint.resuming import catalogue_of
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of

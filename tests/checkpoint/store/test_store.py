@@ -22,8 +22,7 @@ from cadenza import Trainer, load_weights
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.catalogue import checkpoint_at
 from cadenza.checkpoint.store import Content, Saved, Store
-from cadenza.checkpoint.store.files import RemoteFiles
-from cadenza.checkpoint.store.tensor_files import Facts
+from cadenza.checkpoint.store.files import Facts, RemoteFiles
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.files.disk import Unflushed
 from cadenza.status.plain import same

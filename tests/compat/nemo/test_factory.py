@@ -21,9 +21,9 @@ import cadenza.compat.nemo10 as nemo10
 from cadenza.compat.nemo.backends.pytorch import PtActions
 from cadenza.compat.nemo.core import CheckpointCallback, DeviceType, NeuralModuleFactory, NeuralType, Optimization
 from cadenza.compat.nemo.utils import get_checkpoint_from_dir, get_cuda_device, get_device, rgetattr, rsetattr
-from cadenza.compat.nemo.utils.misc import pad_to
 from cadenza.compat.nemo10 import logging
 from cadenza.compat.nemo10.core import NeuralModuleFactory as OldFactory
+from cadenza.compat.neural.helpers import pad_to
 from cadenza.testing import tiny_loader
 from tests.compat.nemo.graphs import SGD, LineNM, line, logged, train, worst_of
 
@@ -204,14 +204,20 @@ class TestFolders:
 # -- nemo.utils ------------------------------------------------------------------------------------
 
 
+def any_module(module: ModuleType) -> Any:
+    """Return a module with the attributes that a table gives it, which type checkers do not see."""
+    return module
+
+
 def test_attributes_are_reachable_after_one_import() -> None:
-    assert nemo.utils.helpers.rgetattr is nemo.utils.rgetattr
-    assert nemo.utils.app_state.AppState().modules is not None
-    assert nemo.backends.pytorch.common.losses is not None
+    utils, core, common = map(any_module, (nemo.utils, nemo.core, nemo.backends.pytorch.common))
+    assert utils.helpers.rgetattr is nemo.utils.rgetattr
+    assert utils.app_state.AppState().modules is not None
+    assert common.losses is not None
     for package in (nemo, nemo10):  # scripts import it from this module, which does not define it
         assert package.core.neural_modules.NmTensor is package.core.NmTensor
     for name in ("ModuleSaverCallback", "UnfreezeCallback", "ValueSetterCallback"):
-        assert getattr(nemo.core, name) is getattr(nemo10.core, name) is getattr(nemo.core.deprecated_callbacks, name)
+        assert getattr(nemo.core, name) is getattr(nemo10.core, name) is getattr(core.deprecated_callbacks, name)
 
 
 def test_attributes_by_dotted_names() -> None:

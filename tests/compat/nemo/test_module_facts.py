@@ -21,7 +21,7 @@ from cadenza.compat.nemo.backends.pytorch.tutorials import MSELoss, RealFunction
 from cadenza.compat.nemo.core import DeviceType, NeuralModuleFactory, NmTensor
 from cadenza.compat.nemo.core import neural_types as types
 from cadenza.compat.nemo.core.neural_types import AxisKind, AxisType, ChannelType, NeuralType
-from cadenza.compat.nemo.utils.app_state import AppState
+from cadenza.compat.neural.app_state import AppState
 from tests.compat.nemo.graphs import LineNM, line, ports, train
 
 

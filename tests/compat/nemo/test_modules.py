@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from cadenza import Callback, on
 from cadenza.compat.nemo.backends.pytorch import common, tutorials
-from cadenza.compat.nemo.backends.pytorch.common.zero_data import neuralType2TensorShape
+from cadenza.compat.nemo.backends.pytorch.common import neuralType2TensorShape
 from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM, NonTrainableNM, TrainableNM
 from cadenza.compat.nemo.backends.pytorch.tutorials import RealFunctionDataLayer, TaylorNet
 from cadenza.compat.nemo.core import NeuralPortNameMismatchError
 from cadenza.compat.nemo.core.neural_types import AxisKind, AxisType, ChannelType, LabelsType, LogitsType, NeuralType
-from cadenza.compat.nemo.utils.lr_policies import CosineAnnealing
 from cadenza.compat.nemo10.backends.pytorch import tutorials as tutorials10
 from cadenza.compat.neural.modules import loader_of
+from cadenza.compat.neural.policies import CosineAnnealing
 from tests.compat.nemo.graphs import OF_TRAIN, ports, train
 
 # -- kinds of modules ---------------------------------------------------------------------------------

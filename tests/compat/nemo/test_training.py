@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.compat.nemo.backends.pytorch.nm import DataLayerNM, LossNM
-from cadenza.compat.nemo.backends.pytorch.optimizers import AdamW, Novograd, master_params
 from cadenza.compat.nemo.core import DeviceType, NeuralModuleFactory
 from cadenza.compat.nemo.core import callbacks as nemo
 from cadenza.compat.nemo.core.actions import State
-from cadenza.compat.nemo.utils import lr_policies
 from cadenza.compat.nemo10.core import ActionCallback, EvaluatorCallback, NmTensor
 from cadenza.compat.nemo10.core import NeuralModuleFactory as OldFactory
+from cadenza.compat.neural import policies as lr_policies
 from cadenza.compat.neural.modules import loader_of
+from cadenza.compat.neural.updates import AdamW, Novograd, master_params
 from cadenza.errors import CallbackError, LossError
 from cadenza.testing import Recorder, tiny_loader
 from tests.compat.nemo.graphs import SGD, Line, LineNM, line, noisy_net, numbers, ports, spoiled, train, train_0_10, written

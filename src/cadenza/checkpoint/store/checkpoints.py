@@ -23,12 +23,11 @@ from cadenza.checkpoint.store.manifest import (
     CheckpointUnfinishedError,
     best_text,
     canonical,
-    check_file,
     checked,
     files_in,
     listed,
 )
-from cadenza.checkpoint.store.reading import Loaded, files_of_ranks, loaded_from
+from cadenza.checkpoint.store.reading import Folder, Loaded
 from cadenza.checkpoint.store.shards import checksum_of, layout_of
 from cadenza.drivers.agreeing import Meeting, agreed, by_main, decided
 from cadenza.errors import (
@@ -112,7 +111,7 @@ class Store:
         self.run = run
         self.branch: Branch = branch or Branch(owner_of(run))
         self._parent = self.branch.at
-        self._whole: set[str] = set()  # the checkpoints that this store has written or verified
+        self._whole = {self.branch.at}  # written or verified here, or read by this process as it continued there
         self._read: dict[str, Entry] = {}  # by name: a manifest that was read does not change
         self._tag = re.sub(r"\W", "", run)[:12]
         self.notes: str = f".kept-{self._tag}.json"
@@ -235,8 +234,7 @@ class Store:
             CheckpointFormatError: A newer version wrote it, or it is no checkpoint of Cadenza.
         """
         manifest = self.manifest(saved)
-        for name, said in (files_in(manifest) | files_of_ranks(self.files, saved.name, manifest)).items():
-            check_file(self.files, f"{saved.name}/{name}", said)
+        Folder(self.files, saved.name, manifest).verify()
         self._whole.add(saved.name)
         return manifest
 
@@ -272,7 +270,7 @@ class Store:
             CheckpointFormatError: As `verify`; or a file has the right checksum, but not the expected format.
         """
         manifest = self.manifest(saved)
-        loaded = loaded_from(self.files, saved.name, manifest, lazily=lazily, rank=rank, ranks=ranks, keep=keep)
+        loaded = Folder(self.files, saved.name, manifest, rank, ranks).load(lazily=lazily, keep=keep)
         self._whole.add(saved.name)
         return loaded
 
@@ -290,10 +288,6 @@ class Store:
             files = files_in(manifest).items()
             return all(self.files.size(f"{entry.name}/{file}") == said["size"] for file, said in files)
         return False
-
-    def trust(self, name: str | None) -> None:
-        """Take a checkpoint as verified: it was read by this process when the run was resumed."""
-        self._whole |= set() if name is None else {name}
 
     def delete(self, names: Iterable[str]) -> list[str]:
         """Delete checkpoints; return their names."""

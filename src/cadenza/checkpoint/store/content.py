@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cadenza.checkpoint.store.files import Files
+from cadenza.checkpoint.store.files import Facts, Files, pieces
 from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, is_other
 from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Layout, Shard, header_of, joined, part_file
-from cadenza.checkpoint.store.tensor_files import Facts, pieces
 from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.sharding import is_sharded
 from cadenza.errors import StateError

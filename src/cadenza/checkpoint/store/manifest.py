@@ -6,11 +6,9 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from cadenza.checkpoint.store.files import Files
-from cadenza.checkpoint.store.tensor_files import Facts, facts_of_file
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.records.reading import count_in, time_in
 from cadenza.status.branches import Branch
@@ -94,38 +92,6 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
     return manifest
 
 
-def read_whole(files: Files, path: str, said: Mapping[str, Any], read: Callable[[BinaryIO], tuple[T, Facts]]) -> T:
-    """Return what `read` makes of a file, verified in the same pass: each byte is read once.
-
-    Args:
-        files: The files of the store.
-        path: The checkpoint and the name of the file in it.
-        said: Its size and checksum in the manifest.
-        read: Reads the file to its end, and returns its size and checksum as well.
-
-    Raises:
-        CheckpointDamagedError: The file is missing, cut or changed.
-    """
-    checkpoint, _, name = path.partition("/")
-    try:
-        with files.open(path) as file:
-            content, found = read(file)
-    except FileNotFoundError:
-        raise CheckpointDamagedError(f"{checkpoint}: {name} is missing") from None
-    except OSError as error:
-        raise CheckpointDamagedError(f"{checkpoint}: {name} cannot be read: {error}") from None
-    if found["size"] != said["size"]:
-        raise CheckpointDamagedError(f"{checkpoint}: {name} has {found['size']} bytes instead of {said['size']}")
-    if found["crc32"] != said["crc32"]:
-        raise CheckpointDamagedError(f"{checkpoint}: {name} has changed since it was written (crc32 {found['crc32']})")
-    return content
-
-
-def check_file(files: Files, path: str, said: Mapping[str, Any]) -> None:
-    """Verify a file of which the content is not needed. Raises as `read_whole`."""
-    read_whole(files, path, said, lambda file: (None, facts_of_file(file)))
-
-
 def _has_its_files(manifest: Mapping[str, Any]) -> bool:
     names = set(manifest["files"])
     if manifest["format"] == 3:
@@ -154,6 +120,11 @@ def best_value(one: Mapping[str, Any]) -> float:
 def best_text(one: Mapping[str, Any]) -> str:
     """Return the value in an entry of ``best`` as text."""
     return number(best_value(one))
+
+
+def best_brief(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a decision says of an entry of ``best``."""
+    return {key: one[key] for key in ("monitor", "mode", "value", "step")}
 
 
 _END = b"\n}"

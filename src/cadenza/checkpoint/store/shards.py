@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from cadenza.checkpoint.store.files import Files
-from cadenza.checkpoint.store.tensor_files import Facts, checked_shape
+from cadenza.checkpoint.store.files import Facts, Files, checked_shape
 from cadenza.drivers.sharding import Region, Splits, part_of, region_of
 from cadenza.drivers.sharding import Split as Cut
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError

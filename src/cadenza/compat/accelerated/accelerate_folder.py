@@ -252,7 +252,7 @@ def _unsafe(path: Path, error: UnpicklingError) -> str:
 def _rng_state(path: Path) -> RNGState:
     state = torch_file(path)
     try:
-        cuda = tuple(state.get("torch_cuda_manual_seed", ()))
+        cuda = dict(enumerate(state.get("torch_cuda_manual_seed", ())))
         return RNGState(state["random_state"], state["torch_manual_seed"], cuda, state["numpy_random_seed"])
     except (LookupError, TypeError, AttributeError):
         raise CheckpointDamagedError(f"{str(path)!r} holds no RNG state. Remove it to continue without one") from None

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cadenza.adapters.view import OfRun, Weak
-from cadenza.compat.accelerated.eval_epoch import EvalEpoch
 from cadenza.compat.accelerated.events import (
     EVENTS,
     KEY,
     AcceleratedCallback,
     EpochStart,
+    EvalEpoch,
     EvaluationStopped,
     Event,
     Events,
@@ -21,6 +20,7 @@ from cadenza.compat.accelerated.events import (
 from cadenza.compat.accelerated.face import STATE, TrainerFace, restore_state, state_of
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.native import NativeRunView
+from cadenza.compat.adapter.view import OfRun, Weak
 from cadenza.engine.loop import Training
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding

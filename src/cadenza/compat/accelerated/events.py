@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.accelerated.eval_epoch import EvalEpoch, is_intermediate
-from cadenza.compat.accelerated.outputs import BatchOutput
+from torch import nn
+
+from cadenza.engine.objective import predictions_in
 from cadenza.engine.session import session_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
+from cadenza.loading.batches import size_of
+from cadenza.loading.evaluation import Evaluation
+from cadenza.loading.metrics import Metrics
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -116,3 +120,67 @@ EVENTS: Mapping[str, Event] = {
 def as_batch_output(outputs: Any, batch: Any) -> Any:
     """Return the outputs of a native run with ``model_outputs`` and ``batch_size``, which they may lack."""
     return outputs if "model_outputs" in outputs and "batch_size" in outputs else BatchOutput(outputs, batch)
+
+
+class BatchOutput(MutableMapping[str, Any]):
+    """A view on the outputs of a native run. A write changes those outputs.
+
+    ``model_outputs`` is their entry ``predictions`` or ``logits``; ``batch_size`` is the first dimension of the batch.
+
+    >>> output = BatchOutput({"loss": 1.0, "predictions": "cat"}, batch=None)
+    >>> output["model_outputs"], output["batch_size"], len(output)
+    ('cat', 1, 4)
+    """
+
+    def __init__(self, outputs: Any, batch: Any) -> None:
+        self._outputs = outputs
+        self._also: Mapping[str, Callable[[], Any]] = {
+            name: value
+            for name, value in (("model_outputs", lambda: predictions_in(outputs)), ("batch_size", lambda: size_of(batch)))
+            if name not in outputs
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        return self._also[name]() if name in self._also and name not in self._outputs else self._outputs[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._outputs[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._outputs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from dict.fromkeys((*self._outputs, *self._also))
+
+    def __len__(self) -> int:
+        return len({*self._outputs, *self._also})
+
+    def __contains__(self, name: object) -> bool:  # does not compute the entry
+        return name in self._outputs or name in self._also
+
+
+class EvalEpoch(Evaluation):
+    """An evaluation epoch of pytorch-accelerated."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        name: str,
+        compute: Callable[[nn.Module, Any], Any] | None,
+        metric: str = "eval_loss_epoch",
+        metrics: Metrics | None = None,
+    ) -> None:
+        super().__init__(loader, name=name, compute=compute, metrics=metrics)
+        self.metric = metric
+        """The name of its loss in the run history, without a prefix."""
+
+    @property
+    def is_intermediate(self) -> bool:
+        """Whether it runs inside a training epoch."""
+        return self.metric == "intermediate_eval_loss"
+
+
+def is_intermediate(run: Run, evaluation: Evaluation) -> bool:
+    """Return whether an evaluation runs inside a training epoch."""
+    return evaluation.is_intermediate if isinstance(evaluation, EvalEpoch) else session_of(run).cursor.in_epoch

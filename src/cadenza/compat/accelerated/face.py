@@ -18,8 +18,7 @@ from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.store import Store
 from cadenza.compat.accelerated.accelerate_folder import AccelerateState, is_accelerate_folder, read, torch_file
 from cadenza.compat.accelerated.accelerator import Accelerator
-from cadenza.compat.accelerated.eval_epoch import EvalEpoch
-from cadenza.compat.accelerated.events import KEY, EvaluationStopped, StopTrainingError
+from cadenza.compat.accelerated.events import KEY, EvalEpoch, EvaluationStopped, StopTrainingError
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.schedulers.wsd_scheduler import WSDLrScheduler

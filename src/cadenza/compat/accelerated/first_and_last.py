@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.adapters.view import Weak
 from cadenza.compat.accelerated.adapted import AdaptedRun
-from cadenza.compat.accelerated.eval_epoch import EvalEpoch
-from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EpochStart, EvaluationStopped
+from cadenza.compat.accelerated.events import EVENTS, AcceleratedCallback, EpochStart, EvalEpoch, EvaluationStopped
 from cadenza.compat.accelerated.overridable import Overridable, overrides
 from cadenza.compat.accelerated.train_epoch import is_live
+from cadenza.compat.adapter.view import Weak
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener

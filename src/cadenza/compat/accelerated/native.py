@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cadenza.adapters.view import OfRun
 from cadenza.callbacks.learning_rate import LearningRate
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.events import AcceleratedCallback
@@ -15,6 +14,7 @@ from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker
+from cadenza.compat.adapter.view import OfRun
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.run import Run

@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cadenza.compat.absent import advise
 from cadenza.errors import nearest
-
-advise(__name__)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cadenza.compat.absent import advise
 from cadenza.errors import nearest
-
-advise(__name__)
 
 
 class RunHistory(ABC):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from cadenza.compat.absent import advise
 from cadenza.compat.accelerated.accelerate_folder import AccelerateState
 from cadenza.compat.accelerated.callbacks import (
     LimitBatchesCallback,
@@ -76,7 +75,6 @@ __all__ = [
     "worker_init_fn",
 ]
 
-advise(__name__)
 
 DEFAULT_CALLBACKS = get_default_callbacks()
 

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from cadenza.compat.absent import advise
 from cadenza.drivers import driver_of
 from cadenza.drivers.joining import launched, rendezvous_of
 from cadenza.hooks.numbers import at_least
 from cadenza.optim.averaging import Average
-
-advise(__name__)
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cadenza.adapters.view import OfRun, Weak
+from cadenza.compat.adapter.view import OfRun, Weak
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.engine.session import session_of
 from cadenza.hooks.moments import Callback, Moment

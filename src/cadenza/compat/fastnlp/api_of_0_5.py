@@ -9,79 +9,25 @@ from typing import ParamSpec
 
 from torch import nn
 
+from cadenza.compat.absent import facts_of
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 from cadenza.status.shown import signature_of
 
 P = ParamSpec("P")
 
-HOOKS: Mapping[str, str] = {
-    "on_train_begin(self)": "`on_train_begin(self, trainer)`",
-    "on_epoch_begin(self)": "`on_train_epoch_begin(self, trainer)`",
-    "on_batch_begin(self, batch_x, batch_y, indices)": "`on_train_batch_begin(self, trainer, batch, indices)`; `batch` is one "
-    "dict with the entries of both",
-    "on_loss_begin(self, batch_y, predict_y)": "`train_step` of the model, which computes the loss; or `output_mapping=` "
-    "of the trainer",
-    "on_backward_begin(self, loss)": "`on_before_backward(self, trainer, outputs)`; the loss is `outputs['loss']`",
-    "on_backward_end(self)": "`on_after_backward(self, trainer)`; to change complete gradients "
-    "`on_before_optimizers_step(self, trainer, optimizers)`",
-    "on_step_end(self)": "`on_after_optimizers_step(self, trainer, optimizers)`, which is called only after an update",
-    "on_batch_end(self)": "`on_train_batch_end(self, trainer)`",
-    "on_valid_begin(self)": "`on_evaluate_begin(self, trainer)`",
-    "on_valid_end(self, eval_result, metric_key, optimizer, is_better_eval)": "`on_evaluate_end(self, trainer, results)`; for "
-    "`is_better_eval` derive from `HasMonitorCallback` and call `self.is_better_results(results)`",
-    "on_validation(self)": "`on_evaluate_begin(self, trainer)`",
-    "on_epoch_end(self)": "`on_train_epoch_end(self, trainer)`",
-    "on_train_end(self)": "`on_train_end(self, trainer)`",
-    "on_exception(self, exception)": "`on_exception(self, trainer, exception)`",
-    "on_validate_begin(self, trainer)": "`on_evaluate_begin(self, trainer)`",
-    "on_validate_end(self, trainer, results)": "`on_evaluate_end(self, trainer, results)`",
-}
+_FACTS = facts_of("fastnlp", "api_of_0_5.toml")
+
+HOOKS: Mapping[str, str] = _FACTS["hooks"]
 """What became of the hooks of 0.5; the last two are those of alpha versions of 1.0."""
 
 _ALPHA = "on_validate_"
 
 NAMES = tuple(hook.partition("(")[0] for hook in HOOKS)
 
-PROPERTIES: Mapping[str, str] = {
-    "self.trainer": "the argument `trainer`",
-    "self.model": "`trainer.model`",
-    "self.optimizer": "`trainer.optimizers`",
-    "self.step": "`trainer.global_forward_batches`; it counts completed batches, and starts at 0",
-    "self.n_steps": "`trainer.n_batches`",
-    "self.epoch": "`trainer.cur_epoch_idx`; it counts completed epochs, and starts at 0",
-    "self.n_epochs": "`trainer.n_epochs`",
-    "self.batch_size": "`trainer.train_dataloader.batch_size`",
-    "self.batch_per_epoch": "`trainer.num_batches_per_epoch`",
-    "self.update_every": "`trainer.accumulation_steps`",
-    "self.pbar": "`print`",
-    "self.is_master": "`trainer.driver.is_global_zero()`",
-    "self.logger": "`cadenza.compat.fastnlp.logger`",
-}
+PROPERTIES: Mapping[str, str] = _FACTS["properties"]
 """What became of the properties of a callback."""
 
-ARGUMENTS: Mapping[str, str] = {
-    "train_data": "`train_dataloader=prepare_dataloader(train_data, batch_size=32, shuffle=True)`",
-    "optimizer": "`optimizers=`, which is required; 0.5 used `Adam(model.parameters(), lr=4e-3)` without it",
-    "loss": "`train_step` of the model, which returns a dict with `loss`",
-    "batch_size": "`prepare_dataloader(..., batch_size=)`",
-    "sampler": "`TorchDataLoader(..., sampler=)`",
-    "drop_last": "`prepare_dataloader(..., drop_last=)`",
-    "num_workers": "`prepare_dataloader(..., num_workers=)`",
-    "prefetch": "`prepare_dataloader(..., num_workers=)`",
-    "pin_memory": "`TorchDataLoader(..., pin_memory=)`",
-    "update_every": "`accumulation_steps=`",
-    "print_every": "`RichCallback(print_every=)` in `callbacks=`",
-    "dev_data": "`evaluate_dataloaders=prepare_dataloader(dev_data, batch_size=32)`",
-    "dev_batch_size": "`prepare_dataloader(dev_data, batch_size=)`",
-    "test_sampler": "`TorchDataLoader(dev_data, sampler=)`",
-    "test_use_tqdm": "`progress_bar=`",
-    "test_use_fp16": "`fp16=`",
-    "metric_key": "`monitor=`; instead of a leading `-` pass `larger_better=False`",
-    "validate_every": "`evaluate_every=`; for -1 the same, and n batches for a positive n",
-    "save_path": "`LoadBestModelCallback(save_folder=)` in `callbacks=`",
-    "use_tqdm": "`progress_bar=`: `'tqdm'` or None",
-    "check_code_level": "`num_eval_sanity_batch=` of `run`",
-}
+ARGUMENTS: Mapping[str, str] = _FACTS["arguments"]
 """What became of the arguments of the trainer. The others have kept their names: ``metrics`` is now a dict by name."""
 
 _POSITIONS = ("train_data", "model", "optimizer", "loss", "batch_size", "sampler", "drop_last", "update_every", "num_workers")

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
-    from cadenza.adapters.lightning.checkpoint_file import checkpoint_facts as checkpoint_facts
-    from cadenza.adapters.lightning.checkpoint_file import load_weights as load_weights
+    from cadenza.compat.lightning.checkpoint_file import checkpoint_facts as checkpoint_facts
+    from cadenza.compat.lightning.checkpoint_file import load_weights as load_weights
     from cadenza.compat.lightning.stages import predict as predict
     from cadenza.compat.lightning.stages import test as test
     from cadenza.compat.lightning.stages import validate as validate
@@ -16,7 +16,7 @@ else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
-            "cadenza.adapters.lightning.checkpoint_file": "checkpoint_facts load_weights",
+            "cadenza.compat.lightning.checkpoint_file": "checkpoint_facts load_weights",
             "cadenza.compat.lightning.stages": "predict test validate",
         },
     )

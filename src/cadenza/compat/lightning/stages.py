@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cadenza.adapters.lightning.module import passes
-from cadenza.adapters.lightning.module.attached import Attached
-from cadenza.adapters.lightning.module.data import loaders_of
-from cadenza.adapters.lightning.module.logging import LogStart
-from cadenza.adapters.lightning.module.module_evaluation import HOOK_NAMES, ModuleEvaluation
-from cadenza.adapters.lightning.module.run_trainer import attach
 from cadenza.checkpoint.catalogue import Which
+from cadenza.compat.lightning.module import passes
+from cadenza.compat.lightning.module.attached import Attached
+from cadenza.compat.lightning.module.data import loaders_of
+from cadenza.compat.lightning.module.logging import LogStart
+from cadenza.compat.lightning.module.module_evaluation import HOOK_NAMES, ModuleEvaluation
+from cadenza.compat.lightning.module.run_trainer import attach
 from cadenza.engine.session import Session
 from cadenza.errors import DataError
 from cadenza.loading.evaluation import Evaluation

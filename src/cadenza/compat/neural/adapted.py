@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cadenza.adapters.view import OfRun
+from cadenza.compat.adapter.view import OfRun
 from cadenza.compat.neural.graph import Graph
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.tensors import LOSS, NmTensor, calls_for

@@ -6,6 +6,28 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+__all__ = [
+    "AcousticEncodedRepresentation",
+    "AudioSignal",
+    "CategoricalValuesType",
+    "ChannelType",
+    "ElementType",
+    "EmbeddedTextType",
+    "EncodedRepresentation",
+    "LabelsType",
+    "LengthsType",
+    "LogitsType",
+    "LogprobsType",
+    "LossType",
+    "MFCCSpectrogramType",
+    "MaskType",
+    "MelSpectrogramType",
+    "PredictionsType",
+    "RegressionValuesType",
+    "SpectrogramType",
+    "VoidType",
+]
+
 
 class NeuralTypeComparisonResult(Enum):
     """The result of ``a.compare(b)``."""
@@ -141,47 +163,3 @@ class CategoricalValuesType(PredictionsType):
 
 class MaskType(PredictionsType):
     """A mask of booleans."""
-
-
-class Index(ElementType):
-    """The index of a sample."""
-
-
-class Target(ElementType):
-    """The target of a training."""
-
-
-class ClassificationTarget(Target):
-    """The identifier of a class."""
-
-
-class ImageValue(ElementType):
-    """A value of one channel of an image."""
-
-
-class NormalizedImageValue(ImageValue):
-    """A value of one channel of an image, between 0 and 1."""
-
-
-class ImageFeatureValue(ImageValue):
-    """A value of a feature map."""
-
-
-class StringType(ElementType):
-    """A string."""
-
-
-class StringLabel(StringType):
-    """The name of a class."""
-
-
-class IntType(ElementType):
-    """An integer."""
-
-
-class TokenIndex(IntType):
-    """The index of a token in a vocabulary."""
-
-
-class Length(IntType):
-    """A length."""

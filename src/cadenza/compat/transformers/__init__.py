@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
-    from cadenza.adapters.transformers.arguments import Arguments as Arguments
-    from cadenza.adapters.transformers.loss import ModelLoss as ModelLoss
+    from cadenza.compat.transformers.arguments import Arguments as Arguments
+    from cadenza.compat.transformers.loss import ModelLoss as ModelLoss
     from cadenza.compat.transformers.save_pretrained import SavePretrained as SavePretrained
     from cadenza.compat.transformers.trainer import trainer as trainer
 
@@ -15,8 +15,8 @@ else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
-            "cadenza.adapters.transformers.arguments": "Arguments",
-            "cadenza.adapters.transformers.loss": "ModelLoss",
+            "cadenza.compat.transformers.arguments": "Arguments",
+            "cadenza.compat.transformers.loss": "ModelLoss",
             "cadenza.compat.transformers.save_pretrained": "SavePretrained",
             "cadenza.compat.transformers.trainer": "trainer",
         },

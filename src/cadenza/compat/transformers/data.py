@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from cadenza.adapters.transformers.loss import base_model
-from cadenza.adapters.transformers.originals import original
+from cadenza.compat.transformers.loss import base_model
+from cadenza.compat.transformers.originals import original
 from cadenza.errors import AdapterError, DataError, add_note
 
 Collator = Callable[[Any], Any]

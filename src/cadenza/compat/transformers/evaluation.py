@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cadenza.adapters.transformers.loss import ModelLoss, base_model, parts_of
-from cadenza.adapters.transformers.originals import original
+from cadenza.compat.transformers.loss import ModelLoss, base_model, parts_of
+from cadenza.compat.transformers.originals import original
 
 
 def check_metrics(arguments: Any, compute_metrics: Callable[..., Any] | None) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from cadenza.adapters.transformers.originals import original
 from cadenza.callbacks import LearningRate
+from cadenza.compat.transformers.originals import original
 from cadenza.errors import AdapterError
 from cadenza.optim.optimizers import Optimizers
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadenza.adapters.requests import evaluate_now
-from cadenza.adapters.transformers.originals import original
 from cadenza.callbacks import ClipGradients, Evaluate
+from cadenza.compat.adapter.requests import evaluate_now
+from cadenza.compat.transformers.originals import original
 from cadenza.drivers import Driver, driver_of
 from cadenza.drivers.ddp import DdpDriver
 from cadenza.drivers.joining import launched

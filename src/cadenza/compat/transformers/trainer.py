@@ -14,15 +14,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from cadenza.adapters.transformers.given import Given
-from cadenza.adapters.transformers.loss import ModelLoss, base_model, count_tokens
-from cadenza.adapters.transformers.originals import original
 from cadenza.callbacks import BestWeights, Checkpoint, Evaluate, LogTraining, OmitFrozen
 from cadenza.checkpoint.keeping import Best, KeepRule
+from cadenza.compat.adapter.foreign import listed
 from cadenza.compat.transformers.data import Data
 from cadenza.compat.transformers.evaluation import ComputeMetrics, Predict, check_metrics
 from cadenza.compat.transformers.fields import check_fields
+from cadenza.compat.transformers.given import Given
+from cadenza.compat.transformers.loss import ModelLoss, base_model, count_tokens
 from cadenza.compat.transformers.optimization import optimizer_for, schedule_for
+from cadenza.compat.transformers.originals import original
 from cadenza.compat.transformers.preparing import (
     ClipModelGradients,
     EvaluateOnRequest,
@@ -45,7 +46,7 @@ from cadenza.engine.monitor import Mode
 from cadenza.hooks.dispatch import checked
 from cadenza.hooks.schedule import Last
 from cadenza.loading import num_batches
-from cadenza.loops.foreign import AnyCallback, adapted, listed
+from cadenza.loops.foreign import AnyCallback, adapted
 from cadenza.trainer import Trainer
 
 _MADE: Mapping[str, str] = {

@@ -1,6 +1,5 @@
 """``pytorch_accelerated.callbacks``."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.accelerated.callbacks.averages import ModelEmaCallback
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
 from cadenza.compat.accelerated.callbacks.defaults import get_default_callbacks
@@ -43,5 +42,3 @@ __all__ = [
     "WSDCheckpointCallback",
     "get_default_callbacks",
 ]
-
-advise(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 
 from cadenza.callbacks.limit import Limit
 from cadenza.compat.accelerated.callbacks.base import TrainerCallback
-from cadenza.compat.accelerated.eval_epoch import is_intermediate
+from cadenza.compat.accelerated.events import is_intermediate
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least

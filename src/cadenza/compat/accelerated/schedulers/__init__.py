@@ -1,10 +1,7 @@
 """``pytorch_accelerated.schedulers``."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.accelerated.schedulers.cosine_scheduler import CosineLrScheduler
 from cadenza.compat.accelerated.schedulers.scheduler_base import ScheduleError, SchedulerBase, StatefulSchedulerBase
 from cadenza.compat.accelerated.schedulers.wsd_scheduler import WSDLrScheduler
 
 __all__ = ["CosineLrScheduler", "ScheduleError", "SchedulerBase", "StatefulSchedulerBase", "WSDLrScheduler"]
-
-advise(__name__)

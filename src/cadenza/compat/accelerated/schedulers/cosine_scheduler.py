@@ -9,11 +9,8 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from cadenza.compat.absent import advise
 from cadenza.compat.accelerated.placeholders import Expression, TrainerPlaceholderValues
 from cadenza.compat.accelerated.schedulers.scheduler_base import ScheduleError, StatefulSchedulerBase, check_keys, check_length
-
-advise(__name__)
 
 Length = int | TrainerPlaceholderValues | Expression
 

@@ -8,10 +8,6 @@ from typing import Any, SupportsFloat
 
 from torch.optim import Optimizer
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 Values = float | Sequence[float] | None
 
 

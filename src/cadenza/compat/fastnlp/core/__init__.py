@@ -1,6 +1,5 @@
 """``fastNLP.core``."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks import (
     Callback,
     CallbackManager,
@@ -209,5 +208,3 @@ __all__ = [
     "torch_move_data_to_device",
     "torch_seed_everything",
 ]
-
-advise(__name__)

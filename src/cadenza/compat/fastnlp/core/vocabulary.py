@@ -9,12 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.dataset import DataSet
 
 __all__ = ["Vocabulary"]
 
-advise(__name__)
 
 Words = Iterable[str]
 

@@ -5,7 +5,6 @@ As in fastNLP, the import sets ``FASTNLP_LAUNCH_TIME``, and in a process of torc
 
 import os
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.envs import imports as imports
 from cadenza.compat.fastnlp.envs.distributed import (
     all_rank_call_context,
@@ -31,8 +30,6 @@ from cadenza.compat.fastnlp.envs.env import (
     USER_CUDA_VISIBLE_DEVICES,
 )
 from cadenza.compat.fastnlp.envs.utils import get_gpu_count, launch_time
-
-advise(__name__)
 
 __all__ = [
     "FASTNLP_BACKEND",

@@ -12,10 +12,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.envs.env import FASTNLP_GLOBAL_RANK, FASTNLP_NO_SYNC
-
-advise(__name__)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 FASTNLP_GLOBAL_RANK = "FASTNLP_GLOBAL_RANK"
 """The rank of this process among all, from 0; set if there are several."""
 

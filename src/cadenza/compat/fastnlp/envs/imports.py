@@ -1,9 +1,5 @@
 """``fastNLP.envs.imports``: the frameworks in use. Cadenza trains with torch."""
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 SUPPORT_BACKENDS = ["torch"]
 """The frameworks."""
 

@@ -8,10 +8,7 @@ from datetime import datetime
 
 import torch
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.envs.env import FASTNLP_GLOBAL_SEED, FASTNLP_LAUNCH_TIME
-
-advise(__name__)
 
 
 def get_gpu_count() -> int:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Self, TypeVar
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.dataset import DataSet, Instance
 from cadenza.compat.fastnlp.core.vocabulary import Vocabulary
 from cadenza.errors import nearest
-
-advise(__name__)
 
 __all__ = ["DataBundle"]
 

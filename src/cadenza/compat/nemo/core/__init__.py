@@ -1,9 +1,7 @@
 """``nemo.core`` of NeMo 0.11: the names of its modules."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.nemo.core import actions as actions
 from cadenza.compat.nemo.core import callbacks as callbacks
-from cadenza.compat.nemo.core import deprecated_callbacks as deprecated_callbacks
 from cadenza.compat.nemo.core import neural_factory as neural_factory
 from cadenza.compat.nemo.core import neural_modules as neural_modules
 from cadenza.compat.nemo.core import neural_types as neural_types
@@ -18,5 +16,3 @@ __all__ += callbacks.__all__
 __all__ += neural_factory.__all__
 __all__ += neural_modules.__all__
 __all__ += neural_types.__all__
-
-advise(__name__)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from cadenza.compat.absent import advise
 from cadenza.compat.neural import checkpoints
 from cadenza.compat.neural.actions import Actions as _Actions
 from cadenza.compat.neural.adapted import AdaptedRun, Entry
@@ -19,7 +18,6 @@ from cadenza.compat.neural.tensors import NmTensor
 if TYPE_CHECKING:
     from cadenza.run import Run
 
-advise(__name__)
 
 _KEY = "nemo.states"
 

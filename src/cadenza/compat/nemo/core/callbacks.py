@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cadenza.compat.absent import advise
 from cadenza.compat.nemo.core.actions import State, TrainingState, state_of
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.adapted import AdaptedRun, Entry, entries, labelled
@@ -50,8 +49,6 @@ __all__ = [
     "on_step_end",
     "on_step_start",
 ]
-
-advise(__name__)
 
 
 class NeMoCallback(BaseCallback):

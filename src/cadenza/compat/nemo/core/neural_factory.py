@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cadenza.compat.absent import advise
 from cadenza.compat.nemo.core.actions import Actions
 from cadenza.compat.nemo.core.callbacks import NeMoCallback
 from cadenza.compat.neural.action import ActionCallback
@@ -13,8 +12,6 @@ from cadenza.compat.neural.kinds import DeviceType, OperationMode, Optimization
 from cadenza.hooks.moments import BaseCallback
 
 __all__ = ["DeviceType", "NeuralModuleFactory", "OperationMode", "Optimization"]
-
-advise(__name__)
 
 
 class NeuralModuleFactory(Actions, _Factory):

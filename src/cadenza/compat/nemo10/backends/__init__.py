@@ -1,6 +1,3 @@
 """``nemo.backends``: PyTorch is the only one."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.nemo10.backends import pytorch as pytorch
-
-advise(__name__)

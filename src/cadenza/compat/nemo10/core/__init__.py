@@ -1,6 +1,5 @@
 """``nemo.core`` of NeMo 0.10: the names of its modules."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.nemo10.core import callbacks as callbacks
 from cadenza.compat.nemo10.core import neural_factory as neural_factory
 from cadenza.compat.nemo10.core import neural_modules as neural_modules
@@ -15,5 +14,3 @@ __all__ += callbacks.__all__
 __all__ += neural_factory.__all__
 __all__ += neural_modules.__all__
 __all__ += neural_types.__all__
-
-advise(__name__)

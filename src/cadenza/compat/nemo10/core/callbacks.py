@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cadenza.compat.absent import advise
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.keeper import CheckpointFiles
@@ -21,8 +20,6 @@ __all__ = [
     "WandbCallback",
     "logging",
 ]
-
-advise(__name__)
 
 
 class CheckpointCallback(CheckpointFiles, ActionCallback):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.nemo10.backends.pytorch import common, tutorials
 from cadenza.compat.neural.actions import Actions
 from cadenza.compat.neural.adapted import AdaptedRun
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 __all__ = ["Actions", "Backend", "DeviceType", "ModelMode", "NeuralModuleFactory", "Optimization", "logging"]
-
-advise(__name__)
 
 
 class NeuralModuleFactory(_Factory):

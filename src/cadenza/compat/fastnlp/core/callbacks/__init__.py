@@ -1,6 +1,5 @@
 """``fastNLP.core.callbacks``."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event, Filter
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
@@ -52,5 +51,3 @@ __all__ = [
     "TqdmCallback",
     "choose_progress_callback",
 ]
-
-advise(__name__)

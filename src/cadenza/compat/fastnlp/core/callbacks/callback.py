@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp import api_of_0_5
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event, filter_of
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
     from cadenza.hooks.listener import Listener
 
-advise(__name__)
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

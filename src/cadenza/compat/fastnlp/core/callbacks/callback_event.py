@@ -8,10 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 logger: logging.Logger = logging.getLogger("cadenza")
 
 FilterFn = Callable[["Filter", Any], bool]

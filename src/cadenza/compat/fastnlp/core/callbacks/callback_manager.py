@@ -7,10 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
-
-advise(__name__)
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

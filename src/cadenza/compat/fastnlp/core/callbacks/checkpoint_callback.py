@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.callbacks.topk_saver import TopkSaver
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
 
-advise(__name__)
 
 Errors = type[BaseException] | Sequence[type[BaseException]] | None
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.utils.utils import Watched, as_number, plain_name
-from cadenza.compat.fastnlp.results import NamedResults
+from cadenza.compat.fastnlp.translation import NamedResults
 from cadenza.status.shown import signature_of
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
 
-advise(__name__)
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

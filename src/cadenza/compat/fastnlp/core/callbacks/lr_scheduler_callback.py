@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from cadenza.callbacks.learning_rate import LearningRate
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.delegating import DelegatesToNative
 from cadenza.hooks import moments
 from cadenza.hooks.listener import Listener
@@ -16,8 +15,6 @@ from cadenza.hooks.schedule import Every
 
 if TYPE_CHECKING:
     from cadenza.run import Run
-
-advise(__name__)
 
 
 class LRSchedCallback(DelegatesToNative):

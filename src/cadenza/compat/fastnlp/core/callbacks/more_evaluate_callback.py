@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback
 from cadenza.compat.fastnlp.core.callbacks.topk_saver import TopkSaver
 from cadenza.compat.fastnlp.core.controllers.evaluator import Evaluator
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
 
-advise(__name__)
 
 Every = int | Callable[["TrainerView"], bool] | None
 

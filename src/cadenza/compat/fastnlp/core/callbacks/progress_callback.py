@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonitorCallback
 from cadenza.compat.fastnlp.core.utils.utils import Watched
 from cadenza.errors import MissingExtraError
@@ -23,7 +22,6 @@ from cadenza.sinks.progress_renderers import NotebookRenderer, RichRenderer, Row
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
 
-advise(__name__)
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

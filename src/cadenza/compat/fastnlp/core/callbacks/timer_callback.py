@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
 
-advise(__name__)
 
 PARTS = ("fetch-data", "forward", "backward", "optimize", "evaluate", "train", "total")
 

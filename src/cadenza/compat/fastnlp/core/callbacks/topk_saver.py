@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import ResultsMonitor
 from cadenza.compat.fastnlp.core.utils.utils import Watched
 from cadenza.compat.fastnlp.envs.utils import launch_time
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
     from cadenza.compat.fastnlp.core.drivers.driver import Driver
 
-advise(__name__)
 
 RESULTS_FILE = "fastnlp_evaluate_results.json"
 

@@ -1,6 +1,5 @@
 """From samples to batches."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.collators.collator import Batch, Collator
 from cadenza.compat.fastnlp.core.collators.padders import (
     NullPadder,
@@ -33,5 +32,3 @@ __all__ = [
     "TorchTensorPadder",
     "get_padded_numpy_array",
 ]
-
-advise(__name__)

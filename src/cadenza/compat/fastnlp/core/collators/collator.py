@@ -6,11 +6,8 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.collators.padding import BACKENDS, padded
 from cadenza.compat.fastnlp.core.log.logger import logger
-
-advise(__name__)
 
 Path = tuple[Hashable, ...]
 """The names that lead to a field; () is the sample itself."""

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from cadenza import drivers
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp import saving
 from cadenza.compat.fastnlp.core.controllers import rank_batches
 from cadenza.compat.fastnlp.core.controllers.loops import EvaluateBatchLoop, Loop
@@ -38,8 +37,6 @@ from cadenza.loading.loaders import Limited
 from cadenza.loading.metrics import reduces_itself
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.precision import precision_of
-
-advise(__name__)
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

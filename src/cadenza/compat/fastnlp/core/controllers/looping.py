@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cadenza.adapters.view import existing
+from cadenza.compat.adapter.view import existing
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.controllers.first_and_last import Plan
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cadenza.adapters.view import OfRun
+from cadenza.compat.adapter.view import OfRun
 from cadenza.compat.fastnlp.core.callbacks.callback_manager import CallbackManager
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried

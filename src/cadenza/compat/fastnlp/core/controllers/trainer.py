@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 import cadenza
 from cadenza import drivers
 from cadenza.callbacks.evaluate import Evaluate
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp import api_of_0_5, saving
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
@@ -40,8 +39,6 @@ from cadenza.engine.session import session_of, weakly
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading import num_batches
 from cadenza.loading.loaders import Limited
-
-advise(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

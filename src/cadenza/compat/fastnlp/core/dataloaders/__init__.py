@@ -1,9 +1,6 @@
 """Loaders."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.dataloaders.prepare_dataloader import prepare_dataloader
 from cadenza.compat.fastnlp.core.dataloaders.torch_dataloader import TorchDataLoader, prepare_torch_dataloader
 
 __all__ = ["TorchDataLoader", "prepare_dataloader", "prepare_torch_dataloader"]
-
-advise(__name__)

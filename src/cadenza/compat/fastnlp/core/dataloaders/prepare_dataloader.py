@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.dataloaders.torch_dataloader import prepare_torch_dataloader
-
-advise(__name__)
 
 
 def prepare_dataloader(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, overload
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.dataset.applying import ApplyResultException
 from cadenza.compat.fastnlp.core.dataset.field import FieldArray
 from cadenza.compat.fastnlp.core.dataset.instance import Instance
@@ -18,7 +17,6 @@ from cadenza.errors import MissingExtraError, nearest
 if TYPE_CHECKING:
     import datasets
 
-advise(__name__)
 
 __all__ = ["ApplyResultException", "DataSet"]
 

@@ -8,11 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
-
 Flag = bool
 Index = int
 Indices = int | slice | Sequence[int]  # the class has methods with the names of these types

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 
 class Instance(Mapping[str, Any]):
     """The fields of one sample, by name.

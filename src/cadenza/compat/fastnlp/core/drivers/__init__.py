@@ -1,6 +1,5 @@
 """``fastNLP.core.drivers``."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.drivers.choose_driver import choose_driver
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.drivers.torch_driver import (
@@ -22,5 +21,3 @@ __all__ = [
     "optimizer_state_to_device",
     "torch_seed_everything",
 ]
-
-advise(__name__)

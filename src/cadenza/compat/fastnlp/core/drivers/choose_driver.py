@@ -10,12 +10,9 @@ import torch
 from torch import nn
 
 from cadenza import drivers
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.drivers.torch_driver import TorchDDPDriver, TorchDriver, TorchFSDPDriver, TorchSingleDriver
 from cadenza.drivers.joining import launched
-
-advise(__name__)
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

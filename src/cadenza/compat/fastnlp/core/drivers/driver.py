@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from cadenza import drivers
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp import saving
 from cadenza.compat.fastnlp.core.drivers.scaling import LossScaler, reduced
 from cadenza.compat.fastnlp.core.utils.utils import auto_param_call
@@ -24,8 +23,6 @@ from cadenza.errors import nearest
 from cadenza.loading.batches import moved
 from cadenza.loading.loaders import set_loader_epoch
 from cadenza.optim.precision import Precision, precision_of
-
-advise(__name__)
 
 REFUSED: Mapping[str, str] = {
     "set_dist_repro_dataloader": "Cadenza reads each rank's shard of any loader and can resume in it; no sampler is replaced",

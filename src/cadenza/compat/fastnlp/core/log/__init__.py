@@ -1,9 +1,6 @@
 """``fastNLP.core.log``: the logger, and a print that goes through it."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.logger import logger
 from cadenza.compat.fastnlp.core.log.print import print
-
-advise(__name__)
 
 __all__ = ["logger", "print"]

@@ -5,10 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 
 class StdoutStreamHandler(logging.Handler):
     """Writes messages to the current ``sys.stdout``, also after it was replaced."""

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.handler import StdoutStreamHandler, TqdmLoggingHandler
 from cadenza.compat.fastnlp.envs import (
     FASTNLP_BACKEND_LAUNCH,
@@ -19,8 +18,6 @@ from cadenza.compat.fastnlp.envs import (
     is_cur_env_distributed,
 )
 from cadenza.compat.fastnlp.envs.utils import launch_time
-
-advise(__name__)
 
 __all__ = ["logger"]
 

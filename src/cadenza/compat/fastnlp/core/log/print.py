@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.logger import logger
-
-advise(__name__)
 
 __all__ = ["print"]
 

@@ -1,6 +1,5 @@
 """Metrics."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.metrics.accuracy import Accuracy, TransformersAccuracy
 from cadenza.compat.fastnlp.core.metrics.bleu import BLEU
 from cadenza.compat.fastnlp.core.metrics.classify_f1_pre_rec_metric import ClassifyFPreRecMetric
@@ -9,8 +8,6 @@ from cadenza.compat.fastnlp.core.metrics.metric import Metric
 from cadenza.compat.fastnlp.core.metrics.perplexity import Perplexity
 from cadenza.compat.fastnlp.core.metrics.rouge import ROUGE
 from cadenza.compat.fastnlp.core.metrics.span_f1_pre_rec_metric import SpanFPreRecMetric
-
-advise(__name__)
 
 __all__ = [
     "BLEU",

@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.metrics.backend import Backend
 from cadenza.compat.fastnlp.core.metrics.counts import classes_of
 from cadenza.compat.fastnlp.core.metrics.metric import Metric
 from cadenza.compat.fastnlp.core.utils.seq_len_to_mask import seq_len_to_mask
-
-advise(__name__)
 
 
 class Accuracy(Metric):

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.metrics.backend import Backend
 from cadenza.compat.fastnlp.core.metrics.metric import Metric
 from cadenza.compat.fastnlp.core.metrics.texts import (
@@ -18,8 +17,6 @@ from cadenza.compat.fastnlp.core.metrics.texts import (
     paired,
     tokenizer_for,
 )
-
-advise(__name__)
 
 __all__ = ["BLEU"]
 

@@ -6,15 +6,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.logger import logger
 from cadenza.compat.fastnlp.core.metrics.backend import Backend
 from cadenza.compat.fastnlp.core.metrics.counts import Counts, classes_of
 from cadenza.compat.fastnlp.core.metrics.metric import Metric
 from cadenza.compat.fastnlp.core.utils.seq_len_to_mask import seq_len_to_mask
 from cadenza.compat.fastnlp.core.vocabulary import Vocabulary
-
-advise(__name__)
 
 __all__ = ["ClassifyFPreRecMetric"]
 

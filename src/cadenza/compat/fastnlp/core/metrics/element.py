@@ -8,10 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.metrics.backend import AutoBackend, Backend
-
-advise(__name__)
 
 Aggregate = Literal["sum", "mean", "max", "min"]
 

@@ -7,13 +7,10 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ClassVar
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.metrics.backend import AutoBackend, Backend
 from cadenza.compat.fastnlp.core.metrics.element import Aggregate, Element
 from cadenza.compat.fastnlp.core.utils.nested import apply_to_collection
 from cadenza.compat.fastnlp.envs.distributed import may_exchange
-
-advise(__name__)
 
 
 class Metric:

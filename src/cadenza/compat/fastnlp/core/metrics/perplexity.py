@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.metrics.backend import Backend
 from cadenza.compat.fastnlp.core.metrics.metric import Metric
-
-advise(__name__)
 
 __all__ = ["Perplexity"]
 

@@ -9,7 +9,6 @@ from difflib import SequenceMatcher
 from importlib import import_module
 from typing import Any, Literal
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.metrics.backend import Backend
 from cadenza.compat.fastnlp.core.metrics.metric import Metric
 from cadenza.compat.fastnlp.core.metrics.texts import (
@@ -20,8 +19,6 @@ from cadenza.compat.fastnlp.core.metrics.texts import (
     paired,
     tokenizer_for,
 )
-
-advise(__name__)
 
 __all__ = ["ROUGE"]
 

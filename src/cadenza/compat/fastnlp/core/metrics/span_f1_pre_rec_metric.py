@@ -7,13 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.logger import logger
 from cadenza.compat.fastnlp.core.metrics.backend import Backend
 from cadenza.compat.fastnlp.core.metrics.classify_f1_pre_rec_metric import FPreRec
 from cadenza.compat.fastnlp.core.vocabulary import Vocabulary
-
-advise(__name__)
 
 __all__ = ["SpanFPreRecMetric"]
 

@@ -1,38 +1,11 @@
 """The order of samples and of batches."""
 
-from cadenza.compat.absent import advise
-from cadenza.compat.fastnlp.core.samplers.reproducible_batch_sampler import (
-    BucketedBatchSampler,
-    RandomBatchSampler,
-    ReproduceBatchSampler,
-    ReproducibleBatchSampler,
-)
-from cadenza.compat.fastnlp.core.samplers.reproducible_sampler import (
-    RandomSampler,
-    ReproducibleSampler,
-    SequentialSampler,
-    SortedSampler,
-)
-from cadenza.compat.fastnlp.core.samplers.unrepeated_sampler import (
-    UnrepeatedRandomSampler,
-    UnrepeatedSampler,
-    UnrepeatedSequentialSampler,
-    UnrepeatedSortedSampler,
-)
+from cadenza.compat.fastnlp.core.samplers import reproducible_batch_sampler, reproducible_sampler, unrepeated_sampler
+from cadenza.compat.fastnlp.core.samplers.reproducible_batch_sampler import *  # noqa: F403  # all of them, as in fastNLP
+from cadenza.compat.fastnlp.core.samplers.reproducible_sampler import *  # noqa: F403
+from cadenza.compat.fastnlp.core.samplers.unrepeated_sampler import *  # noqa: F403
 
-advise(__name__)
-
-__all__ = [
-    "BucketedBatchSampler",
-    "RandomBatchSampler",
-    "RandomSampler",
-    "ReproduceBatchSampler",
-    "ReproducibleBatchSampler",
-    "ReproducibleSampler",
-    "SequentialSampler",
-    "SortedSampler",
-    "UnrepeatedRandomSampler",
-    "UnrepeatedSampler",
-    "UnrepeatedSequentialSampler",
-    "UnrepeatedSortedSampler",
-]
+__all__: list[str] = []
+__all__ += reproducible_batch_sampler.__all__
+__all__ += reproducible_sampler.__all__
+__all__ += unrepeated_sampler.__all__

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.logger import logger
 from cadenza.compat.fastnlp.core.samplers.positions import Positioned, lengths_of, longest_first
-
-advise(__name__)
 
 __all__ = ["RandomSampler", "ReproducibleSampler", "SequentialSampler", "SortedSampler"]
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.samplers.positions import lengths_of, longest_first
 from cadenza.compat.fastnlp.core.samplers.reproducible_sampler import RandomSampler
-
-advise(__name__)
 
 __all__ = ["UnrepeatedRandomSampler", "UnrepeatedSampler", "UnrepeatedSequentialSampler", "UnrepeatedSortedSampler"]
 

@@ -1,6 +1,5 @@
 """``fastNLP.core.utils``."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.utils.cache_results import cache_results
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.rich_progress import f_rich_progress
@@ -18,8 +17,6 @@ from cadenza.compat.fastnlp.core.utils.utils import (
     match_and_substitute_params,
     nullcontext,
 )
-
-advise(__name__)
 
 __all__ = [
     "EarlyStopException",

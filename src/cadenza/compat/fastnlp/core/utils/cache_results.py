@@ -15,11 +15,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.logger import logger
 from cadenza.status.shown import signature_of
-
-advise(__name__)
 
 __all__ = ["cache_results"]
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 
 class EarlyStopException(BaseException):
     r"""Raised in a hook to end the training: ``on_exception`` and ``on_train_end`` are called, and no error is raised.

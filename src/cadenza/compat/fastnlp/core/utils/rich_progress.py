@@ -5,11 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.envs import get_global_rank
 from cadenza.errors import MissingExtraError
-
-advise(__name__)
 
 __all__ = ["f_rich_progress"]
 

@@ -7,10 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 
 def seq_len_to_mask(seq_len: Any, max_len: int | None = None) -> Any:
     """Return a mask that is True inside of each sample, and False in its padding.

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.utils.nested import apply_to_collection
-
-advise(__name__)
 
 
 class _Movable(type):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.utils.rich_progress import is_shown
 from cadenza.errors import MissingExtraError
-
-advise(__name__)
 
 __all__ = ["f_tqdm_progress"]
 

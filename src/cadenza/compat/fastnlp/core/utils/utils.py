@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.log.logger import logger
 from cadenza.compat.fastnlp.core.utils.nested import (
     Option,
@@ -20,8 +19,6 @@ from cadenza.compat.fastnlp.core.utils.nested import (
     flat_nest_dict,
 )
 from cadenza.status.shown import signature_of
-
-advise(__name__)
 
 __all__ = [  # of fastNLP; the adapter imports the others by name
     "Option",

@@ -9,10 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 
 class CNNText(nn.Module):
     """Classify a text by convolutions of several widths over its words, each followed by its maximum over the text.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cadenza.compat.absent import advise
 from cadenza.compat.nemo.core.actions import Actions
 from cadenza.compat.nemo.core.actions import State as StateWrapper
 from cadenza.compat.nemo.core.neural_factory import NeuralModuleFactory
@@ -12,8 +11,6 @@ from cadenza.compat.neural.actions import PtActions as _PtActions
 from cadenza.hooks.moments import BaseCallback
 
 __all__ = ["PtActions", "StateWrapper"]
-
-advise(__name__)
 
 
 class PtActions(Actions, _PtActions):

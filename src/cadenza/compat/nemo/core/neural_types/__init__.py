@@ -1,10 +1,11 @@
 """``nemo.core.neural_types``: the types of ports."""
 
-from cadenza.compat.absent import advise
-from cadenza.compat.nemo.core.neural_types import elements
-from cadenza.compat.nemo.core.neural_types.elements import *  # noqa: F403  # its __all__
+from cadenza.compat.neural import elements as _elements
+from cadenza.compat.neural import elements_of_0_11 as _elements_of_0_11
 from cadenza.compat.neural.axes import AxisKind, AxisKindAbstract, AxisType
+from cadenza.compat.neural.elements import *  # noqa: F403  # its __all__
 from cadenza.compat.neural.elements import NeuralTypeComparisonResult
+from cadenza.compat.neural.elements_of_0_11 import *  # noqa: F403
 from cadenza.compat.neural.ports import (
     NeuralPortNameMismatchError,
     NeuralPortNmTensorMismatchError,
@@ -24,6 +25,5 @@ __all__ = [
     "NeuralTypeError",
     "NmTensor",
 ]
-__all__ += elements.__all__
-
-advise(__name__)
+__all__ += _elements.__all__
+__all__ += _elements_of_0_11.__all__

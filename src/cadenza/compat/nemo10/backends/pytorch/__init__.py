@@ -1,10 +1,8 @@
 """``nemo.backends.pytorch``."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.nemo10.backends.pytorch import actions as actions
 from cadenza.compat.nemo10.backends.pytorch import common as common
 from cadenza.compat.nemo10.backends.pytorch import nm as nm
-from cadenza.compat.nemo10.backends.pytorch import optimizers as optimizers
 from cadenza.compat.nemo10.backends.pytorch import tutorials as tutorials
 from cadenza.compat.nemo10.backends.pytorch.actions import PtActions
 from cadenza.compat.nemo10.backends.pytorch.common import *  # noqa: F403  # all of them, as in NeMo
@@ -12,5 +10,3 @@ from cadenza.compat.nemo10.backends.pytorch.nm import DataLayerNM, LossNM, NonTr
 
 __all__ = ["DataLayerNM", "LossNM", "NonTrainableNM", "PtActions", "TrainableNM"]
 __all__ += common.__all__
-
-advise(__name__)

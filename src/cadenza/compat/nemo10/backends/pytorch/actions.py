@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from cadenza.compat.absent import advise
 from cadenza.compat.neural.actions import PtActions as _PtActions
 
 __all__ = ["PtActions"]
-
-advise(__name__)
 
 
 class PtActions(_PtActions):

@@ -1,6 +1,5 @@
 """``nemo.backends.pytorch.nm``: the kinds of neural modules."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.neural import modules
 from cadenza.compat.neural.modules import DataLayerNM, LossNM, TrainableNM
 
@@ -14,6 +13,3 @@ class NonTrainableNM(modules.NonTrainableNM):
     """
 
     _gradients = False
-
-
-advise(__name__)

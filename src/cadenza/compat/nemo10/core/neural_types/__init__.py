@@ -1,9 +1,8 @@
 """``nemo.core.neural_types``: the types of ports."""
 
-from cadenza.compat.absent import advise
-from cadenza.compat.nemo10.core.neural_types import elements
-from cadenza.compat.nemo10.core.neural_types.elements import *  # noqa: F403  # its __all__
+from cadenza.compat.neural import elements as _elements
 from cadenza.compat.neural.axes import AxisKind, AxisKindAbstract, AxisType
+from cadenza.compat.neural.elements import *  # noqa: F403  # its __all__
 from cadenza.compat.neural.elements import NeuralTypeComparisonResult
 from cadenza.compat.neural.ports import (
     NeuralPortNameMismatchError,
@@ -24,6 +23,4 @@ __all__ = [
     "NeuralTypeError",
     "NmTensor",
 ]
-__all__ += elements.__all__
-
-advise(__name__)
+__all__ += _elements.__all__

@@ -1,9 +1,6 @@
 """Callbacks for torch."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.torch_callbacks.torch_grad_clip_callback import TorchGradClipCallback
 from cadenza.compat.fastnlp.core.callbacks.torch_callbacks.torch_lr_sched_callback import TorchWarmupCallback
 
 __all__ = ["TorchGradClipCallback", "TorchWarmupCallback"]
-
-advise(__name__)

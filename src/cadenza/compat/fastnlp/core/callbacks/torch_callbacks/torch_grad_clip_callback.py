@@ -8,10 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from cadenza.callbacks.clip_gradients import ClipGradients
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.delegating import DelegatesToNative
-
-advise(__name__)
 
 
 class TorchGradClipCallback(DelegatesToNative):

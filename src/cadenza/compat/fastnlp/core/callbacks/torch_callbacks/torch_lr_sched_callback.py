@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.optim.settings import set_option
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.core.controllers.view import TrainerView
-
-advise(__name__)
 
 
 class TorchWarmupCallback(Callback):

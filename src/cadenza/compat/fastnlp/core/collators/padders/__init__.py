@@ -10,10 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.collators.padding import Backend, padded
-
-advise(__name__)
 
 __all__ = [
     "NullPadder",

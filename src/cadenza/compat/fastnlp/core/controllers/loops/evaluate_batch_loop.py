@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.controllers.loops.loop import Loop
-
-advise(__name__)
 
 
 class EvaluateBatchLoop(Loop):

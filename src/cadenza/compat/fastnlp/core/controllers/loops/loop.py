@@ -6,10 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 
 class Loop(ABC):
     """A loop over the batches of a loader, for ``trainer.train_batch_loop`` or ``evaluator.evaluate_batch_loop``."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.controllers.loops.loop import Loop
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import apply_mapping, indices_of
-
-advise(__name__)
 
 _END = object()
 

@@ -1,8 +1,5 @@
 """``fastNLP.core.controllers.utils``."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.controllers.utils.state import State, TrainerState
 
 __all__ = ["State", "TrainerState"]
-
-advise(__name__)

@@ -6,10 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cadenza.compat.absent import advise
-
-advise(__name__)
-
 
 class MissingItemError(AttributeError, ValueError):
     """``trainer.state`` has no such entry. fastNLP raises a ``ValueError``; ``hasattr`` needs an ``AttributeError``."""

@@ -8,13 +8,10 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.collators import Batch, Collator
 from cadenza.compat.fastnlp.core.dataset import DataSet
 from cadenza.compat.fastnlp.core.log.logger import logger
 from cadenza.compat.fastnlp.core.samplers import RandomSampler
-
-advise(__name__)
 
 Collate = Callable[[list[Any]], Any]
 Indices = Sampler[int] | Iterable[int]

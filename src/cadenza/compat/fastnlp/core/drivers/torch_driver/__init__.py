@@ -1,6 +1,5 @@
 """``fastNLP.core.drivers.torch_driver``: the drivers of torch."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.drivers.torch_driver.ddp import TorchDDPDriver
 from cadenza.compat.fastnlp.core.drivers.torch_driver.single_device import TorchSingleDriver
 from cadenza.compat.fastnlp.core.drivers.torch_driver.torch_driver import TorchDriver
@@ -15,5 +14,3 @@ __all__ = [
     "optimizer_state_to_device",
     "torch_seed_everything",
 ]
-
-advise(__name__)

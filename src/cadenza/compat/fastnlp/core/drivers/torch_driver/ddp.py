@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cadenza import drivers
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.drivers.torch_driver.torch_driver import LaunchedDriver
-
-advise(__name__)
 
 
 class TorchDDPDriver(LaunchedDriver):

@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from cadenza import drivers
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.drivers.torch_driver.torch_driver import TorchDriver
-
-advise(__name__)
 
 
 class TorchSingleDriver(TorchDriver):

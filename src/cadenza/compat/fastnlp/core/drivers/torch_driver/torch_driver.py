@@ -12,11 +12,8 @@ import torch
 from torch import nn
 
 from cadenza import drivers
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.drivers.joining import rendezvous_of
-
-advise(__name__)
 
 
 class TorchDriver(Driver):

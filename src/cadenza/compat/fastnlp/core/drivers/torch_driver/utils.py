@@ -11,10 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cadenza.compat.absent import advise
 from cadenza.drivers.joining import rendezvous_of
-
-advise(__name__)
 
 
 def torch_seed_everything(seed: int | None = None, add_global_rank_to_seed: bool = True) -> int:

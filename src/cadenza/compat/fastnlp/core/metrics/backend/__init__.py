@@ -8,10 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.envs.distributed import may_exchange
-
-advise(__name__)
 
 __all__ = ["AutoBackend", "Backend"]
 

@@ -1,8 +1,5 @@
 """``nemo.backends.pytorch.tutorials``: the hello world."""
 
-from cadenza.compat.absent import advise
 from cadenza.compat.neural.tutorials import CrossEntropyLoss, L1Loss, MSELoss, RealFunctionDataLayer, TaylorNet
 
 __all__ = ["CrossEntropyLoss", "L1Loss", "MSELoss", "RealFunctionDataLayer", "TaylorNet"]
-
-advise(__name__)

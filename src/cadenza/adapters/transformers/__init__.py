@@ -1,1 +1,0 @@
-"""Callbacks of Hugging Face's transformers."""

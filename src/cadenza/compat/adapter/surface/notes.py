@@ -1,0 +1,109 @@
+"""Notes of the uses that a reader of source finds, with the conditions under which they happen."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from cadenza.compat.adapter.description import advice_for, element_of, part_of, provides, sets
+from cadenza.compat.adapter.surface.values import Function, Keywords, Kind, Many, PassedOn, Self, Several, Thing, Use, Value
+
+_HARMLESS = {"isinstance", "len", "print", "str", "repr", "type", "id", "bool", "int", "float", "callable", "issubclass"}
+
+
+@dataclass
+class Found:
+    """What the methods of a class use."""
+
+    uses: list[Use] = field(default_factory=list)
+    passed_on: list[PassedOn] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    own: dict[str, Value] = field(default_factory=dict)
+    """Attributes of the callback that hold an object it received: ``self.trainer = trainer``."""
+
+    hooks: set[str] = field(default_factory=set)
+    """Names that the callback sets on itself: ``self.on_epoch_end = ...``."""
+
+    dynamic: bool = False
+    """Whether it sets attributes on itself under names that the source does not say."""
+
+
+class Notes:
+    """Takes notes of uses."""
+
+    def __init__(self) -> None:
+        self.found: Found = Found()
+        self.event: str = ""
+        """The event that is being read."""
+        self.conditions: int = 0
+        """How many conditions stand before the present statement."""
+        self.parts: Mapping[str, type[Any]] = {}
+        """The classes of views by the attribute that returns them, where its annotation does not say."""
+        self._guards = 0
+        self._tried: list[str] = []
+
+    def use(self, thing: Thing, name: str, kind: Kind, node: ast.AST) -> Value:
+        """Note a use; return the part of the object, if it is one to follow."""
+        if not thing.followed or name.startswith("__"):
+            return None
+        view, key = thing.view, name.startswith("[")
+        provided: bool | None = None
+        advice = ""
+        if view is not None and not key:
+            provided = sets(view, name) if kind == "sets" else provides(view, name)
+            if provided is False:
+                only_read = kind == "sets" and provides(view, name)
+                advice = "A native run only lets it be read." if only_read else advice_for(view, name, kind)
+        guarded = self._guards > 0 or not {f"{thing.text}.{name}", f"{thing.text}.*"}.isdisjoint(self._tried)
+        line = getattr(node, "lineno", 0)
+        certain = not self.conditions and not guarded
+        if view is None or not key:
+            self.found.uses.append(Use(self.event, thing.text, name, kind, line, provided, advice, guarded, certain))
+        if view is None or key or not provided:
+            return Thing(f"{thing.text}.{name}", followed=False)
+        if (element := element_of(view, name)) is not None:  # type: ignore[arg-type]  # mypy does not know that a class is hashable
+            return Many(Thing(str(getattr(element, "title", f"{thing.text}.{name}[]")), element))
+        part = self.parts.get(f"{view.__name__}.{name}") or part_of(view, name)  # type: ignore[arg-type]
+        return Thing(f"{thing.text}.{name}" + "()" * (kind == "calls"), part, followed=part is not None)
+
+    def pass_on(self, function: str, given: list[Value], named: Mapping[str, Value], node: ast.Call) -> None:
+        for value in things_in((*given, *named.values())):
+            if function not in _HARMLESS:
+                line = getattr(node, "lineno", 0)
+                self.found.passed_on.append(PassedOn(self.event, value.text, function, line))
+
+    @contextmanager
+    def only_sometimes(self, tried: tuple[str, ...] = ()) -> Iterator[None]:
+        """Read a part that not each call reaches; `tried` are attributes that it only reads where they exist."""
+        before, self.conditions = self.conditions, self.conditions + 1
+        self._tried.extend(tried)
+        try:
+            yield
+        finally:
+            self.conditions = before
+            del self._tried[len(self._tried) - len(tried) :]
+
+    @contextmanager
+    def guarded(self, guarded: bool) -> Iterator[None]:
+        """Read a part that is prepared for an attribute that is absent."""
+        self._guards += guarded
+        try:
+            yield
+        finally:
+            self._guards -= guarded
+
+
+def things_in(values: Iterable[Value]) -> list[Thing]:
+    """Return the objects among arguments of which the uses are checked."""
+    flat = [part for value in values for part in (value.parts if isinstance(value, Several) else (value,))]
+    things = [value.element if isinstance(value, Many) else value for value in flat]
+    return [value for value in things if isinstance(value, Thing) and value.view is not None]
+
+
+def concerns(values: Iterable[Value]) -> bool:
+    """Return whether a function may use an object that is checked, if it gets these arguments."""
+    values = list(values)
+    return bool(things_in(values)) or any(isinstance(value, Self | Keywords | Function) for value in values)

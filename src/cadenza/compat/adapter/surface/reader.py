@@ -1,0 +1,221 @@
+"""Reads the methods of a callback class, and notes what each event uses of its arguments."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from cadenza.compat.adapter.description import Description
+from cadenza.compat.adapter.surface.expressions import REST, Expressions, Names
+from cadenza.compat.adapter.surface.source import Body, name_of, names_around, parameters_of, source_of
+from cadenza.compat.adapter.surface.values import Function, Keywords, Self, Several, Value
+
+_CATCHING = {"AttributeError", "Exception", "BaseException"}
+_LEAVING = ast.Return | ast.Raise | ast.Continue | ast.Break
+_DEPTH = 12  # of helper methods that call each other
+
+
+class Reader(Expressions):
+    """Follows the arguments of the events through the methods of a class."""
+
+    event: str
+    conditions: int
+    owner: type[Any]
+    scope: Mapping[str, Any]
+
+    def __init__(self, kind: type[Any], base: type[Any], description: Description) -> None:
+        super().__init__(kind, base, description)
+        self._calls: list[tuple[str, str]] = []  # the methods that are being read, with their arguments
+        self._read: dict[tuple[str, str], tuple[int, Value]] = {}  # those of the event that were, with conditions and results
+
+    def read(self, event: str, function: Callable[..., Any] | None = None) -> None:
+        """Note what an event uses.
+
+        Args:
+            event: The name of the event, or of another method.
+            function: The function of an instance that has its own; None for the method of the class.
+        """
+        self.event, self.conditions, self._calls, self._read = event, 0, [], {}
+        roles = self._roles(event)
+        if function is not None:
+            self.follow(Function(function, self.owner), roles)
+        elif (owner := self.owner_of(event)) is not None:
+            self.follow(Function(vars(owner)[event], owner, bound=True), roles)
+
+    def _roles(self, event: str) -> list[Value]:
+        """Return the arguments of an event by position, as the base class names them."""
+        try:
+            parameters = [*inspect.signature(getattr(self.base, event)).parameters.values()][1:]
+        except (AttributeError, ValueError, TypeError):
+            return []
+        by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        return [self.argument(one.name) for one in by_position]
+
+    def follow(self, function: Function, given: list[Value], named: Mapping[str, Value] = {}) -> Value:
+        """Read a function with these arguments; return the object that it returns, if that is known."""
+        source, label = _source(function), _label(function)
+        if source is None:
+            if label not in self.found.unreadable:
+                self.found.unreadable.append(label)
+            return None
+        call = (label, repr((given, sorted(named.items()))))
+        if call in self._calls or len(self._calls) > _DEPTH:
+            return None
+        if call in self._read and self._read[call][0] <= self.conditions:
+            return self._read[call][1]
+        bound = function.bound and not isinstance(function.function, staticmethod)
+        names = {**function.names, **self._names(source, [Self(), *given] if bound else given, named)}
+        before, conditions = (self.owner, self.scope), self.conditions
+        self.owner, self.scope = function.owner, function.scope or names_around(function.function)
+        self._calls = [*self._calls, call]
+        result = self._body(source, names)
+        (self.owner, self.scope), self.conditions, self._calls = before, conditions, self._calls[:-1]
+        self._read[call] = conditions, result
+        return result
+
+    def can_follow(self, function: Function) -> bool:
+        return _source(function) is not None
+
+    def _names(self, source: Body, values: list[Value], named: Mapping[str, Value]) -> Names:
+        parameters, rest = parameters_of(source), source.args
+        names: Names = dict(zip(parameters, values, strict=False))
+        others = [*parameters[len(values) :], *(one.arg for one in rest.kwonlyargs)]
+        # The arguments of an event may come by name; those of a helper are the ones given.
+        by_name = len(self._calls) == 0 or isinstance(named.get(REST), Keywords)
+        names |= {name: named.get(name, self.argument(name) if by_name else None) for name in others}
+        if rest.vararg is not None:
+            names[rest.vararg.arg] = Several(tuple(values[len(parameters) :]))
+        if rest.kwarg is not None:
+            names[rest.kwarg.arg] = Keywords()
+        return names
+
+    def _body(self, tree: Body, names: Names) -> Value:
+        if isinstance(tree, ast.Lambda):
+            return self.value(tree.body, names)
+        returned: list[Value] = []
+        self._statements(tree.body, names, returned)
+        return next((value for value in returned if value is not None), None)
+
+    # -- statements ----------------------------------------------------------------------------------------
+
+    def _statements(self, body: list[ast.stmt], names: Names, returned: list[Value]) -> None:
+        for index, statement in enumerate(body):
+            self._statement(statement, names, returned)
+            if _may_leave(statement):  # the method may have ended here
+                tried = self.tried_in(statement.test, names, holds=False) if _leaves(statement) else ()  # type: ignore[attr-defined]
+                with self.only_sometimes(tried=tried):
+                    self._statements(body[index + 1 :], names, returned)
+                return
+
+    def _statement(self, statement: ast.stmt, names: Names, returned: list[Value]) -> None:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                inner: Names = {**names, **dict.fromkeys(parameters_of(statement))}
+                with self.only_sometimes():
+                    self._statements(statement.body, inner, [])
+                names[statement.name] = Function(statement, self.owner, names=names, scope=self.scope)
+            case ast.Import() | ast.ImportFrom():
+                self.imported(statement)
+            case ast.ClassDef() | ast.Global() | ast.Nonlocal() | ast.Pass():
+                pass
+            case ast.If(test=test, body=body, orelse=orelse):
+                self.value(test, names)
+                if not self.description.is_never(test):
+                    with self.only_sometimes(tried=self.tried_in(test, names)):
+                        self._statements(body, names, returned)
+                with self.only_sometimes(tried=self.tried_in(test, names, holds=False)):
+                    self._statements(orelse, names, returned)
+            case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=final):
+                with self.guarded(any(map(_catches, handlers))):
+                    self._statements(body, names, returned)
+                with self.only_sometimes():
+                    for part in (*(one.body for one in handlers), orelse):
+                        self._statements(part, names, returned)
+                self._statements(final, names, returned)
+            case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
+                suppresses = False
+                for item in items:
+                    self.assign(item.optional_vars, self.value(item.context_expr, names), names)
+                    suppresses |= "suppress" in ast.unparse(item.context_expr)
+                with self.guarded(suppresses):
+                    self._statements(body, names, returned)
+            case ast.For() | ast.While() | ast.Match():
+                self._several(statement, names, returned)
+            case _:
+                self._simple(statement, names, returned)
+
+    def _several(self, statement: ast.stmt, names: Names, returned: list[Value]) -> None:
+        """Read a statement that may run one part of several, or one part several times."""
+        match statement:
+            case ast.For(target=target, iter=expression, body=body, orelse=orelse):
+                self.assign(target, self.elements(expression, names), names)
+                with self.only_sometimes():
+                    self._statements([*body, *orelse], names, returned)
+            case ast.Match(subject=subject, cases=cases):
+                self.value(subject, names)
+                with self.only_sometimes():
+                    for case in cases:
+                        self._statements(case.body, names, returned)
+            case ast.While(test=test, body=body, orelse=orelse):
+                self.value(test, names)
+                with self.only_sometimes():
+                    self._statements([*body, *orelse], names, returned)
+
+    def _simple(self, statement: ast.stmt, names: Names, returned: list[Value]) -> None:
+        match statement:
+            case ast.Assign(targets=targets, value=expression):
+                value = self.value(expression, names)
+                for target in targets:
+                    self.assign(target, value, names)
+            case ast.AnnAssign(target=target, value=expression):
+                self.assign(target, None if expression is None else self.value(expression, names), names)
+            case ast.AugAssign(target=target, value=expression):
+                self.value(expression, names)
+                if not isinstance(target, ast.Name):
+                    self.value(_as_read(target), names)
+                    self.assign(target, None, names)
+            case ast.Return(value=expression):
+                returned.append(None if expression is None else self.value(expression, names))
+            case _:
+                for node in ast.iter_child_nodes(statement):
+                    if isinstance(node, ast.expr):
+                        self.value(node, names)
+
+
+def _source(function: Function) -> Body | None:
+    found = getattr(function.function, "__func__", function.function)
+    return found if isinstance(found, Body) else source_of(found) if callable(found) else None
+
+
+def _label(function: Function) -> str:
+    """Return the name of a function: of a method with its class, of another one with its module."""
+    found = getattr(function.function, "__func__", function.function)
+    if isinstance(found, Body):
+        return f"{function.owner.__name__}.{name_of(found)}:{found.lineno}"
+    inside = function.owner.__name__ if function.bound or not hasattr(found, "__module__") else found.__module__
+    return f"{inside}.{getattr(found, '__name__', found)}"
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """Return whether a statement is a condition with a body that leaves the block."""
+    return isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[-1], _LEAVING)
+
+
+@lru_cache(maxsize=8192)
+def _may_leave(statement: ast.stmt) -> bool:
+    """Return whether a method may end inside a statement, so that the next one is not always reached."""
+    return not isinstance(statement, _LEAVING) and any(isinstance(node, _LEAVING) for node in ast.walk(statement))
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    """Return whether a handler catches the error for an attribute that is absent, and does not raise again."""
+    names = {one.id for one in ast.walk(handler.type) if isinstance(one, ast.Name)} if handler.type else {"BaseException"}
+    return bool(names & _CATCHING) and not any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+
+
+def _as_read(target: ast.expr) -> ast.expr:
+    """Return the target of an assignment as an expression that reads it."""
+    return ast.parse(ast.unparse(target), mode="eval").body

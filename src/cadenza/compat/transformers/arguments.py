@@ -1,0 +1,86 @@
+"""The ``args`` of events: the ``TrainingArguments`` that a run was made of, or a view of a native run with their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cadenza.compat.transformers.arguments_view import ArgumentsView
+from cadenza.compat.transformers.given import Given, given_in
+from cadenza.errors import AdapterError, nearest
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.status.shown import brief
+
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
+
+class Arguments(Given):
+    """The ``args`` that callbacks of transformers receive. Put one into the list of callbacks.
+
+    Args:
+        arguments: A ``TrainingArguments``, which callbacks receive unchanged. None: a view of the native run.
+        processing_class: The tokenizer or processor that callbacks receive.
+        values: Without `arguments`: values of fields of ``TrainingArguments`` that replace those derived from the run, such as
+            ``logging_steps=10`` or ``metric_for_best_model="eval_loss"``; and of fields that other trainers add.
+
+    Raises:
+        TypeError: Both `arguments` and `values` are given, or `arguments` is a dict.
+
+    >>> Arguments(logging_steps=10, metric_for_best_model="loss").values
+    {'logging_steps': 10, 'metric_for_best_model': 'loss'}
+    """
+
+    name: str | None = "Arguments"
+
+    def __init__(self, arguments: Any = None, /, processing_class: Any = None, **values: Any) -> None:
+        if arguments is not None and values:
+            raise TypeError(
+                f"expected a TrainingArguments, or values of its fields; got both: {', '.join(values)}. Set these in the "
+                "TrainingArguments."
+            )
+        if isinstance(arguments, Mapping):
+            raise TypeError(f"expected a TrainingArguments; got {brief(arguments)}. Give values by name: Arguments(**values).")
+        super().__init__(arguments, processing_class)
+        self.values: Mapping[str, Any] = values
+
+
+def arguments_of(run: Run) -> Any:
+    """Return the ``args`` of events in a run.
+
+    Raises:
+        AdapterError: The list has two `Arguments`, or a field does not exist, or a callback needs one that is not given.
+    """
+    several = [name for name, one in hooks_of(run).callbacks.items() if isinstance(one, Given)]
+    if len(several) > 1:
+        raise AdapterError(f"callbacks has several Arguments(...): {', '.join(several)}. Keep one.")
+    given = given_in(run)
+    if given is not None and given.arguments is not None:
+        return given.arguments
+    values = given.values if isinstance(given, Arguments) else {}
+    view = ArgumentsView(run, values)
+    _check_fields(values)
+    _check_best(run, view)
+    return view
+
+
+def _check_fields(values: Mapping[str, Any]) -> None:
+    from dataclasses import fields
+
+    from transformers import TrainingArguments
+
+    known = [field.name for field in fields(TrainingArguments)]
+    for name in values:
+        if name not in known and (meant := nearest(name, known)):  # else a field of another trainer's arguments
+            raise AdapterError(f"Arguments({name}=...): TrainingArguments has no field {name!r}.{meant}")
+
+
+def _check_best(run: Run, view: ArgumentsView) -> None:
+    needs: Callable[[Any], bool] = lambda one: any(base.__name__ == "EarlyStoppingCallback" for base in type(one).__mro__)  # noqa: E731
+    callbacks = [getattr(one, "callback", None) for one in hooks_of(run).callbacks.values()]
+    if view.metric_for_best_model is None and any(map(needs, callbacks)):
+        raise AdapterError(
+            "EarlyStoppingCallback needs args.metric_for_best_model, but no callback of the list watches a result. Add "
+            'Arguments(metric_for_best_model="loss") of cadenza.compat.transformers, or '
+            'Checkpoint(keep_best=("eval/loss", "min")).'
+        )
