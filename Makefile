@@ -33,8 +33,8 @@ test-long: .venv/.dev
 	@$(LINT) && $(PYTHON_OF_TESTS) tests/suite.py --long; $(TOOK)
 
 # A part of the tests that touches every folder, for contributors.
-QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/contracts/test_floors.py \
-	tests/contracts/test_words.py tests/engine/test_loop.py tests/engine/test_plan.py \
+QUICK := tests/hooks tests/status tests/optim tests/records tests/files tests/contracts/test_complete.py \
+	tests/contracts/test_floors.py tests/contracts/test_words.py tests/engine/test_loop.py tests/engine/test_plan.py \
 	tests/engine/test_gradients.py tests/callbacks/test_checkpoint.py tests/callbacks/test_conventions.py \
 	tests/checkpoint/store/test_store.py tests/loading/test_tensors.py tests/sinks/test_console.py \
 	tests/test_trainer.py tests/test_run.py

@@ -11,7 +11,8 @@ from typing import Any
 
 from crossrefs import linked
 from griffe import Alias, Attribute, Class, Docstring, Extension, GriffeLoader, Module, Object
-from ranks import RANKS
+from guides import GUIDES
+from reference import class_of
 
 from cadenza.testing import tiny_trainer
 
@@ -36,10 +37,20 @@ def _visit(one: Object | Alias) -> None:
         _add_arguments(one)
     if one.docstring is not None:
         one.docstring.value = prepared(one.docstring.value, one.path)
-        if one.name in RANKS and one.is_class and one.module.path.startswith(("cadenza.callbacks.", "cadenza.sinks.")):
-            one.docstring.value += f"\n\nOn several ranks: {RANKS[one.name]}"
+        if one.name in GUIDES and isinstance(one, Class) and _is_public(one):
+            one.docstring.value += f"\n\nSee also {in_reference(GUIDES[one.name])}."
     for member in one.members.values():
         _visit(member)
+
+
+def _is_public(one: Class) -> bool:
+    """Return whether this is the class of the name in ``cadenza.callbacks`` or ``cadenza.sinks``."""
+    return class_of(one.name).__module__ == one.module.path
+
+
+def in_reference(links: str) -> str:
+    """Return links from a page in docs for a page of the reference, two folders below."""
+    return links.replace("](", "](../../")
 
 
 def prepared(text: str, path: str) -> str:

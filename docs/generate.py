@@ -1,6 +1,6 @@
 """Generate the parts of README and docs that come from the code: ``python docs/generate.py``. A test runs it with ``--check``.
 
-A generated part is between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+A generated part is between ``<!-- generated: NAME -->`` and ``<!-- end -->``; names after it are passed to its function.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from absent import absent, absent_fastnlp, absent_nemo, of_0_5
 from counterparts import COUNTERPARTS
 from own_loop import parts as parts_of_own_loop
 from picture import moments_svg
-from reference import contents, counterparts, reference
+from reference import classes, counterparts
 
-import cadenza.callbacks
-import cadenza.sinks
 from cadenza import Callback
 from cadenza.callbacks import Evaluate
 from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, HOOKS, PROPERTIES
@@ -28,7 +26,7 @@ from cadenza.status.formats import plural
 from cadenza.testing import Recorder, tiny_loader, tiny_run
 
 ROOT = Path(__file__).resolve().parents[1]
-PART = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PART = re.compile(r"(?P<start><!-- generated: (?P<name>\w+)(?P<names>[\w\s]*) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
 def diagram() -> str:
@@ -64,24 +62,11 @@ def training_arguments() -> str:
     return "\n".join([*rows, *(f"| `{name}` | {field.how} | {field.says} |" for name, field in FIELDS.items())]) + "\n"
 
 
-def shipped_callbacks() -> list[type[Callback]]:
-    """Return the classes of callbacks in ``cadenza.callbacks``, without the functions and values beside them."""
-    named = (getattr(cadenza.callbacks, name) for name in cadenza.callbacks.__all__)
-    return [one for one in named if isinstance(one, type) and issubclass(one, Callback)]
-
-
-def shipped_sinks() -> list[type[Callback]]:
-    """Return the classes of sinks in ``cadenza.sinks``."""
-    return [getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__]
-
-
 PARTS = {
-    "contents": lambda: contents([*shipped_callbacks(), *shipped_sinks()]),
+    "classes": classes,
     "decisions": decisions,
     "diagram": diagram,
     "moments": moments,
-    "callbacks": lambda: reference(shipped_callbacks()),
-    "sinks": lambda: reference(shipped_sinks()),
     "counterparts": lambda: counterparts(COUNTERPARTS),
     "absent_accelerated": lambda: absent("accelerated"),
     "absent_fastnlp": lambda: absent_fastnlp(of_0_5=False),
@@ -96,7 +81,7 @@ PARTS = {
 
 def generated(text: str) -> str:
     """Return a page with its generated parts updated."""
-    return PART.sub(lambda match: match[1] + PARTS[match["name"]]() + match[3], text)
+    return PART.sub(lambda part: part["start"] + PARTS[part["name"]](*part["names"].split()) + part["end"], text)
 
 
 def main() -> int:

@@ -33,6 +33,7 @@ SEARCH = {
     "CHANGELOG": 0.1,
     "guides/from-": 0.2,
     "tables/": 0.1,
+    "callbacks": 0.5,
     "reference/compat/": 0.2,
     "reference/errors/": 0.3,
     "reference/cadenza/Trainer": 4,
@@ -41,10 +42,21 @@ SEARCH = {
     "": 4,
 }
 """How much a page counts in the search, by the start of its path: guides before reference and recipes."""
-IN_PAGE = re.compile(r"\]\(#(?P<anchor>[\w-]+)\)")
+TAGS = {
+    "checkpoints.md": ["save model", "continue a stopped run"],
+    "evaluation.md": ["validation"],
+    "learning-rates.md": ["learning rate per epoch"],
+    "logging.md": ["train loss history"],
+    "recipes/gan.md": ["GAN", "two optimizers"],
+    "reference/cadenza/Trainer.md": ["fp16", "bf16", "mixed precision"],
+    "reference/callbacks/ClipGradients.md": ["gradient clipping"],
+    "reference/callbacks/FindBatchSize.md": ["CUDA out of memory"],
+    "reference/callbacks/Freeze.md": ["freeze layers"],
+    "troubleshooting.md": ["CUDA out of memory"],
+}
+"""Other terms for the subject of a page, which the search prefers to all text."""
 PICTURE = re.compile(r"^!\[[^\]]*\]\((?P<file>assets/moments\.svg)\)$", re.MULTILINE)
 SECOND_CELL = re.compile(r"^(\|[^|\n]*\|)([^|\n]*)", re.MULTILINE)
-CLASSES = re.compile(r"<!-- generated: (?P<kind>callbacks|sinks) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -177,13 +189,10 @@ def _link(full: str) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links at the pages of the site, and link code in prose to the reference."""
     uri = page.file.src_uri
+    page.meta["tags"] = TAGS.get(uri, [])
     page.meta["search"] = {"boost": next(weight for start, weight in SEARCH.items() if uri.startswith(start))}
     if uri.startswith(("reference/", "source/")):
         return markdown
-    if uri == "callbacks.md":
-        said = "Each one has a page in the [reference]"
-        markdown = CLASSES.sub(lambda part: f"{said}({index_of('cadenza.' + part['kind'])}).\n", markdown)
-        markdown = IN_PAGE.sub(lambda match: f"]({_class_page(match['anchor']) or match[0]})", markdown)
     markdown = PICTURE.sub(lambda match: _inline(Path(config.docs_dir, match["file"])), markdown)
     markdown = LINK.sub(lambda match: f"]({_in_site(match, uri)})", markdown)
     if uri == "coming-from.md":  # the other columns hold names of other frameworks
@@ -194,9 +203,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _in_site(match: re.Match[str], uri: str) -> str:
     here = posixpath.dirname(uri)
     path = posixpath.normpath(posixpath.join("docs", here, match["file"]))
-    anchor = match["anchor"] or ""
-    if path == "docs/callbacks.md" and (found := _class_page(anchor.removeprefix("#"))):
-        return posixpath.relpath(found, here or ".")
     if path.startswith("docs/"):
         return match[0][2:-1]
     inside = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md"}.get(path, f"source/{path}.md")
@@ -207,11 +213,3 @@ def _inline(picture: Path) -> str:
     """Return a picture as part of the page, so that its colours follow the page."""
     svg = re.sub(r"<style>.*?</style>\n", "", picture.read_text(encoding="utf-8"), flags=re.DOTALL)
     return f"<div class='picture'>{svg}</div>"
-
-
-def _class_page(anchor: str) -> str | None:
-    """Return the page of the callback or sink with this heading in `callbacks.md`."""
-    for full in homes().values():
-        if full.startswith(("cadenza.callbacks.", "cadenza.sinks.")) and full.rpartition(".")[2].lower() == anchor:
-            return page_of(full)
-    return None

@@ -41,7 +41,6 @@ CHECKED_BY = {
     "docs/callbacks.md": {
         "so that it never reaches the weights": "a_loss_that_is_not_finite_never_reaches_the_weights",
         "A step only queues its record, and never waits": NO_WAIT,
-        "schedulers and checkpoints never see a scaled rate": "a_schedule_never_sees_a_scaled_rate",
     },
     "docs/capsule.md": {
         "are equal to those of the run to the bit": CAPSULE,

@@ -43,8 +43,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 from counterparts import COUNTERPARTS  # noqa: E402  # the page and its test read the same table
 
-from tests.callbacks.parts import SHIPPED  # noqa: E402
-
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROSE = " ".join(README.split())
 INSTALL = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
@@ -70,16 +68,11 @@ def test_what_is_generated_from_the_code_is_up_to_date(tmp_path: Path) -> None:
     forked.run(ROOT / "docs" / "generate.py", "--check", folder=tmp_path)
 
 
-def test_the_pages_say_what_every_rank_must_call_and_what_each_callback_does_on_several_ranks() -> None:
+def test_the_pages_say_what_every_rank_must_call() -> None:
     pages = [page for page in PAGES if page.name in ABOUT_RUNS or page.parent.name == "guides"]
     assert {page.name for page in pages} > ABOUT_RUNS
     words = re.compile(r"[Ee]very\s+rank\s+must|every\s+method\s+of\s+a\s+driver")
     assert [page.name for page in pages if not words.search(page.read_text(encoding="utf-8"))] == []
-
-    page = (ROOT / "docs" / "callbacks.md").read_text(encoding="utf-8")
-    sections = {section.partition("\n")[0]: section for section in page.split("\n### ")[1:]}
-    assert sections.keys() == {*SHIPPED, *sinks.__all__}
-    assert [name for name, section in sections.items() if "\nOn several ranks: " not in section] == []
 
 
 def test_a_star_import_has_all_that_the_pages_import() -> None:

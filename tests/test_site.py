@@ -190,6 +190,20 @@ SEARCHED = {
     "lightning": "guides/from-lightning.html",
     "checkpoint": "checkpoints.html",
     "callback": "writing-a-callback.html",
+    "learning rate per epoch": "learning-rates.html",
+    "save model": "checkpoints.html",
+    "freeze layers": "reference/callbacks/Freeze.html",
+    "gradient clipping": "reference/callbacks/ClipGradients.html",
+    "cuda out of memory": "troubleshooting.html",
+    "train loss history": "logging.html",
+    "fp16": "reference/cadenza/Trainer.html",
+    "two optimizers": "recipes/gan.html",
+    "validation": "evaluation.html",
+    "continue a stopped run": "checkpoints.html",
+    "confusion matrix": "reference/callbacks/ConfusionMatrix.html",
+    "progress bar": "reference/sinks/ProgressBar.html",
+    "audio": "recipes/audio.html",
+    "gan": "recipes/gan.html",
 }
 SETTLED = """words => {
     const links = [...document.querySelectorAll(".md-search-result__item > a")];

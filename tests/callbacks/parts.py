@@ -10,14 +10,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cadenza import Callback, Run, callbacks, load_weights, on
+from cadenza import Callback, Run, load_weights, on
 from cadenza.drivers.sharding import local
 from cadenza.hooks.moments import Moment
 from cadenza.testing import tiny_model
-
-_NAMED = {name: getattr(callbacks, name) for name in callbacks.__all__}
-SHIPPED = [name for name, one in _NAMED.items() if isinstance(one, type) and issubclass(one, Callback)]
-"""The names of the callbacks in ``cadenza.callbacks``, without the functions and values beside them."""
 
 
 def weights_at_each_step(seen: dict[int, float]) -> Callback:

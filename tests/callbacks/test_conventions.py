@@ -24,45 +24,13 @@ from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, Ema, Evalu
 from cadenza.errors import CallbackError, DirectoryError, MissingExtraError, MonitorError, OutputError, ScheduleError
 from cadenza.status.plain import same
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
-from tests.callbacks.parts import SHIPPED, halving
+from tests.callbacks.parts import halving
+from tests.callbacks.shipped import CALLBACKS, SINKS
 
 shipped: Any = callbacks  # untyped: some arguments are wrong on purpose
 PUBLIC: dict[str, Any] = {
-    **{name: getattr(callbacks, name) for name in SHIPPED},
-    **{name: getattr(sinks, name) for name in sinks.__all__},
-}
-SUBJECTS = {  # what stands before the interval or the monitor, because the callback is about it
-    "Alert": ["rule", "to"],
-    "ClipGradients": ["max_norm"],
-    "Comet": ["project"],
-    "ConfusionMatrix": ["labels"],
-    "Csv": ["path"],
-    "Dvclive": ["directory"],
-    "Ema": ["decay"],
-    "Evaluate": ["loader"],
-    "FindBatchSize": ["make_loader"],
-    "Freeze": ["modules", "until"],
-    "JsonLines": ["path"],
-    "LearningRate": ["scheduler"],
-    "Limit": ["train", "evaluation"],
-    "Mlflow": ["tracking_uri"],
-    "OmitFrozen": [],
-    "OptunaPruning": ["trial"],
-    "ProgressBar": ["renderer"],
-    "SampleImages": ["count"],
-    "SavePredictions": ["path"],
-    "ScheduleValue": ["target", "key", "schedule"],
-    "SequenceLength": ["lengths", "keys"],
-    "SlurmRequeue": ["command"],
-    "StopOnNonFinite": ["action"],
-    "Summary": ["depth"],
-    "Swa": ["start"],
-    "Swanlab": ["project"],
-    "TensorBoard": ["directory"],
-    "TimeLimit": ["duration"],
-    "Trackio": ["project"],
-    "Wandb": ["project"],
-    "Warmup": ["length"],
+    **{name: getattr(callbacks, name) for name in CALLBACKS},
+    **{name: getattr(sinks, name) for name in SINKS},
 }
 MEANINGS = {  # an argument, and the callbacks that have it: another meaning needs another name
     "name": {"Alert", "EarlyStopping", "Ema", "Evaluate", "OptunaPruning", "Swa"},  # tells it apart from others of its class
@@ -78,7 +46,7 @@ def test_only_the_subject_the_interval_and_the_monitor_are_positional(name: str)
     parameters = inspect.signature(PUBLIC[name]).parameters
     positional = [one.name for one in parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
     shared = ["every"] * ("every" in parameters) + ["monitor", "mode"] * ("monitor" in parameters)
-    assert positional == SUBJECTS.get(name, []) + shared
+    assert positional == (CALLBACKS | SINKS)[name].subject.split() + shared
 
 
 @pytest.mark.parametrize("argument", MEANINGS)

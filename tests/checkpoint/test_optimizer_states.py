@@ -78,12 +78,24 @@ class Lookahead(Optimizer):
         self.slow = [one.clone() for one in state_dict["slow"]]
 
 
+class Listed(Lookahead):
+    """Has the names of torch's own optimizers in its state, for other things."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {"state": [state.pop("inner")], "param_groups": self.inner.state_dict()["param_groups"], **state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "inner": state_dict["state"][0]})
+
+
 Made = Callable[[Iterable[nn.Parameter]], Optimizer]
 OPTIMIZERS: dict[str, tuple[Made, torch.dtype]] = {
     "bf16 moments of fp32 weights": (Formats, torch.float32),
     "fp64 moments of fp32 weights": (lambda parameters: Formats(parameters, torch.float64), torch.float32),
     "fp32 masters of bf16 weights": (Masters, torch.bfloat16),
     "a state of its own form": (Lookahead, torch.float32),
+    "a state of its own form under the names of torch": (Listed, torch.float32),
 }
 
 

@@ -22,14 +22,14 @@ from cadenza.drivers import TensorParallel
 from cadenza.engine.session import session_of
 from cadenza.hooks import HeldWeights
 from cadenza.loading import Mixture, Shard, TensorBatches, resumable
-from cadenza.sinks import Csv, JsonLines, Mlflow, ProgressBar
+from cadenza.sinks import Csv, Mlflow, ProgressBar
 from cadenza.status.formats import counted
 from cadenza.status.markup import notebook_table
 from cadenza.status.shown import brief
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 from cadenza.text.hints import hints
 from cadenza.timetravel import Difference, replay_capsule, replay_step, what_if
-from tests.callbacks.test_contract import FACTORIES
+from tests.callbacks.shipped import CALLBACKS, SINKS, made
 
 PACKAGES = ["callbacks", "drivers", "hooks", "loading", "records", "sinks", "testing", "timetravel"]
 TABLES = {"Calendar", "Plan", "Timings"}  # their repr is the table that print shows
@@ -133,9 +133,7 @@ def public_classes() -> set[str]:
 
 
 def callbacks_and_sinks() -> dict[str, Callable[[], object]]:
-    made: dict[str, Callable[[], object]] = {name: factories[0] for name, factories in FACTORIES.items() if factories}
-    sinks = {name: getattr(cadenza.sinks, name) for name in cadenza.sinks.__all__ if name not in NO_OBJECT}
-    return made | sinks | {"JsonLines": partial(JsonLines, "own.jsonl"), "OmitFrozen": cadenza.callbacks.OmitFrozen}
+    return {name: partial(made, name) for name in (CALLBACKS | SINKS).keys() - NO_OBJECT}
 
 
 def test_no_object_shows_an_address(objects: dict[str, Any]) -> None:
@@ -326,7 +324,7 @@ def test_the_public_names_of_a_run_are_these_and_at_most_37() -> None:
 
 def test_each_name_that_dir_help_and_completion_list_can_be_read(objects: dict[str, Any]) -> None:
     waits, need_a_run = {("Handle", "run"), ("Profile", "table")}, {("Trainer", "run"), ("Loop", "run")}
-    several = {**objects, **{name: makes[0]() for name, makes in FACTORIES.items() if makes}}
+    several = {**objects, **{name: row.cases[0]() for name, row in CALLBACKS.items() if row.cases}}
     listed = {(kind, name) for kind, one in several.items() for name in {*dir(one), *dir(type(one))}} - waits
     assert {(kind, name) for kind, name in listed if not hasattr(several[kind], name)} == need_a_run
     for kind in (Run, Trainer):

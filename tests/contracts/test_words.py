@@ -59,7 +59,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
 
 CODE = re.compile(r"``.+?``|`[^`\n]+`", re.DOTALL)
 FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
-GENERATED = re.compile(r"<!-- generated: \w+ -->.*?<!-- end -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- generated: [\w\s]+ -->.*?<!-- end -->", re.DOTALL)
 PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 PIECE = re.compile(r"\s+|\S+")
 FIELD = re.compile(r"\{[^{}]*\}")  # of an f-string

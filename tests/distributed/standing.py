@@ -28,12 +28,24 @@ TIMEOUT_S, GRACE_S = 300.0, 20.0
 _standing: dict[int, list[tuple[ForkProcess, Connection]]] = {}
 """By the number of ranks, their processes and the pipes to them."""
 
+_fixtures: list[str] = []
+"""The files of which the fixture ends the ranks."""
+
 
 def on_ranks(function: Callable[[], T], ranks: int = 2) -> list[T]:
     """Call a function on ranks that earlier calls in this file have started; return the results by rank.
 
     Each rank has a copy of the function and of what it uses. Errors of ranks are raised as `launch` does, and end the ranks.
+
+    Raises:
+        RuntimeError: The fixture `standing_ranks` is not in use. Ranks that nothing ends would keep this process from ending.
     """
+    if not _fixtures:
+        raise RuntimeError(
+            "on_ranks needs the fixture that ends the ranks. In this file or its conftest.py, write "
+            "`from tests.distributed.standing import standing_ranks as standing_ranks`; outside of pytest, use "
+            "cadenza.testing.launch."
+        )
     if ranks not in _standing:
         _standing[ranks] = _started(ranks)
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(_standing[ranks])}
@@ -63,9 +75,11 @@ def on_ranks(function: Callable[[], T], ranks: int = 2) -> list[T]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def standing_ranks() -> Iterator[None]:
+def standing_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """End the ranks with the file that started them."""
+    _fixtures.append(request.node.name)
     yield
+    _fixtures.remove(request.node.name)
     for ranks in [*_standing]:
         _end(ranks)
 

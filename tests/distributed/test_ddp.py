@@ -147,6 +147,41 @@ def test_gradients_are_reduced_once_a_step_also_where_a_group_is_short_or_its_la
     assert first[1] == second[1] == [1, 1]
 
 
+class AveragesWeights(DdpDriver):
+    """Averages weights after every third step, and no gradients: local SGD."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", timeout_s=100)
+        self.reduces = False
+        self.steps: list[int] = []
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def reduce_gradients(self, parameters: Any) -> None:
+        return
+
+    def after_update(self, model: nn.Module, step: int) -> None:
+        self.steps.append(step)
+        if step % 3 == 0:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(self.reduce(parameter))
+
+
+def test_a_driver_may_average_weights_after_an_update_and_on_after_optimizer_step_sees_the_mean() -> None:
+    def averaged() -> tuple[list[int], list[Tensor]]:
+        own, after = AveragesWeights(), list[Tensor]()
+        note = on(Callback.on_after_optimizer_step)(lambda run: after.append(vector(run.model.parameters()).clone()))
+        trainer(driver=own, callbacks=[note]).fit()
+        return own.steps, after
+
+    (steps, first), (same_steps, second) = on_ranks(averaged)
+    assert steps == same_steps == [1, 2, 3, 4, 5, 6]
+    alike = [torch.equal(own, other) for own, other in zip(first, second, strict=True)]
+    assert alike == [False, False, True, False, False, True]
+
+
 def test_a_process_group_that_exists_is_used_and_left_alone() -> None:
     def one() -> tuple[bool, bool, int]:
         dist.init_process_group("gloo", init_method="env://")

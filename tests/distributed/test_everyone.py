@@ -37,7 +37,6 @@ from cadenza.callbacks import (
 )
 from cadenza.records.record import Record
 from cadenza.testing import launch
-from tests.callbacks.parts import SHIPPED
 from tests.distributed.parts import Batch, judged, loader, network, rank, squared_error, trainer, vector, weights_of
 from tests.distributed.standing import on_ranks
 
@@ -50,40 +49,15 @@ class Seen(NamedTuple):
     facts: Any = None
 
 
-Test = TypeVar("Test", bound=Callable[..., object])
+Run_ = TypeVar("Run_", bound=Callable[[], Seen])
 RUNS: list[Callable[[], Seen]] = []
 """Those that must end on two processes as on one."""
 
-# In tests/alone/test_preempted_ranks.py, in files of their own in tests/callbacks and, with LoRA, in
-# tests/recipes/test_pages.py; Checkpoint in tests/checkpoint/test_retention.py and ReplayCheck in test_time_travel.py:
-ELSEWHERE = (
-    "Checkpoint",
-    "SlurmRequeue",
-    "OptunaPruning",
-    "Alert",
-    "SequenceLength",
-    "OmitFrozen",
-    "Fingerprint",
-    "ReplayCheck",
-)
-shown: set[type] = {getattr(callbacks, name) for name in (*ELSEWHERE, "Capsule", "Recover")}
 
-
-def shows(*classes: type, as_one: bool = False) -> Callable[[Test], Test]:
-    """Note which callbacks a test is about, or a run that must end as in one process."""
-
-    def note(test: Test) -> Test:
-        shown.update(classes)
-        if as_one:
-            RUNS.append(test)  # type: ignore[arg-type]
-        return test
-
-    return note
-
-
-def test_every_callback_is_shown_here() -> None:
-    """A new one must be added to a test below: what does it do with two processes?"""
-    assert {one.__name__ for one in shown} == {*SHIPPED}
+def ends_as_in_one_process(run: Run_) -> Run_:
+    """Note a run that must end on two processes as on one."""
+    RUNS.append(run)
+    return run
 
 
 def as_one(**arguments: Any) -> dict[str, Any]:
@@ -91,7 +65,7 @@ def as_one(**arguments: Any) -> dict[str, Any]:
     return arguments if rank() is not None else {"accumulate": 2, **arguments}
 
 
-@shows(Evaluate, EarlyStopping, BestWeights, LearningRate, LogTraining, as_one=True)
+@ends_as_in_one_process
 def watch_results() -> Seen:
     # What is watched falls and "max" is wanted, so it never gets better.
     rate = LearningRate(lambda optimizer: ReduceLROnPlateau(optimizer, "max", 0.5, patience=0), monitor="eval/loss")
@@ -112,7 +86,7 @@ def normed() -> nn.Sequential:
     return nn.Sequential(nn.BatchNorm1d(3), network())
 
 
-@shows(Swa, as_one=True)
+@ends_as_in_one_process
 def average_statistics_of_all_data() -> Seen:
     model = normed()
     run = trainer(model=model, **as_one(max_epochs=4, callbacks=[Swa(0.5, lr=0.01, anneal_steps=3)])).fit()
@@ -121,7 +95,7 @@ def average_statistics_of_all_data() -> Seen:
     return Seen(weights_and_statistics, {})
 
 
-@shows(Ema, as_one=True)
+@ends_as_in_one_process
 def judge_an_average() -> Seen:
     judge = Evaluate(loader(13, shuffle=False), weights="ema", every="2 steps")
     one = trainer(**as_one(callbacks=[Ema(0.8, rampup=True, use_at_end=True), judge]))
@@ -129,7 +103,7 @@ def judge_an_average() -> Seen:
     return Seen(weights_of(one), dict(run.history["eval/loss"]))
 
 
-@shows(Freeze, Warmup, ClipGradients, ScheduleValue, as_one=True)
+@ends_as_in_one_process
 def change_updates() -> Seen:
     model, of_first = network(), list[Tensor]()
     note = on(Callback.on_step_end)(lambda run: of_first.append(next(model.parameters()).detach().clone()))
@@ -152,7 +126,7 @@ def change_updates() -> Seen:
     return Seen(torch.cat([weights_of(one), vector(of_first)]), dict(run.history["norm"]))
 
 
-@shows(FindLearningRate, as_one=True)
+@ends_as_in_one_process
 def find_a_rate() -> Seen:
     find = FindLearningRate(start=1e-4, end=1.0, steps=20, apply=True)
     one = trainer(**as_one(callbacks=[find], max_epochs=1))
@@ -172,7 +146,7 @@ class Centre(nn.Module):
         return ((predictions - self.place) ** 2).mean()
 
 
-@shows(callbacks.MoveModules, as_one=True)
+@ends_as_in_one_process
 def learn_beside_the_model() -> Seen:
     centre = Centre()
 
@@ -198,7 +172,6 @@ def test_callbacks_do_on_two_processes_what_they_do_on_one(run: Callable[[], See
         assert seen.facts == alone.facts
 
 
-@shows(StopOnNonFinite)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_and_told_on_all() -> None:
     """Losses are in test_dropped_batches.py."""
 
@@ -223,7 +196,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_and_told_on_all() 
     assert (first[0][0], first[1][:2]) == (6, (1, "stopped"))
 
 
-@shows(ConfusionMatrix, SavePredictions)
 def test_predictions_of_all_ranks_are_counted_and_written_in_the_order_of_the_data(tmp_path: Path) -> None:
     torch.manual_seed(4)
     inputs, classes = torch.randn(37, 3), torch.randint(3, (37,))
@@ -251,7 +223,6 @@ def test_predictions_of_all_ranks_are_counted_and_written_in_the_order_of_the_da
         assert [*map(float, got.split(","))] == pytest.approx([*map(float, expected.split(","))], rel=1e-5, abs=1e-6)
 
 
-@shows(callbacks.FindBatchSize, ConvertSyncBatchNorm)
 def test_what_cannot_be_done_with_several_processes_or_without_gpus_says_so_on_all() -> None:
     def refused() -> tuple[list[str], str]:
         told = []
@@ -268,7 +239,6 @@ def test_what_cannot_be_done_with_several_processes_or_without_gpus_says_so_on_a
         assert kind == "SyncBatchNorm"
 
 
-@shows(Limit)
 def test_limits_are_those_of_each_rank_in_training_and_of_all_in_an_evaluation() -> None:
     seen: list[int] = []
 
@@ -283,7 +253,6 @@ def test_limits_are_those_of_each_rank_in_training_and_of_all_in_an_evaluation()
     assert sorted(first[2] + second[2]) == [*range(12)]
 
 
-@shows(TimeLimit)
 def test_the_time_is_up_at_the_same_step_on_all_though_clocks_differ() -> None:
     class Slow(Callback):
         def on_step_end(self, run: Run) -> None:
@@ -309,7 +278,6 @@ class Records(Callback):
         self.names |= {*record.values, *record.media}
 
 
-@shows(callbacks.DeviceStats, callbacks.Histograms, callbacks.SampleImages, callbacks.Summary, Profile, Derive, callbacks.Timer)
 def test_what_shows_and_measures_writes_once_on_the_main_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def shown_once() -> tuple[set[str], int, list[float]]:
         doubled: list[float] = []

@@ -299,12 +299,6 @@ def sinks_of_services(project: str) -> list[Callback]:
     ]
 
 
-def test_every_sink_is_in_a_list_above() -> None:
-    """A new one must be added there, and what it wrote must be looked at in a test that follows."""
-    listed = [type(one).__name__ for one in (*sinks_of_files(), *sinks_of_services("any"))]
-    assert {*listed, "Sink"} == {*sinks.__all__}
-
-
 def train_with(directory: Path, some: list[Callback]) -> list[str]:
     """Return the faults of a run with these sinks."""
     callbacks = [LogTraining("1 step", throughput=False), *some]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cadenza import Trainer
 from cadenza.callbacks import Checkpoint, Evaluate
+from cadenza.optim.model_state import is_compiled
 from cadenza.testing import Recorder, launch, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 PLAIN = {"backend": "aot_eager"}
@@ -70,6 +71,22 @@ def test_what_breaks_the_graph_is_named_once_with_its_place(caplog: pytest.LogCa
     assert len(told) == 1
     assert re.match(rf"compile: the graph of the model breaks at test_compile\.py:{line} in forward", told[0])
     assert f"test_compile.py:{line} in forward" in run.why("graph broken")
+
+
+def test_regions_are_compiled_each_alone_and_the_time_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1))
+
+    for regions, names in ([nn.Linear], {"0.0", "1"}), ("0*", {"0"}), (lambda name, part: name == "1", {"1"}):
+        run = tiny_run(model=model(), compile={**PLAIN, "regions": regions})
+        assert {name for name, part in run.model.named_modules() if is_compiled(part)} == names
+        torch.testing.assert_close(bits(run), bits(tiny_run(model=model())))
+        assert re.search(r"^compile: the first step took [\d.]+ m?s, with the compilation$", capsys.readouterr().out, re.M)
+    with pytest.raises(ValueError, match=r"compile\['regions'\]: no module of the model matches 'blocks\.\*'"):
+        tiny_run(compile={"regions": "blocks.*"})
+    with pytest.raises(TypeError, match=r"compile\['regions'\] must be a pattern"):
+        tiny_trainer(compile={"regions": 3})
 
 
 def test_on_two_ranks_it_learns_the_same_as_without() -> None:

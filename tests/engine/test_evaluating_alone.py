@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from cadenza import Callback, on
 from cadenza.callbacks import Best, Checkpoint, Evaluate
 from cadenza.testing import tiny_loader, tiny_trainer
-from tests.callbacks.test_contract import FACTORIES
+from tests.callbacks.shipped import CALLBACKS as SHIPPED
 
 KEEPING_THE_BEST: dict[str, Callable[[], Callback]] = {
     "keep_best": lambda: Checkpoint("1 epoch", keep_best=("eval/loss", "min")),
     "keep=Best": lambda: Checkpoint("1 epoch", keep=Best("eval/loss", 2, mode="min")),
 }
-CALLBACKS = KEEPING_THE_BEST | {name: factories[0] for name, factories in FACTORIES.items() if factories}
+CALLBACKS = KEEPING_THE_BEST | {name: row.cases[0] for name, row in SHIPPED.items() if row.cases}
 
 
 @pytest.mark.parametrize("name", CALLBACKS)

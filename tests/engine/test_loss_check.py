@@ -94,6 +94,19 @@ def test_the_outcome_names_the_first_step_of_a_loss_that_is_not_finite(
 
 
 @pytest.mark.parametrize("train", LOOPS)
+def test_an_error_in_a_later_step_and_its_outcome_name_the_first_step_too(train: Callable[..., Run], tmp_path: Path) -> None:
+    @on(Callback.on_step_end, at=5)
+    def fail(run: Run) -> None:
+        raise ValueError("invalid values")
+
+    with pytest.raises(ValueError, match="invalid values") as error:
+        train([1.0, 1.0, *[NAN] * 7], callbacks=[fail], directory=tmp_path)
+    assert error.value.__notes__.count("the loss was not finite from step 3 on") == 1
+    outcome = json.loads((tmp_path / "run.json").read_text())["outcome"]
+    assert outcome == {"kind": "failed", "reason": "ValueError('invalid values'); the loss was not finite from step 3 on"}
+
+
+@pytest.mark.parametrize("train", LOOPS)
 def test_a_long_epoch_without_records_is_checked_every_100_steps(train: Callable[..., Run]) -> None:
     run = train([1.0, 1.0, *[NAN] * 103])
     assert [(one.why, one.when.step) for one in told(run)] == [("the loss is nan at step 3", 100)]
@@ -201,6 +214,33 @@ def test_a_step_of_weight_0_has_no_loss_and_one_warning_says_so(
     assert (reason(run), told(run), alerts) == ("the limit is reached", [], [])
     assert caplog.text.count("the weights of all batches of step 2 are 0, so nothing was trained in it") == 1
     assert caplog.text.count("weights of all batches") == 1
+
+
+@pytest.mark.parametrize("loop", ["step_fn", "attach"])
+def test_a_step_of_weight_0_has_no_loss_in_a_loop_of_ones_own_either(loop: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Without labels, the user's code computes a loss of 0, which would be the best of the run."""
+    weights, model = [3, 0, 2, 0], tiny_model()
+
+    def outputs(step: int) -> dict[str, Any]:
+        return {"loss": given(model, torch.tensor(min(1.0, weights[step]))), "weight": weights[step]}
+
+    def step_fn(run: Run, batch: Any) -> dict[str, Any]:
+        computed = outputs(run.progress.step)
+        run.backward(computed["loss"])
+        run.update()
+        return computed
+
+    if loop == "step_fn":
+        run = tiny_run(model=model, loader=weights, step_fn=step_fn, callbacks=[LOG])
+    else:
+        with attach(model, torch.optim.SGD(model.parameters(), 0.1), max_steps=4, progress=False, callbacks=[LOG]) as attached:
+            while not attached.over():
+                with attached.step():
+                    attached.backward(outputs(attached.run.progress.step))
+                    attached.update()
+        run = attached.run
+    assert run.history["train/loss"] == [(1, 1.0), (3, 1.0)]
+    assert (told(run), caplog.text.count("weights of all batches of step 2 are 0")) == ([], 1)
 
 
 def test_a_trial_of_learning_rates_leaves_out_a_step_of_weight_0() -> None:

@@ -173,14 +173,20 @@ def _replaced(path: Path) -> None:
 
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize("leave", [_moved, _replaced, shutil.rmtree])
+@pytest.mark.parametrize("step", [1, 4])  # before and after the first row is written
 def test_a_directory_that_is_moved_or_deleted_during_the_run_is_made_again_with_all_rows(
-    leave: Callable[[Path], Any], saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    step: int,
+    leave: Callable[[Path], Any],
+    saves: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = tmp_path / "runs" / "run"
     monkeypatch.setattr("cadenza.records.directory._LOOKS_S", 1e9 if saves else 0.0)  # the next save, or the next record
     there: list[bool] = []
     parts = [
-        on(Callback.on_step_end, at=4)(lambda run: leave(path)),
+        on(Callback.on_step_end, at=step)(lambda run: leave(path)),
         on(Callback.on_epoch_start, at=2)(lambda run: there.append((path / "MOVED.txt").exists())),
         LogTraining("1 step"),
         *([Checkpoint(every="5 steps", background=False)] if saves else []),

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class BestWeights(Callback):
     """Keep a copy of the weights of the best evaluation in memory, and load it into the model when the run ends.
 
+    With multiple ranks: each rank keeps and restores its own copy, based on results that are equal on all ranks; it does not
+    communicate.
+
     Args:
         monitor: The result to watch, such as ``"eval/acc"``, or a pair with the mode, such as ``("eval/acc", "max")``.
         mode: ``"max"`` or ``"min"``: which way is better.

@@ -42,6 +42,8 @@ class Checkpoint(Callback):
     cannot be written is an error at the start. A write that fails later is reported; older checkpoints stay, and the training
     goes on. The write is repeated after 1 s, 2 s, 4 s, ... until the next save. If the last write fails, so does the run.
 
+    With multiple ranks: communicates in each save, so every rank must call ``run.save``. The main process writes.
+
     Args:
         every: The interval between checkpoints. The end of the run writes one.
         keep: Keep rules, in a list or joined by ``|``: ``[Last(2), Best("eval/acc", 3, mode="max"), Every("6 h")]``. A

@@ -29,6 +29,8 @@ class ClipGradients(Callback, Compared):
 
     A list may have several `ClipGradients` for different parameters.
 
+    With multiple ranks: gradients are already reduced, so each rank scales by the same norm; it does not communicate.
+
     Args:
         max_norm: Scale all gradients down together so that their total norm is at most this (Pascanu et al. 2013).
         max_value: Clamp each element of the gradients to ``[-max_value, max_value]``.

@@ -34,6 +34,9 @@ class ConfusionMatrix(Callback):
     Predictions have shape (N, C, ...) and targets shape (N, ...): the predicted class is ``argmax`` over dimension 1. Integer
     predictions of the shape of the targets are class indices. The counts stay on the device until the evaluation ends.
 
+    With multiple ranks: communicates at the end of the evaluation: each rank gets the counts of all. The main process logs the
+    figure.
+
     Args:
         labels: The name of each class, for the axes.
         classes: The number of classes. None takes the number of labels, or the size of dimension 1 of the predictions.

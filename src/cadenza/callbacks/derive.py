@@ -14,6 +14,8 @@ from cadenza.run import Run
 class Derive(Callback):
     """Add outputs that are computed from a batch only when a callback reads them.
 
+    With multiple ranks: each rank computes from its own batch; your function may communicate if every rank reads the value.
+
     Args:
         values: By name, functions of the run. Each is called without gradient, at most once a batch.
 

@@ -36,6 +36,8 @@ class DeviceStats(Callback):
       where one busy core is 100;
     - with `machine`, ``machine/memory_percent`` and ``machine/cpu_percent`` since the last time, where all cores are 100.
 
+    With multiple ranks: measures only the device, process and machine of the main process; it does not communicate.
+
     Args:
         every: The interval: ``50`` (steps), ``"1 epoch"``, ``"30 s"``.
         machine: Log the whole machine too. This needs psutil.

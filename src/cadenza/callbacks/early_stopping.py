@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback, Compared):
     """Stop after `patience` evaluations without gain, or when the result reaches `threshold` or `diverged`.
 
+    With multiple ranks: each rank decides by results that are equal on all ranks; it does not communicate.
+
     Args:
         monitor: The result to watch, such as ``"eval/acc"``, a function of the results, or a pair with the mode, such as
             ``("eval/acc", "max")``.

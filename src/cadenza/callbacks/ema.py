@@ -18,6 +18,9 @@ class Ema(Averaging, Compared):
     such as the statistics of BatchNorm, are copied from the model. Parameters of half precision are averaged in float32. An
     update does not wait for the device.
 
+    With multiple ranks: each rank keeps the same average; an evaluation uses the BatchNorm statistics of the main process. It
+    does not communicate.
+
     Args:
         decay: The weight of the old average in each update.
         every: The interval between updates: ``10`` (steps), ``"1 epoch"``.

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 class Evaluate(Callback):
     """Evaluate on a loader at an interval, and log the results. A list may have several, each with its own name.
 
+    With multiple ranks: each rank evaluates its own shard, and all get the results of one process. It communicates, so every
+    rank must call ``evaluate``.
+
     Args:
         loader: Any iterable of batches that can be read again.
         every: The interval: ``500`` or ``"500 steps"``, ``"1 epoch"``, ``"10 min"``. A number counts steps.

@@ -35,6 +35,9 @@ class Freeze(Callback):
     make it of all parameters. Parameters that require no gradient when the run is set up do not change, nor do layers in
     evaluation mode in a model in training mode. The end of the run restores ``requires_grad`` and the modes of all layers.
 
+    With multiple ranks: communicates when parameters are frozen or unfrozen, because the reduction of gradients is set
+    up again.
+
     Args:
         modules: The modules or parameters to freeze: a name or pattern such as ``"backbone.*"`` (a star matches dots too), a
             sequence of them, or a function of the model that returns modules or parameters. A module includes all modules

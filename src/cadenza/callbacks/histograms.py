@@ -29,6 +29,9 @@ class Histograms(Callback):
     the update: `ClipGradients` before this callback in the list has clipped them. Gradients exist only within a step, so their
     interval must count steps. All values are copied to the host: choose few parameters of a large model.
 
+    With multiple ranks: the main process logs its own weights and gradients, which are equal on all ranks; it does not
+    communicate.
+
     Args:
         every: The interval. With ``gradients=True`` it counts steps, such as ``"500 steps"``.
         parameters: The parameters to log: a pattern such as ``"encoder.*.weight"`` (``*`` and ``?`` as in file names; ``*``

@@ -49,6 +49,8 @@ _LENGTHS = ("T_max", "milestones", "step_size", "total_iters")
 class LearningRate(Callback, SetsRates, Compared):
     """Set the learning rate with a scheduler of torch, of transformers or of timm.
 
+    With multiple ranks: each rank does the same; it does not communicate.
+
     Args:
         scheduler: A scheduler of an optimizer of the run, or a function ``(optimizer) -> scheduler`` or ``(optimizer, total) ->
             scheduler``. A scheduler of timm gets the number of completed epochs or updates. The total is the number of times

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class Limit(Callback):
     """Use only the first batches of each loader, for a quick test of the whole run.
 
+    With multiple ranks: limits the batches of each rank in training, and of all ranks together in an evaluation; it does not
+    communicate.
+
     Args:
         train: The number of batches in an epoch. None: all.
         evaluation: The number of batches in an evaluation or prediction. None: all.

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class LogTraining(Callback):
     """Log the loss, other outputs, the learning rate and the speed at an interval.
 
+    With multiple ranks: communicates when it logs the loss, which is the mean over all ranks; every rank must call ``log``.
+
     Args:
         every: The interval: ``50`` (steps), ``"1 epoch"``, ``"30 s"``.
         outputs: Names of outputs: numbers, or tensors of shape (). Each is the mean over the batches since the last time, on

@@ -18,8 +18,11 @@ class MoveModules(Callback):
     """Move modules that are not part of the model, such as a loss with buffers, to the device when a run is set up.
 
     The modules stay on the device after the run. Checkpoints hold their parameters and buffers, such as the learned centres of
-    a loss. Their parameters are trained if an optimizer holds them. On several ranks, all ranks start with the values of the
-    main process, and the run averages the gradients before each update. `Evaluate` moves its own metrics.
+    a loss. Their parameters are trained if an optimizer holds them. `Evaluate` moves its own
+    metrics.
+
+    With multiple ranks: all ranks start with the weights of the main process, and gradients are averaged before an
+    update.
 
     Args:
         modules: The modules. They are moved in place, so that references to them stay valid.

@@ -21,6 +21,8 @@ class OmitFrozen(Callback):
     The main process computes the checksums once, in ``on_setup``: about a second per gigabyte. At each save, it computes those
     of the frozen weights that an optimizer holds, so pass only the trainable parameters to the optimizer.
 
+    With multiple ranks: runs on the main process only and does not communicate.
+
     Raises:
         ValueError: No parameter is frozen, or each rank holds a shard of the weights (FSDP).
 

@@ -101,6 +101,9 @@ class Profile(Callback):
     call that needs a result. Measuring costs 0.16 us at the end of each phase and 0.2 to 0.3 us at each call of a callback:
     about 14 us a step (a ratio of 1.09 for a step of 162 us). See ``benchmarks/overhead.py``.
 
+    With multiple ranks: each rank measures itself, in its own ``run.profile``; the main process prints and writes its own. It
+    does not communicate.
+
     Args:
         trace: The path of a timeline of the steps of `window`, for https://ui.perfetto.dev or chrome://tracing. A relative path
             starts at the directory of the run, if it has one. True writes ``trace.json`` in the directory of the run, if it

@@ -36,6 +36,8 @@ class SampleImages(Callback):
     is scaled by its own minimum and maximum, so that the picture does not have the contrast of the data. Values that are not
     finite are black.
 
+    With multiple ranks: the main process shows images of its own batches; it does not communicate.
+
     Args:
         count: The largest number of images in one picture.
         every: The interval for training batches. None: ``"1 epoch"``, or no training batches if `evaluation` is given.

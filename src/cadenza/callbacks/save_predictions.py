@@ -38,6 +38,8 @@ class SavePredictions(Callback):
     The whole file is written at the end of the evaluation. An evaluation that ends with an error writes no file. An existing
     file is replaced only if it lies in the directory of the run, if the same run wrote it, or if the run continues.
 
+    With multiple ranks: communicates at the end of the evaluation: the main process writes all rows in the order of the loader.
+
     Args:
         path: The path of the file, with the suffix ``.csv``, ``.parquet`` or ``.jsonl``. It may have the fields ``{epoch}`` and
             ``{step}``. A relative path starts at the directory of the run, or at the working directory if the run has none, as

@@ -32,6 +32,8 @@ class ScheduleValue(Callback, Compared):
 
     The value is set before the first step and then at the interval. It keeps its last value when the run ends.
 
+    With multiple ranks: each rank does the same; it does not communicate.
+
     Args:
         target: The object, or a function of the run that returns it, such as ``lambda run: run.optimizers[0].param_groups[0]``.
         key: The name of the attribute, or the key. A tensor is filled in place.

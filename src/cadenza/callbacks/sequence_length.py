@@ -25,6 +25,8 @@ class SequenceLength(Callback, Compared):
     each batch has the length of its own step, with any number of workers, after a resume, and on all ranks. The workers still
     prepare whole sequences. Evaluations see whole sequences. Each change is a decision.
 
+    With multiple ranks: each rank does the same; it does not communicate.
+
     Args:
         lengths: The length, or lengths by points of the run: a number of steps, or a text in steps, batches, epochs, samples,
             tokens or ``"50%"``, as ``Trainer(accumulate=...)`` takes them. A change holds from the next batch on.

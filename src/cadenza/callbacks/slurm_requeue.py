@@ -31,6 +31,8 @@ class SlurmRequeue(Callback):
     not requeued after Ctrl-C, or if the last checkpoint could not be written. The callback only warns, at the start, if it
     runs outside of a SLURM job, if ``scontrol`` does not exist, or if no `Checkpoint` handles signals.
 
+    With multiple ranks: the main process requeues the job when all ranks have saved; it does not communicate.
+
     Args:
         command: The command that requeues a job. The id of the job is added as the last argument.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class StopOnNonFinite(Callback, Compared):
     """Drop a batch if its loss is not finite, so that it never reaches the weights; then stop, raise or continue.
 
-    On several ranks with DDP, only the rank with this loss drops its batch. The step is the mean over the other batches, as in
+    With DDP, only the rank with this loss drops its batch. The step is the mean over the other batches, as in
     one process with gradient accumulation. With FSDP, a ``step_fn``, ``cadenza.attach`` or ``DdpDriver(static_graph=True)``,
     all ranks drop their batches.
 
@@ -37,6 +37,9 @@ class StopOnNonFinite(Callback, Compared):
     values before the batch. The loss of a batch with weight 0 is not checked.
 
     The check of the loss waits for the device once a batch. `gradients` waits once more a step.
+
+    With multiple ranks: a rank drops its batch alone, and the others learn it with what ranks exchange anyway; all act on it at
+    the same step. With FSDP, a ``step_fn`` or ``cadenza.attach`` it communicates in each batch, and all ranks drop theirs.
 
     Args:
         action: ``"stop"`` requests the end of the run, ``"raise"`` raises `NonFiniteError`, ``"skip"`` only drops the batch.

@@ -15,6 +15,7 @@ from cadenza.drivers.sharding import local
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least_or_none
 from cadenza.loading.batches import tensors_in
+from cadenza.optim.model_state import is_compiled
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -44,6 +45,8 @@ class Summary(Callback):
     extra batch is read, and no random number or mode changes. If the first step fails, the table shows what is known by then.
     The hooks on the layers are removed after the first step. The table of a compiled model has no shapes, because hooks would
     become part of its graph.
+
+    With multiple ranks: runs on the main process only and does not communicate.
 
     Args:
         depth: The number of levels of inner layers in the table; None shows all. Rows include the parameters of deeper layers.
@@ -88,8 +91,7 @@ def _hooked(run: Run, shapes: dict[nn.Module, Any]) -> list[RemovableHandle]:
     """Register hooks that record the output shapes of the first call of each layer in training."""
     model = run.model
     modules = list(model.modules())
-    # The private attributes of a compiled module; torch has no public ones.
-    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules):
+    if any(map(is_compiled, modules)):
         return []
 
     def listen(module: nn.Module) -> RemovableHandle:

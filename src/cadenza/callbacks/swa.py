@@ -39,6 +39,9 @@ class Swa(Averaging, Compared):
     checkpoint holds the weights with which the run can continue. During the run, ``Evaluate(weights="swa")`` evaluates the
     average with the statistics of the last weights; before `start`, it evaluates the model itself.
 
+    With multiple ranks: communicates when the BatchNorm statistics are computed again: each rank reads its shard of the data,
+    and all get the mean. Every rank must call ``put_in_place``.
+
     Args:
         start: A fraction of the run such as 0.75, of its steps or, if only ``max_tokens`` ends it, of its tokens; or a point
             such as ``"8 epochs"``.

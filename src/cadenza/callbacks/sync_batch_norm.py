@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 
 class ConvertSyncBatchNorm(Callback):
-    """On multiple ranks, replace every BatchNorm layer by ``torch.nn.SyncBatchNorm`` when a run is set up.
+    """With multiple ranks, replace every BatchNorm layer with ``torch.nn.SyncBatchNorm`` when a run is set up.
 
     On one rank the model does not change. The new layers hold the parameter and buffer objects of the old layers, so that
     optimizers and wrappers stay valid. They stay in the model after the run. Without a process group they compute the same as
     BatchNorm, and their weights have the same names. SyncBatchNorm trains on GPUs only.
+
+    With multiple ranks: each rank converts its own model; the layers then communicate in every forward pass of the training.
 
     Raises:
         ValueError: The model itself is a BatchNorm layer, or the model is sharded.

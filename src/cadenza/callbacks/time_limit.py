@@ -20,6 +20,9 @@ class TimeLimit(Callback):
 
     The next ``fit(resume="auto")`` continues the run, with a time limit of its own.
 
+    With multiple ranks: uses the time that all ranks agree on before each step, so all stop at the same step; it does not
+    communicate.
+
     Args:
         duration: The time, such as ``"90 s"``, ``"30 min"`` or ``"2 h"``.
 

@@ -28,6 +28,9 @@ class Timer(Callback):
     ``time/step_s``, the time since the run began. On a GPU, a step ends when its work is queued, so a single time may be short;
     the mean of some steps is right. `TimeLimit` ends a run by its time, `Profile` says which part took it.
 
+    With multiple ranks: each rank measures its own times; what it logs is the mean over the ranks. It does not communicate
+    otherwise.
+
     Args:
         every: The interval of ``time/step_s``: ``50`` (steps), ``"1 epoch"``, ``"30 s"``.
         prefix: The prefix of the names.

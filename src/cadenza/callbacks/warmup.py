@@ -29,6 +29,8 @@ class Warmup(Callback, Compared):
     is restored. So schedulers and checkpoints never see a scaled rate. The factors of several warm-ups of one optimizer
     multiply. `LogTraining` logs the rates with the factor.
 
+    With multiple ranks: each rank does the same; it does not communicate.
+
     Args:
         length: The length, such as ``"500 steps"`` or ``"1 epoch"``, or a fraction of the run: ``"10%"``, or 0.1 as a float. A
             run that continues keeps the number of steps of its first start. If ``max_tokens`` is the only limit, a fraction is

@@ -199,6 +199,17 @@ class Driver(ABC):
     def check_trainable(self, model: nn.Module) -> None:  # noqa: B027  # most train all layers
         """Raise `ValueError` if a layer of `model` cannot be trained with this driver."""
 
+    def after_update(self, model: nn.Module, step: int) -> None:  # noqa: B027  # most have nothing to do
+        """Called on every rank after each update of the weights, before ``on_after_optimizer_step``. It may communicate.
+
+        A driver that averages weights instead of gradients does it here, such as every eighth step.
+
+        Args:
+            model: The prepared model.
+            step: The number of the current step, from 1. With several updates in a step, each calls it. An update that the
+                loss scale of fp16 skips calls it too.
+        """
+
     def reshard(self, model: nn.Module) -> None:  # noqa: B027  # most keep nothing of a forward pass
         """Free the memory that forward passes without a backward pass have kept. Every rank must call this."""
 

@@ -128,7 +128,7 @@ class Training:
             return
         if session.step_fn is not None:
             step.outputs.take(session.step_fn(self.run, step.batch))
-            step.window.losses.append(torch.as_tensor(step.outputs["loss"]).detach())
+            step.window.note(torch.as_tensor(step.outputs["loss"]), dict.get(step.outputs, "weight"))
         else:
             step.outputs.take(session.compute(session.model, step.batch))
             backward(session, step.outputs, step.window)
@@ -289,6 +289,6 @@ class Training:
             hooks.end(raised, Callback.on_epoch_end, run)
         explain(session, raised)
         error = session.driver.first_error(raised)
-        session.end(Outcome("failed", repr(error)))
+        session.end(session.metrics.losses.failed(error))
         hooks.end(error, Callback.on_exception, run, error)
         return error

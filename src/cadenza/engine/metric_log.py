@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.step_state import AccumulationWindow, Decide, StepState, number_on_host
+from cadenza.errors import add_note, notes_of
 from cadenza.hooks.dispatch import Hooks
 from cadenza.records.directory import RunDirectory
 from cadenza.records.history import History
@@ -180,16 +182,32 @@ class LossCheck:
     def ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome of a run, extended if a loss was not finite. Every rank must call this."""
         self.look(wait=True)
-        first = None
-        if self._first is not None and not self.quiet:
-            step, name = self._first
-            lasts = name in self._lasting and self._lasting[name][0] == step
-            when = f"from step {step} on" if lasts else f"at step {step}"
-            first = step, f"{name}{self._where.get(name, '')} was not finite {when}"
+        first = self._since()
         if self._driver.world_size > 1:  # the loss of any rank may be the first that is not finite
             everyone = [one for one in self._driver.gather(first) if one is not None]
             first = min(everyone, default=None, key=itemgetter(0))
         return outcome if first is None else replace(outcome, reason=f"{outcome.reason}; {first[1]}")
+
+    def failed(self, error: BaseException) -> Outcome:
+        """Return the outcome of a run that an error ends. It and the error say if a loss of this rank was not finite."""
+        self._has_warned = True  # the error says it
+        with suppress(Exception):  # the device may have failed
+            self.look(wait=True)
+        first = self._since()
+        if first is None:
+            return Outcome("failed", repr(error))
+        if first[1] not in notes_of(error):
+            add_note(error, first[1])
+        return Outcome("failed", f"{error!r}; {first[1]}")
+
+    def _since(self) -> tuple[int, str] | None:
+        """Return the first step of this rank with a loss that is not finite, and a text with it."""
+        if self._first is None or self.quiet:
+            return None
+        step, name = self._first
+        lasts = name in self._lasting and self._lasting[name][0] == step
+        when = f"from step {step} on" if lasts else f"at step {step}"
+        return step, f"{name}{self._where.get(name, '')} was not finite {when}"
 
     def _look_at_step(self, one: StepLoss) -> None:
         if (loss := one.loss) is not None:

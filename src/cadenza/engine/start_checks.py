@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -26,7 +27,7 @@ from cadenza.loading.loaders import is_read_once, length_of
 from cadenza.loading.settings import loader_hints
 from cadenza.optim.optimizers import notes
 from cadenza.status.folding import for_screen
-from cadenza.status.formats import counted
+from cadenza.status.formats import counted, duration
 from cadenza.status.progress import Progress
 
 
@@ -142,8 +143,15 @@ def check_evaluation_loaders(session: Session) -> None:
             check_some_batch(evaluation.loader, f"the loader of {name!r}")
 
 
-def warn_of_graph_breaks(session: Session, before: int) -> None:
-    """Warn of each line at which the graph of a compiled model broke. `before` is the number of breaks before this run."""
+def tell_of_compilation(session: Session, before: int, began: float) -> None:
+    """Say how long a compiled model took to its first update, and warn of each line at which its graph broke.
+
+    Args:
+        session: The session, after its first step.
+        before: The number of breaks before this run.
+        began: The ``perf_counter`` at its start.
+    """
+    session.print(f"compile: the first step took {duration(time.perf_counter() - began)}, with the compilation")
     for line in breaks_since(before):
         session.warn(f"compile: the graph of the model breaks at {line}: it runs as parts, with Python between them")
         session.decide("graph broken", line, who="torch.compile")

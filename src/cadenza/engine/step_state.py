@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from cadenza.run import Run
     from cadenza.status.decisions import Requests
 
+_ALL_OR_NONE = "either all batches of a step report outputs['weight'], or none does"
+
 
 class AccumulationWindow:
     """The batches of one step, and the loss scale of each.
@@ -85,7 +87,7 @@ class AccumulationWindow:
             LossError: Some batches of the step have a weight, and others have none.
         """
         if self.losses and (weight is None) != (self._first_weight is None):
-            raise LossError("either all batches of a step report outputs['weight'], or none does")
+            raise LossError(_ALL_OR_NONE)
         self.losses.append(loss.detach())
         self._taken += 1
         if weight is None:
@@ -100,6 +102,19 @@ class AccumulationWindow:
             self._first_weight = 1.0 if self._uneven else self._mean(first, loss)
         self.weights.append(weight)
         return self.scale_of(-1)
+
+    def note(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Keep a batch of which the user's own code adds the gradients. Its weight counts in the mean loss alone.
+
+        Raises:
+            LossError: Some batches of the step have a weight, and others have none.
+        """
+        if self.losses and (weight is None) != (not self.weights):
+            raise LossError(_ALL_OR_NONE)
+        self.losses.append(loss.detach())
+        if weight is not None:
+            on_host = number_on_host(weight)
+            self.weights.append(weight if on_host is None else on_host)
 
     def scale_of(self, index: int) -> float | Tensor:
         """Return the loss scale of a batch that was added."""

@@ -23,6 +23,7 @@ from cadenza.errors import nearest
 from cadenza.hooks.dispatch import checked, hooks_of
 from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.optim.model_state import is_compiled
 from cadenza.records.scalars import as_numbers, host_number, weighted_sum
 from cadenza.status.outputs import Outputs
 from cadenza.status.plain import is_array
@@ -324,11 +325,6 @@ def with_epoch_means(callbacks: Sequence[BaseCallback], loader: object) -> list[
 # -- the speed: steps, samples and tokens per second, and the fraction of the peak -----------------
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether `torch.compile` was asked to compile a module, or a part of it."""
-    return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules())
-
-
 def traced(session: Session, batch: Any) -> int:
     """Return the operations of a batch from the shapes of its tensors alone: nothing is computed, and nothing changes.
 
@@ -439,7 +435,7 @@ class Throughput:
     def before_batch(self, run: Run, batch: Any) -> None:
         """Count the operations of this batch."""
         session = session_of(run)
-        if session.step_fn is not None or not is_compiled(session.module):
+        if session.step_fn is not None or not any(map(is_compiled, session.module.modules())):
             self._counter = self._counting.enter_context(_counting())
             return
         try:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cadenza.drivers.base import Driver
 from cadenza.drivers.sharding import locals_of
 from cadenza.engine.objective import checked_loss
 from cadenza.engine.session import Loops, Session
@@ -141,6 +142,8 @@ def update_weights(session: Session, optimizers: Sequence[Optimizer], take: Take
     step.in_update = False
     step.updates += 1
     step.updated = not left_out or len(left_out) < len(optimizers)
+    if type(session.driver).after_update is not Driver.after_update:  # a call less in each step
+        session.driver.after_update(session.model, session.progress.step + 1)
     hooks.on_after_optimizer_step(run)
 
 

@@ -191,7 +191,7 @@ class LoopVerbs(Verbs):
             return
         step.outputs.take(loss, "loop.backward(...) expects")
         self._add_gradients(step.outputs, into)
-        step.window.losses.append(scalar(step.outputs["loss"].detach()))
+        step.window.note(scalar(step.outputs["loss"]), dict.get(step.outputs, "weight"))
 
     def update(self, arguments: Sequence[Any]) -> Any:
         step = self.session.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field, replace
@@ -23,7 +24,7 @@ from cadenza.engine import start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
 from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import OVER, Training
-from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, has_graphs, in_evaluation_mode
+from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs, in_evaluation_mode
 from cadenza.engine.monitor import monitors_in
 from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
 from cadenza.engine.rank_sync import SharedProgress
@@ -45,7 +46,7 @@ from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.run import Run
-from cadenza.status.decisions import RESUMABLE, GoBack, Outcome
+from cadenza.status.decisions import RESUMABLE, GoBack
 from cadenza.status.formats import counted, few
 from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Counters, Progress
@@ -105,7 +106,13 @@ class Recipe:
         return updates.checked(optimizers, self.model, own_step=self.step_fn is not None or updates.is_kept(self.optimizer))
 
     def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks, session: Session | None = None) -> Plan:
-        compiled = None if self._compile is None else " ".join(f"{name}={value}" for name, value in self._compile.items())
+        compiled = (
+            None
+            if self._compile is None
+            else " ".join(
+                f"{name}={value if isinstance(value, str) else brief(value)}" for name, value in self._compile.items()
+            )
+        )
         facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
         facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
         own, kind = self._own_optimizer, self.driver.device.type
@@ -168,8 +175,8 @@ class Recipe:
 
     def _prepared_model(self) -> nn.Module:
         model = self.driver.prepare(self.model)
-        if self._compile is not None and (own := self.driver.unwrap(model))._compiled_call_impl is None:
-            own.compile(**self._compile)  # in place: it stays the same object, with the same names in its state_dict
+        if self._compile is not None:
+            compile_model(self.driver.unwrap(model), self._compile)
         for module in modules_of(self.compute_loss):
             module.to(self.driver.device)
         return model
@@ -191,7 +198,7 @@ class Recipe:
             one_pass = self.accumulate == 1 and self.step_fn is None and session.loop is Loops.FIT  # in each step
             if has_graphs(self._compile) and not one_pass:
                 session.precision.backward_pass = BackwardOfGraphs(session.module)
-            session.acts.after_step(partial(start_checks.warn_of_graph_breaks, session, breaks_so_far()))
+            session.acts.after_step(partial(start_checks.tell_of_compilation, session, breaks_so_far(), time.perf_counter()))
 
     def _in_effect(self, given: Settings) -> tuple[int, Iterable[Any]]:
         """Return the accumulation and the loader of a run, with the values that ``fit(override=...)`` gives."""
@@ -425,7 +432,7 @@ def _end(session: Session, kind: object, raised: BaseException | None, traceback
         _write_outcome(session)
         return
     error = session.driver.first_error(raised)
-    session.end(Outcome("failed", repr(error)))
+    session.end(session.metrics.losses.failed(error))
     try:
         _write_outcome(session)
     except OSError as later:  # the first error is the one that is raised

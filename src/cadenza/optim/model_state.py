@@ -27,6 +27,11 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {plain_name(name): value for name, value in model.state_dict().items()}
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` was asked to compile a module, in place or as another module around it."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
 def buffers_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return by plain name the module and the attribute of each buffer, also of a buffer that is None."""
     modules = model.named_modules(remove_duplicate=False)

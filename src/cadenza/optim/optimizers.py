@@ -218,8 +218,11 @@ def load_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def is_of_torch(state: Mapping[str, Any]) -> bool:
-    """Return whether the state of an optimizer has the form of torch's."""
-    return {"state", "param_groups"} <= state.keys()
+    """Return whether the state of an optimizer has the form of torch's. A wrapper may give the same names to other things."""
+    groups = state.get("param_groups")
+    if not isinstance(state.get("state"), Mapping) or not isinstance(groups, list | tuple):
+        return False
+    return all(isinstance(group, Mapping) and "params" in group for group in groups)
 
 
 def _in_format(saved: Any, loaded: Any) -> Any:

@@ -238,6 +238,8 @@ class RunDirectory(RecordedRun):
         self._lock, self._inode = _locked(self.path), _inode(self.path)
         for log in self._logs.values():
             log.reopen()
+            log.flush()  # lines for which there was no file
+        self._records.reopen()  # the file may be replaced, with rows from memory
         self._write_info()
 
     def _write_info(self) -> None:

@@ -54,6 +54,11 @@ class Log:
         if self._ended:  # run.print after the fit
             self.end()
 
+    def flush(self) -> None:
+        """Write the lines that wait."""
+        if self.waiting:
+            self._write("")
+
     def reopen(self) -> None:
         """Close the file. The next line opens the file that is at the path then."""
         if self._file is not None:

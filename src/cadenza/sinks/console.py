@@ -30,6 +30,8 @@ class Console(Callback):
     terminal, a line that is too wide goes on below, and no value is cut. ``console.log`` in the directory of the run has the
     whole lines.
 
+    With multiple ranks: only the main process opens, writes and closes it.
+
     Args:
         every: Print at most one record with the same names per interval, such as ``"500 steps"``. None prints all.
         epochs: Print a line at the start of each epoch, and one at its end with its steps and time. Values that are logged at

@@ -29,6 +29,8 @@ class Csv(Sink):
     table is written to a second file, which then replaces the first. A run that continues removes the rows after its
     checkpoint.
 
+    With multiple ranks: only the main process opens, writes and closes it.
+
     Args:
         path: The path of the file. A relative path starts at the directory of the run, if it has one.
 

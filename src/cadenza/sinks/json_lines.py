@@ -23,6 +23,8 @@ class JsonLines(Callback):
     writes another one, at a path of your choice, each line before the next step. A run that continues removes the lines after
     its checkpoint.
 
+    With multiple ranks: only the main process opens, writes and closes it.
+
     Args:
         path: The path of the file. A relative path starts at the directory of the run, if it has one. None writes no other
             file; the run writes each line of its own ``metrics.jsonl`` before the next step, so that a kill loses none.

@@ -52,6 +52,8 @@ class ProgressBar(Callback):
     HTML, which the saved file keeps. A file or a pipe gets a line from time to time, and so does a terminal if ``CI`` or
     ``SLURM_JOB_ID`` is set.
 
+    With multiple ranks: only the main process draws, with its own loss and the samples of all ranks.
+
     Args:
         renderer: ``"rich"`` (terminal), ``"plain"`` (lines) or ``"notebook"``; ``"auto"`` chooses at the start of a run.
             ``"tqdm"`` draws with tqdm, which does not move printed lines above the bar.

@@ -40,6 +40,8 @@ class Sink(Callback):
     - ``"disable"``: one warning, and the run continues without the sink.
     - ``"raise"``: the error ends the run.
 
+    With multiple ranks: ``open``, ``write`` and ``close`` are called on the main process only, so they must not communicate.
+
     >>> from cadenza import Callback, on
     >>> from cadenza.testing import tiny_run
     >>> class Memory(Sink):

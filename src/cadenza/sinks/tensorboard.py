@@ -33,6 +33,8 @@ class TensorBoard(Sink):
 
     Each value has its step and time. After an error, the sink is tried again in a new file; see `Sink`.
 
+    With multiple ranks: only the main process opens, writes and closes it.
+
     Args:
         directory: The directory of the files. A relative path starts at the directory of the run, if it has one. None:
             ``tensorboard`` in the directory of the run.

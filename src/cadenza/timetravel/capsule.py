@@ -84,6 +84,9 @@ class Capsule(Callback):
     in the memory of the device; with `accumulate`, a step has several.
     The RNG state is that of its ``on_batch_start``: callbacks that draw random numbers there must stand before it.
 
+    With multiple ranks: each rank watches its own loss, and writes capsules of its own. It communicates once, at the end of the
+    run.
+
     Args:
         last: The number of steps of which batches, positions and RNG states are kept, with the present one.
         when: The signs in the loss: `NonFinite`, `Spike`, or several joined by ``|``. None: ``NonFinite() | Spike()``.

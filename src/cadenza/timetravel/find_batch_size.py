@@ -35,6 +35,8 @@ class FindBatchSize(Callback):
     of its first start, and tries nothing. The learning rate does not change, although a larger batch often needs a larger
     rate. The result is printed, and ``size`` holds it. This works in one process only.
 
+    With multiple ranks: raises `ValueError`, because it needs a single process.
+
     Args:
         make_loader: A function of the batch size that returns a loader. The trainer's own loader is not used.
         start: The first size to try.

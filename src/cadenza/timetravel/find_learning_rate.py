@@ -42,6 +42,8 @@ class FindLearningRate(Callback):
     the random generators; and the attributes, containers and indices of the loader and its data set. It does not restore
     files, threads, data that are changed in place, and other state.
 
+    With multiple ranks: communicates in each step of its test: all ranks find the same rate.
+
     Args:
         start: The first rate.
         end: The last rate.

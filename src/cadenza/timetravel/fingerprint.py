@@ -36,6 +36,9 @@ class Fingerprint(Callback):
 
     All values are copied to the host: a fingerprint waits for the device, and takes as long as a copy of the model.
 
+    With multiple ranks: the main process writes checksums of its own tensors, which are equal on all ranks; with FSDP, every
+    rank sends those of its shards.
+
     Args:
         every: The interval in steps.
 

@@ -76,6 +76,9 @@ class Recover(Callback, Compared):
     The check waits for the device once a step. Ranks exchange the loss during the backward pass, and do not wait for each other
     if it is on the host. With a device or a ``step_fn``, they wait for it at the end of the step.
 
+    With multiple ranks: communicates: the mean loss of each step is reduced over the ranks, and all ranks go back together and
+    leave out the same rounds.
+
     Args:
         when: The signs: `NonFinite`, `Spike`, or both joined by ``|``. None: ``NonFinite() | Spike()``.
         back: ``"last good checkpoint"``: the newest one before the sign with finite weights; or, such as ``"100 steps"``, the

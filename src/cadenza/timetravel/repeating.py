@@ -19,6 +19,7 @@ from cadenza.engine.session import Session
 from cadenza.engine.updating import complete_window
 from cadenza.loading.rng import RNGState
 from cadenza.optim.finite import tensors_at
+from cadenza.optim.model_state import is_compiled
 from cadenza.status.outputs import Outputs
 from cadenza.timetravel.restore_point import restore_in_place
 
@@ -109,7 +110,7 @@ class StepRepeat:
         self._handles: list[RemovableHandle] = []
         session.compute = self._first_time
         modules = dict(session.module.named_modules())
-        if not any(_is_compiled(module) for module in modules.values()):  # hooks would have it compiled anew, with other bits
+        if not any(map(is_compiled, modules.values())):  # hooks would have it compiled anew, with other bits
             for name, module in modules.items():
                 self._handles.append(module.register_forward_hook(self._tracer(name, module)))
 
@@ -312,10 +313,6 @@ def _fill(tensor: Tensor, value: Tensor) -> None:
     target, value = local(tensor), local(value)
     if not same_bits(target, value):
         target.copy_(value)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def named(differences: Mapping[str, str]) -> str:

@@ -52,6 +52,9 @@ class ReplayCheck(Callback, Compared):
     looks like corruption: change gradients in ``on_before_optimizer_step``, which comes after the check. A step is not checked
     if a batch of it was skipped, or if a callback replaced the loss in ``on_before_backward``.
 
+    With multiple ranks: communicates in the steps that it checks: every rank repeats the step, and with DDP they compare
+    weights and gradients. The first step of a process is not checked.
+
     Args:
         every: The steps to check, as an interval in steps: ``"1000 steps"``, ``At("10 steps") | Every("1000 steps")``.
         action: What a difference does. ``"raise"`` ends the run with `ReplayError` before the update; it continues from the

@@ -44,6 +44,9 @@ class Alert(Callback):
 
     Records without the name do not count. Rules are applied on the main process, to the means over all ranks.
 
+    With multiple ranks: the main process applies the rule to the means over all ranks, and sends one alert; it does not
+    communicate.
+
     Args:
         rule: The rule.
         to: One target, or a list of targets. ``"console"``: the screen and ``console.log``. A URL: a POST request with the

@@ -42,6 +42,8 @@ class Comet(Sink):
     A run that continues also continues its experiment. Offline, it makes one more archive, without the values of earlier
     archives. Online, it sends the values after its checkpoint again.
 
+    With multiple ranks: only the main process opens, writes and closes it.
+
     Args:
         project: The name of the project. None takes ``COMET_PROJECT_NAME``, else the default of Comet.
         run_name: The name of the experiment. None takes the name of the directory of the run.

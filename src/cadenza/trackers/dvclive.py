@@ -35,6 +35,8 @@ class Dvclive(Sink):
     change your Git or DVC repository; ``dvc exp save`` does, when you call it. A run that continues replaces the values after
     its checkpoint.
 
+    With multiple ranks: only the main process opens, writes and closes it.
+
     Args:
         directory: The directory of the files. A relative path starts at the directory of the run, if it has one. None:
             ``dvclive`` in the directory of the run.

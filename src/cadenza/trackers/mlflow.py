@@ -51,6 +51,8 @@ class Mlflow(Sink):
     If it cannot be reached, there is one warning, the training continues, and the sink is tried again; see `Sink`. The
     telemetry of MLflow is off, unless ``MLFLOW_DISABLE_TELEMETRY`` is set to another value.
 
+    With multiple ranks: only the main process opens, writes and closes it.
+
     Args:
         tracking_uri: The URI of the server or database. None: ``MLFLOW_TRACKING_URI``, which ``mlflow.set_tracking_uri(...)``
             sets, else the database file ``mlflow.db`` in the directory of the run, with the media in the same directory.

@@ -29,6 +29,8 @@ class OptunaPruning(Callback):
     number instead, Optuna records the trial as complete, and the next run of the study warns. The user attribute
     ``"pruned by Optuna"`` of a pruned trial has the reason.
 
+    With multiple ranks: communicates at the setup. Only the main process reports to the trial; its request stops all ranks.
+
     Args:
         trial: The trial that your objective gets. On several ranks, only the main process needs it: pass None on the others, or
             pass a ``TorchDistributedTrial`` on all.

@@ -31,6 +31,8 @@ class Swanlab(Sink):
     `Sink`. The same happens without an account or a server, because the sink never asks for a login. Records that SwanLab
     cannot write to its disk are lost; SwanLab prints a message about them.
 
+    With multiple ranks: only the main process opens, writes and closes it.
+
     Args:
         project: The name of the project. None takes the name of the working directory.
         run_name: The name of the run in SwanLab. None takes the name of the directory of the run.

@@ -28,6 +28,8 @@ class Trackio(Sink):
     Trackio wrote it, up to a second later. An active Trackio run of the script is not affected. A run that continues keeps its
     name, and replaces the records after its checkpoint.
 
+    With multiple ranks: only the main process opens, writes and closes it.
+
     Args:
         project: The name of the project. None takes the name of the working directory.
         run_name: The name of the run in Trackio. None takes the name of its directory and the first characters of its id.

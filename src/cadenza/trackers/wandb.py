@@ -47,6 +47,8 @@ class Wandb(Sink):
     The sink never asks for a login. Without an account or a server there is one warning, the training continues, and
     the sink is tried again; see `Sink`.
 
+    With multiple ranks: only the main process opens, writes and closes it.
+
     Args:
         project: The name of the project. None takes the default of wandb.
         run_name: The name of the run in wandb. None takes the name of the directory of the run.

@@ -253,7 +253,8 @@ def checked_state(state: Any) -> Any:
     _require(len(made_with) == len(optimizers), "given.optimizers", "the options of each optimizer", made_with)
     _require(len(optimizers) == len(counts) == len(names), "optimizers", counted(len(counts), "state"), optimizers)
     for index, (optimizer, options) in enumerate(zip(optimizers, made_with, strict=True)):
-        if is_of_torch(optimizer):
+        if names[index] in _MOMENTS or is_of_torch(optimizer):
+            check(optimizer, _OF_TORCH, f"optimizers[{index}]")
             numbers, expected = [group["params"] for group in optimizer["param_groups"]], counts[index]
             fits, said = [*map(len, numbers)] == expected, f"groups with {expected} as their numbers of parameters"
             _require(fits, f"optimizers[{index}].param_groups", said, numbers)
@@ -339,14 +340,6 @@ def or_none(kind: Kind) -> Callable[[Any, str], None]:
 def _accumulate(value: Any, path: str) -> None:
     check(value, {str: count} if isinstance(value, Mapping) else count, path)
     _require(bool(value) and (isinstance(value, int) or min(value.values()) > 0), path, "above 0", value)
-
-
-def _optimizer(value: Any, path: str) -> None:
-    """Check the state of an optimizer, if it has the form of torch's."""
-    check(value, Mapping, path)
-    if is_of_torch(value):
-        check(value["param_groups"], [{"params": [int | str]}], f"{path}.param_groups")
-        check(value["state"], Mapping, f"{path}.state")
 
 
 def _check_update(optimizer: Mapping[str, Any], options: Sequence[Mapping[str, Any]], path: str) -> None:
@@ -489,6 +482,7 @@ _OF_PARAMETER = {
     "grad_avg?": _MOMENT,
     "momentum_buffer?": _MOMENT | None,
 }
+_OF_TORCH = {"state": Mapping, "param_groups": [{"params": [int | str]}]}
 _OPTIONS = {"fused?": bool | None, "foreach?": bool | None, "initial_lr?": _number}
 _WEIGHTS = {
     "callbacks?": {str: Mapping},
@@ -506,7 +500,7 @@ _WHOLE = _WEIGHTS | {
     "given?": _GIVEN,
     "environment": {str: object},
     "model_extra": {str: object},
-    "optimizers": [_optimizer],
+    "optimizers": [Mapping],
     "precision": Mapping,
     "gradients": {int: Tensor | Stored},
     "weight_unit?": int | float | None,

@@ -1,0 +1,37 @@
+"""The page with more examples of a callback or sink, for the table in callbacks.md and the reference of the site."""
+
+from __future__ import annotations
+
+GUIDES: dict[str, str] = {
+    "Alert": "[alerts](logging.md#alerts)",
+    "BestWeights": "[test the best weights](evaluation.md#test-the-best-weights)",
+    "Capsule": "[when a step breaks](capsule.md)",
+    "Checkpoint": "[checkpoints](checkpoints.md)",
+    "Comet": "[Comet](sinks.md#comet)",
+    "Console": "[console](sinks.md#console)",
+    "Csv": "[Csv](sinks.md#csv)",
+    "Dvclive": "[DVCLive](sinks.md#dvclive)",
+    "EarlyStopping": "[monitors](evaluation.md#monitors)",
+    "Ema": "[averaged weights](evaluation.md#averaged-weights)",
+    "Evaluate": "[evaluation](evaluation.md)",
+    "Fingerprint": "[compare runs](compare-runs.md)",
+    "LearningRate": "[a schedule in a longer run](changes.md#a-schedule-in-a-longer-run)",
+    "LogTraining": "[tokens and throughput](logging.md#tokens-and-throughput)",
+    "Mlflow": "[MLflow](sinks.md#mlflow)",
+    "OmitFrozen": "[fine-tune with LoRA](recipes/lora.md)",
+    "OptunaPruning": "[search hyperparameters with Optuna](recipes/optuna.md)",
+    "Profile": "[profile](profile.md)",
+    "ProgressBar": "[progress bar](sinks.md#progress-bar)",
+    "Recover": "[recover from a broken loss](recover.md)",
+    "ReplayCheck": "[check the machine](check-the-machine.md)",
+    "SavePredictions": "[predictions in a file](evaluation.md#predictions-in-a-file)",
+    "SequenceLength": "[length of sequences](changes.md#length-of-sequences)",
+    "Sink": "[your own sink](sinks.md#your-own-sink) and [when a tracker fails](sinks.md#when-a-tracker-fails)",
+    "SlurmRequeue": "[preemption signals](checkpoints.md#ctrl-c-and-preemption-signals)",
+    "StopOnNonFinite": "[losses that are not finite](logging.md#losses-that-are-not-finite)",
+    "Swa": "[averaged weights](evaluation.md#averaged-weights)",
+    "Swanlab": "[SwanLab](sinks.md#swanlab)",
+    "TensorBoard": "[TensorBoard](sinks.md#tensorboard)",
+    "Trackio": "[Trackio](sinks.md#trackio)",
+    "Wandb": "[Weights & Biases](sinks.md)",
+}
