@@ -480,6 +480,21 @@ def test_a_buffer_that_changes_late_is_restored_and_one_that_cannot_be_set_is_le
     assert torch.equal(model.get_buffer("1.count"), before)
 
 
+def test_a_buffer_that_is_resized_in_place_or_replaced_is_restored_from_its_next_copy() -> None:
+    layer = nn.Module()
+    layer.register_buffer("low", torch.zeros(0))
+    layer.register_buffer("high", torch.zeros(2))
+    statistics = Statistics(layer)
+    layer.get_buffer("low").resize_(3).fill_(1)
+    layer.high = torch.ones(2)
+    statistics.keep()
+    layer.get_buffer("low").fill_(2)
+    layer.high = torch.zeros(2)
+    statistics.restore()
+    assert layer.get_buffer("low").tolist() == [1, 1, 1]
+    assert layer.get_buffer("high").tolist() == [1, 1]
+
+
 class Network(nn.Module):
     """Two layers with batch norm between them; the first can be frozen."""
 

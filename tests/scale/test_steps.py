@@ -193,7 +193,7 @@ def test_ranks_exchange_nothing_in_quiet_steps_and_count_every_sample() -> None:
     (exchanges, seen), second = launch(counted)
     assert (exchanges, seen) == second
     assert seen == [(52, 411), (104, 822), (150, 822 + 46 * 8), (156, 1233), (208, 1644), (208, 4 * 411)]
-    assert exchanges <= 10
+    assert exchanges <= 10 + 4 * 5  # at the end of each epoch, ranks wait five times
 
 
 def test_a_suspended_listener_costs_no_wait_and_is_called_when_it_is_due() -> None:

@@ -36,8 +36,7 @@ def reach(session: Session, *, closing: bool = False, after_step: bool = False) 
     if not session.metrics.buffer.idle:
         session.metrics.deliver(session.run, session.progress.now(), wait=closing)
     session.cursor.at_boundary |= not closing
-    if acts.later:
-        acts.next, acts.later = acts.next + acts.later, []
+    acts.next, acts.later = acts.next + acts.later, []
     while acts.next:
         session.hooks.carry_out([acts.next.pop(0)], session.run, "after_step")
 

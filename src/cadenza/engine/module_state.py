@@ -176,17 +176,21 @@ class Statistics:
             (layer._buffers, name) for layer in model.modules() for name, one in layer._buffers.items() if one is not None
         ]
         self._buffers: list[Tensor | None] = []
+        self._shapes: list[torch.Size | None] = []
+        self._copies: dict[int, Tensor] = {}
+        self._alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         self.keep()
 
     def keep(self) -> None:
         """Copy the present values."""
         now = [held.get(name) for held, name in self._held]
-        if not self._buffers or any(map(is_not, now, self._buffers)):
-            self._buffers = now
+        shapes = [None if one is None or is_lazy(one) else one.shape for one in now]
+        if shapes != self._shapes or any(map(is_not, now, self._buffers)):  # some observers resize a buffer in place
+            self._buffers, self._shapes = now, shapes
             self._copies = {index: one.clone() for index, one in enumerate(now) if one is not None and _can_be_set(one)}
-            self._alike: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+            self._alike = {}
             for index, copy in self._copies.items():
-                copies, buffers = self._alike.setdefault((copy.dtype, copy.device), ([], []))
+                copies, buffers = self._alike.setdefault((type(copy), copy.dtype, copy.device), ([], []))
                 copies.append(copy)
                 buffers.append(cast("Tensor", now[index]))
             return
@@ -248,7 +252,7 @@ def options_of(compile: Compile) -> dict[str, Any] | None:
 def compile_model(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile a model in place, or each of its outermost `regions`: it stays the same object, with the same names.
 
-    Blocks of one class are compiled once, in a fraction of the time of the model. What is compiled already does not change.
+    Blocks of one class are compiled once, in a fraction of the time of the model. Modules that are compiled already do not change.
 
     Raises:
         ValueError: `regions` matches no module.

@@ -213,11 +213,13 @@ class RankSync:
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-STEPS = tuple(2**power for power in range(11))
-"""The numbers of steps for which ranks may agree to exchange nothing."""
+STEPS = (2, 8, 32, 128)
+"""The numbers of steps for which ranks that expect different calls may agree to exchange nothing."""
 
 LONGEST_S = 0.25
 """The longest time without an exchange, in seconds: a signal waits for so long."""
+
+_MOST = 1 << 16  # of the steps that a rank says it expects without a call: the sum of their squares stays small
 
 AT_START, AT_LOSS, AT_END = range(3)
 """When a batch is announced: before its forward pass, when its loss is known, or when it is over."""
@@ -239,9 +241,10 @@ class Silence:
         return step < self._until
 
     @staticmethod
-    def votes(quiet: float) -> list[bool]:
-        """Return what a rank sends that expects `quiet` steps without a call: which of the `STEPS` are within."""
-        return [quiet >= steps for steps in STEPS]
+    def votes(quiet: float) -> list[int]:
+        """Return what a rank sends that expects `quiet` steps without a call: their number, its square, the `STEPS` within."""
+        expected = int(max(0, min(quiet, _MOST)))
+        return [expected, expected * expected, *(expected >= steps for steps in STEPS)]
 
     def measure(self, step: int, elapsed_s: float) -> None:
         """Note the seconds since the fit began, by the clock of all ranks, at a number of complete steps."""
@@ -251,14 +254,20 @@ class Silence:
             self._measured = step, elapsed_s
 
     def agree(self, votes: Sequence[float], ranks: int, first: int) -> None:
-        """Start the longest quiet window that all ranks voted for, at most as long as `LONGEST_S` at the present pace.
+        """Start the longest quiet window that all ranks voted for and that is short enough at the pace of the last steps.
+
+        Ranks that expect the same number of steps get a window of this length. Others get one of `STEPS`.
 
         Args:
             votes: The sums of the votes of all ranks.
             ranks: The number of ranks.
             first: The number of complete steps at which the window starts.
         """
-        agreed = max((steps for steps, sure in zip(STEPS, votes, strict=True) if sure == ranks), default=0)
+        total, squares, *each = votes
+        if total * total == squares * ranks:  # only if all numbers are equal
+            agreed = total // ranks
+        else:
+            agreed = max((steps for steps, sure in zip(STEPS, each, strict=True) if sure == ranks), default=0)
         steps = int(min(agreed, LONGEST_S / self._pace_s if self._pace_s else agreed))
         self._until = first + steps if steps else 0
 
