@@ -319,7 +319,8 @@ class MapStyleLoader(ResumableLoader):
     """A DataLoader over a map-style dataset. Skipped batches are not loaded, and workers that die are replaced."""
 
     def __init__(self, loader: DataLoader[Any], seed: int, shard: Shard, *, pin: bool, permuted: int) -> None:
-        self._given, self.shard = loader, shard
+        self._given = loader
+        self.shard: Shard = shard
         self._pins = pin and loader.num_workers > 0 and not loader.pin_memory
         batched = loader.batch_sampler is not None
         sampler = loader.batch_sampler if batched else loader.sampler
