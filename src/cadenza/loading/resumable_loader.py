@@ -66,11 +66,6 @@ class PersistentWorkers:
         return iter(self._loader)
 
 
-def has_persistent_workers(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader has persistent workers that read a stream."""
-    return loader.persistent_workers and isinstance(loader.dataset, IterableDataset)
-
-
 class _Stream(IterableDataset[Any]):
     """The dataset in a worker."""
 
@@ -290,8 +285,8 @@ class _Sequential(ResumableLoader):
     def __init__(self, loader: Iterable[Any], seed: int, replay: bool, shard: Shard) -> None:
         self._loader, self._seed, self._replay, self.shard = loader, seed, replay, shard
         self._read = with_sample_counts(loader)
-        if isinstance(loader, DataLoader) and uses_torch_iteration(loader) and has_persistent_workers(loader):
-            self._read = PersistentWorkers(loader)
+        if isinstance(loader, DataLoader) and uses_torch_iteration(loader) and isinstance(loader.dataset, IterableDataset):
+            self._read = PersistentWorkers(loader) if loader.persistent_workers else self._read
 
     @property
     def obstacle(self) -> str | None:

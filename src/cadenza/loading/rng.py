@@ -188,24 +188,15 @@ def preserve_rng_state() -> Iterator[None]:
         state.restore()
 
 
-class isolated_rng:  # noqa: N801  # as a function of contextlib
+@contextmanager
+def isolated_rng(seed: int) -> Iterator[None]:
     """Seed the generators on the host inside; restore their state at the end, also after an error."""
-
-    __slots__ = ("_outside", "_seed")
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._outside = RNGState.capture(devices=False)
-        try:
-            seed_host(self._seed)
-        except BaseException:
-            self._outside.restore()
-            raise
-
-    def __exit__(self, *raised: object) -> None:
-        self._outside.restore()
+    outside = RNGState.capture(devices=False)
+    try:
+        seed_host(seed)
+        yield
+    finally:
+        outside.restore()
 
 
 # -- the generator of numpy ------------------------------------------------------------------------

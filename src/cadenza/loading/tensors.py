@@ -157,18 +157,14 @@ class TensorBatches(Generic[BatchT]):
         return batches_of_rank(PositionBatches.of(self._end, self.batch_size), shard)
 
     def _read(self, batches: Iterable[range], order: Order | None) -> Iterator[Any]:
-        tensors, pack = self._tensors, self._pack
+        tensors, names = self._tensors, self._names
+        pack: Callable[[list[Tensor]], Any] = tuple if names is None else lambda parts: dict(zip(names, parts, strict=True))
         if order is None:
             for positions in batches:
                 yield pack([tensor[positions.start : positions.stop] for tensor in tensors])
         else:
             for index in order.read(batches):
                 yield pack([tensor.index_select(0, index) for tensor in tensors])
-
-    @property
-    def _pack(self) -> Callable[[list[Tensor]], Any]:
-        names = self._names
-        return tuple if names is None else lambda parts: dict(zip(names, parts, strict=True))
 
     def __repr__(self) -> str:
         shuffled = ", shuffle=True" if self.shuffle else ""

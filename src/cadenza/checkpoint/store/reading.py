@@ -87,9 +87,8 @@ class Folder:
     """
 
     def __init__(self, files: Files, name: str, manifest: dict[str, Any], rank: int = 0, ranks: int = 1) -> None:
-        self._files, self._name, self._manifest = files, name, manifest
-        self._said = files_in(manifest)
-        self._rank, self._ranks = rank, ranks
+        self._files, self._name, self._rank, self._ranks = files, name, rank, ranks
+        self._manifest, self._said = manifest, files_in(manifest)
 
     def verify(self) -> None:
         """Check that all files are unchanged."""

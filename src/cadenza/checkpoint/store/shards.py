@@ -250,7 +250,7 @@ class Stored:
         needed, overlaps = [cut.stop - cut.start for cut in wanted], []
         for chunk in self.parts.overlapping(wanted):
             cuts = zip(wanted, chunk.offsets, chunk.sizes, strict=True)
-            overlaps.append((chunk, [_overlap(cut, offset, size) for cut, offset, size in cuts]))
+            overlaps.append((chunk, [(max(cut.start, at), min(cut.stop, at + size)) for cut, at, size in cuts]))
         filled = sum(math.prod(stop - start for start, stop in found) for _, found in overlaps)
         if filled != math.prod(needed):  # before memory is taken for it
             raise CheckpointFormatError(f"the parts of {self.name!r} hold {filled} of {math.prod(needed)} numbers")
@@ -275,10 +275,6 @@ class Stored:
             raise CheckpointDamagedError(
                 f"{path} cannot be read: {error}. All ranks must see the folder of the checkpoints under the same path."
             ) from None
-
-
-def _overlap(cut: slice, offset: int, size: int) -> tuple[int, int]:
-    return max(cut.start, offset), min(cut.stop, offset + size)
 
 
 def header_of(shards: Mapping[str, Shard]) -> dict[str, str]:
