@@ -82,7 +82,7 @@ def test_regions_are_compiled_each_alone_and_the_time_is_said(capsys: pytest.Cap
         run = tiny_run(model=model(), compile={**PLAIN, "regions": regions})
         assert {name for name, part in run.model.named_modules() if is_compiled(part)} == names
         torch.testing.assert_close(bits(run), bits(tiny_run(model=model())))
-        assert re.search(r"^compile: the first step took [\d.]+ m?s, with the compilation$", capsys.readouterr().out, re.M)
+        assert re.search(r"^compile: the first step took [\d.]+ [mu]?s, with the compilation$", capsys.readouterr().out, re.M)
     with pytest.raises(ValueError, match=r"compile\['regions'\]: no module of the model matches 'blocks\.\*'"):
         tiny_run(compile={"regions": "blocks.*"})
     with pytest.raises(TypeError, match=r"compile\['regions'\] must be a pattern"):

@@ -75,19 +75,7 @@ def _attribute(name: str, owner: Owner) -> Part:
 
 
 def _streams(to: Target, plain: Mapping[str, Any]) -> None:
-    to.session.restored.rng_state = RNGState.from_plain(plain, _devices(to.session))  # set with the first step
-
-
-def _devices(session: Session) -> list[int] | None:
-    """Return the accelerators of this rank by role: its device, then the others of a split model. None for a run on a CPU.
-
-    A run that continues may have another index, such as on a machine of which it gets another GPU.
-    """
-    own = session.driver.device
-    if own.type == "cpu":
-        return None
-    held = {one.device.index or 0 for one in session.module.parameters() if one.device.type == own.type}
-    return [own.index or 0, *sorted(held - {own.index or 0})]
+    to.session.restored.rng_state = RNGState.from_plain(plain, to.session.driver.device.index)  # set with the first step
 
 
 def _course(to: Target, plain: Sequence[Mapping[str, Any]]) -> None:
@@ -181,7 +169,7 @@ def _gradients(to: Target, gradients: Mapping[int, Tensor]) -> None:
 
 
 _TRAINING = (
-    Part("streams", lambda session: RNGState.capture().to_plain(_devices(session)), _streams, each_rank=True),
+    Part("streams", lambda session: RNGState.capture().to_plain(session.driver.device.index), _streams, each_rank=True),
     Part("optimizers", lambda session: [one.state_dict() for one in session.optimizers], _optimizers),
     Part(
         "outside",

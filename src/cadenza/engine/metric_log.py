@@ -351,10 +351,6 @@ def _losses_of(kept: Iterable[KeptLosses], arrived: Iterable[float]) -> Iterator
     numbers = iter(arrived)
     for step, tensors, given, of_ranks in kept:
         losses = list(islice(numbers, len(tensors)))
-        if not given:
-            count = len(losses)
-            yield StepLoss(step, sum(losses), count, count)
-            continue
         weights = [next(numbers) if isinstance(one, Tensor) else one for one in given]
         total, weight = weighted_total(losses, weights)
         counted = next(numbers) if isinstance(of_ranks, Tensor) else of_ranks

@@ -252,7 +252,7 @@ def options_of(compile: Compile) -> dict[str, Any] | None:
 def compile_model(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile a model in place, or each of its outermost `regions`: it stays the same object, with the same names.
 
-    Blocks of one class are compiled once, in a fraction of the time of the model. A compiled module does not change.
+    Blocks of one class are compiled once, in a fraction of the time of the model. Compiled modules do not change.
 
     Raises:
         ValueError: `regions` matches no module.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -106,30 +106,26 @@ class RNGState(NamedTuple):
             numpy=None if numpy is None else numpy_capture(numpy),
         )
 
-    def to_plain(self, devices: Iterable[int] | None = None) -> dict[str, Any]:
-        """Return the RNG state as plain values and tensors.
-
-        Args:
-            devices: The indices of the accelerators to return, in an order that `from_plain` gives back; None: all.
-        """
-        chosen = [self.devices[index] for index in (self.devices if devices is None else devices) if index in self.devices]
+    def to_plain(self, own: int | None = None) -> dict[str, Any]:
+        """Return the RNG state as plain values and tensors. That of the device with the index `own` is the first."""
         numpy = _tuple_of(self.numpy) if isinstance(self.numpy, bytes) else self.numpy
         if isinstance(numpy, dict):  # no Mersenne twister
             numpy = _without_arrays(numpy)
         elif numpy is not None:
             name, keys, *rest = numpy
             numpy = (name, torch.from_numpy(keys.astype("int64")), *rest)
-        return {"python": self.python, "torch": self.torch_cpu, "cuda": chosen, "numpy": numpy}
+        return {"python": self.python, "torch": self.torch_cpu, "cuda": _own_first(self.devices, own), "numpy": numpy}
 
     @staticmethod
-    def from_plain(plain: Mapping[str, Any], devices: Iterable[int] | None = None) -> RNGState:
-        """Return the RNG state from the result of `to_plain`; `devices` may have other indices than there."""
+    def from_plain(plain: Mapping[str, Any], own: int | None = None) -> RNGState:
+        """Return the RNG state from the result of `to_plain`. The device of this process may have another index than there."""
         numpy = plain["numpy"]
         if numpy is not None and not isinstance(numpy, Mapping):
             name, keys, *rest = numpy
             numpy = (name, keys.numpy().astype("uint32"), *rest)
-        states = dict(zip(count() if devices is None else devices, plain["cuda"], strict=False))
-        return RNGState(plain["python"], plain["torch"], states, numpy)
+        others = (index for index in count() if index != own)
+        indices = others if own is None else chain([own], others)
+        return RNGState(plain["python"], plain["torch"], dict(zip(indices, plain["cuda"], strict=False)), numpy)
 
     @staticmethod
     def seeded(seed: int) -> RNGState:
@@ -149,27 +145,28 @@ class RNGState(NamedTuple):
             numpy_restore(numpy, self.numpy)
 
 
-def _accelerator() -> Any:
-    """Return torch's module of the accelerator, such as ``torch.cuda``; None without one."""
-    device = torch.accelerator.current_accelerator()
-    return None if device is None else torch.get_device_module(device)
+def _own_first(states: Mapping[int, Tensor], own: int | None) -> list[Tensor]:
+    return [states[index] for index in sorted(states, key=lambda index: (index != own, index))]
+
+
+def _accelerator(*, used: bool) -> Any:
+    """Return torch's module of the accelerator, such as ``torch.cuda``; None without one or, with `used`, before its use."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    module = None if device is None else torch.get_device_module(device)
+    return None if used and not getattr(module, "is_initialized", lambda: module is not None)() else module
 
 
 def _states_of_devices() -> dict[int, Tensor]:
-    """Return the states of the accelerators, by index; of none before the first is used."""
-    module = _accelerator()
-    if module is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
-        return {}
-    all_states = getattr(module, "get_rng_state_all", lambda: [module.get_rng_state()])  # MPS has one device
-    return dict(enumerate(all_states()))
+    module = _accelerator(used=True)
+    return {} if module is None else dict(enumerate(getattr(module, "get_rng_state_all", lambda: [module.get_rng_state()])()))
 
 
 def _set_devices(states: Mapping[int, Tensor]) -> None:
     """Set the generators of the accelerators. This machine may have fewer than the one that saved them."""
-    if states and (module := _accelerator()) is not None:
+    if states and (module := _accelerator(used=False)) is not None:
         for index, state in states.items():
             if index < module.device_count():
-                module.set_rng_state(state, *((index,) if hasattr(module, "get_rng_state_all") else ()))
+                module.set_rng_state(state, *((index,) if hasattr(module, "get_rng_state_all") else ()))  # MPS has one
 
 
 def _without_arrays(state: Any) -> Any:
@@ -212,8 +209,7 @@ def numpy_capture(numpy: Any) -> Any:
     normal number leaves them unchanged. Before numpy 1.24, and for other generators, ``get_state`` is called.
     """
     if (memory := _memory_in(numpy)) is None:
-        get = getattr(numpy.random, "get_bit_generator", None)
-        return numpy.random.get_state(legacy=get is None or isinstance(get(), numpy.random.MT19937))
+        return numpy.random.get_state(legacy=False)
     numbers, half = memory.raw, numpy.random.standard_normal()
     state = _tuple_of(numbers, half) if memory.raw == numbers else numbers
     numpy_restore(numpy, state)
