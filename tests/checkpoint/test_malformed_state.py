@@ -17,7 +17,17 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import MultiStepLR
 
 from cadenza import Trainer, supervised
-from cadenza.callbacks import Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, LogTraining
+from cadenza.callbacks import (
+    BestWeights,
+    Checkpoint,
+    EarlyStopping,
+    Ema,
+    Evaluate,
+    LearningRate,
+    LogTraining,
+    Recover,
+    Timer,
+)
 from cadenza.checkpoint.parts import PARTS
 from cadenza.checkpoint.store.files import facts_of
 from cadenza.checkpoint.store.manifest import canonical
@@ -154,6 +164,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], object]] = [
     ("optimizers[0]", (*OF_PARAMETER, 1, "exp_avg", "$tensor"), "optimizers[0].state.1.exp_avg"),
     ("callbacks.LearningRate", ("callbacks", "LearningRate", "scheduler", "gamma"), None),
     ("callbacks.EarlyStopping", ("callbacks", "EarlyStopping"), {"word": 1}),
+    ("callbacks.EarlyStopping", ("callbacks", "EarlyStopping", "best"), "word"),
 ]
 
 
@@ -166,6 +177,27 @@ def test_a_state_that_an_object_of_the_run_refuses_is_named(
     forge(run, "state.json", json.dumps(put(state_in(run), path, value)).encode())
     with pytest.raises(CheckpointMismatchError, match=re.escape(f"{NEWEST}: the field {field!r} of state.json cannot be rest")):
         fitted(run, 6)
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "value"),
+    [
+        (Timer, ("time/saves",), None),
+        (Timer, ("time/elapsed_s", "epoch"), "word"),
+        (lambda: BestWeights("eval/loss", "min"), ("best",), "word"),
+        (Recover, ("when", "Spike 1", "since"), []),
+    ],
+)
+def test_a_callback_refuses_a_value_of_another_kind_when_it_is_loaded_and_not_in_a_later_step(
+    make: Callable[[], Any], path: tuple[Any, ...], value: object, tmp_path: Path
+) -> None:
+    callback = make()
+    listed = [Evaluate(tiny_loader(2), "2 steps"), Checkpoint("2 steps", background=False), callback]
+    tiny_trainer(steps=4, directory=tmp_path, callbacks=listed).fit()
+    state = callback.state_dict()
+    make().load_state_dict(state)
+    with pytest.raises((TypeError, ValueError)):
+        make().load_state_dict(put(state, path, value))
 
 
 def paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

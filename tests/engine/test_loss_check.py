@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cadenza import Callback, Run, attach, on
 from cadenza.callbacks import Alert, Checkpoint, Evaluate, FindLearningRate, LogTraining, Recover, StopOnNonFinite
+from cadenza.drivers import DdpDriver
 from cadenza.engine.metric_log import LossBuffer, StepLoss
 from cadenza.profiling.host_reads import observed_reads
 from cadenza.status.decisions import Decision
-from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
+from cadenza.testing import launch, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 NAN = math.nan
 LOG = LogTraining("1 step", throughput=False, lr=False)
@@ -241,6 +242,26 @@ def test_a_step_of_weight_0_has_no_loss_in_a_loop_of_ones_own_either(loop: str, 
         run = attached.run
     assert run.history["train/loss"] == [(1, 1.0), (3, 1.0)]
     assert (told(run), caplog.text.count("weights of all batches of step 2 are 0")) == ([], 1)
+
+
+@pytest.mark.parametrize(("of_other_rank", "records"), [(0, 0), (2, 2)])
+def test_a_step_counts_if_the_weight_of_another_rank_is_above_0(of_other_rank: int, records: int) -> None:
+    def work() -> tuple[int, int]:
+        told = list[str]()
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("cadenza").addHandler(handler)
+
+        def step_fn(run: Run, batch: Any) -> dict[str, Any]:
+            run.backward(given(run.model, torch.tensor(1.0)))
+            run.update()
+            return {"loss": torch.tensor(1.0), "weight": of_other_rank if run.driver.rank else 0}
+
+        run = tiny_run(loader=[0] * 4, step_fn=step_fn, callbacks=[LOG], driver=DdpDriver("cpu"))
+        number = len(run.history["train/loss"]) if "train/loss" in run.history.names else 0
+        return number, sum("weights of all batches" in text for text in told)
+
+    assert launch(work)[0] == (records, 0)  # a step_fn does not exchange the weights, so a warning could be wrong
 
 
 def test_a_trial_of_learning_rates_leaves_out_a_step_of_weight_0() -> None:

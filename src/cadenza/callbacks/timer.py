@@ -179,7 +179,7 @@ class Timer(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         seconds = state["time/elapsed_s"]
         counts = {**state["counts"], "save": state["time/saves"]}
-        self._totals = {stage: (counts[stage], passed_s) for stage, passed_s in seconds.items()}
+        self._totals = {stage: (int(counts[stage]), float(passed_s)) for stage, passed_s in seconds.items()}
 
     # -- parts -------------------------------------------------------------------------------------
 

@@ -127,6 +127,7 @@ class LossCheck:
     _first: tuple[int, str] | None = field(default=None, init=False)  # of the run
     _weightless: deque[int] = field(default_factory=lambda: deque(maxlen=EVERY), init=False)
     _has_warned: bool = field(default=False, init=False)
+    _knows_weights: bool = field(default=True, init=False)  # those of all ranks
 
     def __post_init__(self) -> None:
         self.buffer.readers.append(self._look_at_step)
@@ -137,6 +138,7 @@ class LossCheck:
         """Keep the losses of the step that is complete."""
         step = self._progress.step
         window = self._step.last_window
+        self._knows_weights = self._driver.world_size == 1 or window.weight_of_ranks is not None
         self.buffer.keep(step, window.losses, window.weights, window.weight_of_ranks)
         if step % EVERY == 0:
             self.buffer.send()
@@ -216,7 +218,7 @@ class LossCheck:
             self._note_weightless(one.step)
 
     def _note_weightless(self, step: int) -> None:
-        if not self._weightless and not self.quiet and self._driver.is_main:
+        if self._knows_weights and not self._weightless and not self.quiet and self._driver.is_main:
             self._warn(
                 f"the weights of all batches of step {step} are 0, so nothing was trained in it, and its loss is NaN. "
                 "Check that outputs['weight'] counts the labels that are not masked"

@@ -188,7 +188,7 @@ class Monitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
-        self.best = state["best"]
+        self.best = float(state["best"])
 
 
 def _parted(name: str) -> tuple[str, str]:

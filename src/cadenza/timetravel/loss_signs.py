@@ -164,7 +164,7 @@ class Spike(Sign):
                 self.add(loss)
             return
         self._losses.extend(state["losses"])
-        self._since = state["since"]
+        self._since = int(state["since"])
         if state["limit"]:
             middle, self._floor = state["limit"]
             self._limit = middle, self._floor
