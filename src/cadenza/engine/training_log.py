@@ -211,10 +211,8 @@ class _Mean:
         return self._total, self._weight
 
     def _add_step(self, one: StepLoss) -> None:
-        step, total, weight, _ = one
-        if step > self._since:
-            self._total += total
-            self._weight += weight
+        if one.step > self._since:
+            self.add_sums(one.total, one.weight)
 
 
 def _of_step(run: Run) -> Sums:

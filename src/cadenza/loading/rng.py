@@ -113,7 +113,7 @@ class RNGState(NamedTuple):
             numpy = _without_arrays(numpy)
         elif numpy is not None:
             name, keys, *rest = numpy
-            numpy = (name, torch.from_numpy(keys.astype("int64")), *rest)
+            numpy = (name, torch.tensor([*keys], dtype=torch.int64), *rest)
         return {"python": self.python, "torch": self.torch_cpu, "cuda": _own_first(self.devices, own), "numpy": numpy}
 
     @staticmethod
@@ -123,8 +123,7 @@ class RNGState(NamedTuple):
         if numpy is not None and not isinstance(numpy, Mapping):
             name, keys, *rest = numpy
             numpy = (name, keys.numpy().astype("uint32"), *rest)
-        others = (index for index in count() if index != own)
-        indices = others if own is None else chain([own], others)
+        indices = chain([] if own is None else [own], (index for index in count() if index != own))
         return RNGState(plain["python"], plain["torch"], dict(zip(indices, plain["cuda"], strict=False)), numpy)
 
     @staticmethod
@@ -138,7 +137,8 @@ class RNGState(NamedTuple):
         """Set the generators to this state."""
         random.setstate(self.python)
         torch.default_generator.set_state(self.torch_cpu)
-        _set_devices(self.devices)
+        if self.devices:
+            _set_devices(self.devices)
         if self.numpy is not None:
             import numpy  # the saved run used it; this one may not have imported it yet
 
@@ -163,7 +163,7 @@ def _states_of_devices() -> dict[int, Tensor]:
 
 def _set_devices(states: Mapping[int, Tensor]) -> None:
     """Set the generators of the accelerators. This machine may have fewer than the one that saved them."""
-    if states and (module := _accelerator(used=False)) is not None:
+    if (module := _accelerator(used=False)) is not None:
         for index, state in states.items():
             if index < module.device_count():
                 module.set_rng_state(state, *((index,) if hasattr(module, "get_rng_state_all") else ()))  # MPS has one
@@ -228,15 +228,15 @@ def numpy_restore(numpy: Any, state: Any) -> None:
 
 def _memory_in(numpy: Any) -> Any:
     """Return the memory of the numbers of numpy's global generator; None if their address is not known."""
-    get = getattr(numpy.random, "get_bit_generator", None)
-    if get is None or not isinstance(generator := get(), numpy.random.MT19937):
-        return None
-    return (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address)
+    generator = getattr(numpy.random, "get_bit_generator", lambda: None)()
+    return (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address) if _is_twister(generator) else None
+
+
+def _is_twister(generator: Any) -> bool:
+    return type(generator).__name__ == "MT19937"
 
 
 def _tuple_of(numbers: bytes, *half: float) -> tuple[Any, ...]:
     """Return bytes, and the half of a pair that waits, in the form of ``numpy.random.get_state``."""
-    import numpy
-
-    keys = numpy.frombuffer(numbers, "uint32")
-    return ("MT19937", keys[:-1], int(keys[-1]), len(half), *(half or (0.0,)))
+    *keys, index = memoryview(numbers).cast("I")
+    return ("MT19937", keys, index, len(half), *(half or (0.0,)))

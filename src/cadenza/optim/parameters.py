@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
     """Yield every parameter that the optimizers update."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+    return (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
 
 
 def distinct_gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:

@@ -114,8 +114,6 @@ class ArrivingNumbers:
 
     def __iter__(self) -> Iterator[Any]:
         numbers = {kind: iter(one.tolist()) for kind, one in self._copies.items()}
-        if len(numbers) == 1:
-            return next(iter(numbers.values()))
         return (next(numbers[kind]) for kind in self._kinds)
 
 
