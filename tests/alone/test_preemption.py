@@ -478,9 +478,10 @@ def test_who_is_killed_in_between_has_the_weights_and_continues_at_the_checkpoin
     assert torch.equal(model.weight, expected["weight"])
 
 
-def test_a_grace_that_is_no_time_is_refused() -> None:
-    with pytest.raises(ValueError, match="grace_s must be above 0 seconds, or None if no limit is known; got 0"):
-        Checkpoint(grace_s=0)
+@pytest.mark.parametrize("grace_s", [0, True])
+def test_a_grace_that_is_no_time_is_refused(grace_s: float) -> None:
+    with pytest.raises(ValueError, match=f"grace_s must be above 0 seconds, or None if no limit is known; got {grace_s}"):
+        Checkpoint(grace_s=grace_s)
 
 
 # -- the kernel of a notebook --------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Checkpoint(Callback):
         directory: str | PathLike[str] | None = None,
         strict: bool = False,
     ) -> None:
-        if grace_s is not None and not grace_s > 0:
+        if grace_s is not None and (isinstance(grace_s, bool) or not grace_s > 0):
             raise ValueError(f"grace_s must be above 0 seconds, or None if no limit is known; got {grace_s!r}")
         self.every: Schedule = Schedule.parse(every)
         self.keep: KeepRules = KeepRules(keep, keep_last, keep_best)

@@ -228,7 +228,7 @@ def numpy_restore(numpy: Any, state: Any) -> None:
 
 def _memory_in(numpy: Any) -> Any:
     """Return the memory of the numbers of numpy's global generator; None if their address is not known."""
-    generator = getattr(numpy.random, "get_bit_generator", lambda: None)()
+    generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)()
     return (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address) if _is_twister(generator) else None
 
 
