@@ -1,4 +1,4 @@
-"""What Cadenza and others cost on several ranks beside DDP by hand, as ratios of wall time in one interleaved run.
+"""What Cadenza and others cost on multiple ranks beside DDP by hand, as ratios of wall time in one interleaved run.
 
     OMP_NUM_THREADS=1 python benchmarks/distributed.py [--ranks 2] [--rounds 11] [--sizes tiny middle] [--only NAME ...]
 

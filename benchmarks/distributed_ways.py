@@ -1,4 +1,4 @@
-"""The ways of training on several ranks that `distributed.py` compares: by hand, with Cadenza, and with other packages.
+"""The ways of training on multiple ranks that `distributed.py` compares: by hand, with Cadenza, and with other packages.
 
 Each does the same job, on the CPU with gloo. The plain job is forward, backward and update. The usual one adds gradient
 clipping, an average of the weights, a learning rate schedule, the mean loss over the ranks every 50 steps, printed and

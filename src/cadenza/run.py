@@ -231,7 +231,7 @@ class Run:
             name: Such as ``"train/lr"``.
             value: A number, a tensor of shape () (all of them leave the device together, without a wait), or an `Image`,
                 `Audio`, `Figure`, `Histogram` or `Text`.
-            reduce: What a number becomes that is logged several times in a step, and by several ranks: the ``"mean"``,
+            reduce: What a number becomes that is logged several times in a step, and by multiple ranks: the ``"mean"``,
                 ``"sum"``, ``"max"`` or ``"min"`` of all these values, or the ``"last"`` value of the step on the first rank
                 that logs one. NaN among the values gives NaN. None: the last value of the step on each rank, and the mean of
                 these over the ranks. A name has one of them in a run.

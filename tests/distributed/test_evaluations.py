@@ -1,4 +1,4 @@
-"""Evaluations and predictions on several ranks: results, rows and their order are those of one process.
+"""Evaluations and predictions on multiple ranks: results, rows and their order are those of one process.
 
 With which= and weights=, every rank has the chosen weights meanwhile, and its own shard again afterwards.
 """

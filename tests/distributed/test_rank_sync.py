@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import LogTraining
-from cadenza.drivers import DdpDriver, driver_of
+from cadenza.drivers import DdpDriver, driver_of, joining
 from cadenza.drivers.joining import rendezvous_of
 from cadenza.engine import rank_sync
 from cadenza.engine.session import session_of
@@ -330,6 +332,18 @@ def test_slurms_variables_say_where_the_processes_meet() -> None:
         assert (found.rank, found.ranks, found.host, found.port) == (3, 4, host, 20005)
     del step["SLURM_STEP_ID"]  # the shell of a batch script
     assert rendezvous_of(step) is None
+
+
+@pytest.mark.parametrize(("backend", "limit_s"), [("gloo", 20), ("cpu:gloo,cuda:nccl", 80)])
+def test_nccl_waits_longer_than_the_exchange_that_names_a_late_rank(
+    backend: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    joining.join(joining.Rendezvous(0, 0, 1, "127.0.0.1", port, False), backend, timeout_s=20)
+    assert given["timeout"].total_seconds() == limit_s
 
 
 @pytest.mark.parametrize("judge", ["evaluate", "predict"])

@@ -1,4 +1,4 @@
-"""Records, files and counted tokens of several ranks: they are alike on all, and the main process writes each once."""
+"""Records, files and counted tokens of multiple ranks: they are alike on all, and the main process writes each once."""
 
 from __future__ import annotations
 

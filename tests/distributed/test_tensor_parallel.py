@@ -1,4 +1,4 @@
-"""Drivers' options: layers that several ranks compute together end as in one process, and the options of DDP reach it."""
+"""Drivers' options: layers that multiple ranks compute together end as in one process, and the options of DDP reach it."""
 
 from __future__ import annotations  # annotations are strings, which torch accepts in no hook of its own
 

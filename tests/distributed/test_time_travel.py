@@ -1,4 +1,4 @@
-"""`ReplayCheck`, `Capsule` and `Recover` on several ranks and with tensor parallelism, and with a compiled model.
+"""`ReplayCheck`, `Capsule` and `Recover` on multiple ranks and with tensor parallelism, and with a compiled model.
 
 All ranks repeat the step, the wrong one is named, and most ranks or passes correct it. A rollback begins a branch on all ranks.
 """

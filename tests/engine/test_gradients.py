@@ -425,7 +425,7 @@ def test_callbacks_by_batches_are_called_in_time_when_steps_become_longer() -> N
     assert [one.when.batch for one in run.decisions if one.what == "evaluated"] == [27, 43, 67, 83, 100]
 
 
-# -- after a resume, and on several ranks -----------------------------------------------------------
+# -- after a resume, and on multiple ranks -----------------------------------------------------------
 
 DATA = TensorDataset(torch.arange(40.0).unsqueeze(1) / 40, torch.ones(40, 1))
 SCHEDULE = {0: 1, "3 steps": 3, "1 epoch": 2, "60%": 4}

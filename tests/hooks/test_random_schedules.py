@@ -1,4 +1,4 @@
-"""Random schedules at random moments, also after a resume and on several ranks, against a model and against the calendar."""
+"""Random schedules at random moments, also after a resume and on multiple ranks, against a model and against the calendar."""
 
 from __future__ import annotations
 

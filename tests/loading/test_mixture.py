@@ -221,7 +221,7 @@ def test_indices_of_the_samples_in_a_batch() -> None:
     assert resumable(Mixture(make().loaders, "zip"), 1).indices(0, 0) is None
 
 
-# -- several ranks -------------------------------------------------------------------------------------
+# -- multiple ranks -------------------------------------------------------------------------------------
 
 
 def read_by(make: Callable[[], Mixture], chain: list[tuple[int, int]], epoch: int) -> tuple[list[Any], bool]:

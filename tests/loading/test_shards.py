@@ -1,4 +1,4 @@
-"""An epoch that several ranks read in succession, and a stream of shards: every sample once, with the noise of its index."""
+"""An epoch that multiple ranks read in succession, and a stream of shards: every sample once, with the noise of its index."""
 
 from __future__ import annotations
 

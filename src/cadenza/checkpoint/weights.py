@@ -69,7 +69,7 @@ def load_weights(
         CheckpointMismatchError: Names or shapes differ, and `strict`; nothing is changed then.
         ValueError: `which` is no name of a checkpoint.
 
-    On several ranks, each rank reads the file itself, so each must call it.
+    On multiple ranks, each rank reads the file itself, so each must call it.
 
     >>> import tempfile
     >>> from cadenza.callbacks import Checkpoint, Ema, Evaluate
@@ -111,7 +111,7 @@ def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
 def export_weights(
     path: str | PathLike[str], target: str | PathLike[str], *, which: Which | None = None, weights: str | None = None
 ) -> None:
-    """Write the model's weights in a checkpoint, also of one to which several ranks wrote, to one safetensors file.
+    """Write the model's weights in a checkpoint, also of one to which multiple ranks wrote, to one safetensors file.
 
     Args:
         path: A checkpoint, a run directory or a folder of checkpoints, as in `load_weights`.

@@ -50,7 +50,7 @@ class FsdpDriver(GroupDriver):
             are consecutive.
         output_dtype: ``"bf16"`` or ``"fp32"``: the format of what sharded modules return. None: that of the computation.
         cast_forward_inputs: Convert the inputs of sharded modules to `param_dtype`.
-        tensor_parallel: Layers that several ranks compute together; see `TensorParallel`. `replicas`, and the sharding of
+        tensor_parallel: Layers that multiple ranks compute together; see `TensorParallel`. `replicas`, and the sharding of
             weights, apply to the other dimensions of the ranks: 8 ranks of which 2 compute together shard weights over 4.
         cpu_offload: Keep the shards of weights, gradients and optimizer states in the memory of the host, where the optimizer
             updates them. With a CUDA device, the memory is pinned. With the device ``"cpu"`` they are there anyway.

@@ -66,6 +66,10 @@ def rendezvous_of(environment: Mapping[str, str] = os.environ) -> Rendezvous | N
     )
 
 
+_NCCL_WAITS_LONGER = timedelta(seconds=60)
+"""NCCL ends a process whose collective waits too long. Before, the exchange of the ranks' hosts names the rank that is late."""
+
+
 def join(at: Rendezvous, backend: str, timeout_s: float) -> None:
     """Start the process group of all ranks.
 
@@ -77,7 +81,8 @@ def join(at: Rendezvous, backend: str, timeout_s: float) -> None:
         keeps = at.rank == 0 and not at.hosted
         store = TCPStore(at.host, at.port, at.ranks, keeps, timeout, wait_for_workers=False)
         prefixed = PrefixStore(f"cadenza/{_meeting(store, at, timeout_s)}", store)
-        dist.init_process_group(backend, store=prefixed, rank=at.rank, world_size=at.ranks, timeout=timeout)
+        limit = timeout if backend == "gloo" else timeout + _NCCL_WAITS_LONGER
+        dist.init_process_group(backend, store=prefixed, rank=at.rank, world_size=at.ranks, timeout=limit)
     except (RuntimeError, ValueError, TimeoutError) as error:  # torch's own errors of distribution are of the first kind
         raise DistributedError(
             f"rank {at.rank} of {at.ranks} could not reach the other ranks at {at.host}:{at.port} within {timeout_s:g} "

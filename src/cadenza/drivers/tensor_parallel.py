@@ -1,4 +1,4 @@
-"""Layers that several ranks compute together: torch's tensor parallelism, ``parallelize_module``."""
+"""Layers that multiple ranks compute together: torch's tensor parallelism, ``parallelize_module``."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # -- the batches -----------------------------------------------------------------------------------
 
 NONE: Any = object()
-_AGREE_S = 0.25  # the interval at which several ranks exchange whether a signal came
+_AGREE_S = 0.25  # the interval at which multiple ranks exchange whether a signal came
 _MOST_ROUNDS = 64  # and the maximum number of batches between two exchanges
 
 

@@ -1,7 +1,7 @@
 """What ranks exchange in each step: requests, counts of samples and tokens, the time, and sums of logged numbers.
 
-`RankSync` is that of one process, and exchanges nothing. `SharedSync` is that of several ranks: every rank must call its
-methods in the same order. Methods that communicate say so. A step of several ranks::
+`RankSync` is that of one process, and exchanges nothing. `SharedSync` is that of multiple ranks: every rank must call its
+methods in the same order. Methods that communicate say so. A step of multiple ranks::
 
     begin_batch  --- announce: samples, tokens, the time, whether a request is pending, and whether a hook may still make
         |            one or log in this step. Sent while ranks compute; later if it takes the loss or the outputs to know.
@@ -50,7 +50,7 @@ from cadenza.status.progress import Counters, Progress
 
 
 class SharedProgress(Progress):
-    """Counters of one among several ranks. The elapsed time is the one that all ranks agreed on before the current step.
+    """Counters of one among multiple ranks. The elapsed time is the one that all ranks agreed on before the current step.
 
     So a schedule of every ten minutes is due on all ranks at the same step.
     """
@@ -210,7 +210,7 @@ class RankSync:
             requests.signalled = self._decide("stopped", f"signal {name}", who="the system", data=data)
 
 
-# -- several ranks ---------------------------------------------------------------------------------
+# -- multiple ranks ---------------------------------------------------------------------------------
 
 
 STEPS = (2, 8, 32, 128)
@@ -274,7 +274,7 @@ class Silence:
 
 @dataclass(eq=False, repr=False)
 class SharedSync(RankSync):
-    """The exchange among several ranks. No rank waits for another in a step in which nothing was requested or logged.
+    """The exchange among multiple ranks. No rank waits for another in a step in which nothing was requested or logged.
 
     Numbers that only the outputs of a batch say are sent with the next exchange. If the run depends on samples or tokens, there
     is no quiet window. If it depends on tokens that only the outputs say, a batch is announced when it is over: all ranks then
@@ -427,7 +427,7 @@ class SharedSync(RankSync):
         source = self._cursor.source
         replicated = source.replicated_at == self._progress.batch_in_epoch and self._driver.data_rank > 0
         alike = replicated or not self._driver.counts
-        self._given = None if alike else source.size_of(batch)  # a batch that several ranks train on counts once
+        self._given = None if alike else source.size_of(batch)  # a batch that multiple ranks train on counts once
         self._samples += self._given or 0
         self._tokens += 0 if alike else self._counted
 

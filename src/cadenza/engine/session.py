@@ -85,7 +85,7 @@ class Session:
     """
 
     model: nn.Module
-    """The prepared model: placed on the device and, on several ranks, wrapped. `Run.model` is the user's own module."""
+    """The prepared model: placed on the device and, on multiple ranks, wrapped. `Run.model` is the user's own module."""
     optimizers: list[Optimizer]
     loader: Iterable[Any]
     compute: Callable[[nn.Module, Any], Any]

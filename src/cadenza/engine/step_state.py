@@ -321,7 +321,7 @@ class StepState:
         self.most: int = self.window.size
         """The most batches that a step of the run has."""
         self.weight_unit: float | None = None
-        """What loss scales of several ranks assume as the weight of each batch, in the whole run."""
+        """What loss scales of multiple ranks assume as the weight of each batch, in the whole run."""
         self.next_change: float = math.inf
         """The number of complete steps at which the size of the windows may change."""
         self.batch: Any = None

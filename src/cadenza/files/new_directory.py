@@ -42,7 +42,7 @@ class NewDirectory:
 def new_directory(parent: str | os.PathLike[str], name: str = "run") -> NewDirectory:
     """Return a directory for ``Trainer(directory=...)`` that has a new name at each start: ``runs/baseline-1``, ``-2``, ...
 
-    The trainer makes it, and has its path as ``trainer.directory``. Of several ranks the main process chooses the name. A run
+    The trainer makes it, and has its path as ``trainer.directory``. Of multiple ranks the main process chooses the name. A run
     in it cannot be continued by starting the script again, so ``fit(resume="auto")`` is an error: a run that may be killed
     needs a name of its own.
 

@@ -7,7 +7,7 @@ questions about a firing of a moment, from two readings of the counters (`cadenz
 - `Schedule.following(now)`: which values of counters are the next ones at which that may change?
 
 So a checkpoint holds one reading for each moment, and a resumed run calls a listener at the same steps as one that went on. On
-several ranks, counters and clock are those of all ranks: each comes to the same answers without asking the others.
+multiple ranks, counters and clock are those of all ranks: each comes to the same answers without asking the others.
 
 A point is due at the first firing of the moment at which its counter has reached it. Counters may jump (samples do); a step
 that failed and an epoch that was cut short count for nothing. A window is due each time that the moment belongs to one of its

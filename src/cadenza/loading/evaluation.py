@@ -137,7 +137,7 @@ class Evaluation(SampleCounter):
         self.samples: int | None = whole.samples
 
     def read(self, run: Run, data_seed: int) -> Iterator[Any]:
-        """Yield the batches. On several ranks, each batch is read by one rank. The loaders of a `Mixture` follow one another.
+        """Yield the batches. On multiple ranks, each batch is read by one rank. The loaders of a `Mixture` follow one another.
 
         Raises:
             DataError: There are fewer batches than ranks.
@@ -159,7 +159,7 @@ class Evaluation(SampleCounter):
         lengths = [length_of(loader) for loader in self._loaders().values()]
         if ranks > 1 and None in lengths[:-1]:
             raise DataError(
-                f"{self.name!r}: a loader without a length cannot be followed by another one on several ranks, because the "
+                f"{self.name!r}: a loader without a length cannot be followed by another one on multiple ranks, because the "
                 "order of the batches would be unknown. Put it last in the Mixture, or call predict with each loader."
             )
 

@@ -198,7 +198,7 @@ class Handle:
         if session.driver.world_size > 1:
             raise RuntimeError(
                 f"handle.{verb}(...) works in one process only: other ranks would not do it at the same step. handle.stop(...) "
-                "works on several ranks."
+                "works on multiple ranks."
             )
         here = current_thread() is self._thread
         who, answer = session.hooks.current_owner() if here else None, None if here else Answer()

@@ -17,7 +17,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 @contextmanager
 def alone(what: str) -> Iterator[None]:
-    """Raise `DistributedError` at each collective inside, if there are several ranks.
+    """Raise `DistributedError` at each collective inside, if there are multiple ranks.
 
     Args:
         what: The description of the code inside, for the message.

@@ -66,7 +66,7 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
 
     Call it in a debugger. The model gets the weights of the capsule, and keeps them. Its gradients are those of the step. No
     callback is called and no optimizer steps. If an exception ended the step, it is raised again. One process repeats the part
-    of the rank that wrote the capsule, also with a trainer of several ranks: it waits for no other.
+    of the rank that wrote the capsule, also with a trainer of multiple ranks: it waits for no other.
 
     Args:
         trainer: A `Trainer` with the model and ``compute_loss`` of the run. With another ``compute_loss``, such as one with a
@@ -104,7 +104,7 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
 
 
 def _alone(trainer: Recipe) -> Recipe:
-    """Return a trainer that does not wrap the model for several ranks."""
+    """Return a trainer that does not wrap the model for multiple ranks."""
     again = copy(trainer)
     if trainer.driver.world_size > 1:
         again.driver = SingleDriver(trainer.driver.device)

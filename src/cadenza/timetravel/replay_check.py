@@ -40,12 +40,12 @@ class ReplayCheck(Callback, Compared):
     A difference means that a processor or memory gave a wrong number, or that an operation is not deterministic. A third pass
     says which: if two of three passes agree, one pass was wrong; if none agree, an operation is not deterministic. The message
     and the decision ``"replay differed"`` name the rank, the first module in the forward pass, and the first parameter in the
-    backward pass. With replicas of the model on several ranks (DDP), the check also compares weights and gradients over the
+    backward pass. With replicas of the model on multiple ranks (DDP), the check also compares weights and gradients over the
     ranks, so it finds what went wrong on one rank in the steps before. After a check without a difference, the run continues
     with the same bits as without the check.
 
-    A checked step computes each batch twice, and takes memory for a copy of weights, buffers and batches, on several ranks also
-    of the gradients. Every rank repeats the step.
+    A checked step computes each batch twice, and takes memory for a copy of weights, buffers and batches; on multiple ranks,
+    of the gradients as well. Every rank repeats the step.
 
     The code of the model, of ``compute_loss`` and of hooks on modules and tensors runs again; hooks of callbacks do not. A
     callback that changes gradients in ``on_after_backward`` or ``on_batch_end``, or weights between two batches of a step,

@@ -32,8 +32,8 @@ class OptunaPruning(Callback):
     With multiple ranks: communicates at the setup. Only the main process reports to the trial; its request stops all ranks.
 
     Args:
-        trial: The trial that your objective gets. On several ranks, only the main process needs it: pass None on the others, or
-            pass a ``TorchDistributedTrial`` on all.
+        trial: The trial that your objective gets. On multiple ranks, only the main process needs it: pass None on the others,
+            or a ``TorchDistributedTrial`` on all.
         monitor: The result to report, such as ``"eval/acc"``, a function of the results, or a pair with the mode.
         mode: ``"max"`` or ``"min"``: which way is better. None takes the direction of the study.
         per: The counter to report as Optuna's step: completed ``"step"`` or ``"epoch"``. Choose ``"epoch"`` if trials have

@@ -261,7 +261,7 @@ class Store:
         Args:
             saved: The checkpoint.
             lazily: Return a `Stored` for each tensor that is stored in shards. Any part of it can be read later.
-            rank: This rank. If several ranks read, each verifies its part of the files that not all of them read.
+            rank: This rank. If multiple ranks read, each verifies its part of the files that not all of them read.
             ranks: The number of ranks that read.
             keep: If as many ranks read as wrote, keep the shards of this rank in memory, so that they are read once.
 

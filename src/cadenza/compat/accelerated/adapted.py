@@ -156,7 +156,7 @@ class AdaptedRun(OfRun):
     def stop(self, error: StopTrainingError) -> None:
         """Stop the training now: from here on only the events of the stop and the end of the run are called.
 
-        In a native run on several ranks, events are called until all ranks have agreed: a hook may contain a collective.
+        In a native run on multiple ranks, events are called until all ranks have agreed: a hook may contain a collective.
         """
         run, self.reason = self.run, str(error) or "StopTrainingError"
         self.requested = True

@@ -121,7 +121,7 @@ class AdaptedRun(OfRun):
             state.batch_idx_in_epoch = 0
 
     def take_stop(self, stop: EarlyStopException) -> None:
-        """End the training at the request of a hook. On several ranks, hooks are called until `agree`."""
+        """End the training at the request of a hook. On multiple ranks, hooks are called until `agree`."""
         self.requested = self.requested or stop
         if self.run.driver.world_size == 1:
             self.early_stop = stop

@@ -36,7 +36,7 @@ def load_weights(module: nn.Module, path: str | PathLike[str], strict: bool = Tr
             code. Nothing is changed then.
         CheckpointMismatchError: Names or shapes differ, and `strict`; nothing is changed then.
 
-    On several ranks, each rank reads the file itself, so each must call it.
+    On multiple ranks, each rank reads the file itself, so each must call it.
 
     >>> import tempfile
     >>> torch.save({"state_dict": nn.Linear(2, 1).state_dict()}, path := f"{tempfile.mkdtemp()}/last.ckpt")

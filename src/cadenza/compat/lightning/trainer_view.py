@@ -139,7 +139,7 @@ class TrainerView(SetupView):
 
     @property
     def model(self) -> nn.Module:
-        """The prepared model: wrapped, on several ranks."""
+        """The prepared model: wrapped, on multiple ranks."""
         return session_of(self._run).model
 
     @property

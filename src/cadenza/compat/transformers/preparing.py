@@ -73,7 +73,7 @@ def driver_for(arguments: Any, given: str | Driver, device: Any, model: nn.Modul
     """Return the driver of the run: that of their trainer, unless one is given.
 
     Raises:
-        AdapterError: There are several ranks, and each asks for a mean of its own.
+        AdapterError: There are multiple ranks, and each asks for a mean of its own.
     """
     device = "cpu" if device is None and arguments.use_cpu else device
     if given in ("auto", "ddp") and launched():
@@ -91,8 +91,8 @@ def driver_for(arguments: Any, given: str | Driver, device: Any, model: nn.Modul
         driver = driver_of(given, device)
     if driver.world_size > 1 and not arguments.average_tokens_across_devices:
         raise AdapterError(
-            "TrainingArguments(average_tokens_across_devices=False) cannot be used on several ranks: the loss is the mean over "
-            "the labels of all ranks. Leave it out."
+            "TrainingArguments(average_tokens_across_devices=False) cannot be used on multiple ranks: the loss is the mean "
+            "over the labels of all ranks. Leave it out."
         )
     return driver
 

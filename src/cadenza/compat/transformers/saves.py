@@ -87,7 +87,7 @@ class Saves(OfRun):
 
     @property
     def _several(self) -> bool:
-        """Whether all of several ranks are here."""
+        """Whether all of multiple ranks are here."""
         return self.session.sync.together and self.session.driver.world_size > 1
 
     def _of_main(self, path: str | None) -> str | None:

@@ -111,7 +111,7 @@ class RandomSampler(Positioned, ReproducibleSampler):
 
 
 class SequentialSampler(RandomSampler):
-    """The indices of a data set in order. Of several ranks each gets every ``num_replicas``-th.
+    """The indices of a data set in order. Of multiple ranks each gets every ``num_replicas``-th.
 
     Args:
         dataset: An object with a length.
