@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cadenza.testing import launch
 from tests import forked
@@ -99,3 +100,13 @@ def test_the_benchmark_of_several_ranks_does_both_jobs_in_each_way(module: Calla
     times = launch(work)[0]
     assert times.keys() == set(chosen)
     assert "| tiny | usual | by hand | " in "\n".join(benchmark.rows(times, "tiny"))
+
+
+def test_the_table_of_a_gpu_has_a_row_for_each_way_and_the_stall_of_a_save(module: Callable[[str], Any]) -> None:
+    """On the CPU: the columns that a GPU has are empty."""
+    rows = module("gpu").measured("mlp", 1, 12, torch.device("cpu"), 1.0, small=True)
+    assert [row.split(" | ")[1] for row in rows] == [
+        *("by hand", "by hand, again", "Cadenza", "Cadenza, usual callbacks"),
+        "stall of a save",
+    ]
+    assert all(float(row.split(" | ")[2]) > 0 for row in rows[:4])
