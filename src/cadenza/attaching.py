@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from os import PathLike
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
@@ -123,9 +123,11 @@ class Loop:
 
     A step has batches only if the loop says so with `batch`. The run has no epochs: ``on_epoch_start`` and ``on_epoch_end`` are
     called once, around all steps. It ends at a limit, after a request to stop, or when the loop leaves the ``with`` block: then
-    its outcome is ``stopped``. Between two steps, in `over`, the record of
-    the step is delivered and checkpoints are saved. So a run that continues begins with `over`: what the loop needs then must
-    be saved, by `keep` or in ``run.state``.
+    its outcome is ``stopped``. Between two steps, in `over`, the record of the step is delivered and checkpoints are saved. So
+    a run that continues begins with `over`: what the loop needs then must be saved, by `keep` or in ``run.state``.
+
+    Steps without `over` between them belong together, such as several updates on one rollout: saves and requests to stop wait
+    for the next `over`. A loop that never calls it saves before each step.
     """
 
     def __init__(self, trainer: Trainer, kept: Kept, arguments: Mapping[str, Any]) -> None:
@@ -135,6 +137,8 @@ class Loop:
         self._part: Part | None = None
         self._training: Training | None = None
         self._rng: RNGState | None = None
+        self._asks = False  # whether the loop calls over()
+        self._together = ExitStack()  # blocks saves between steps that belong together
 
     def __repr__(self) -> str:
         return f"<Loop: {'not begun' if self._training is None else repr(self.run)}>"
@@ -207,7 +211,7 @@ class Loop:
             outcome = self.run.outcome
             raise RuntimeError(
                 f"the run is over ({outcome and f'{outcome.kind}: {outcome.reason}'}), so no step follows. Ask "
-                "`while not loop.over():` before each step."
+                "`while not loop.over():` before each step. For several updates on one rollout, make them one step."
             )
         with self._ending_with_error():
             training.session.hooks.enter()
@@ -282,6 +286,8 @@ class Loop:
 
     def _end(self, error: BaseException | None) -> None:
         """End the run, if it is not over."""
+        if error is None:
+            self._together.close()
         part, self._part = self._part, None
         if part is not None:
             part.end(error)
@@ -297,15 +303,23 @@ class Loop:
         if self._part is not None:
             with self._ending_with_error():
                 if not training.session.cursor.at_boundary:
-                    self._go_on(training)
+                    self._pass_boundary(training, verb)
                 elif verb == "over":
                     verbs.check_between()
         verbs.own_calls.outside = False
+        self._asks |= verb == "over"
         self._take_up()
         return training
 
-    def _go_on(self, training: Training) -> None:
-        if not training.may_step():
+    def _pass_boundary(self, training: Training, verb: str) -> None:
+        self._together.close()
+        inside = verb == "step" and self._asks
+        if inside and not self.run.progress.finished:
+            self._together.enter_context(self.run.block_saves("steps without loop.over() between them"))
+        self._go_on(training, inside=inside)
+
+    def _go_on(self, training: Training, *, inside: bool = False) -> None:
+        if not training.may_step() and (self.run.progress.finished or not inside):
             self._end(None)
 
     def _take_up(self) -> None:

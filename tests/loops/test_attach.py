@@ -148,6 +148,56 @@ def test_a_run_that_is_over_gives_back_what_was_kept(tmp_path: Path, caplog: pyt
     assert "this loop keeps" not in caplog.text
 
 
+def rollouts(directory: Path, *callbacks: Callback, steps: int = 20, resume: bool | str = "auto") -> Run:
+    """Four updates on each rollout, as in PPO: the rollout is drawn between two calls of over()."""
+    model = seeded()
+    arguments = {"max_steps": steps, "seed": 1, "directory": directory, "progress": False, "resume": resume}
+    with attach(
+        model, torch.optim.Adam(model.parameters(), 0.01), callbacks=[Checkpoint("3 steps"), *callbacks], **arguments
+    ) as loop:  # type: ignore[arg-type]
+        while not loop.over():
+            rollout = torch.randn(8, model.in_features)
+            for _ in range(4):
+                with loop.step():
+                    loop.backward((model(rollout) - rollout.sum(1, keepdim=True)).square().mean())
+                    loop.update()
+    return loop.run
+
+
+@pytest.mark.parametrize("how", ["error", "stop", "killed"])
+def test_steps_without_over_between_them_belong_together(how: str, tmp_path: Path) -> None:
+    """A run that continues has no rollout, so it is saved between two of them only, and ends there when it is asked to stop."""
+
+    @on(Callback.on_step_end)
+    def end(run: Run) -> None:
+        if run.progress.step == 10 and how == "stop":
+            run.stop("asked")
+        if run.progress.step == 10 and how == "error":
+            raise ZeroDivisionError
+
+    whole = rollouts(tmp_path / "whole")
+    saved = {int(one.name[-8:]) for one in (tmp_path / "whole" / "checkpoints").glob("step-*")}
+    assert saved == {16, 20}
+    if how == "error":
+        with pytest.raises(ZeroDivisionError):
+            rollouts(tmp_path / "cut", end)
+    else:
+        cut = rollouts(tmp_path / "cut", end, steps=12 if how == "killed" else 20)
+        assert cut.progress.step == 12
+    again = rollouts(tmp_path / "cut", resume="last")
+    assert again.progress.step == 20
+    assert torch.equal(flat(again.model), flat(whole.model))
+
+
+def test_a_loop_that_never_asks_whether_it_is_over_saves_before_each_step(tmp_path: Path) -> None:
+    model = seeded()
+    optimizer = torch.optim.Adam(model.parameters())
+    with attach(model, optimizer, max_steps=9, directory=tmp_path, callbacks=[Checkpoint("3 steps", keep_last=None)]) as loop:
+        for _ in range(8):
+            one_step(loop)
+    assert {one.name for one in (tmp_path / "checkpoints").glob("step-*")} == {f"step-0000000{step}" for step in (3, 6, 8)}
+
+
 def test_several_models_and_optimizers_are_updated_in_turn(tmp_path: Path) -> None:
     """Two networks that train against each other."""
 

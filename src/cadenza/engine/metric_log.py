@@ -353,6 +353,9 @@ def _losses_of(kept: Iterable[KeptLosses], arrived: Iterable[float]) -> Iterator
     numbers = iter(arrived)
     for step, tensors, given, of_ranks in kept:
         losses = list(islice(numbers, len(tensors)))
+        if not given:  # without further calls, in each step
+            yield StepLoss(step, sum(losses), len(losses), len(losses))
+            continue
         weights = [next(numbers) if isinstance(one, Tensor) else one for one in given]
         total, weight = weighted_total(losses, weights)
         counted = next(numbers) if isinstance(of_ranks, Tensor) else of_ranks
