@@ -354,7 +354,8 @@ def _losses_of(kept: Iterable[KeptLosses], arrived: Iterable[float]) -> Iterator
     for step, tensors, given, of_ranks in kept:
         losses = list(islice(numbers, len(tensors)))
         if not given:  # without further calls, in each step
-            yield StepLoss(step, sum(losses), len(losses), len(losses))
+            count = len(losses)
+            yield StepLoss(step, sum(losses), count, count)
             continue
         weights = [next(numbers) if isinstance(one, Tensor) else one for one in given]
         total, weight = weighted_total(losses, weights)
