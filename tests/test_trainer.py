@@ -92,7 +92,8 @@ BY_THE_TRAINER: Refused = [
 ]
 IN_THE_RUN: Refused = [
     (ValueError, UNTRAINED, {"optimizer": lambda _: another()}),
-    (TypeError, "expected torch optimizers; got 3", {"optimizer": lambda _: 3}),
+    (TypeError, "expected torch optimizers; got 3$", {"optimizer": lambda _: 3}),
+    (TypeError, "Pass one function of the parameters, which returns a list of optimizers", {"optimizer": [torch.optim.Adam]}),
     (DataError, r"3 samples, batch_size=8 and drop_last=True\. Lower the batch size", {"loader": FEW}),
     (DataError, rf"{NO_BATCH} 1\. Give one that has at least one batch", {"loader": Stream(0)}),
     (DataError, f"{NO_BATCH} 1", {"callbacks": [on(Callback.on_setup)(emptied), LogTraining()]}),

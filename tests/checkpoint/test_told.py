@@ -37,6 +37,7 @@ def test_a_signal_and_a_resume_say_where_the_run_goes_on_if_it_is_watched(
     assert re.search(
         r"^resumed at step-00000008: step 8, epoch 2; it was written \d+:\d\d ago$", start(Console()), re.MULTILINE
     )
+    assert "resumed at step-00000008: step 8, epoch 2" in (tmp_path / "a" / "console.log").read_text()
 
 
 def test_nothing_is_said_of_a_resume_without_anyone_who_watches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

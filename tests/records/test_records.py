@@ -134,6 +134,9 @@ def test_history_has_each_series_the_latest_values_and_the_names() -> None:
     assert "eval/loss" not in history
     with pytest.raises(KeyError, match=r"nothing was logged as 'train/los'\. Did you mean 'train/loss'\?"):
         history["train/los"]
+    with pytest.raises(KeyError, match=r"nothing was logged as 'train/los'\. Did you mean 'train/loss'\?"):
+        history.latest["train/los"]
+    assert history.latest.get("train/los") is None
 
 
 def test_history_becomes_a_frame_with_a_row_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

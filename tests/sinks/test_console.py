@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cadenza import Callback, Histogram, Text, on
-from cadenza.callbacks import Evaluate, LogTraining
+from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.errors import ScheduleError
 from cadenza.sinks import Console
 from cadenza.status.folding import folded
-from cadenza.testing import tiny_loader, tiny_run
+from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.sinks.samples import failing
 from tests.sinks.terminal import Screen, Terminal, shown_in_terminal
 
@@ -46,6 +46,19 @@ def test_a_line_holds_epoch_step_values_and_time_and_lines_of_one_kind_stand_und
 def test_an_evaluation_belongs_to_the_epoch_that_it_ends(capsys: Lines) -> None:
     tiny_run(callbacks=[Evaluate(tiny_loader()), Console()], epochs=2, batches=2)
     assert [line.split("  ")[:2] for line in without_times(capsys)[:2]] == [["epoch 1", "step 2"], ["epoch 2", "step 4"]]
+
+
+def test_the_first_record_of_its_names_is_shown_also_in_a_run_that_continues(capsys: Lines, tmp_path: Path) -> None:
+    """The first evaluation, at step 13, comes after the resume at step 11, and the second one two intervals later."""
+
+    def train(directory: Path, *, steps: int) -> list[str]:
+        callbacks = [Evaluate(tiny_loader(), "13 steps"), log_loss(), Checkpoint(), Console("10 steps")]
+        tiny_trainer(callbacks=callbacks, steps=steps, directory=directory).fit(resume="auto")
+        return [line for line in without_times(capsys) if line.startswith("epoch")]
+
+    whole = train(tmp_path / "whole", steps=27)
+    assert [line.split()[3] for line in whole if "eval/loss" in line] == ["13", "26"]
+    assert train(tmp_path / "cut", steps=11) + train(tmp_path / "cut", steps=27) == whole
 
 
 def test_media_are_named_on_request(capsys: Lines) -> None:

@@ -151,9 +151,10 @@ class Monitor:
             name, rest = _parted(name) if not rest else (name, rest)
             alike = [one for one in known if nearest(name, [one], cutoff=0.5)] if rest else known[:1]
             meant = f" Did you mean {f'{alike[0]}/{rest or name}'!r}?" if len(alike) == 1 else ""
+            trained = ", which the training logs" if name == "train" else ""
             raise MonitorError(
-                f"{self.owner} watches {self.watched!r}, but no evaluation will report it: there is "
-                f"{', '.join(repr(f'{name}/...') for name in known) or 'none'}. Add Evaluate(loader, name=...) to "
+                f"{self.owner} watches {self.watched!r}{trained}, but no evaluation will report it: there is "
+                f"{', '.join(repr(f'{one}/...') for one in known) or 'none'}. Add Evaluate(loader, name=...) to "
                 f"callbacks, or watch a name of one that is there.{meant}"
             )
 

@@ -95,8 +95,12 @@ _WARNED_OF: set[str] = set()
 
 
 def tell(session: Session, text: str) -> None:
-    """Show a line to a person who watches the run: on the main process, if a callback shows the progress."""
-    if session.is_main and any(getattr(one, "shows_progress", False) for one in session.hooks.callbacks.values()):
+    """Write a line to ``console.log``; show it to a person who watches the run, if a callback shows the progress."""
+    if not session.is_main:
+        return
+    if session.files is not None:
+        session.files.add_text(text)
+    if any(getattr(one, "shows_progress", False) for one in session.hooks.callbacks.values()):
         print(for_screen(text, sys.stderr), file=sys.stderr)  # noqa: T201
 
 

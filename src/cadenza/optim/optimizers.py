@@ -63,7 +63,8 @@ def checked(given: object, model: nn.Module, *, own_step: bool = False) -> list[
     optimizers: list[Optimizer] = []
     for optimizer in given if isinstance(given, Sequence) else [given]:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"expected torch optimizers; got {optimizer!r}")
+            several = ". Pass one function of the parameters, which returns a list of optimizers" if callable(optimizer) else ""
+            raise TypeError(f"expected torch optimizers; got {optimizer!r}{several}")
         optimizers.append(optimizer)
         settings_of(optimizer)  # before a schedule or a checkpoint changes them
         if not own_step and needs_closure(optimizer):

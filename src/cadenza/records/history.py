@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -29,6 +29,15 @@ _SHOWN, _MOST_ROWS = 4, 50  # names in the line of a history, and in its table
 _COUNTS = attrgetter(*(field.name for field in fields(Counters)))  # astuple takes 30 times as long
 _TAIL = 1 << 20  # bytes at the end of a file, among which its last line is sought
 _Row = tuple[Counters, float, int]
+
+
+def _unknown(name: object, known: Sequence[str]) -> KeyError:
+    return KeyError(f"nothing was logged as {name!r}.{nearest(str(name), known)} There is: {[*known]}")
+
+
+class _Latest(dict[str, float]):
+    def __missing__(self, name: str) -> float:
+        raise _unknown(name, [*self])
 
 
 class History:
@@ -107,7 +116,7 @@ class History:
             KeyError: Nothing was logged under this name; the nearest one is shown.
         """
         if name not in self._series:
-            raise KeyError(f"nothing was logged as {name!r}.{nearest(name, self._series)} There is: {self.names}")
+            raise _unknown(name, self.names)
         return self._series[name]
 
     def __contains__(self, name: object) -> bool:
@@ -144,7 +153,7 @@ class History:
     @property
     def latest(self) -> dict[str, float]:
         """The newest value of each name."""
-        return {name: series[-1][1] for name, series in self._series.items()}
+        return _Latest({name: series[-1][1] for name, series in self._series.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return for each name steps (N,) int64, values (N,) float64, how many came, and one in how many is kept."""

@@ -122,8 +122,17 @@ class Console(Callback):
         gate = self._gates.get(names)
         if gate is None:  # one for all records of the same names
             alike = (known for known in self._gates if set(known) == set(names))
-            gate = self._gates[names] = self._gates.get(next(alike, ())) or Trigger(self.every, ("on_log",), _ON_LOG).due
+            gate = self._gates[names] = self._gates.get(next(alike, ())) or self._gate(run, record)
         return gate(run)
+
+    def _gate(self, run: Run, record: Record) -> Callable[[Run], bool]:
+        """Return what tells whether a record of these names is due. The first one is, also in a run that continues."""
+        assert self.every is not None
+        trigger = Trigger(self.every, ("on_log",), _ON_LOG)
+        before = ({step for step, _ in run.history[name] if step < record.step} for name in record.values)
+        if not all(before):
+            trigger.restart(trigger.between(Counters(), run.progress))
+        return trigger.due
 
     def _line(self, run: Run, record: Record) -> str:
         at, (epochs, steps) = record.at, self._counter_widths
