@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from cadenza import Callback, Figure, Image, Record, Run, on
+from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.errors import DirectoryError
 from cadenza.hooks.subscription import Subscription
 from cadenza.records import writer
@@ -366,3 +367,26 @@ def test_an_outage_finds_a_sink_that_loses_what_earlier_calls_of_write_held() ->
 
 def test_it_keeps_the_contract_of_callbacks() -> None:
     check_callback(Kept)
+
+
+class Slow(Sink):
+    """Writes the numbers of its steps into files, half a second after it got them."""
+
+    def open(self, info: RunInfo) -> None:
+        self.folder = info.base
+
+    def write(self, records: Sequence[Record]) -> None:
+        time.sleep(0.5)
+        for record in records:
+            (self.folder / f"written-{record.step}").touch()
+
+    def close(self, outcome: Outcome | None) -> None: ...
+
+
+def test_a_checkpoint_is_written_when_sinks_have_the_records_before_it(tmp_path: Path) -> None:
+    """So a process that is killed right after it has lost none: the run that continues writes the later ones only."""
+    callbacks = [LogTraining("1 step"), Slow(), Checkpoint("3 steps", keep_last=None)]
+    tiny_run(callbacks=callbacks, steps=6, directory=tmp_path)
+    for step in (3, 6):
+        manifest = tmp_path / "checkpoints" / f"step-0000000{step}" / "manifest.json"
+        assert (tmp_path / f"written-{step}").stat().st_mtime_ns <= manifest.stat().st_mtime_ns

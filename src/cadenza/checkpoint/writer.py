@@ -98,7 +98,7 @@ class CheckpointWriter:
         session = self.session
         self._attempts = Attempts(
             self.store,
-            session.files.sync if session.files is not None else list,
+            self._sync,
             self._prune,
             lambda: session.acts.after_step(self.take_results),
             background=self.background,
@@ -235,6 +235,12 @@ class CheckpointWriter:
             self._report(save, saved, pruned)
         late, self._late = self._late, set()
         self._join(late)
+
+    def _sync(self) -> None:
+        """Have sinks and files hold the records before the checkpoint: a run that continues writes none of them again."""
+        self.session.metrics.writer.flush()
+        if self.session.files is not None:
+            self.session.files.sync()
 
     def _save_asked(self) -> None:
         if not self._asked:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _GATHER_S = 0.1  # records are written together: to wake a thread for each would cost a tiny step as much again
 HANGS_S = 10.0
 """A call that takes longer, in seconds, gets a thread of its own."""
+_FLUSH_S = 2.0  # the longest wait before a save
 _END_HANGS_S = 1.0  # the same at the end of a run, where all wait
 FIRST_S, LONGEST_S = 1.0, 300.0
 """The shortest and the longest time between two attempts to open a target again, in seconds."""
@@ -67,6 +68,14 @@ class Writer:
             Thread(target=self._work, args=(self._serving,), name="cadenza-writer", daemon=True).start()
         if not self._asked.is_set():
             self._asked.set()
+
+    def flush(self) -> None:
+        """Wait for the records that were put so far, at most 2 seconds, so that a kill loses none. Any thread may call it."""
+        wanted = [(one, one.put_so_far) for one in self.channels]
+        until = time.monotonic() + _FLUSH_S
+        self._hurried.set()
+        while any(one.lacks(count) for one, count in wanted) and time.monotonic() < until:
+            time.sleep(0.005)
 
     def end(self) -> float:
         """Close all channels that have a name, once and without waiting. Return the time of the first call."""
@@ -212,6 +221,15 @@ class Channel:
             if self._reopen is None or not (self.down or self._behind or self._continues or hangs):
                 return None
             return self._waiting[0].step - 1 if self._waiting else self._sent
+
+    @property
+    def put_so_far(self) -> int:
+        """The number of records that were put."""
+        return self._count
+
+    def lacks(self, count: int) -> bool:
+        """Return whether the target does not have the first `count` records, and may have them soon."""
+        return self._taken < count and not self.down and not self.over
 
     def missing(self) -> int:
         """Return the number of records that the target does not have, or not for certain."""
