@@ -67,7 +67,7 @@ def rendezvous_of(environment: Mapping[str, str] = os.environ) -> Rendezvous | N
 
 
 _NCCL_WAITS_LONGER = timedelta(seconds=60)
-"""NCCL ends a process whose collective waits too long. Before, the exchange of the ranks' hosts names the rank that is late."""
+"""NCCL ends a process in which a collective waits too long. Before, the exchange on the hosts names the rank that is late."""
 
 
 def join(at: Rendezvous, backend: str, timeout_s: float) -> None:
