@@ -151,10 +151,9 @@ def test_a_run_that_is_over_gives_back_what_was_kept(tmp_path: Path, caplog: pyt
 def rollouts(directory: Path, *callbacks: Callback, steps: int = 20, resume: bool | str = "auto") -> Run:
     """Four updates on each rollout, as in PPO: the rollout is drawn between two calls of over()."""
     model = seeded()
-    arguments = {"max_steps": steps, "seed": 1, "directory": directory, "progress": False, "resume": resume}
-    with attach(
-        model, torch.optim.Adam(model.parameters(), 0.01), callbacks=[Checkpoint("3 steps"), *callbacks], **arguments
-    ) as loop:  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {"max_steps": steps, "seed": 1, "directory": directory, "progress": False, "resume": resume}
+    arguments["callbacks"] = [Checkpoint("3 steps"), *callbacks]
+    with attach(model, torch.optim.Adam(model.parameters(), 0.01), **arguments) as loop:
         while not loop.over():
             rollout = torch.randn(8, model.in_features)
             for _ in range(4):
