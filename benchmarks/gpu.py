@@ -143,14 +143,19 @@ def by_hand(model: nn.Module, batches: list[Batch], precision: str, device: torc
         mark()
 
 
+def fit(model: nn.Module, batches: list[Batch], precision: str, device: torch.device, **given: Any) -> None:
+    """Train for an epoch with a trainer."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    usual: dict[str, Any] = {"max_epochs": 1, "device": device, "precision": precision, "progress": False}
+    Trainer(model, optimizer, batches, loss_of, **usual, **given).fit()
+
+
 def trained(*callbacks: Callback) -> Callable[..., None]:
     """Return what trains with a trainer."""
 
     def train(model: nn.Module, batches: list[Batch], precision: str, device: torch.device, mark: Mark) -> None:
         ends = on(Callback.on_step_end)(lambda run: mark())
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        given = {"max_epochs": 1, "device": device, "precision": precision, "progress": False}
-        Trainer(model, optimizer, batches, loss_of, callbacks=[*callbacks, ends], **given).fit()  # type: ignore[arg-type]
+        fit(model, batches, precision, device, callbacks=[*callbacks, ends])
 
     return train
 
@@ -203,9 +208,7 @@ def stall(model: nn.Module, batches: list[Batch], precision: str, device: torch.
         seconds: list[float] = []
         ends = on(Callback.on_step_start)(lambda run: seconds.append(time.perf_counter()))
         save = Checkpoint(f"{len(batches) // 2} steps", keep_last=1)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        given = {"max_epochs": 1, "device": device, "precision": precision, "progress": False, "directory": Path(folder)}
-        Trainer(model, optimizer, batches, loss_of, callbacks=[save, ends], **given).fit()  # type: ignore[arg-type]
+        fit(model, batches, precision, device, callbacks=[save, ends], directory=Path(folder))
     steps = [later - earlier for earlier, later in pairwise(seconds)]
     return 1000 * (max(steps[len(batches) // 2 - 1 : len(batches) // 2 + 1]) - statistics.median(steps))
 

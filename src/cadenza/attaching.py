@@ -211,7 +211,8 @@ class Loop:
             outcome = self.run.outcome
             raise RuntimeError(
                 f"the run is over ({outcome and f'{outcome.kind}: {outcome.reason}'}), so no step follows. Ask "
-                "`while not loop.over():` before each step. For several updates on one rollout, make them one step."
+                "`while not loop.over():` before each step. For several updates on one rollout, let the limit be a multiple of "
+                "their number."
             )
         with self._ending_with_error():
             training.session.hooks.enter()

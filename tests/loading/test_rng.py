@@ -215,6 +215,17 @@ def test_a_generator_of_numpy_that_is_no_twister_is_kept_by_batches_and_checkpoi
     assert drawn(2, tmp_path / "continued") == whole
 
 
+def test_a_generator_of_another_package_with_the_name_of_the_twister_is_read_with_public_functions(
+    set_generator: Callable[[Any], None],
+) -> None:
+    set_generator(type("MT19937", (numpy.random.PCG64,), {})(1))
+    captured = RNGState.capture()
+    assert isinstance(captured.numpy, dict)
+    drawn = numpy.random.rand()
+    captured.restore()
+    assert numpy.random.rand() == drawn
+
+
 def test_a_numpy_without_an_address_is_read_with_its_public_functions() -> None:
     class Elsewhere:
         """A numpy that does not say where its numbers lie, as before 1.24."""

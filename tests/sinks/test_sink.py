@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -381,6 +383,17 @@ class Slow(Sink):
             (self.folder / f"written-{record.step}").touch()
 
     def close(self, outcome: Outcome | None) -> None: ...
+
+
+def test_a_save_for_a_signal_does_not_wait_for_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may be killed soon: the weights come first."""
+    waited: list[int] = []
+    monkeypatch.setattr(Writer, "flush", lambda self: waited.append(1))
+    at_two = on(Callback.on_step_end, at=2)(lambda run: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        tiny_run(callbacks=[Kept(), log_step, at_two, Checkpoint("1 step", keep_last=None)], steps=6, directory=tmp_path)
+    assert {one.name for one in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000001", "step-00000002"}
+    assert waited == [1], "for the save before the signal"
 
 
 def test_a_checkpoint_is_written_when_sinks_have_the_records_before_it(tmp_path: Path) -> None:

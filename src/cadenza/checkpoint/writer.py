@@ -237,8 +237,12 @@ class CheckpointWriter:
         self._join(late)
 
     def _sync(self) -> None:
-        """Have sinks and files hold the records before the checkpoint: a run that continues writes none of them again."""
-        self.session.metrics.writer.flush()
+        """Have sinks and files hold the records before the checkpoint: a run that continues writes none of them again.
+
+        A save for a signal does not wait for sinks: the time may be short, and the end of the run waits for them.
+        """
+        if self.session.sync.requests.signalled_at is None:
+            self.session.metrics.writer.flush()
         if self.session.files is not None:
             self.session.files.sync()
 
@@ -477,7 +481,7 @@ class Attempts:
 
     @property
     def busy(self) -> bool:
-        """Whether a first attempt is under way."""
+        """Whether a first attempt is in progress."""
         return self._unsaved is not None and self._unsaved.error is None
 
     @property

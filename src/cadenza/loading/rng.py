@@ -229,11 +229,12 @@ def numpy_restore(numpy: Any, state: Any) -> None:
 def _memory_in(numpy: Any) -> Any:
     """Return the memory of the numbers of numpy's global generator; None if their address is not known."""
     generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)()
-    return (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address) if _is_twister(generator) else None
+    return (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address) if _is_twister(numpy, generator) else None
 
 
-def _is_twister(generator: Any) -> bool:
-    return type(generator).__name__ == "MT19937"
+def _is_twister(numpy: Any, generator: object) -> bool:
+    """Return whether it is numpy's own: a generator of this name from another package may have another memory."""
+    return type(generator) is getattr(numpy.random, "MT19937", None)
 
 
 def _tuple_of(numbers: bytes, *half: float) -> tuple[Any, ...]:
