@@ -304,7 +304,7 @@ class Loop:
         if self._part is not None:
             with self._ending_with_error():
                 if not training.session.cursor.at_boundary:
-                    self._pass_boundary(training, verb)
+                    self._go_on(training, inside=verb == "step" and self._asks and not self.run.progress.finished)
                 elif verb == "over":
                     verbs.check_between()
         verbs.own_calls.outside = False
@@ -312,15 +312,12 @@ class Loop:
         self._take_up()
         return training
 
-    def _pass_boundary(self, training: Training, verb: str) -> None:
-        self._together.close()
-        inside = verb == "step" and self._asks
-        if inside and not self.run.progress.finished:
-            self._together.enter_context(self.run.block_saves("steps without loop.over() between them"))
-        self._go_on(training, inside=inside)
-
     def _go_on(self, training: Training, *, inside: bool = False) -> None:
-        if not training.may_step() and (self.run.progress.finished or not inside):
+        """Pass the boundary; end the run if no step follows. Between steps that belong together, saves and stops wait."""
+        self._together.close()
+        if inside:
+            self._together.enter_context(self.run.block_saves("steps without loop.over() between them"))
+        if not training.may_step() and not inside:
             self._end(None)
 
     def _take_up(self) -> None:

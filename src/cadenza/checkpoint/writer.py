@@ -468,9 +468,7 @@ class Attempts:
         written: Callable[[list[Tensor]], object] = list,
     ) -> None:
         self.store: Store = store
-        self._sync = sync
-        self._prune = prune
-        self._notify = notify
+        self._sync, self._prune, self._notify = sync, prune, notify
         self._background, self._repeats, self._grace_s = background, repeats, grace_s
         self._meeting, self._fetched, self._written = meeting, fetched, written
         self.results: deque[Result] = deque()

@@ -71,8 +71,7 @@ class Writer:
 
     def flush(self) -> None:
         """Wait for the records that were put so far, at most 2 seconds, so that a kill loses none. Any thread may call it."""
-        wanted = [(one, one.put_so_far) for one in self.channels]
-        until = time.monotonic() + _FLUSH_S
+        wanted, until = [(one, one.put_so_far) for one in self.channels], time.monotonic() + _FLUSH_S
         self._hurried.set()
         while any(one.lacks(count) for one, count in wanted) and time.monotonic() < until:
             time.sleep(0.005)
