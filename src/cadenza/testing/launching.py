@@ -59,7 +59,7 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300)
         port = listening.getsockname()[1]
         for rank in range(ranks):
             result, its_end = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(function, rank, ranks, timeout_s, listening, its_end))
+            process = context.Process(target=_work, args=(function, rank, ranks, timeout_s, listening, its_end, results))
             process.start()
             its_end.close()
             processes.append(process)
@@ -78,7 +78,13 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300)
 
 
 def _work(
-    function: Callable[[], Any], rank: int, ranks: int, timeout_s: float, listening: socket.socket, result: Connection
+    function: Callable[[], Any],
+    rank: int,
+    ranks: int,
+    timeout_s: float,
+    listening: socket.socket,
+    result: Connection,
+    of_others: list[Connection],
 ) -> None:
     gc.freeze()  # garbage of the parent, such as a session of onnxruntime, may wait for threads that it alone has
     faulthandler.dump_traceback_later(timeout_s * 0.9, file=2)
@@ -91,7 +97,8 @@ def _work(
         "MASTER_PORT": str(listening.getsockname()[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    listening.close()
+    for inherited in (listening, *of_others):  # they would count as open files of this rank
+        inherited.close()
     try:
         answer: tuple[str, Any, str] = ("returned", function(), "")
     except BaseException as error:
