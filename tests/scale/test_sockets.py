@@ -51,9 +51,9 @@ def test_a_rank_has_two_connections_to_each_other_one_whatever_folders_there_are
 
 def test_a_limit_of_open_files_that_is_too_small_is_said_before_the_group_is_made() -> None:
     def started() -> str:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, most))
         with pytest.raises(DistributedError) as raised:
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, most))
             ddp()
         return str(raised.value)
 

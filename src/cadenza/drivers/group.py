@@ -150,7 +150,7 @@ class GroupDriver(Driver):
         self.world_size: int = dist.get_world_size()
         self.reduces: bool = self.world_size > 1
         self._hosts = self._shared("group", self._new_group)
-        self._tree = self._shared("tree", self._new_tree) if self.world_size >= _TREE_FROM else None
+        self._tree: Tree | None = self._shared("tree", self._new_tree) if self.world_size >= _TREE_FROM else None
         self._of_data: Any = None
         self.to_device: Mover = Mover(self.device)
         self._number, self._run = self._count(), 0
@@ -371,7 +371,7 @@ def _receive(rank: int, *, group: Any, tag: int) -> Any:
     dist.recv(length, rank, group, tag)
     content = torch.empty(int(length), dtype=torch.uint8)
     dist.recv(content, rank, group, tag)
-    return pickle.loads(content.numpy())
+    return pickle.loads(content.numpy().tobytes())
 
 
 def _exchange_flat(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:

@@ -95,8 +95,9 @@ def check_open_files(ranks: int, groups: int, *, serves_store: bool) -> None:
     needed = there + groups * (ranks + _FILES_OF_GROUP) + 2 * ranks * serves_store + _OTHER_FILES
     if 0 <= limit < needed:
         raise DistributedError(
-            f"this process may have {limit} files open, and needs {needed}: it has {there}, and each of {counted(groups, 'group')} "
-            f"of {ranks} ranks keeps a connection to each rank. Raise the limit before the start, as with ulimit -n {2 * needed}."
+            f"this process may have {limit} files open, and needs {needed}: it has {there}, and each of "
+            f"{counted(groups, 'group')} of {ranks} ranks keeps a connection to each rank. Raise it before the start, as "
+            f"with ulimit -n {2 * needed}."
         )
 
 

@@ -97,7 +97,8 @@ def _work(
         "MASTER_PORT": str(listening.getsockname()[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    for inherited in (listening, *of_others):  # they would count as open files of this rank
+    listening.close()
+    for inherited in of_others:  # each would count as an open file of this rank
         inherited.close()
     try:
         answer: tuple[str, Any, str] = ("returned", function(), "")
