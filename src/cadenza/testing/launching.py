@@ -52,7 +52,7 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300)
             "launch forks this process, but CUDA is initialized. Call launch before CUDA is used, or start with torchrun."
         )
     import_module("torch._dynamo")  # DDP imports it, which takes seconds: import it once here instead of in each process
-    processes, results = [], []
+    processes, results = list[ForkProcess](), list[Connection]()
     context = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as listening, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about a fork beside threads, such as those of a test runner
