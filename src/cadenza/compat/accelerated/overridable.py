@@ -18,7 +18,7 @@ from cadenza.compat.accelerated.utils import worker_init_fn
 
 
 def overrides(trainer: Overridable, method: Callable[..., Any]) -> bool:
-    """Return whether a trainer has a method of its own in place of this method of `Overridable`."""
+    """Return whether a trainer overrides this method of `Overridable`."""
     return getattr(getattr(trainer, method.__name__), "__func__", None) is not method
 
 
@@ -34,7 +34,7 @@ class Overridable(TrainerFace):
     _items_factor = 1
     """`_loss_factor` of the current batch."""
 
-    # -- to override: setting up --------------------------------------------------------------------------
+    # -- to override: setup --------------------------------------------------------------------------
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return the default arguments of the training loader."""
@@ -130,7 +130,7 @@ class Overridable(TrainerFace):
             train_dl: The trainer's ``_train_dataloader``. To change it, set this attribute before the epoch.
 
         Raises:
-            RuntimeError: No training is in progress, or the steps of this epoch were done.
+            RuntimeError: No training is in progress, or the steps of this epoch have already run.
             ValueError: `train_dl` is another loader.
             StopTrainingError: The training was stopped. The trainer expects it.
         """
@@ -139,7 +139,7 @@ class Overridable(TrainerFace):
     def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
         """Compute the loss of a batch, call ``on_train_step_end``, and add the gradients.
 
-        If a subclass overrides it, the native loop calls it for each batch. Otherwise the native loop does these steps.
+        If a subclass overrides it, the native loop calls it for each batch. Otherwise the native loop performs them.
 
         Args:
             batch: On the device.

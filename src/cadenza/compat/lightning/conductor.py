@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.adapter.requests import evaluate_now
 from cadenza.compat.lightning.moments import LightningMoments
 from cadenza.compat.lightning.trainer_view import TrainerView, trainer_view
@@ -72,8 +73,8 @@ class Conductor(BaseCallback):
             Listener(Callback.on_exception, self._interrupt),
             Listener(Callback.on_fit_end, self._end_fit),
         ]
-        for one in listeners:
-            one.shared = True
+        for listener in listeners:
+            listener.shared = True
         return inner(listeners)
 
     # -- called in every adapter; the first one acts ------------------------------------------------
@@ -84,9 +85,9 @@ class Conductor(BaseCallback):
         if view._conductor is None:
             able = _able(run)
             view._conductor = ref(able[0])
-            view._names = [hooks_of(run).name_of(one) for one in able]
-            for one in able:
-                one.take(run, view)
+            view._names = [hooks_of(run).name_of(listener) for listener in able]
+            for listener in able:
+                listener.take(run, view)
         return view if view._conductor() is self else None
 
     def _open(self, run: Run) -> None:
@@ -131,7 +132,7 @@ class Conductor(BaseCallback):
         if view := self._view(run):
             hooks = hooks_of(run)
             # An evaluation at the end of a step comes after the last batch of the step.
-            hooks.call([late for one in _able(run) if (late := one.owes(run)) is not None], run)
+            hooks.call([late for listener in _able(run) if (late := listener.owes(run)) is not None], run)
             view._stage = view._stage_of(evaluation)
             view._evaluation = evaluation
             view._metrics.sums = {}
@@ -210,9 +211,9 @@ class Conductor(BaseCallback):
         view._interrupted = view._broken = True
         listeners = hooks.by_moment.get(Callback.on_exception, ())
         with hooks.unwinding_of(error):
-            hooks.call([one for one in listeners if one.owner in view._names], run, error)
+            hooks.call([listener for listener in listeners if listener.owner in view._names], run, error)
 
 
 def _able(run: Run) -> list[Conductor]:
     """Return the callbacks of a run that can be the conductor."""
-    return [one for one in hooks_of(run).callbacks.values() if isinstance(one, Conductor) and one.conducts()]
+    return [callback for callback in callbacks_of(run, Conductor) if callback.conducts()]

@@ -36,9 +36,9 @@ def is_lightning(thing: object, name: str) -> bool:
     >>> is_lightning({}, "ModelPruning")
     False
     """
-    return any(one.__name__ == name for one in classes_of_lightning(type(thing)))
+    return any(base.__name__ == name for base in classes_of_lightning(type(thing)))
 
 
 def classes_of_lightning(kind: type[Any]) -> list[type[Any]]:
     """Return the classes of Lightning that `kind` is, or is derived from."""
-    return [one for one in kind.__mro__ if one.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
+    return [base for base in kind.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]

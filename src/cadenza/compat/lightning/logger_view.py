@@ -63,7 +63,7 @@ class LoggerView(PartView):
         """Add values to the record of the current step. `step` is ignored."""
         for name, value in metrics.items():
             if isinstance(value, Mapping):
-                self.log_metrics({f"{name}/{part}": one for part, one in value.items()})
+                self.log_metrics({f"{name}/{part}": item for part, item in value.items()})
             elif name not in RESERVED:
                 self._run.log(name, _loggable(name, value))
 

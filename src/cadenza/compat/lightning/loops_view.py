@@ -59,7 +59,7 @@ class EvaluationLoopView(PartView):
 
     @property
     def _has_run(self) -> bool:
-        return any(one.complete for one in self._run.evaluations.values())
+        return any(evaluation.complete for evaluation in self._run.evaluations.values())
 
 
 class PredictLoopView(EvaluationLoopView):
@@ -79,7 +79,7 @@ class PredictLoopView(EvaluationLoopView):
         if evaluation is None:
             return []
         known = evaluation.indices(self._run, evaluation.batch - 1, session_of(self._run).data_seed)
-        return [] if known is None else [int(one) for one in known]
+        return [] if known is None else [int(length) for length in known]
 
     @property
     def epoch_batch_indices(self) -> list[list[Any]]:

@@ -142,7 +142,7 @@ class ModuleFace:
 
     @property
     def dtype(self) -> Any:
-        return next((one.dtype for one in self.parameters() if one.is_floating_point()), None)
+        return next((parameter.dtype for parameter in self.parameters() if parameter.is_floating_point()), None)
 
     @property
     def logger(self) -> Any:

@@ -35,7 +35,7 @@ def refusal(kind: type) -> Refused | None:
 
     >>> refusal(dict)
     """
-    return next((REFUSED[one.__name__] for one in classes_of_lightning(kind) if one.__name__ in REFUSED), None)
+    return next((REFUSED[base.__name__] for base in classes_of_lightning(kind) if base.__name__ in REFUSED), None)
 
 
 def check_runs(callback: object) -> None:

@@ -30,18 +30,18 @@ class SchedulerList(list[Any]):
         self._of_run = OfRun(run)
         self._native: dict[str, tuple[Any, LearningRate]] = {}
         config = imported("utilities.types", "LRSchedulerConfig")
-        for name, one in hooks_of(run).callbacks.items():
-            if isinstance(one, LearningRate) and one.scheduler is not None:
-                plateau = isinstance(one.scheduler, ReduceLROnPlateau)
-                monitor = None if one.monitor is None else one.monitor.name
-                entry = config(one.scheduler, interval=one.unit, reduce_on_plateau=plateau, monitor=monitor)
-                self._native[name] = entry, one
+        for name, callback in hooks_of(run).callbacks.items():
+            if isinstance(callback, LearningRate) and callback.scheduler is not None:
+                plateau = isinstance(callback.scheduler, ReduceLROnPlateau)
+                monitor = None if callback.monitor is None else callback.monitor.name
+                entry = config(callback.scheduler, interval=callback.unit, reduce_on_plateau=plateau, monitor=monitor)
+                self._native[name] = entry, callback
         super().__init__(entry for entry, _ in self._native.values())
 
     def refreshed(self) -> SchedulerList:
         """Return the list, with the present scheduler of each `LearningRate`: it may have made it again."""
-        for entry, one in self._native.values():
-            entry.scheduler = one.scheduler
+        for entry, native in self._native.values():
+            entry.scheduler = native.scheduler
         return self
 
     def drop_replaced(self) -> None:

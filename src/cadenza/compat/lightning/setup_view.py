@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.callbacks.log_training import LogTraining
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.lightning.changes import Changes
 from cadenza.compat.lightning.counters import CountersView
 from cadenza.compat.lightning.library import imported, is_lightning
 from cadenza.compat.lightning.scheduler_list import SchedulerList
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.schedule import Every
 from cadenza.loading.loaders import length_of
 
@@ -30,7 +30,7 @@ class CallbackLists:
         raise NotImplementedError
 
     def _of_class(self, name: str) -> list[Any]:
-        return [one for one in self.callbacks if is_lightning(one, name)]
+        return [callback for callback in self.callbacks if is_lightning(callback, name)]
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
@@ -118,11 +118,11 @@ class SetupView(CallbackLists, CountersView):
 
     def _batches(self, evaluation: Evaluation | None) -> list[int | float]:
         if evaluation is None:
-            return [math.inf if one.batches is None else one.batches for one in self._run.evaluations.values()]
+            return [math.inf if each.batches is None else each.batches for each in self._run.evaluations.values()]
         if not evaluation.sources:
             return [math.inf if evaluation.batches is None else evaluation.batches]
-        lengths = [length_of(one) for one in evaluation.sources.values()]
-        return [math.inf if one is None else one for one in lengths]
+        lengths = [length_of(source) for source in evaluation.sources.values()]
+        return [math.inf if length is None else length for length in lengths]
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -145,9 +145,9 @@ class SetupView(CallbackLists, CountersView):
     @property
     def log_every_n_steps(self) -> int:
         """The interval of `LogTraining` in steps; 1 without it."""
-        for one in hooks_of(self._run).callbacks.values():
-            if isinstance(one, LogTraining) and isinstance(one.every, Every) and one.every.unit == "step":
-                return int(one.every.count)
+        for log in callbacks_of(self._run, LogTraining):
+            if isinstance(log.every, Every) and log.every.unit == "step":
+                return int(log.every.count)
         return 1
 
     @property
@@ -180,7 +180,7 @@ class SetupView(CallbackLists, CountersView):
     @property
     def val_dataloaders(self) -> Any:
         """The loader of `Evaluate`; a list of several; None without one."""
-        loaders = [one.loader for one in self._run.evaluations.values()]
+        loaders = [evaluation.loader for evaluation in self._run.evaluations.values()]
         given = loaders[0] if len(loaders) == 1 else loaders or None
         return self._own.get("val_dataloaders", given)
 
@@ -283,7 +283,7 @@ def validation_interval(run: Run) -> tuple[int | float, int | None]:
 
     The second one is None unless it evaluates at the end of epochs. Without `Evaluate`: 1.0 and 1, as by default.
     """
-    found = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Evaluate)]
+    found = callbacks_of(run, Evaluate)
     if not found:
         return 1.0, 1
     every = found[0].every

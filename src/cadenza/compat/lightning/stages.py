@@ -128,7 +128,7 @@ def _run(
 
 
 def _attached(trainer: Trainer, stage: str) -> Attached:
-    attached = next((one.attached for one in trainer.callbacks if isinstance(one, LogStart)), None)
+    attached = next((callback.attached for callback in trainer.callbacks if isinstance(callback, LogStart)), None)
     if attached is None:
         raise TypeError(
             f"{stage} needs a trainer of Trainer.from_lightning; got one of a {type(trainer.model).__name__}. Use "

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.compat.absent import facts_of
-from cadenza.compat.adapter.foreign import foreign_callbacks
+from cadenza.compat.adapter.foreign import callbacks_of, foreign_callbacks
 from cadenza.compat.lightning.connectors import (
     AcceleratorConnectorView,
     CheckpointConnectorView,
@@ -29,7 +29,6 @@ from cadenza.compat.lightning.saving import save_checkpoint
 from cadenza.compat.lightning.setup_view import SetupView
 from cadenza.compat.lightning.strategy_view import StrategyView
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -215,8 +214,7 @@ class TrainerView(SetupView):
     @property
     def num_sanity_val_steps(self) -> int:
         """The number of batches that `Evaluate` tries before the first epoch."""
-        found = [one.sanity_batches for one in hooks_of(self._run).callbacks.values() if isinstance(one, Evaluate)]
-        return max(found, default=0)
+        return max((evaluate.sanity_batches for evaluate in callbacks_of(self._run, Evaluate)), default=0)
 
     @property
     def overfit_batches(self) -> float:
@@ -286,4 +284,4 @@ class TrainerView(SetupView):
 
 def foreign(run: Run) -> list[Any]:
     """Return the callbacks of Lightning in the list, in order."""
-    return [one.callback for one in foreign_callbacks(run, KEY)]
+    return [callback.callback for callback in foreign_callbacks(run, KEY)]

@@ -145,7 +145,7 @@ class Actions:
         """Return an optimizer for the weights of modules, or of the modules on which tensors depend."""
         things = [things_to_optimize] if isinstance(things_to_optimize, NmTensor | NeuralModule) else things_to_optimize
         parameters: list[nn.Parameter] = []
-        if not things or not all(isinstance(one, NmTensor | NeuralModule) for one in things):
+        if not things or not all(isinstance(thing, NmTensor | NeuralModule) for thing in things):
             raise ValueError(f"create_optimizer needs a list of neural modules or NmTensors; got {things_to_optimize!r}")
         for thing in things:
             module = model_of([thing]) if isinstance(thing, NmTensor) else thing
@@ -303,7 +303,7 @@ class Actions:
         batches_per_step: int | None,
         stop_on_nan_loss: bool,
     ) -> Trainer:
-        losses: list[NmTensor] = [one for _, its in pairs for one in its] if pairs else list(tensors)
+        losses: list[NmTensor] = [tensor for _, its in pairs for tensor in its] if pairs else list(tensors)
         model = model_of(losses)
         if self._driver is not None:
             self._driver.find_unused_parameters = bool(pairs)  # each step uses the losses of one optimizer
@@ -384,7 +384,7 @@ def _checked(callbacks: Sequence[AnyCallback] | None, classes: Sequence[type[Bas
     if isinstance(callbacks, BaseCallback | str | Mapping) or not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...].")
     given: list[Any] = list(adapted(callbacks))
-    names = ", ".join(one.__name__ for one in classes)
+    names = ", ".join(class_.__name__ for class_ in classes)
     for index, callback in enumerate(given):
         if not isinstance(callback, BaseCallback):
             raise ValueError(

@@ -68,10 +68,10 @@ def provide(package: str, aliases: Mapping[str, Homes]) -> None:
         module = ModuleType(name, f"``nemo.{path}``.")
         module.__spec__ = ModuleSpec(name, None, is_package=any(other.startswith(f"{path}.") for other in aliases))
         module.__path__ = module.__spec__.submodule_search_locations or []
-        found = {one: home for home, names in homes.items() for one in _listed(home, names)}
+        found = {name: home for home, names in homes.items() for name in _listed(home, names)}
         vars(module)["__all__"] = sorted(found)
-        for one, home in found.items():
-            setattr(module, one, getattr(import_module(f"cadenza.compat.neural.{home}"), one))
+        for alias, home in found.items():
+            setattr(module, alias, getattr(import_module(f"cadenza.compat.neural.{home}"), alias))
         sys.modules[name] = module
         vars(sys.modules[parent]).setdefault(last, module)  # the function `deprecated` of `utils.decorators` stays
 

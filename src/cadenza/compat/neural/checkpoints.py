@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.store import Loaded
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.neural.adapted import AdaptedRun
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.logs import logging
@@ -35,7 +36,6 @@ from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointMismatchError
 from cadenza.files.disk import flush
-from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.optimizers import load_state
 from cadenza.status.decisions import decide
 from cadenza.status.plain import decode, encode
@@ -176,8 +176,8 @@ def modules_of(run: Run) -> dict[str, nn.Module]:
     if graph is None:
         model = run.model
         return {type(model).__name__: model}
-    evaluations = [one.graph for one in hooks_of(run).callbacks.values() if isinstance(one, EvaluatorCallback)]
-    parts = dict.fromkeys(chain(graph.modules(), graph.others(), *(one.modules() for one in evaluations)))
+    evaluations = [evaluator.graph for evaluator in callbacks_of(run, EvaluatorCallback)]
+    parts = dict.fromkeys(chain(graph.modules(), graph.others(), *(evaluation.modules() for evaluation in evaluations)))
     return named(parts)
 
 

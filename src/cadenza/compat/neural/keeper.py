@@ -94,8 +94,8 @@ class Keeper:
         self._marks.append(mark)
         if self.keep > 0 and run.is_main:
             gone, self._marks = self._marks[: -self.keep], self._marks[-self.keep :]
-            for one in gone:
-                self.folder.remove(one, checkpoints.modules_of(run))
+            for checkpoint in gone:
+                self.folder.remove(checkpoint, checkpoints.modules_of(run))
 
     # -- restoring ------------------------------------------------------------------------------------
 

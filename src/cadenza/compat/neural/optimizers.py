@@ -106,7 +106,7 @@ def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: M
     if "luc_eta" in settings:
         settings["luc_trust"] = settings.pop("luc_eta")
     weights = list(parameters)  # frozen ones too, as in NeMo: UnfreezeCallback may unfreeze them during the training
-    if not any(one.requires_grad for one in weights):
+    if not any(weight.requires_grad for weight in weights):
         raise ValueError("no module has a trainable weight; call unfreeze() on one of them")
     if kind in _WITH_FUSED:
         settings["fused"] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.transformers.arguments_view import ArgumentsView
@@ -51,7 +51,7 @@ def arguments_of(run: Run) -> Any:
     Raises:
         AdapterError: The list has two `Arguments`, or a field does not exist, or a callback needs one that is not given.
     """
-    several = [name for name, one in hooks_of(run).callbacks.items() if isinstance(one, Given)]
+    several = [name for name, callback in hooks_of(run).callbacks.items() if isinstance(callback, Given)]
     if len(several) > 1:
         raise AdapterError(f"callbacks has several Arguments(...): {', '.join(several)}. Keep one.")
     given = given_in(run)
@@ -76,9 +76,9 @@ def _check_fields(values: Mapping[str, Any]) -> None:
 
 
 def _check_best(run: Run, view: ArgumentsView) -> None:
-    needs: Callable[[Any], bool] = lambda one: any(base.__name__ == "EarlyStoppingCallback" for base in type(one).__mro__)  # noqa: E731
-    callbacks = [getattr(one, "callback", None) for one in hooks_of(run).callbacks.values()]
-    if view.metric_for_best_model is None and any(map(needs, callbacks)):
+    callbacks = [getattr(callback, "callback", None) for callback in hooks_of(run).callbacks.values()]
+    classes = {base.__name__ for callback in callbacks for base in type(callback).__mro__}
+    if view.metric_for_best_model is None and "EarlyStoppingCallback" in classes:
         raise AdapterError(
             "EarlyStoppingCallback needs args.metric_for_best_model, but no callback of the list watches a result. Add "
             'Arguments(metric_for_best_model="loss") of cadenza.compat.transformers, or '

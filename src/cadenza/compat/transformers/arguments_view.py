@@ -16,6 +16,7 @@ from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.callbacks.log_training import LogTraining
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.adapter.view import View, refuse
 from cadenza.compat.transformers.logs import evaluation_prefix
 from cadenza.engine.monitor import monitors_in
@@ -180,7 +181,7 @@ class ArgumentsView(View):
     @argument
     def max_grad_norm(self) -> float:
         """The norm of `ClipGradients`; 0 without one."""
-        found = [one.max_norm for one in self._all(ClipGradients) if one.max_norm is not None]
+        found = [clip.max_norm for clip in self._all(ClipGradients) if clip.max_norm is not None]
         return found[0] if found else 0.0
 
     @argument
@@ -247,8 +248,8 @@ class ArgumentsView(View):
     @argument
     def load_best_model_at_end(self) -> bool:
         """Whether `BestWeights` or `EarlyStopping` loads the best weights at the end."""
-        stopping = any(one.best is not None for one in self._all(EarlyStopping))
-        return stopping or any(one.restore for one in self._all(BestWeights))
+        stopping = any(callback.best is not None for callback in self._all(EarlyStopping))
+        return stopping or any(callback.restore for callback in self._all(BestWeights))
 
     # -- processes ---------------------------------------------------------------------------------
 
@@ -299,7 +300,7 @@ class ArgumentsView(View):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields with plain values. ``output_dir`` is None without a directory."""
-        names = [name for name, one in vars(ArgumentsView).items() if isinstance(one, argument)]
+        names = [name for name, attribute in vars(ArgumentsView).items() if isinstance(attribute, argument)]
         here = self._run.info.directory is not None or "output_dir" in self._values
         values = {name: getattr(self, name) if here or name != "output_dir" else None for name in names}
         merged = {**_OFF, **values, **self._values}
@@ -343,7 +344,7 @@ class ArgumentsView(View):
         return next(iter(monitors_in(hooks_of(self._run))), None)
 
     def _all(self, kind: type[Any]) -> list[Any]:
-        return [one for one in hooks_of(self._run).callbacks.values() if isinstance(one, kind)]
+        return callbacks_of(self._run, kind)
 
     def _first(self, kind: type[Any]) -> Any:
         return next(iter(self._all(kind)), None)

@@ -45,7 +45,7 @@ def note_best(state: Any, args: Any, metrics: Mapping[str, Any], prefix: str, ev
 def _check_other(watched: str, whole: str, metrics: Mapping[str, Any], prefix: str, evaluations: Collection[str]) -> None:
     """Check that another evaluation reports the result: the one with the longest prefix that fits."""
     prefixes = {evaluation_prefix(name, evaluations) for name in evaluations}
-    fitting = [one for one in prefixes if whole.startswith(f"{one}_")]
+    fitting = [prefix for prefix in prefixes if whole.startswith(f"{prefix}_")]
     if fitting and max(fitting, key=len) != prefix:
         return
     reported = [name for name in metrics if name.startswith("eval") and not name.endswith(_SPEEDS)]

@@ -91,10 +91,10 @@ class Data:
             return dataset, self.collator
         named = getattr(dataset, "column_names", None)
         if isinstance(named, list) and hasattr(dataset, "remove_columns"):  # of the package datasets
-            kept = [one for one in named if one in self.columns]
+            kept = [column for column in named if column in self.columns]
             if not kept:
                 raise no_columns(self._model_name, self.columns, named)
-            return dataset.remove_columns([one for one in named if one not in kept]), self.collator
+            return dataset.remove_columns([column for column in named if column not in kept]), self.collator
         return dataset, UsedColumns(self.collator, self.columns, self._model_name)
 
 
@@ -107,7 +107,7 @@ class UsedColumns:
         self.model: str = model
 
     def __call__(self, samples: list[Any]) -> Any:
-        return self.collator([self._used(one) for one in samples])
+        return self.collator([self._used(sample) for sample in samples])
 
     def _used(self, sample: Any) -> Any:
         if not isinstance(sample, Mapping):

@@ -22,7 +22,7 @@ def check_metrics(arguments: Any, compute_metrics: Callable[..., Any] | None) ->
     if compute_metrics is None or not arguments.batch_eval_metrics:
         return
     names = inspect.signature(compute_metrics).parameters
-    if "compute_result" not in names and not any(one.kind is one.VAR_KEYWORD for one in names.values()):
+    if "compute_result" not in names and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
         raise TypeError(
             "TrainingArguments(batch_eval_metrics=True) needs compute_metrics(prediction, compute_result); got "
             f"compute_metrics{inspect.signature(compute_metrics)}. Add the argument: it is True for the last batch."
@@ -62,7 +62,7 @@ class Predict:
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         labels: Any = tuple(batch.get(name) for name in self.label_names)
-        labelled = bool(self.label_names) and all(one is not None for one in labels)
+        labelled = bool(self.label_names) and all(label is not None for label in labels)
         if labelled or self._has_own_loss:
             outputs = self.loss(model, batch)
         else:
@@ -71,7 +71,7 @@ class Predict:
         found = {} if outputs.get("loss") is None else {"loss": outputs["loss"].detach().mean()}
         if self._loss_only:
             return found
-        predictions: Any = tuple(one for name, one in outputs.items() if name not in self._ignored and one is not None)
+        predictions: Any = tuple(output for name, output in outputs.items() if name not in self._ignored and output is not None)
         predictions = predictions[0] if len(predictions) == 1 else predictions
         labels = (labels[0] if len(labels) == 1 else labels) if labelled else None
         if self._preprocess is not None:
@@ -125,16 +125,16 @@ class ComputeMetrics:
         losses = loss.repeat(_size_of(targets)) if isinstance(loss, Tensor) else None
         given = {"predictions": predictions, "label_ids": targets, "inputs": inputs, "losses": losses}
         detached, container = original("trainer_pt_utils.nested_detach"), original("trainer_pt_utils.EvalLoopContainer")
-        used = {key: detached(one) for key, one in given.items() if one is not None and self._extras.get(key, True)}
+        used = {key: detached(value) for key, value in given.items() if value is not None and self._extras.get(key, True)}
         if self._by_batch:
             if self._last is not None:
                 self.function(self._last, compute_result=False)
             self._last = _prediction(used)
             return
         self._batches += 1
-        for key, one in used.items():
+        for key, value in used.items():
             held = self._held.setdefault(key, container(self._concatenates, padding_index=-100))
-            held.add(one)
+            held.add(value)
             if self._to_host_every is not None and self._batches % self._to_host_every == 0:
                 held.to_cpu_and_numpy()
 

@@ -27,11 +27,11 @@ def flags_of(adapter: ForeignCallback) -> frozenset[str]:
     kind: Any = type(adapter.callback)
     above = kind.__mro__[: kind.__mro__.index(adapter.base)]
     hooks = [getattr(getattr(adapter.callback, name), "__func__", None) for name in adapter.overridden()]
-    methods = [getattr(one, "__func__", one) for base in above for one in vars(base).values()]
-    functions = [inspect.unwrap(one) for one in (*hooks, *methods) if isinstance(one, FunctionType)]
-    if not all(isinstance(one, FunctionType) for one in hooks) or any(map(_passes_on, functions)):
+    methods = [getattr(attribute, "__func__", attribute) for base in above for attribute in vars(base).values()]
+    functions = [inspect.unwrap(hook) for hook in (*hooks, *methods) if isinstance(hook, FunctionType)]
+    if not all(isinstance(hook, FunctionType) for hook in hooks) or any(map(_passes_on, functions)):
         return frozenset(FLAGS)
-    return frozenset(name for one in functions for name in _names(one.__code__) if name in FLAGS)
+    return frozenset(name for function in functions for name in _names(function.__code__) if name in FLAGS)
 
 
 def of_other_ranks(driver: Driver, own: Collection[str], authors: Mapping[str, str]) -> dict[str, str]:
@@ -73,6 +73,6 @@ def _passes_on(function: FunctionType) -> bool:
 
 def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _names(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

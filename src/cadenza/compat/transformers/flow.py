@@ -12,7 +12,7 @@ from weakref import ref
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.evaluate import Evaluate
-from cadenza.compat.adapter.foreign import ForeignCallback
+from cadenza.compat.adapter.foreign import ForeignCallback, callbacks_of
 from cadenza.compat.adapter.requests import evaluate_now
 from cadenza.compat.adapter.view import OfRun
 from cadenza.compat.transformers.arguments import arguments_of
@@ -75,11 +75,11 @@ class Flow(OfRun):
     @property
     def members(self) -> list[ForeignCallback]:
         """The callbacks of transformers in the list. Each refers to the flow."""
-        return [one for member in self._members if (one := member()) is not None]
+        return [callback for member in self._members if (callback := member()) is not None]
 
     @members.setter
     def members(self, members: Sequence[ForeignCallback]) -> None:
-        self._members = [ref(one) for one in members]
+        self._members = [ref(member) for member in members]
 
     @property
     def opened(self) -> bool:
@@ -108,7 +108,7 @@ class Flow(OfRun):
         if fresh:
             self.control = TrainerControl()
             world, here = run.driver.rank == 0, local_rank(run) == 0
-            exported = [one.callback for one in self.members if exports(one.callback)]
+            exported = [member.callback for member in self.members if exports(member.callback)]
             self.state = TrainerState(
                 is_world_process_zero=world, is_local_process_zero=here, stateful_callbacks=[*exported, self.control]
             )
@@ -120,7 +120,7 @@ class Flow(OfRun):
         self.rates = run.optimizers[0].param_groups[0] if run.optimizers else {"lr": 0.0}
         self.seen: dict[str, Any] = dict(self.control.__dict__)
         self._every = 0
-        self._listeners = {id(one): _listener_of(self.session.hooks.name_of(one)) for one in self.members}
+        self._listeners = {id(member): _listener_of(self.session.hooks.name_of(member)) for member in self.members}
         self.session.hooks.fired.update(OWN)  # they are not expected in each run
 
     def begin(self, run: Run) -> None:
@@ -143,12 +143,13 @@ class Flow(OfRun):
         self._begin_logging(args)
         if not self.logs.by_batch:
             self.session.hooks.remove(Callback.on_batch_end, self.count_tokens)
-        if any("on_save" in one.overridden() for one in self.members):
+        if any("on_save" in member.overridden() for member in self.members):
             self.saves.wait()
         self.session.metrics.readers.append(self.read)
 
     def _begin_logging(self, args: Any) -> None:
-        default = any(one.__name__ == "DefaultFlowCallback" for member in self.members for one in type(member.callback).__mro__)
+        classes = {base.__name__ for member in self.members for base in type(member.callback).__mro__}
+        default = "DefaultFlowCallback" in classes
         strategy = "no" if default else str(getattr(args.logging_strategy, "value", args.logging_strategy))
         self._every = self.state.logging_steps if strategy == "steps" else 0
         self._first = not default and bool(args.logging_first_step)
@@ -245,7 +246,7 @@ class Flow(OfRun):
         """Set the flags that need all ranks as soon as one rank has set them. Every rank must call this."""
         if self.trained and self.session.sync.together:
             own = [flag for flag in COLLECTIVE if getattr(self.control, flag) and flag not in self.scheduled]
-            authors = {flag: one.owner for flag, one in self.authors.items()}
+            authors = {flag: author.owner for flag, author in self.authors.items()}
             for flag, author in of_other_ranks(self.session.driver, own, authors).items():
                 setattr(self.control, flag, True)
                 self.scheduled.discard(flag)
@@ -370,7 +371,8 @@ class Flow(OfRun):
     def save(self, run: Run, _: Any) -> None:
         """Prepare the state for a checkpoint, and ``on_save`` after it is written."""
         states = self.state.stateful_callbacks
-        states.update({one.callback.__class__.__name__: one.callback.state() for one in self.members if exports(one.callback)})
+        exported = [member.callback for member in self.members if exports(member.callback)]
+        states.update({callback.__class__.__name__: callback.state() for callback in exported})
         states["TrainerControl"] = self.control.state()
         if self.goes_on() and self.session.sync.together:
             self.logs.average()
@@ -395,7 +397,7 @@ class Flow(OfRun):
 
     def saved(self) -> None:
         """Call ``on_save``, if the checkpoint is written."""
-        wanted = any("on_save" in one.overridden() for one in self.members)
+        wanted = any("on_save" in member.overridden() for member in self.members)
         if self.saves.written(getattr(self.args, "output_dir", None) if wanted else None, self.state):
             self._done("should_save")
             self.session.hooks.fire(Events.on_saved, self.run)
@@ -438,7 +440,7 @@ class Flow(OfRun):
 
 def exports(callback: object) -> bool:
     """Return whether a callback is an ``ExportableState``, which says what of it a checkpoint holds."""
-    return any(one.__name__ == "ExportableState" for one in type(callback).__mro__)
+    return any(base.__name__ == "ExportableState" for base in type(callback).__mro__)
 
 
 def _listener_of(owner: str) -> Listener:
@@ -478,7 +480,8 @@ def keywords_of(run: Run, *, alone: bool = False) -> dict[str, Any]:
     if alone:
         return keywords
     optimizer = run.optimizers[0]
-    schedulers = [one for one in hooks_of(run).callbacks.values() if isinstance(one, SetsRates) and one.drives(optimizer)]
+    callbacks = hooks_of(run).callbacks.values()
+    schedulers = [setter for setter in callbacks if isinstance(setter, SetsRates) and setter.drives(optimizer)]
     keywords.update(
         optimizer=optimizer,
         lr_scheduler=getattr(schedulers[0], "scheduler", None) if schedulers else None,
@@ -489,10 +492,8 @@ def keywords_of(run: Run, *, alone: bool = False) -> dict[str, Any]:
 
 def gradient_norm(run: Run) -> float | None:
     """Return the norm of the gradients in the last step before they were clipped; None if no `ClipGradients` knows it."""
-    for one in hooks_of(run).callbacks.values():
-        if isinstance(one, ClipGradients) and one.norm is not None:
-            return float(one.norm)
-    return None
+    norms = [clip.norm for clip in callbacks_of(run, ClipGradients) if clip.norm is not None]
+    return float(norms[0]) if norms else None
 
 
 def _processing_class(run: Run) -> Any:

@@ -118,7 +118,7 @@ def parts_of(outputs: Any) -> dict[str, Any]:
 def _takes_count(model: nn.Module) -> bool:
     if hasattr(model, "accepts_loss_kwargs"):
         return bool(model.accepts_loss_kwargs)
-    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(model.forward).parameters.values())
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -26,7 +26,7 @@ def optimizer_for(arguments: Any, model: nn.Module, given: Optimizer | None, cla
     if given is not None:
         return given
     name = str(getattr(arguments.optim, "value", arguments.optim))
-    if class_and_options is None and any(one in name for one in _OWN_STEP):
+    if class_and_options is None and any(optimizer_name in name for optimizer_name in _OWN_STEP):
         raise AdapterError(
             f"TrainingArguments(optim={name!r}) cannot be used: this optimizer needs the training step of their trainer. Use "
             "another one, such as 'adamw_torch_fused' or 'adafactor', or pass optimizers=(optimizer, scheduler)."
@@ -38,7 +38,7 @@ def optimizer_for(arguments: Any, model: nn.Module, given: Optimizer | None, cla
         optimizer: Optimizer = bare.create_optimizer()
         for group in optimizer.param_groups:  # an optimizer that is not fused there is not fused here
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = any(one.is_cuda for one in group["params"])
+                group["foreach"] = any(parameter.is_cuda for parameter in group["params"])
         return optimizer
 
     return make

@@ -49,7 +49,7 @@ def model_of(model: nn.Module | None, model_init: Callable[[], nn.Module] | None
     if arguments.activation_checkpointing:
         _checkpoint_activations(found, arguments)
     _align_tokens(found, processing_class)
-    if any(getattr(one, "value", one) == "underflow_overflow" for one in arguments.debug):
+    if any(getattr(option, "value", option) == "underflow_overflow" for option in arguments.debug):
         original("debug_utils.DebugUnderflowOverflow")(found)
     return found
 
@@ -104,7 +104,7 @@ class EvaluateOnRequest(Evaluate):
         super().__init__(loader, ~Every("1 epoch"), **options)
 
     def listeners(self) -> list[Listener]:
-        return [one for one in super().listeners() if one.schedule is None]
+        return [listener for listener in super().listeners() if listener.schedule is None]
 
 
 class EvaluateOnStart(Callback):
@@ -155,11 +155,11 @@ class ClipModelGradients(ClipGradients):
     def on_fit_start(self, run: Run) -> None:
         super().on_fit_start(run)
         held = set(map(id, parameters_of(run.optimizers)))
-        self._others = [one for one in run.model.parameters() if id(one) not in held]
+        self._others = [parameter for parameter in run.model.parameters() if id(parameter) not in held]
 
     def on_before_optimizer_step(self, run: Run) -> None:
         window = session_of(run).step.window
-        if not window.complete and (gradients := [one.grad for one in self._others if one.grad is not None]):
+        if not window.complete and (gradients := [other.grad for other in self._others if other.grad is not None]):
             torch._foreach_mul_(gradients, window.correction(run.driver.data_world_size))  # as those of the optimizer
         super().on_before_optimizer_step(run)
 
@@ -167,8 +167,8 @@ class ClipModelGradients(ClipGradients):
         return [*super()._clipped(run), *self._others]
 
     def _drop(self, run: Run) -> None:
-        for one in self._others:
-            one.grad = None
+        for other in self._others:
+            other.grad = None
 
 
 class Neftune(Callback):

@@ -99,8 +99,8 @@ class SavePretrained(Callback):
 
 def _whole_weights(run: Run) -> dict[str, Any]:
     """Return the weights of a sharded model, on the main process. Every rank must call this."""
-    copies = ((name, whole(one)) for name, one in run.model.state_dict().items() if isinstance(one, Tensor))
-    return {"state_dict": {name: host_copy(one) for name, one in copies if run.is_main}}
+    copies = ((name, whole(tensor)) for name, tensor in run.model.state_dict().items() if isinstance(tensor, Tensor))
+    return {"state_dict": {name: host_copy(tensor) for name, tensor in copies if run.is_main}}
 
 
 def _new_folder(run: Run) -> Path:

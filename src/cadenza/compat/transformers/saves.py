@@ -96,8 +96,9 @@ class Saves(OfRun):
         return given
 
     def _path(self, step: int) -> str | None:
-        names = [one.data["checkpoint"] for one in self.session.decisions if one.what == "saved" and one.data["step"] == step]
-        savers: list[Any] = [one for one in self.session.savers if hasattr(one, "store")]
+        saved = [decision.data for decision in self.session.decisions if decision.what == "saved"]
+        names = [data["checkpoint"] for data in saved if data["step"] == step]
+        savers: list[Any] = [saver for saver in self.session.savers if hasattr(saver, "store")]
         savers.sort(key=lambda saver: saver.weights_only)
         return f"{savers[0].store.files}/{names[-1]}" if names and savers else None
 
@@ -123,13 +124,13 @@ class Saves(OfRun):
 
 def _pretrained(checkpoint: Path) -> Path | None:
     """Return the folder in a checkpoint that ``from_pretrained`` reads; None if it has none."""
-    return next((one.parent for one in checkpoint.glob("*/*config.json") if one.name in _CONFIGURATIONS), None)
+    return next((path.parent for path in checkpoint.glob("*/*config.json") if path.name in _CONFIGURATIONS), None)
 
 
 def _fill(folder: Path, checkpoint: Path, pretrained: Path | None) -> None:
     """Make a folder with links to the files, so that a callback may write files of its own beside them."""
     folder.mkdir(exist_ok=True)
-    for name, target in [(LINK, checkpoint), *((one.name, one) for one in (pretrained or checkpoint).iterdir())]:
+    for name, target in [(LINK, checkpoint), *((path.name, path) for path in (pretrained or checkpoint).iterdir())]:
         link = folder / name
         link.unlink(missing_ok=True)
         link.symlink_to(os.path.relpath(target, folder), target_is_directory=target.is_dir())
@@ -141,6 +142,6 @@ def _is_ours(folder: Path) -> bool:
 
 def _remove_old(root: Path) -> None:
     """Remove the folders of checkpoints that were deleted."""
-    for one in root.glob("checkpoint-*"):
-        if _is_ours(one) and not (one / LINK).exists():
-            shutil.rmtree(one, ignore_errors=True)
+    for path in root.glob("checkpoint-*"):
+        if _is_ours(path) and not (path / LINK).exists():
+            shutil.rmtree(path, ignore_errors=True)

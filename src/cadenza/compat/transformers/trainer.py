@@ -135,7 +135,7 @@ def _check(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
     if train_dataset is None:
         raise TypeError("trainer(...) needs train_dataset; got None. Give a data set of the package datasets or of torch.")
     given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    if name := next((name for name, one in given.items() if isinstance(one, DataLoader)), None):
+    if name := next((name for name, value in given.items() if isinstance(value, DataLoader)), None):
         raise TypeError(
             f"{name} must be a data set; got a DataLoader. Give its data set, the batch size as per_device_..._batch_size of "
             "TrainingArguments, and its collate_fn as data_collator."
@@ -165,7 +165,7 @@ def _options(args: Any, model: nn.Module) -> dict[str, Any]:
         "seed": args.seed,
         "directory": args.output_dir,
         "progress": not args.disable_tqdm,
-        "compile": {name: one for name, one in compiled.items() if one is not None} if args.torch_compile else False,
+        "compile": {name: value for name, value in compiled.items() if value is not None} if args.torch_compile else False,
     }
     if getattr(model, "main_input_name", None) == "input_ids":
         options["tokens"] = partial(count_tokens, padding=args.include_num_input_tokens_seen != "non_padding")
@@ -218,7 +218,7 @@ def _saves(args: Any, limits: Limits, model: nn.Module, processing_class: Any, e
         kept: dict[str, Any] = {"keep_last": None} if rules is None else {"keep": rules}
         found.append(Checkpoint(every, weights_only=args.save_only_model, **kept))
         found += [SavePretrained(processing_class)] if hasattr(model, "save_pretrained") else []
-        adapts = base_model(model) is not model and not all(one.requires_grad for one in model.parameters())
+        adapts = base_model(model) is not model and not all(parameter.requires_grad for parameter in model.parameters())
         found += [OmitFrozen()] if adapts and not shards else []
     return [*found, *([BestWeights(pair)] if args.load_best_model_at_end and pair is not None else [])]
 
@@ -242,20 +242,20 @@ def _monitor(args: Any, eval_dataset: Any) -> tuple[str, Mode] | None:
         return None
     whole = name if name.startswith("eval_") else f"eval_{name}"
     evaluations = sorted(_named(eval_dataset), key=len, reverse=True)
-    prefix = next((one for one in evaluations if whole.startswith(f"{one}_")), "eval")
+    prefix = next((evaluation for evaluation in evaluations if whole.startswith(f"{evaluation}_")), "eval")
     return f"{prefix}/{whole.removeprefix(f'{prefix}_')}", "max" if args.greater_is_better else "min"
 
 
 def _named(eval_dataset: Any) -> dict[str, Any]:
     """Return the data sets by the names of their evaluations."""
     if isinstance(eval_dataset, dict):
-        return {f"eval_{name}": one for name, one in eval_dataset.items()}
+        return {f"eval_{name}": value for name, value in eval_dataset.items()}
     return {} if eval_dataset is None else {"eval": eval_dataset}
 
 
 def _instances(callbacks: Iterable[AnyCallback | type[Any]] | None) -> list[Any]:
     """Return the given callbacks, each class as an instance, after a check of them: their indices are those of the caller."""
-    found = [one() if isinstance(one, type) else one for one in listed(callbacks or ())]
+    found = [callback() if isinstance(callback, type) else callback for callback in listed(callbacks or ())]
     checked(adapted(found))
     return found
 

@@ -81,9 +81,9 @@ class Attached:
 
     def attach(self, trainer: Any) -> None:
         """Set ``trainer`` and ``device`` of the module and of the LightningModules inside, and the trainer of its data."""
-        for one in self.module.modules():
-            if isinstance(one, self.base):
-                one._trainer, one._device = trainer, self.driver.device
+        for module in self.module.modules():
+            if isinstance(module, self.base):
+                module._trainer, module._device = trainer, self.driver.device
         if self.loaders.datamodule is not None:
             self.loaders.datamodule.trainer = trainer
 
@@ -101,8 +101,8 @@ class Attached:
     def show_plateaus(self, listeners: list[Listener]) -> None:
         """Let plans show the listeners for plateau schedules if there is such a schedule."""
         self.plateau_listeners = listeners
-        for one in listeners:
-            one.inner = not any(config.reduce_on_plateau for config in self.configured)
+        for listener in listeners:
+            listener.inner = not any(config.reduce_on_plateau for config in self.configured)
 
     def begin(self, run: Run) -> None:
         """Take a run that starts."""
@@ -114,17 +114,17 @@ class Attached:
     def tear_down(self, stage: str) -> None:
         """Call ``teardown`` of the datamodule and of the module. A further fit calls ``setup`` again."""
         self._is_set_up = False
-        for one in (self.loaders.datamodule, self.module):
-            if one is not None:
-                one.teardown(self.fn(stage))
+        for holder in (self.loaders.datamodule, self.module):
+            if holder is not None:
+                holder.teardown(self.fn(stage))
 
     def set_up(self, stage: str) -> None:
         """Call ``setup`` of the datamodule and of the module, unless this was done."""
         if not self._is_set_up:
             self._is_set_up = True
-            for one in (self.loaders.datamodule, self.module):
-                if one is not None:
-                    one.setup(self.fn(stage))
+            for holder in (self.loaders.datamodule, self.module):
+                if holder is not None:
+                    holder.setup(self.fn(stage))
 
     def fn(self, stage: str) -> Any:
         """Return a stage as Lightning gives it to ``setup`` and ``teardown``: a ``TrainerFn``, which equals its name."""
@@ -195,9 +195,9 @@ def base_of_module(module: object) -> type[Any]:
     Raises:
         TypeError: `module` is no LightningModule.
     """
-    for one in classes_of_lightning(type(module)):
-        if one.__name__ == "LightningModule":
-            return one
+    for base in classes_of_lightning(type(module)):
+        if base.__name__ == "LightningModule":
+            return base
     if isinstance(module, type):
         name = module.__name__
         raise TypeError(f"Trainer.from_lightning takes a LightningModule; got the class {name}. Give an instance: {name}(...)")

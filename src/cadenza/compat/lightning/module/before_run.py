@@ -63,7 +63,7 @@ class TrainerBeforeRun(CallbackLists):
     def num_training_batches(self) -> float:
         """The number of batches in an epoch on this rank; infinite if the loader has no length."""
         batches = num_batches(self.train_dataloader, self._attached.driver.data_shard())
-        return min(one for one in (math.inf, batches, self._attached.limit) if one is not None)
+        return min(limit for limit in (math.inf, batches, self._attached.limit) if limit is not None)
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -321,7 +321,7 @@ class TrainerBeforeRun(CallbackLists):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        known = [one for one in dir(type(self)) if not one.startswith("_")]
+        known = [name for name in dir(type(self)) if not name.startswith("_")]
         raise AdapterError(
             f"{type(self._attached.module).__name__} reads trainer.{name} before the run, when it is not known. Known are: "
             f"{', '.join(known)}.{nearest(name, known)}",

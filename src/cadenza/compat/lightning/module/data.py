@@ -50,21 +50,21 @@ class ModuleLoaders(Loaders):
 
     def setup(self, stage: str) -> None:
         """Call ``prepare_data`` once for the machine, and ``setup(stage)`` on each rank. Every rank must call this."""
-        holders = [one for one in (self.datamodule, self._attached.module) if one is not None]
+        holders = [holder for holder in (self.datamodule, self._attached.module) if holder is not None]
         if not self._setup:
             self._prepare_data(holders)
         self._setup.add(stage)
-        for one in holders:
-            one.setup(self._attached.fn(stage))
+        for holder in holders:
+            holder.setup(self._attached.fn(stage))
 
     def _prepare_data(self, holders: list[Any]) -> None:
         driver, failed = self._attached.driver, list[BaseException]()
         try:
-            for one in holders:
-                if overrides(one, "prepare_data") and (
-                    driver.local_rank == 0 if getattr(one, "prepare_data_per_node", True) else driver.is_main
+            for holder in holders:
+                if overrides(holder, "prepare_data") and (
+                    driver.local_rank == 0 if getattr(holder, "prepare_data_per_node", True) else driver.is_main
                 ):
-                    one.prepare_data()
+                    holder.prepare_data()
         except BaseException as error:
             failed.append(error)
         anywhere = driver.any_rank(bool(failed))  # also the barrier before setup
@@ -83,7 +83,7 @@ class ModuleLoaders(Loaders):
         name = self.method(stage)
         found = self._given.get(STAGES[stage]) if given is None else given
         if found is None:
-            holder = next((one for one in (self.datamodule, self._attached.module) if overrides(one, name)), None)
+            holder = next((each for each in (self.datamodule, self._attached.module) if overrides(each, name)), None)
             found = None if holder is None else getattr(holder, name)()
         if found is None or (isinstance(found, list | tuple | dict) and not found):
             return None
@@ -128,8 +128,8 @@ def overrides(holder: Any, name: str) -> bool:
     """Return whether a LightningModule or LightningDataModule has a method of its own."""
     if holder is None:
         return False
-    classes = (one for one in type(holder).__mro__ if not one.__module__.endswith(_HOME))
-    return name in vars(holder) or any(name in vars(one) for one in classes)
+    classes = (base for base in type(holder).__mro__ if not base.__module__.endswith(_HOME))
+    return name in vars(holder) or any(name in vars(base) for base in classes)
 
 
 def _by_stage(data: Any) -> dict[str, Any]:
@@ -195,18 +195,18 @@ class PaddedBatches:
         self._loaders, self._spec = list(combined.flattened), combined._spec
 
     def __len__(self) -> int:
-        lengths = [length_of(one) for one in self._loaders]
-        known = [one for one in lengths if one is not None]
+        lengths = [length_of(loader) for loader in self._loaders]
+        known = [length for length in lengths if length is not None]
         if len(known) < len(lengths):
             raise TypeError("a loader without a length has none here either")
         return max(known)
 
     def __iter__(self) -> Iterator[Any]:
-        iterators: list[Iterator[Any] | None] = [iter(one) for one in self._loaders]
+        iterators: list[Iterator[Any] | None] = [iter(loader) for loader in self._loaders]
         while True:
             batches = list[Any]()
-            for index, one in enumerate(iterators):
-                batch = None if one is None else next(one, None)
+            for index, iterator in enumerate(iterators):
+                batch = None if iterator is None else next(iterator, None)
                 if batch is None:
                     iterators[index] = None
                 batches.append(batch)
@@ -226,8 +226,8 @@ def combined(loaders: Any, combined_loader: type[Any], *, training: bool) -> Ite
     given = loaders
     if not isinstance(given, combined_loader):
         if not isinstance(given, list | tuple | dict) or not _are_loaders(combined_loader(given).flattened):
-            one: Iterable[Any] = given
-            return one
+            loader: Iterable[Any] = given
+            return loader
         given = combined_loader(given, "max_size_cycle" if training else "sequential")
     flat = given.flattened
     if len(flat) == 1 and given._mode == "sequential":
@@ -238,7 +238,7 @@ def combined(loaders: Any, combined_loader: type[Any], *, training: bool) -> Ite
 
 def _are_loaders(leaves: list[Any]) -> bool:
     """Return whether these are loaders, and not the batches of a list of batches."""
-    return all(hasattr(one, "__iter__") and not hasattr(one, "shape") and not isinstance(one, str) for one in leaves)
+    return all(hasattr(leaf, "__iter__") and not hasattr(leaf, "shape") and not isinstance(leaf, str) for leaf in leaves)
 
 
 def _named(combined: Any) -> dict[str, Any]:
@@ -249,8 +249,8 @@ def _named(combined: Any) -> dict[str, Any]:
     if len(set(names)) < len(names):
         names = [str(index) for index in range(len(flat))]
     found: dict[str, Any] = {}
-    for name, one in zip(names, flat, strict=True):
-        found[name] = copy(one) if any(one is other for other in found.values()) else one
+    for name, loader in zip(names, flat, strict=True):
+        found[name] = copy(loader) if any(loader is other for other in found.values()) else loader
     return found
 
 

@@ -142,7 +142,7 @@ class ModuleHooks(Conductor):
         entries = content_of(self.attached.run, trainer_view(self.attached.run))
         before = dict(entries)
         self.attached.call("on_save_checkpoint", entries)
-        return {name: one for name, one in entries.items() if name not in before or one is not before[name]}
+        return {name: entry for name, entry in entries.items() if name not in before or entry is not before[name]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._entries, self.attached.manual.count = dict(state["checkpoint"]), state["optimizer_steps"]

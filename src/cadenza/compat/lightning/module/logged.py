@@ -177,8 +177,8 @@ def reduced(driver: Driver, own: Mapping[str, tuple[str, float, float]]) -> dict
         own: The `Logged.summary` of this rank, by name.
     """
     everyone = [dict(own)] if driver.world_size == 1 else driver.gather_data(dict(own))
-    names = dict.fromkeys(name for one in everyone for name in one)
-    return {name: _reduced([one[name] for one in everyone if name in one]) for name in names}
+    names = dict.fromkeys(name for values in everyone for name in values)
+    return {name: _reduced([values[name] for values in everyone if name in values]) for name in names}
 
 
 def _reduced(parts: list[tuple[str, float, float]]) -> float:
@@ -263,13 +263,14 @@ class LoggedValues(dict[str, Logged]):
 
     def current(self) -> Iterator[Logged]:
         """Yield the values of this epoch, and of this loader."""
-        return (one for one in self.values() if not one.dropped and one.arguments.dataloader_idx == self.dataloader_idx)
+        index = self.dataloader_idx
+        return (logged for logged in self.values() if not logged.dropped and logged.arguments.dataloader_idx == index)
 
     def metrics(self, *, on_step: bool) -> dict[str, dict[str, Any]]:
         """Return values by name, for ``callback``, ``log`` and ``pbar``."""
         found: dict[str, dict[str, Any]] = {"callback": {}, "log": {}, "pbar": {}}
-        for one in self.current():
-            value, arguments = one.current(on_step=on_step), one.arguments
+        for logged in self.current():
+            value, arguments = logged.current(on_step=on_step), logged.arguments
             if not isinstance(value, Tensor):
                 continue
             name, forked = arguments.shown(on_step=on_step)
@@ -288,12 +289,12 @@ class LoggedValues(dict[str, Logged]):
             logger: Only of names with ``logger=True``.
         """
         found = {}
-        for one in self.current():
-            arguments = one.arguments
+        for logged in self.current():
+            arguments = logged.arguments
             if not arguments.on_epoch or (logger and not arguments.logger):
                 continue
-            value = one.current(on_step=False)
-            if isinstance(value, Tensor) and value.numel() == 1 and (summary := one.summary()) is not None:
+            value = logged.current(on_step=False)
+            if isinstance(value, Tensor) and value.numel() == 1 and (summary := logged.summary()) is not None:
                 name, forked = arguments.shown(on_step=False)
                 found[forked] = summary
                 if not logger:
@@ -304,9 +305,9 @@ class LoggedValues(dict[str, Logged]):
         """Reset the values; ``metrics`` True: only metrics, False: only others; ``fx``: only those of this hook."""
         if self.muted:
             return
-        for one in self.values():
-            if metrics in (None, one.metric is not None) and fx in (None, one.arguments.fx):
-                one.reset()
+        for logged in self.values():
+            if metrics in (None, logged.metric is not None) and fx in (None, logged.arguments.fx):
+                logged.reset()
 
 
 def _dtype() -> torch.dtype:

@@ -251,7 +251,7 @@ class ModuleLog:
         if self._metrics is None:
             modules = self._attached.module.named_modules()
             self._metrics = [
-                (name, one) for name, one in modules if hasattr(one, "_defaults") and hasattr(one, "_update_count")
+                (name, part) for name, part in modules if hasattr(part, "_defaults") and hasattr(part, "_update_count")
             ]
         return self._metrics
 
@@ -340,9 +340,9 @@ class LogStep(_LogPart):
             log.end_batch()
             return
         only_here = {
-            one.arguments.shown(on_step=True)[1]
-            for one in log.training.values()
-            if one.arguments.rank_zero_only and not run.is_main
+            logged.arguments.shown(on_step=True)[1]
+            for logged in log.training.values()
+            if logged.arguments.rank_zero_only and not run.is_main
         }
         for name, value in log.end_batch().items():
             if name not in RESERVED and name not in only_here and value.numel() == 1:
@@ -395,21 +395,21 @@ def _plain(value: Any) -> Any:
 def state_of(metric: Any) -> dict[str, Any]:
     """Return a copy of the state of a metric."""
     states = {name: getattr(metric, name) for name in metric._defaults}
-    plain = {name: list(one) if isinstance(one, list) else one.detach().clone() for name, one in states.items()}
+    plain = {name: list(state) if isinstance(state, list) else state.detach().clone() for name, state in states.items()}
     return {"count": metric._update_count, "states": plain}
 
 
 def put_state(metric: Any, kept: Mapping[str, Any], *, merge: bool) -> None:
     """Continue a metric with a state, or add it to those of other ranks."""
     states = {
-        name: [part.to(metric.device) for part in one] if isinstance(one, list | tuple) else one.to(metric.device)
-        for name, one in kept["states"].items()
+        name: [part.to(metric.device) for part in value] if isinstance(value, list | tuple) else value.to(metric.device)
+        for name, value in kept["states"].items()
     }
     if merge:
         metric.merge_state(states)
         metric._update_count += kept["count"] - 1
     else:
-        for name, one in states.items():
-            setattr(metric, name, one)
+        for name, state in states.items():
+            setattr(metric, name, state)
         metric._update_count = kept["count"]
     metric._computed = None

@@ -26,7 +26,7 @@ class ManualStep:
         if isinstance(output, Tensor):
             return {"loss": output.detach()}
         if isinstance(output, Mapping):
-            parts = {name: one.detach() if isinstance(one, Tensor) else one for name, one in output.items()}
+            parts = {name: value.detach() if isinstance(value, Tensor) else value for name, value in output.items()}
             return {"loss": self._loss(), **parts}
         if output is None:
             return {"loss": self._loss()}

@@ -91,8 +91,8 @@ class ModuleEvaluation(Evaluation):
         """
         attached, name = self.attached, f"{self.hook}_step"
         parameters = signature_of(getattr(attached.module, name)).parameters
-        some = [one for one in parameters.values() if one.kind is not one.VAR_KEYWORD]
-        anything = any(one.kind is one.VAR_POSITIONAL for one in some)
+        some = [parameter for parameter in parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        anything = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in some)
         owner = f"{type(attached.module).__name__}.{name}"
         if "dataloader_iter" in parameters:
             raise AdapterError(f"{owner} takes dataloader_iter, but a native run reads the loader. Take (batch, batch_idx).")

@@ -53,7 +53,7 @@ def predict(session: Session, evaluation: ModuleEvaluation) -> list[Any]:
     for index, name in enumerate(names):
         first = evaluation.first_ranks.get(name, 0)
         turns = zip_longest(*(rank[index] for rank in [*everyone[first:], *everyone[:first]]), fillvalue=NONE)
-        parts.append([one for turn in turns for one in turn if one is not NONE])
+        parts.append([output for turn in turns for output in turn if output is not NONE])
     return parts if evaluation.several else parts[0]
 
 
@@ -78,13 +78,13 @@ def rehearse(session: Session, evaluation: ModuleEvaluation, batches: int) -> No
 def _modes(session: Session, evaluation: ModuleEvaluation) -> Iterator[None]:
     """Evaluation mode without gradient; the hooks of the module that set modes replace this."""
     attached, module = evaluation.attached, session.module
-    before = [(one, one.training) for one in module.modules()]
+    before = [(submodule, submodule.training) for submodule in module.modules()]
     if evaluation.stage == "validate" and attached.overrides("on_validation_model_zero_grad"):
         attached.call("on_validation_model_zero_grad")
     with undisturbed(session):
         if attached.overrides(f"on_{evaluation.hook}_model_eval"):
-            for one, training in before:
-                one.training = training
+            for submodule, training in before:
+                submodule.training = training
             attached.call(f"on_{evaluation.hook}_model_eval")
         yield
     if attached.overrides(f"on_{evaluation.hook}_model_train"):

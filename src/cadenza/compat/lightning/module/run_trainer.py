@@ -121,7 +121,7 @@ class ModuleStrategy(StrategyView):
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        return [self._attached.wrapped(one, self) for one in self._attached.optimizers]
+        return [self._attached.wrapped(optimizer, self) for optimizer in self._attached.optimizers]
 
     def backward(self, loss: Tensor, optimizer: object, *arguments: Any, **keywords: Any) -> None:
         """Add the gradients of `loss`, with the moments around it."""
@@ -138,7 +138,7 @@ class ModuleStrategy(StrategyView):
         session = session_of(self._run)
         if session.driver.reduces:
             held = {id(parameter) for parameter in parameters_of([optimizer])}
-            session.driver.average_gradients([one for one in session.module.parameters() if id(one) in held])
+            session.driver.average_gradients([parameter for parameter in session.module.parameters() if id(parameter) in held])
         with session.precision.disabled():
             updating.update_weights(session, [optimizer])
         self._attached.manual.count += 1

@@ -127,5 +127,6 @@ def takes_index(module: Any) -> bool:
             "argument from `training_step`, set `self.automatic_optimization = False` and access your optimizers in "
             "`training_step` with `opt1, opt2, ... = self.optimizers()`."
         )
-    names = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD]
-    return "batch_idx" in parameters or len(names) > 1 or any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+    names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    positional = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    return "batch_idx" in parameters or len(names) > 1 or positional
