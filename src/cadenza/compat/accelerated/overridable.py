@@ -123,7 +123,7 @@ class Overridable(TrainerFace):
     def _run_train_epoch(self, train_dl: Iterable[Any]) -> bool:
         """Train for an epoch. Return whether the limit of steps is reached. Every process must call this.
 
-        An override must call this method once: the native loop does the steps here. It calls `train_epoch_start` and
+        An override must call this method once: the native loop runs the steps here. It calls `train_epoch_start` and
         ``on_train_epoch_start`` before, and `train_epoch_end` and ``on_train_epoch_end`` after them.
 
         Args:

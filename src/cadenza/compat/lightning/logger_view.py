@@ -1,4 +1,4 @@
-"""``trainer.logger``: values go to the record of the run, and from there to all sinks."""
+"""``trainer.logger``: values are logged to the run's records and thus to all sinks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LoggerView(PartView):
 
 
 def _loggable(name: str, value: Any) -> Any:
-    """Return a value as a record takes it."""
+    """Convert a value to a type that records accept."""
     if isinstance(value, str):
         return Text(value)
     if isinstance(value, Media | int | float):

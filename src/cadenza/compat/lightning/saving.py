@@ -1,4 +1,4 @@
-"""Checkpoint files of Lightning, of a native run: what ``trainer.save_checkpoint`` writes."""
+"""Lightning checkpoint files of a native run, written by ``trainer.save_checkpoint``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 _INSIDE_BATCH = (Callback.on_batch_end, Callback.on_step_end)
-"""The moments of ``on_train_batch_end``, at which Lightning has not counted the batch as completed."""
+"""The native hooks of ``on_train_batch_end``, in which Lightning has not counted the batch as completed."""
 
 _END_OF_EPOCH = (LightningMoments.on_train_epoch_end, LightningMoments.on_train_epoch_end_monitoring)
-"""The moments of ``on_train_epoch_end``."""
+"""The native hooks of ``on_train_epoch_end``."""
 
 
 def save_checkpoint(run: Run, trainer: Any, path: str | PathLike[str], *, weights_only: bool = False) -> None:
     """Write a checkpoint file that Lightning reads. Every rank must call this; the main process writes.
 
-    The file appears whole, or not at all. A run resumes exactly from the checkpoints of `cadenza.callbacks.Checkpoint` only.
+    The write is atomic. A run resumes exactly from the checkpoints of `cadenza.callbacks.Checkpoint` only.
 
     Args:
         run: The run.
@@ -55,7 +55,7 @@ def save_checkpoint(run: Run, trainer: Any, path: str | PathLike[str], *, weight
 
 
 def lightning_checkpoint(run: Run, trainer: Any, *, weights_only: bool = False) -> dict[str, Any]:
-    """Return what Lightning saves at this point of a run. Every rank must call this."""
+    """Return the content that Lightning saves at this point of a run. Every rank must call this."""
     module, checkpoint = trainer.lightning_module, content_of(run, trainer, weights_only=weights_only, gather=_on_one_rank)
     if not weights_only:
         for callback in foreign_callbacks(run, "lightning"):
@@ -95,7 +95,7 @@ def content_of(
 
 
 def loops_of(run: Run, trainer: Any) -> dict[str, Any]:
-    """Return the counters of Lightning's loops: those that a run of Lightning has at this point of its training."""
+    """Return the counters of Lightning's loops at this point of the training."""
     progress, epoch, step = run.progress, trainer.current_epoch, trainer.global_step
     moment = None if (listener := hooks_of(run).here().listener) is None else listener.moment
     ended = progress.epoch > epoch  # the epoch of a native run is counted before its last hooks

@@ -1,4 +1,4 @@
-"""The part of ``trainer`` that says how a run is set up: limits, loaders, devices, schedules."""
+"""The part of ``trainer`` with the setup of a run: limits, loaders, devices, schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CallbackLists:
-    """What ``trainer`` says of its callbacks."""
+    """The callbacks of ``trainer``."""
 
     @property
     def callbacks(self) -> list[Any]:
@@ -59,7 +59,7 @@ class CallbackLists:
 
 
 class SetupView(CallbackLists, CountersView):
-    """How a run is set up, with the names of Lightning's ``Trainer``."""
+    """The setup of a run under the names of Lightning's ``Trainer``."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -92,7 +92,7 @@ class SetupView(CallbackLists, CountersView):
 
     @property
     def num_training_batches(self) -> int | float:
-        """The batches of an epoch on this rank; infinite if not known."""
+        """The batches of an epoch on this rank; infinite if unknown."""
         batches = self._run.progress.batches_per_epoch
         return math.inf if batches is None else batches
 
@@ -249,7 +249,7 @@ class SetupView(CallbackLists, CountersView):
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin of Lightning that has the number format of the run."""
+        """The Lightning precision plugin for the dtype of the run."""
         if self.precision in ("bf16-mixed", "16-mixed"):
             return imported("plugins.precision", "MixedPrecision")(self.precision, self._run.device.type)
         return imported("plugins.precision", "Precision")()
@@ -281,7 +281,7 @@ class SetupView(CallbackLists, CountersView):
 def validation_interval(run: Run) -> tuple[int | float, int | None]:
     """Return ``val_check_interval`` and ``check_val_every_n_epoch`` of the first `Evaluate` in the list.
 
-    The second one is None unless it evaluates at the end of epochs. Without `Evaluate`: 1.0 and 1, as by default.
+    The second is None unless it evaluates at the end of epochs. Without `Evaluate`: 1.0 and 1, the defaults.
     """
     found = callbacks_of(run, Evaluate)
     if not found:

@@ -86,7 +86,7 @@ def predict(
     which: Which | None = None,
     weights: str | None = None,
 ) -> list[Any]:
-    """Run ``predict_step``; return what it returned for each batch, on the host. Every rank must call this.
+    """Run ``predict_step`` and return its result for each batch, on the host. Every rank must call this.
 
     The batches of all ranks are in the order of the loader. Several loaders give a list each. The arguments and errors are
     those of `validate`.

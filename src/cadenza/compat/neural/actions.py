@@ -1,4 +1,4 @@
-"""What a factory does with graphs: training, evaluation and inference."""
+"""Training, evaluation and inference of graphs by a factory."""
 
 from __future__ import annotations
 
@@ -274,10 +274,10 @@ class Actions:
         self._inference.clear()
 
     def sync_all_processes(self, status: bool = True) -> None:
-        """Let all processes know whether one of them failed. Every rank must call this.
+        """Synchronize the failure status of all processes. Every rank must call this.
 
         Args:
-            status: Whether this process is well. With False, the caller reports its error and exits.
+            status: Whether this process succeeded. If False, the caller reports its error and exits.
 
         Raises:
             ValueError: Another process failed.
@@ -289,7 +289,7 @@ class Actions:
         return driver_of("auto", None if self._wanted is DeviceType.AllGpu else self._wanted.value)
 
     def loop_callbacks(self) -> list[BaseCallback]:
-        """Return native callbacks for work that the loop of this NeMo version does."""
+        """Return native callbacks for the work of this NeMo version's loop."""
         return []
 
     def _trainer(

@@ -1,4 +1,4 @@
-"""The state of one run that NeMo's callbacks share: NeMo's counters, and tensors by name."""
+"""The state shared by NeMo's callbacks in a run: NeMo's counters, and tensors by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules of NeMo that only repeat names of others: one table, from which both adapters of NeMo make them."""
+"""A table of NeMo's re-exporting modules, from which both NeMo adapters create them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ OF_0_11: Mapping[str, Homes] = {
 
 
 def provide(package: str, aliases: Mapping[str, Homes]) -> None:
-    """Make the modules of a table, and put them where ``import`` and their parents find them. Parents stand before them."""
+    """Create the modules of a table and register them with ``import`` and their parents. Parents come first."""
     for path, homes in aliases.items():
         name = f"{package}.{path}"
         parent, _, last = name.rpartition(".")

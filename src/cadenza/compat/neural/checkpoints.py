@@ -1,8 +1,8 @@
 """NeMo's checkpoint files: ``<Module>-STEP-<n>.pt`` for each module, and ``trainer-STEP-<n>.pt``.
 
-All files of a mark appear together. Each file is written under a temporary name. Then the trainer's file is renamed, which
-commits the mark, then the other files. The trainer's file holds checksums of the others. If a process was killed between the
-renames, the next reader completes them; a mark with wrong checksums is skipped.
+All files of a mark are committed together. Each file is written under a temporary name. Then the trainer's file is renamed,
+which commits the mark, then the other files. The trainer's file holds checksums of the others. If a process was killed between
+the renames, the next reader completes them; a mark with wrong checksums is skipped.
 
 Besides NeMo's keys the trainer's file has ``cadenza``: the checksums, and the state of the run for a bit-identical resume. NeMo
 ignores this key. Reading a file never executes pickled code.
@@ -292,7 +292,7 @@ def _done(run: Run, mark: Mark, step: int, epoch: int) -> Counters:
     """Return the counters of a file that NeMo itself wrote.
 
     During a training the file has the index of the current step or epoch; at the end, the number of completed ones. The file
-    does not say which. After whole epochs the number of steps decides it.
+    does not indicate which. After whole epochs, the number of steps determines it.
     """
     done = step + (mark.kind == "STEP")
     batches = run.progress.batches_per_epoch

@@ -15,7 +15,7 @@ from cadenza.status.shown import signature_of
 from cadenza.version import __version__
 
 PACKAGES = {"nemo": "cadenza.compat.nemo"}
-"""By the first part of a class's path in a file of NeMo: the package that has this class here."""
+"""Maps the top-level package of a class in NeMo's files to the package that provides it here."""
 
 
 class Configurable:
@@ -147,7 +147,7 @@ def _given(kind: type, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) 
     signature = signature_of(kind.__init__)  # type: ignore[misc]  # it is called for this very class
     try:
         bound = signature.bind(None, *arguments, **keywords)
-    except TypeError:  # the call of the constructor says what is wrong; a copy has no arguments
+    except TypeError:  # the constructor's call reports the error; a copy has no arguments
         return {}
     bound.apply_defaults()
     named = [parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]

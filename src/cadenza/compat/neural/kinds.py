@@ -76,7 +76,7 @@ class ModuleType(Enum):
 
 
 class WeightShareTransform(Enum):
-    """How a weight is changed when modules share it."""
+    """The transformation of a weight shared between modules."""
 
     SAME = 0
     TRANSPOSE = 1

@@ -139,7 +139,7 @@ class ValueSetterCallback(ActionCallback):
     Args:
         module: The module, or any other object.
         arg_name: The name of the attribute.
-        policies: What value it has in which steps, without gaps; None keeps its value. After the last step it does not change.
+        policies: Its value for each range of steps, without gaps; None keeps its value. It is constant after the last step.
         total_steps: The number of steps of the training.
         tb_writer: A SummaryWriter, which gets the scalar ``param/<Class>.<arg_name>`` for each step.
 

@@ -40,7 +40,7 @@ ABSENT = {
     "fused_novograd": "Use 'novograd'. Apex's FusedNovoGrad also corrects the bias and decays the weights inside the moment.",
     "fused_lamb": "Pass a LAMB optimizer as an object.",
 }
-"""NeMo's names that need Apex, and what to use."""
+"""NeMo's names that need Apex, and their replacements."""
 
 _WITH_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 

@@ -1,4 +1,4 @@
-"""A graph: neural modules, their calls, and the tensors that the calls give. Nothing is computed here."""
+"""A graph of neural modules, their calls, and the resulting tensors. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COUNTS: Counter[str] = Counter()  # for default names alone; two modules may ha
 _CALLS = count()
 
 LIVE_MODULES: WeakSet[NeuralModule] = WeakSet()
-"""For `AppState` alone. It keeps no module alive."""
+"""Used only by `AppState`. It holds weak references."""
 
 
 class StepModulePort(NamedTuple):
@@ -67,7 +67,7 @@ class Call:
 
     @property
     def outputs(self) -> list[NmTensor]:
-        """Those of its outputs that the user, or another call, still refers to."""
+        """Its outputs that the user or another call still references."""
         return [tensor for output in self._outputs if (tensor := output()) is not None]
 
     def port(self, name: str) -> StepModulePort:
@@ -78,7 +78,7 @@ class Call:
 class NmTensor(NeuralType):
     """A description of a value that a module will compute; it holds no data. It has the type of its port.
 
-    It refers to its call, and a call to its inputs; the other way round weakly. There is no registry.
+    It references its call, and a call its inputs; reverse references are weak. There is no registry.
     """
 
     def __init__(self, call: Call, port: str, ntype: NeuralType) -> None:
@@ -88,7 +88,7 @@ class NmTensor(NeuralType):
         self.output_port_name: str = port
         self._uses: list[ref[Call]] = []
         self.consumers: list[StepModulePort] = []
-        """The input ports that it goes to, in the order of the calls."""
+        """The input ports that consume it, in call order."""
         self.unique_name: str = f"{port}~~~{call.module.name}~~~{uuid.uuid4()}"
         """Unique and constant."""
         self.user_name: str | None = None
@@ -235,10 +235,10 @@ class NeuralModule(Configurable):
         return {}
 
     @abstractmethod
-    def _compute_outputs(self, **values: Any) -> Any:  # not a public name, which a subclass may use for its own attribute
+    def _compute_outputs(self, **values: Any) -> Any:  # private, since a subclass may use the public name for an attribute
         """Compute the outputs, in the order of the ports."""
 
-    # -- facts ------------------------------------------------------------------------------------------
+    # -- attributes ------------------------------------------------------------------------------------------
 
     @property
     def type(self) -> Any:  # not ModuleType: nn.Module has a method of this name
@@ -259,7 +259,7 @@ class NeuralModule(Configurable):
         """The default factory; None without one."""
         return default_factory()
 
-    # Private names of NeMo's base class, which modules of its users read.
+    # private names of NeMo's base class that user modules read
 
     @property
     def _factory(self) -> Factory | None:
@@ -328,7 +328,7 @@ class NeuralModule(Configurable):
     def tie_weights_with(
         self, module: Any, weight_names: Iterable[str], name2name_and_transform: Renames | None = None
     ) -> None:
-        """Use weights of another module instead of its own."""
+        """Use weights of another module."""
 
     def save_to(self, path: str) -> None:
         """Write its weights to a file."""

@@ -1,4 +1,4 @@
-"""The ``args`` of events: the ``TrainingArguments`` that a run was made of, or a view of a native run with their names."""
+"""The ``args`` of events: the ``TrainingArguments`` of a run, or a view of a native run with the same names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Arguments(Given):
-    """The ``args`` that callbacks of transformers receive. Put one into the list of callbacks.
+    """The ``args`` that callbacks of transformers receive. Add one to the list of callbacks.
 
     Args:
         arguments: A ``TrainingArguments``, which callbacks receive unchanged. None: a view of the native run.
@@ -49,7 +49,7 @@ def arguments_of(run: Run) -> Any:
     """Return the ``args`` of events in a run.
 
     Raises:
-        AdapterError: The list has two `Arguments`, or a field does not exist, or a callback needs one that is not given.
+        AdapterError: The list has two `Arguments`, a field does not exist, or a callback needs a field that is missing.
     """
     several = [name for name, callback in hooks_of(run).callbacks.items() if isinstance(callback, Given)]
     if len(several) > 1:
@@ -71,7 +71,7 @@ def _check_fields(values: Mapping[str, Any]) -> None:
 
     known = [field.name for field in fields(TrainingArguments)]
     for name in values:
-        if name not in known and (meant := nearest(name, known)):  # else a field of another trainer's arguments
+        if name not in known and (meant := nearest(name, known)):  # otherwise a field of another trainer's arguments
             raise AdapterError(f"Arguments({name}=...): TrainingArguments has no field {name!r}.{meant}")
 
 

@@ -45,11 +45,11 @@ _OFF: Mapping[str, Any] = {
     "eval_delay": 0,
     "log_level": "passive",
 }
-"""Fields with one value in each native run: what it does not do, and what its callbacks do instead."""
+"""Fields with a constant value in native runs, which lack the feature or provide it through callbacks."""
 
 
 class argument(property):  # noqa: N801  # used as `property` is
-    """A field of the view. A value of `Arguments` replaces it."""
+    """A field of the view, which a value of `Arguments` overrides."""
 
     def __get__(self, view: Any, kind: type | None = None, /) -> Any:
         name = getattr(self.fget, "__name__", "")
@@ -57,7 +57,7 @@ class argument(property):  # noqa: N801  # used as `property` is
 
 
 class ArgumentsView(View):
-    """The ``args`` of a run that was not made of ``TrainingArguments``.
+    """The ``args`` of a run without ``TrainingArguments``.
 
     Args:
         run: The run.
@@ -92,7 +92,7 @@ class ArgumentsView(View):
             return values[name] if name in values else _OFF[name]
         refuse(self._run, self, name, "reads", advice=self._advice(name))
 
-    # -- where and how long ------------------------------------------------------------------------
+    # -- directory and limits ------------------------------------------------------------------------
 
     @argument
     def output_dir(self) -> str:
@@ -239,7 +239,7 @@ class ArgumentsView(View):
 
     @argument
     def greater_is_better(self) -> bool | None:
-        """Whether this result is to be large; without one, for another result than a loss."""
+        """Whether larger values of this result are better; by default, unless it is a loss."""
         watched, best = self.metric_for_best_model, self._best
         if "metric_for_best_model" in self._values or best is None:
             return None if watched is None else not watched.endswith("loss")
@@ -333,7 +333,7 @@ class ArgumentsView(View):
         given = {name: value for name in (*names, *numbers) if (value := getattr(self, name)) is not None}
         return TrainingArguments(output_dir=self.output_dir, report_to="none", use_cpu=self.device.type == "cpu", **given)
 
-    # -- where they come from ----------------------------------------------------------------------
+    # -- sources ----------------------------------------------------------------------
 
     @property
     def _group(self) -> Mapping[str, Any]:
@@ -354,14 +354,14 @@ class ArgumentsView(View):
 
 
 def local_rank(run: Run) -> int:
-    """Return the rank of this process on its machine, as torchrun says it."""
+    """Return the rank of this process on its machine, as set by torchrun."""
     import os
 
     return int(os.environ.get("LOCAL_RANK", "0")) if run.driver.world_size > 1 else 0
 
 
 def _cadence(schedule: Schedule | None) -> tuple[str, int | None]:
-    """Return the strategy of transformers for a schedule, and its steps. Those of other schedules are never due."""
+    """Return the strategy of transformers for a schedule, and its steps. Other schedules are reported as never due."""
     if schedule is None:
         return "", None
     if isinstance(schedule, Every) and schedule.unit == "step":

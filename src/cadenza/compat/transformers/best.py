@@ -13,7 +13,7 @@ _SPEEDS = ("_runtime", "_per_second")
 
 
 def note_best(state: Any, args: Any, metrics: Mapping[str, Any], prefix: str, evaluations: Collection[str]) -> None:
-    """Note a result in ``state`` if it is the best of those that ``args.metric_for_best_model`` names.
+    """Record the result named by ``args.metric_for_best_model`` in ``state`` if it is the best so far.
 
     Args:
         state: The ``TrainerState``.
@@ -23,7 +23,7 @@ def note_best(state: Any, args: Any, metrics: Mapping[str, Any], prefix: str, ev
         evaluations: The names of all evaluations of the run.
 
     Raises:
-        MonitorError: This evaluation does not report the result, and neither can another one.
+        MonitorError: No evaluation can report the result.
     """
     watched = args.metric_for_best_model
     if watched is None:

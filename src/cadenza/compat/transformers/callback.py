@@ -35,7 +35,7 @@ class TransformersCallback(ForeignCallback):
     events: ClassVar[Mapping[str, Event]] = EVENTS
 
     flow: Flow
-    """What all callbacks of transformers in a list share; see `companions`."""
+    """The state shared by all transformers callbacks in a list; see `companions`."""
 
     def __init__(self, callback: Any, base: type[Any]) -> None:
         super().__init__(callback, base)
@@ -48,7 +48,7 @@ class TransformersCallback(ForeignCallback):
         self.before: Relation = tuple(phase for phase, names in early.items() if names.intersection(events))
 
     def surface(self, hooks: Hooks) -> Surface | None:
-        """Return what the callback uses, with the ``args`` that the list gives to callbacks of transformers."""
+        """Return the callback's surface, with the ``args`` that the list provides."""
         found = super().surface(hooks)
         given = next((callback for callback in hooks.callbacks.values() if isinstance(callback, Given)), None)
         if found is None or given is None:
@@ -58,7 +58,7 @@ class TransformersCallback(ForeignCallback):
 
     @classmethod
     def companions(cls, callbacks: list[Any]) -> list[Any]:
-        """Return the list with the two callbacks that its callbacks of transformers share, if any of these has a hook."""
+        """Return the list with the two shared callbacks added, if any of its transformers callbacks has a hook."""
         members = [callback for callback in callbacks if isinstance(callback, cls)]
         present = next((callback for callback in callbacks if isinstance(callback, State)), None)
         flow = Flow() if present is None else present.flow
@@ -68,10 +68,10 @@ class TransformersCallback(ForeignCallback):
         flags = {id(member): flags_of(member) for member in members}
         flow.asks = any(flags.values())
         flow.reads = any(not named.isdisjoint(("should_evaluate", "should_save")) for named in flags.values())
-        # the same on all ranks
+        # its flags are equal on all ranks
         alike = [member for member in members if type(member.callback).__name__ == "DefaultFlowCallback"]
         flow.may_differ = any(flags[id(member)].intersection(COLLECTIVE) for member in members if member not in alike)
-        if present is not None:  # of another trainer's list, to which callbacks were added
+        if present is not None:  # from the list of another trainer, to which callbacks were added
             return [*(callback for callback in callbacks if not isinstance(callback, Control)), Control(flow)]
         return [State(flow), *callbacks, Control(flow)] if any(map(_has_hook, members)) else callbacks
 
@@ -114,7 +114,7 @@ class TransformersCallback(ForeignCallback):
 
 
 def _is_of_model(value: object) -> bool:
-    """Return whether an attribute holds parameters: of the model, which the new process has made again."""
+    """Return whether an attribute holds parameters of the model, which the new process recreates."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     return any(isinstance(part, nn.Parameter) for part in parts)
 

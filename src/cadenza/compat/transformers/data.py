@@ -22,8 +22,8 @@ class Data:
 
     Args:
         arguments: The ``TrainingArguments``.
-        model: The model. Its ``forward`` says which columns stay.
-        collator: The collator; None takes that of their trainer.
+        model: The model. Its ``forward`` determines the kept columns.
+        collator: The collator; None takes transformers' default.
         processing_class: The tokenizer or processor.
     """
 
@@ -86,7 +86,7 @@ class Data:
         return sampler(group, dataset=dataset, lengths=kept, model_input_name=first, generator=generator)
 
     def _without_unused_columns(self, dataset: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Return a data set without the columns that the model does not take, and the collator for it."""
+        """Return a data set without columns unknown to the model, and its collator."""
         if not self.arguments.remove_unused_columns:
             return dataset, self.collator
         named = getattr(dataset, "column_names", None)
@@ -99,7 +99,7 @@ class Data:
 
 
 class UsedColumns:
-    """A collator for samples without the entries that the model does not take."""
+    """A collator that drops entries unknown to the model."""
 
     def __init__(self, collator: Callable[[Any], Any], columns: Iterable[str], model: str = "the model") -> None:
         self.collator: Callable[[Any], Any] = collator
@@ -119,7 +119,7 @@ class UsedColumns:
 
 
 class Stacked:
-    """The collator of their trainer without a tokenizer: it stacks samples, and an error says how to pad them."""
+    """transformers' collator without a tokenizer, with an error that explains how to pad samples."""
 
     def __call__(self, samples: list[Any]) -> Any:
         try:
@@ -135,7 +135,7 @@ class Stacked:
 
 
 def no_columns(model: str, expected: Iterable[str], got: Iterable[str]) -> DataError:
-    """Return the error for data of which the model takes nothing."""
+    """Return the error for data without any column that the model accepts."""
     return DataError(
         f"no column of the data set is an argument of {model}.forward: expected some of {[*expected]}; got {[*got]}. Rename "
         "the columns, or give TrainingArguments(remove_unused_columns=False)."
@@ -143,7 +143,7 @@ def no_columns(model: str, expected: Iterable[str], got: Iterable[str]) -> DataE
 
 
 def label_names(arguments: Any, model: nn.Module) -> list[str]:
-    """Return the names of the labels in a batch: those of the arguments, or else of the model's ``forward``."""
+    """Return the names of the labels in a batch: those of the arguments, or of the model's ``forward``."""
     given: list[str] | None = arguments.label_names
     return list(original("utils.find_labels")(type(base_model(model)))) if given is None else given
 

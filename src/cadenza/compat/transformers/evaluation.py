@@ -14,7 +14,7 @@ from cadenza.compat.transformers.originals import original
 
 
 def check_metrics(arguments: Any, compute_metrics: Callable[..., Any] | None) -> None:
-    """Check that `compute_metrics` takes what the arguments call it with.
+    """Check that `compute_metrics` accepts the arguments that `TrainingArguments` requires.
 
     Raises:
         TypeError: It does not.
@@ -30,14 +30,14 @@ def check_metrics(arguments: Any, compute_metrics: Callable[..., Any] | None) ->
 
 
 class Predict:
-    """Compute the loss, the predictions and the labels of a batch, as their ``prediction_step`` does.
+    """Compute the loss, the predictions and the labels of a batch, like transformers' ``prediction_step``.
 
     Args:
         arguments: The ``TrainingArguments``.
         model: The model.
         loss: The loss of the training.
         label_names: The names of the labels in a batch.
-        preprocess: ``preprocess(logits, labels)`` returns what `compute_metrics` receives as predictions.
+        preprocess: ``preprocess(logits, labels)`` returns the predictions for `compute_metrics`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Predict:
 
 
 class ComputeMetrics:
-    """A ``compute_metrics`` of transformers as a metric: it receives the predictions and labels of all batches and ranks.
+    """A ``compute_metrics`` of transformers as a metric over the predictions and labels of all batches and ranks.
 
     Its results are those of the evaluation, such as ``eval/accuracy``.
 
@@ -119,7 +119,7 @@ class ComputeMetrics:
         self._last: Any = None
 
     def update(self, predictions: Any, targets: Any, inputs: Any, loss: Any) -> None:
-        """Add the predictions and labels of a batch. A batch without labels is left out."""
+        """Add the predictions and labels of a batch. Batches without labels are skipped."""
         if targets is None or predictions is None:
             return
         losses = loss.repeat(_size_of(targets)) if isinstance(loss, Tensor) else None
@@ -154,7 +154,7 @@ class ComputeMetrics:
         return {name.removeprefix(f"{self._name}_"): value for name, value in plain.items() if self._is_number(name, value)}
 
     def _is_number(self, name: str, value: Any) -> bool:
-        """Return whether a result is a number. Warn once of any other one: trackers of transformers leave it out as well."""
+        """Return whether a result is a number. Warn once about other values, which transformers' trackers drop as well."""
         if isinstance(value, int | float):
             return True
         if name not in self._told:

@@ -1,4 +1,4 @@
-"""What a run was made of that callbacks of transformers receive unchanged, instead of a view."""
+"""Objects that transformers callbacks receive unchanged instead of a view."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ class Given(BaseCallback):
 
 
 def given_in(run: Run) -> Given | None:
-    """Return what a run was made of; None for a run without ``TrainingArguments``."""
+    """Return the `Given` of a run; None for a run without ``TrainingArguments``."""
     return next(iter(callbacks_of(run, Given)), None)

@@ -29,8 +29,8 @@ class ModelLoss:
     Args:
         model: The model, or a PEFT model around it.
         label_smoothing: Mix the labels with the uniform distribution by this factor, as ``label_smoothing_factor`` does.
-        compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=...)`` returns the loss. The number
-            is that of this batch alone.
+        compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=...)`` returns the loss. The number covers
+            only this batch.
 
     >>> ModelLoss(nn.Linear(1, 1)).weighted
     False

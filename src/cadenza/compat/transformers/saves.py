@@ -1,4 +1,4 @@
-"""Checkpoints for callbacks of transformers: when one is written, and the name under which they look for it."""
+"""Checkpoints for transformers callbacks: when they are written, and under which name callbacks find them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Saves(OfRun):
         """The checkpoints of this fit, by step."""
 
     def wait(self) -> None:
-        """Write checkpoints before the training goes on, as transformers does."""
+        """Write checkpoints before the training continues, as transformers does."""
         for saver in self.session.savers:
             if hasattr(saver, "background"):
                 saver.background = False
 
     def written(self, folder: str | None, state: Any) -> bool:
-        """Return whether the pending checkpoint is written; note it in the state. Every rank must call this.
+        """Return whether the pending checkpoint is written, and record it in the state. Every rank must call this.
 
         Args:
             folder: Where integrations look for ``checkpoint-STEP``; None if the list has none.
@@ -58,11 +58,14 @@ class Saves(OfRun):
         if self.session.is_main and folder is not None and _is_ours(shown := Path(folder) / f"checkpoint-{step}"):
             state.save_to_json(str(shown / "trainer_state.json"))
         if self._several:
-            self.session.driver.barrier()  # the other ranks go on when the folder is there
+            self.session.driver.barrier()  # other ranks continue once the folder exists
         return True
 
     def note_best(self, state: Any) -> None:
-        """Note the path of the best checkpoint in the state, if it was written in the background. Every rank must call this."""
+        """Record the path of the best checkpoint in the state if it was written in the background.
+
+        Every rank must call this.
+        """
         step = state.best_global_step
         if step is None or step in self.paths:
             return
@@ -79,7 +82,7 @@ class Saves(OfRun):
         return {**state, "best_model_checkpoint": path}
 
     def placed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `within` was given, in the present directory of the run."""
+        """Return the original path of `within`, in the current directory of the run."""
         path, directory = state["best_model_checkpoint"], self.session.directory
         if path is not None and directory is not None and "://" not in path:
             path = str(directory / path)
@@ -87,11 +90,11 @@ class Saves(OfRun):
 
     @property
     def _several(self) -> bool:
-        """Whether all of multiple ranks are here."""
+        """Whether all of multiple ranks are participating."""
         return self.session.sync.together and self.session.driver.world_size > 1
 
     def _of_main(self, path: str | None) -> str | None:
-        """Return the path that the main process knows."""
+        """Return the main process's path."""
         given: str | None = self.session.driver.broadcast(path) if self._several else path
         return given
 
@@ -128,7 +131,7 @@ def _pretrained(checkpoint: Path) -> Path | None:
 
 
 def _fill(folder: Path, checkpoint: Path, pretrained: Path | None) -> None:
-    """Make a folder with links to the files, so that a callback may write files of its own beside them."""
+    """Make a folder with links to the files, so that a callback may add files."""
     folder.mkdir(exist_ok=True)
     for name, target in [(LINK, checkpoint), *((path.name, path) for path in (pretrained or checkpoint).iterdir())]:
         link = folder / name

@@ -1,4 +1,4 @@
-"""A native trainer made of the arguments of ``transformers.Trainer``."""
+"""Creates a native trainer from the arguments of ``transformers.Trainer``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _MADE: Mapping[str, str] = {
     "optimizer": "Give optimizers=(optimizer, scheduler).",
     "loader": "Give train_dataset, or call cadenza.Trainer itself.",
 }
-"""What `trainer` makes itself, and how to say it."""
+"""Arguments that `trainer` sets itself, and how to specify them."""
 
 
 def trainer(
@@ -75,9 +75,9 @@ def trainer(
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     **native: Any,
 ) -> Trainer:
-    """Return a native `Trainer` that trains a model of transformers as ``transformers.Trainer`` does with the same arguments.
+    """Return a native `Trainer` that trains like ``transformers.Trainer`` with the same arguments.
 
-    Call ``.fit(resume="auto")`` on the result. The guide lists what becomes of each field of ``TrainingArguments``. The loss of
+    Call ``.fit(resume="auto")`` on the result. The guide lists the handling of each field of ``TrainingArguments``. The loss of
     a step is the mean over the labels of all its batches and ranks. Each checkpoint has a folder ``pretrained``; see
     `SavePretrained`. Results have native names, such as ``eval/accuracy``; callbacks of transformers see ``eval_accuracy``.
 
@@ -86,7 +86,8 @@ def trainer(
         args: The ``TrainingArguments``. Callbacks of transformers receive this object.
         train_dataset: A data set of the package datasets or of torch; also one without a length.
         eval_dataset: A data set, or several by name, such as ``{"a": ..., "b": ...}`` for ``eval_a/loss`` and ``eval_b/loss``.
-        data_collator: Makes a batch of samples. None: that of their trainer, which pads if `processing_class` is a tokenizer.
+        data_collator: Collates samples into a batch. None takes transformers' default, which pads if `processing_class` is a
+            tokenizer.
         processing_class: The tokenizer or processor.
         model_init: A function that returns the model, called after the generators are seeded. Instead of `model`.
         compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=...)`` returns the loss of a batch.
@@ -94,7 +95,8 @@ def trainer(
         callbacks: Callbacks of transformers, native ones, and those of other systems.
         optimizers: An optimizer and a scheduler, instead of those of `args`. Each may be None.
         optimizer_cls_and_kwargs: The class of the optimizer and its options, instead of those of `args`.
-        preprocess_logits_for_metrics: ``preprocess_logits_for_metrics(logits, labels)`` returns what `compute_metrics` gets.
+        preprocess_logits_for_metrics: ``preprocess_logits_for_metrics(logits, labels)`` returns the predictions for
+            `compute_metrics`.
         **native: Arguments of `Trainer`, such as ``max_tokens``, ``driver`` or ``directory``. They replace those of `args`.
 
     Raises:

@@ -27,7 +27,7 @@ from cadenza.optim.rates import SetsRates
 
 
 class HasFacts(Protocol):
-    """A trainer, as far as it keeps facts about its module."""
+    """The part of a trainer that keeps data about its module."""
 
     _facts: dict[str, Any]
 
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=HasFacts)
 
 
 def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str, Any]) -> R:
-    """Return a trainer of `module`. The hooks that build the module and its data are called.
+    """Return a trainer of `module`, after calling the hooks that build the module and its data.
 
     These are ``prepare_data``, ``setup("fit")`` and ``configure_model``, in the order of Lightning. Every rank must call this.
 
@@ -87,7 +87,7 @@ def _arguments(attached: Attached, callbacks: Iterable[Any], evaluations: Iterab
 
 
 def _with_own(callbacks: Iterable[Any], own: Any) -> list[Any]:
-    """Return the callbacks of the trainer and those of ``configure_callbacks``, which replace others of their class."""
+    """Return the callbacks of the trainer and of ``configure_callbacks``, which replace others of the same class."""
     given = listed(callbacks)
     if not own:
         return given
@@ -96,10 +96,12 @@ def _with_own(callbacks: Iterable[Any], own: Any) -> list[Any]:
 
 
 def _clipping(attached: Attached, callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks without `ClipGradients` if the module decides about clipping: it gets the bound, as in Lightning.
+    """Return the callbacks without `ClipGradients` if the module overrides clipping.
+
+    It then receives the bound, as in Lightning.
 
     Raises:
-        CallbackError: The bound is more than a number.
+        CallbackError: `ClipGradients` has more arguments than a bound.
     """
     found = [callback for callback in callbacks if isinstance(callback, ClipGradients)]
     if not (found and attached.automatic and attached.overrides("configure_gradient_clipping")):
@@ -119,13 +121,13 @@ REMOVED: Mapping[str, str] = {
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
 }
-"""Methods of Lightning 1 that nothing calls, by the hook that replaces them."""
+"""Methods of Lightning 1 that are never called, with their replacements."""
 
 
 def _check(attached: Attached) -> None:
     """Raise an error for methods that are not called, and for manual optimization of a sharded model.
 
-    The weights of a sharded model are whole during a forward pass only.
+    The weights of a sharded model are complete only during a forward pass.
     """
     for name, instead in REMOVED.items():
         if callable(getattr(attached.module, name, None)):
@@ -158,7 +160,7 @@ def _half_of_an_evaluation(attached: Attached) -> list[str]:
 
 
 def _hyperparameters(attached: Attached) -> dict[str, Any]:
-    """Return what ``save_hyperparameters`` has kept, as plain data."""
+    """Return the values stored by ``save_hyperparameters`` as plain data."""
     kept: dict[str, Any] = {}
     for source in (attached.loaders.datamodule, attached.module):
         kept |= getattr(source, "hparams", {})

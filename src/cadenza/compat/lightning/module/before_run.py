@@ -23,7 +23,7 @@ class FitLoopBeforeRun:
     """``trainer.fit_loop`` before the first step.
 
     Args:
-        trainer: What the LightningModule reads of its trainer.
+        trainer: The trainer that the LightningModule reads.
     """
 
     def __init__(self, trainer: TrainerBeforeRun) -> None:
@@ -37,7 +37,7 @@ class FitLoopBeforeRun:
 
 
 class TrainerBeforeRun(CallbackLists):
-    """What a LightningModule can read of its trainer before the first step."""
+    """The part of the trainer that a LightningModule can read before the first step."""
 
     title: ClassVar[str] = "trainer"
     _attached: Weak[Attached] = Weak()
@@ -67,7 +67,7 @@ class TrainerBeforeRun(CallbackLists):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """The number of steps of the run; infinite if it is not known."""
+        """The number of steps of the run; infinite if unknown."""
         batches = self.num_training_batches
         limits = Progress(
             max_epochs=self._attached.arguments.get("max_epochs"),
@@ -196,7 +196,7 @@ class TrainerBeforeRun(CallbackLists):
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader. In ``setup``, it is made when this is read."""
+        """The training loader. In ``setup``, it is created on first read."""
         return self._attached.loaders.training()
 
     @property
@@ -238,7 +238,7 @@ class TrainerBeforeRun(CallbackLists):
 
     @property
     def precision(self) -> str:
-        """The precision, as Lightning names it."""
+        """The precision under Lightning's name."""
         return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(self._attached.arguments.get("precision", "fp32"), "32-true")
 
     @property
@@ -250,7 +250,7 @@ class TrainerBeforeRun(CallbackLists):
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks that the user gives."""
+        """The user's callbacks."""
         return list(self._attached.arguments.get("callbacks", ()))
 
     @property

@@ -1,4 +1,4 @@
-"""The module's own hooks at the moments of a native run."""
+"""Calls the module's hooks in a native run."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ModuleHooks(Conductor):
             self.attached.call("on_train_epoch_start")
 
     def _renew(self, run: Run) -> None:
-        """Adapt the driver to parameters that the hooks of the module froze."""
+        """Adapt the driver to parameters frozen by the module's hooks."""
         trainer_view(run)._changes.renew()
 
     def _epoch_end(self, run: Run) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ManualStep:
-    """Call ``training_step``, which does the backward passes and the updates. This is the ``step_fn`` of the trainer."""
+    """The trainer's ``step_fn``: call ``training_step``, which performs backward passes and updates."""
 
     def __init__(self, attached: Attached, step: TrainingStep) -> None:
         self._attached, self._step = attached, step

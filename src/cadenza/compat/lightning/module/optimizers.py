@@ -28,10 +28,10 @@ Got {came!r}."""
 
 
 class ConfiguredOptimizers:
-    """The function that gives a trainer the optimizers of a LightningModule. Each run calls ``configure_optimizers`` anew."""
+    """The optimizer function of a trainer for a LightningModule. Each run calls ``configure_optimizers``."""
 
     as_given: bool = True
-    """The optimizers are not fused, may need closures, and round as in Lightning."""
+    """The optimizers are not fused, may need closures, and produce the same rounding as in Lightning."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
@@ -67,7 +67,7 @@ class ConfiguredOptimizers:
 
 
 def _check_overrides(attached: Attached) -> None:
-    """Raise `AdapterError` if a module lacks a method without which a fit would do nothing."""
+    """Raise `AdapterError` if a module lacks a method that a fit needs."""
     for name, advice in (
         ("training_step", "Write training_step(self, batch, batch_idx), which returns the loss."),
         ("configure_optimizers", "Return the optimizer from it, or None for a run without updates."),
@@ -91,7 +91,7 @@ def parsed(found: Any, name: str) -> tuple[list[Any], list[Any], str | None]:
     """Return the optimizers, the schedulers and the monitor that ``configure_optimizers`` returned.
 
     Raises:
-        TypeError: It has none of the forms of Lightning.
+        TypeError: Its form is not supported by Lightning.
     """
     if isinstance(found, Optimizer):
         return [found], [], None

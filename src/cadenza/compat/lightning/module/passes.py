@@ -41,7 +41,7 @@ def evaluate(session: Session, evaluation: ModuleEvaluation) -> list[dict[str, f
 
 
 def predict(session: Session, evaluation: ModuleEvaluation) -> list[Any]:
-    """Return what ``predict_step`` returned for each batch, in the order of the loader; with several loaders a list for each.
+    """Return the result of ``predict_step`` for each batch in loader order; with multiple loaders, a list for each.
 
     Every rank must call this.
     """
@@ -58,7 +58,7 @@ def predict(session: Session, evaluation: ModuleEvaluation) -> list[Any]:
 
 
 def rehearse(session: Session, evaluation: ModuleEvaluation, batches: int) -> None:
-    """Try an evaluation on a few batches. The hooks of the module are called, and nothing of the results is kept."""
+    """Run a sanity check on a few batches. The module's hooks are called, and the results are discarded."""
     trial = evaluation.trial(batches * session.driver.data_world_size)
     attached = evaluation.attached
     with (
@@ -76,7 +76,7 @@ def rehearse(session: Session, evaluation: ModuleEvaluation, batches: int) -> No
 
 @contextmanager
 def _modes(session: Session, evaluation: ModuleEvaluation) -> Iterator[None]:
-    """Evaluation mode without gradient; the hooks of the module that set modes replace this."""
+    """Evaluation mode without gradients; replaced by the module's hooks that set modes."""
     attached, module = evaluation.attached, session.module
     before = [(submodule, submodule.training) for submodule in module.modules()]
     if evaluation.stage == "validate" and attached.overrides("on_validation_model_zero_grad"):
