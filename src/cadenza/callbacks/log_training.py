@@ -14,7 +14,7 @@ from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule, Until
 from cadenza.hooks.subscription import periodic
-from cadenza.loading.metrics import Metrics, by_name, check_state
+from cadenza.loading.evaluation import Metrics, by_name, check_state
 from cadenza.optim.rates import rates_of
 from cadenza.status.outputs import Outputs
 

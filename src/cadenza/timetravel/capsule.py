@@ -27,11 +27,10 @@ from cadenza.optim.model_state import load_into, plain_name, state_of
 from cadenza.optim.parameters import modules_of
 from cadenza.records.scalars import Arriving, arriving
 from cadenza.status.decisions import decide
-from cadenza.timetravel.alone import alone
 from cadenza.timetravel.capsule_files import FOLDER, write_capsule
-from cadenza.timetravel.locating import Located, locate, located_in
 from cadenza.timetravel.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
-from cadenza.timetravel.trial import undone
+from cadenza.timetravel.second_pass import Located, alone, locate, located_in
+from cadenza.timetravel.snapshot import undone
 
 if TYPE_CHECKING:
     from cadenza.run import Run
