@@ -15,7 +15,7 @@ from cadenza.checkpoint.resuming import catalogue_of
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.subscription import steps_in
@@ -137,8 +137,8 @@ class Recover(Callback, Compared):
         self._step = 0  # the step that began last, from 1
 
     def listeners(self) -> list[Listener]:
-        own = [Listener(moment, function, skips=False) for moment, function in self._acting()]
-        return [*super().listeners(), *own]
+        own = [Listener(moment, function) for moment, function in self._acting()]
+        return [*super().listeners(), *silent(own)]  # requests are made in on_step_end
 
     def _acting(self) -> list[tuple[Callable[..., None], Callable[..., None]]]:
         """Return the moments and functions that a run needs after it went back."""
