@@ -258,7 +258,7 @@ class LearningRate(Callback, SetsRates, Compared):
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
-            self.monitor.check_reported_by(run.evaluations)
+            self.monitor.check(run)
         if self.made_anew:
             self._make_anew(run)
         if self.total is not None and self._plan != (now := self._planned(run)[0]):
