@@ -23,8 +23,8 @@ from cadenza.optim.finite import all_finite
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import Compared
 from cadenza.records.directory import RecordedRun
-from cadenza.status.decisions import GoBack, decide, in_json
-from cadenza.status.formats import counted
+from cadenza.status.decisions import GoBack, decide
+from cadenza.status.formats import counted, in_json
 from cadenza.status.progress import Counters
 from cadenza.timetravel.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
 
