@@ -24,8 +24,8 @@ from cadenza.hooks.counting import Length, kept
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule
+from cadenza.loading.evaluation import Metric
 from cadenza.loading.loaders import check_loader, length_of
-from cadenza.loading.metrics import Metric
 from cadenza.loading.mixture import Mixture
 from cadenza.loading.rng import preserve_rng_state, seed_all
 from cadenza.loading.shards import Shard, check_enough_batches

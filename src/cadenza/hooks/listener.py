@@ -49,11 +49,9 @@ class Listener:
     note: str = ""
     """A remark for the plan, such as a limit."""
 
-    asks: bool | None = None
-    """Whether the function may log or make requests; None takes `Callback.asks` of its callback."""
-
-    skips: bool | None = None
-    """Whether the function may call `Run.skip_batch` on one rank alone; None takes `asks` and `Callback.skips`."""
+    silent: bool = False
+    """Whether the function neither logs, nor makes requests, nor reads samples, tokens or the time of the run: multiple ranks
+    need no exchange for it in a step."""
 
     event: str = ""
     """The name of the hook in another system, which errors show; empty: the name of the moment."""
@@ -144,6 +142,13 @@ def inner(listeners: list[Listener]) -> list[Listener]:
     """Return the same listeners, marked as those that plans leave out: they prepare other listeners of their callback."""
     for one in listeners:
         one.inner = True
+    return listeners
+
+
+def silent(listeners: list[Listener]) -> list[Listener]:
+    """Return the same listeners, marked as silent: see `Listener.silent`."""
+    for one in listeners:
+        one.silent = True
     return listeners
 
 

@@ -46,20 +46,6 @@ class BaseCallback:
 
     _may_retry = False
 
-    asks = True
-    """Whether its hooks in a step may log or make requests, such as ``run.stop``. Ranks wait for each other at the end of
-    a step in which a callback may do so. With False, a request is carried out some steps later."""
-
-    skips = True
-    """Whether its hooks may call ``run.skip_batch``. All ranks wait for each other after ``on_batch_start`` and
-    ``on_before_backward`` of a callback that may. With False, or with ``asks = False``, this call is an error on several
-    ranks."""
-
-    _reads_totals = True
-    """Whether its hooks in a step may read the samples, the tokens or the time of the run, which ranks exchange in each step
-    for that. With False here and in ``asks``, ranks may exchange nothing for some steps, although the hooks run in them. A
-    derived class does not inherit it: its own hooks may read them."""
-
     shows_progress = False
     """Whether it shows the progress of the run on the screen. `Trainer` then adds no progress bar."""
 
@@ -120,15 +106,12 @@ def check_settings(holder: Any, owner: str) -> None:
             )
     if not _is_computed(holder.name) and not isinstance(holder.name, str | None):
         raise CallbackError(f"{owner}.name must be a string, or None for the name of the class; got {holder.name!r}")
-    on_fault, asks = holder.on_fault, holder.asks
+    on_fault = holder.on_fault
     choices = ("raise", "disable", "retry") if holder._may_retry else ("raise", "disable")
     if not _is_computed(on_fault) and on_fault not in choices:
         only = " Only a Sink is tried again." if on_fault == "retry" else nearest(str(on_fault), choices)
         expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
         raise CallbackError(f"{owner}.on_fault must be {expected}; got {on_fault!r}.{only}")
-    for name, value in (("asks", asks), ("skips", holder.skips)):
-        if not _is_computed(value) and not isinstance(value, bool):
-            raise CallbackError(f"{owner}.{name} must be True or False; got {value!r}")
 
 
 def _is_computed(value: object) -> bool:
