@@ -274,7 +274,7 @@ class CheckpointWriter:
         if session.cursor.in_epoch and progress.batch_in_epoch == progress.batches_per_epoch:
             savers = {name for saver in session.savers if isinstance(saver, CheckpointWriter) for name in saver.names}
             others = [one for one in hooks.by_moment.get(Callback.on_epoch_end, ()) if one.owner not in savers]
-            waits = not any(hooks.callbacks[one.owner].asks if one.asks is None else one.asks for one in others)
+            waits = all(one.silent for one in others)
         return bool(session.driver.broadcast(waits)) if session.sync.together else waits
 
     def _save(self, reason: str, asking: Collection[str]) -> None:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from cadenza.errors import MissingExtraError
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.records.scalars import Arriving
 from cadenza.sinks.console import best_lines
@@ -70,8 +71,6 @@ class ProgressBar(Callback):
 
     on_fault: Literal["raise", "disable"] = "disable"
 
-    asks = False
-
     shows_progress = True
 
     def __init__(
@@ -94,6 +93,9 @@ class ProgressBar(Callback):
         self.stream = stream
         self._view: FitView | EvaluationView | None = None
         self._show: _Show | None = None
+
+    def listeners(self) -> list[Listener]:
+        return silent(super().listeners())
 
     def on_fit_start(self, run: Run) -> None:
         run.at_end(self._end)

@@ -106,5 +106,5 @@ class DryCheckpoint(Checkpoint):
 
     def on_fit_start(self, run: Run) -> None:
         for monitor in self.monitors:
-            monitor.check_reported_by(run.evaluations)
+            monitor.check(run)
         self.writer.begin()
