@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, is_pair, watched_and_mode
 from cadenza.engine.session import Loops, session_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Every
@@ -86,9 +86,6 @@ class LearningRate(Callback, SetsRates, Compared):
     phase: Phase | None = Phase.SCHEDULE
     after: Relation = (Phase.LENGTH,)
 
-    asks = False
-    _reads_totals = False
-
     unit: RunUnit
     """The unit that the scheduler counts: ``"step"``, ``"epoch"`` or, in a run of so many tokens, ``"token"``."""
     optimizer: int
@@ -146,10 +143,12 @@ class LearningRate(Callback, SetsRates, Compared):
     def listeners(self) -> list[Listener]:
         # One method per mode, so that a step calls only the method in use.
         if self.monitor is not None:
-            return [*super().listeners(), Listener(Callback.on_eval_end, self._step_with_result)]
-        if self.every == "1 epoch":
-            return [*super().listeners(), Listener(Callback.on_epoch_end, self._step, Every("1 epoch"))]
-        return [*super().listeners(), Listener(Callback.on_after_optimizer_step, self._step_if_updated)]
+            step = Listener(Callback.on_eval_end, self._step_with_result)
+        elif self.every == "1 epoch":
+            step = Listener(Callback.on_epoch_end, self._step, Every("1 epoch"))
+        else:
+            step = Listener(Callback.on_after_optimizer_step, self._step_if_updated)
+        return silent([*super().listeners(), step])
 
     def on_setup(self, run: Run) -> None:
         hooks, session = hooks_of(run), session_of(run)
@@ -259,7 +258,7 @@ class LearningRate(Callback, SetsRates, Compared):
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
-            self.monitor.check_reported_by(run.evaluations)
+            self.monitor.check(run)
         if self.made_anew:
             self._make_anew(run)
         if self.total is not None and self._plan != (now := self._planned(run)[0]):

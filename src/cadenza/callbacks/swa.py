@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.engine.session import Loops, session_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
 from cadenza.hooks.schedule import At, Interval, Schedule
@@ -97,7 +97,7 @@ class Swa(Averaging, Compared):
             Listener(Callback.on_step_start, self._set_rates),
             Listener(Callback.on_after_zero_grad, self._set_next_rates),
         ]  # fmt: skip
-        return [*super().listeners(), *rates, periodic(self.every, self._average, str(given))]
+        return silent([*super().listeners(), *rates, periodic(self.every, self._average, str(given))])
 
     def on_setup(self, run: Run) -> None:
         super().on_setup(run)

@@ -20,8 +20,7 @@ from cadenza.drivers.materializing import tensors_of
 from cadenza.engine.objective import supervised
 from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
 from cadenza.files.paths import local_path
-from cadenza.hooks.counting import kept
-from cadenza.hooks.length import Length
+from cadenza.hooks.counting import Length, kept
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.errors import nearest
+from cadenza.hooks.counting import Length
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.length import Length
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.settings import CLASS_NAMES, loader_settings
 from cadenza.status.decisions import decide

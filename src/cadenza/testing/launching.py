@@ -58,14 +58,14 @@ def launch(function: Callable[[], T], ranks: int = 2, *, timeout_s: float = 300)
             "launch forks this process, but CUDA is initialized. Call launch before CUDA is used, or start with torchrun."
         )
     import_module("torch._dynamo")  # DDP imports it, which takes seconds: import it once here instead of in each process
-    processes, results = [], []
+    processes, results = list[ForkProcess](), list[Connection]()
     context = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as listening, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about a fork beside threads, such as those of a test runner
         port = listening.getsockname()[1]
         for rank in range(ranks):
             result, its_end = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(function, rank, ranks, timeout_s, listening, its_end))
+            process = context.Process(target=_work, args=(function, rank, ranks, timeout_s, listening, its_end, results))
             process.start()
             its_end.close()
             processes.append(process)
@@ -99,7 +99,13 @@ def _outcome(call: Callable[[], Any]) -> bytes:
 
 
 def _work(
-    function: Callable[[], Any], rank: int, ranks: int, timeout_s: float, listening: socket.socket, result: Connection
+    function: Callable[[], Any],
+    rank: int,
+    ranks: int,
+    timeout_s: float,
+    listening: socket.socket,
+    result: Connection,
+    of_others: list[Connection],
 ) -> None:
     gc.freeze()  # garbage of the parent, such as a session of onnxruntime, may wait for threads that it alone has
     faulthandler.dump_traceback_later(timeout_s * 0.9, file=2)
@@ -113,6 +119,8 @@ def _work(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     listening.close()
+    for inherited in of_others:  # each would count as an open file of this rank
+        inherited.close()
     result.send_bytes(_outcome(function))
 
 

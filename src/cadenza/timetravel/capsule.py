@@ -18,6 +18,7 @@ from cadenza.engine.error_context import raised_by_loader
 from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
 from cadenza.errors import DistributedError, NonFiniteError, notes_of
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.subscription import steps_in
@@ -112,7 +113,6 @@ class Capsule(Callback):
 
     decides: tuple[str, ...] = ("capsule written",)
     each_rank = True
-    asks = False
 
     def __init__(
         self,
@@ -135,6 +135,9 @@ class Capsule(Callback):
         self._written: list[dict[str, Any]] = []
         self._told: set[tuple[int, str]] = set()
         self._rolled_back = False
+
+    def listeners(self) -> list[Listener]:
+        return silent(super().listeners())
 
     def on_setup(self, run: Run) -> None:
         if run.info.directory is None:

@@ -15,7 +15,7 @@ from cadenza.checkpoint.store.reading import check, count, or_none, parsed
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, StateError
 from cadenza.files.disk import open_regular, read_object
 from cadenza.files.paths import local_path
-from cadenza.status.decisions import in_json
+from cadenza.status.formats import in_json
 from cadenza.status.plain import decode, encode
 
 FOLDER = "capsules"

@@ -15,7 +15,7 @@ from cadenza.checkpoint.resuming import catalogue_of
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase, Relation
@@ -24,8 +24,8 @@ from cadenza.optim.finite import all_finite
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import Compared
 from cadenza.records.directory import RecordedRun
-from cadenza.status.decisions import GoBack, decide, in_json
-from cadenza.status.formats import counted
+from cadenza.status.decisions import GoBack, decide
+from cadenza.status.formats import counted, in_json
 from cadenza.status.progress import Counters
 from cadenza.timetravel.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
 
@@ -136,8 +136,8 @@ class Recover(Callback, Compared):
         self._step = 0  # the step that began last, from 1
 
     def listeners(self) -> list[Listener]:
-        own = [Listener(moment, function, skips=False) for moment, function in self._acting()]
-        return [*super().listeners(), *own]
+        own = [Listener(moment, function) for moment, function in self._acting()]
+        return [*super().listeners(), *silent(own)]  # requests are made in on_step_end
 
     def _acting(self) -> list[tuple[Callable[..., None], Callable[..., None]]]:
         """Return the moments and functions that a run needs after it went back."""

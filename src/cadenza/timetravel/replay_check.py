@@ -77,7 +77,6 @@ class ReplayCheck(Callback, Compared):
 
     before: Relation = (BaseCallback,)  # their hooks may change the gradients
     decides: tuple[str, ...] = ("replay differed",)
-    _reads_totals = False
 
     def __init__(self, every: Interval = "1000 steps", *, action: Action = "raise") -> None:
         if action not in _ACTIONS:
