@@ -30,6 +30,7 @@ from cadenza.engine.plan import argument_changes, plan_changes
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import main_only, tell
 from cadenza.errors import CheckpointError
+from cadenza.files.new_directory import meant_instead
 from cadenza.files.paths import is_local, local_text
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.held_weights import ReplacesWeights
@@ -404,11 +405,25 @@ def _without_stop(start: Start) -> Start:
 def none_to_continue(directory: RecordedRun | None, start: Start, why: str) -> str:
     """Return a text about a run that has no checkpoint to continue at."""
     where = "" if directory is None else f" in {str(directory.path)!r}"
-    found = "\n  ".join(start.lost) or "there is none"
+    found = ":\n  " + "\n  ".join(start.lost) + "\n" if start.lost else ". "
     return (
-        f"the run{where} {why}, but it has no checkpoint to continue at:\n  {found}\nGive another directory= to train from the "
-        "start, or a checkpoint with fit(resume=PATH)."
+        f"the run{where} {why}, but it has no checkpoint to continue at{found}Give another directory= to train from the start, "
+        "or a checkpoint with fit(resume=PATH)."
     )
+
+
+def opened(path: Path, resume: object, elsewhere: Iterable[str]) -> RunDirectory:
+    """Return the files of a run directory, locked.
+
+    Raises:
+        CheckpointError: `resume` is the name of a checkpoint, and there is no directory that could hold it.
+    """
+    if isinstance(resume, str) and is_name(resume) and not path.exists() and not [*elsewhere]:
+        raise CheckpointError(
+            f"fit(resume={resume!r}) found no run: there is no {str(path)!r}.{meant_instead(path)} Give the directory= of the "
+            'run, or resume="auto", which starts a run if there is none.'
+        )
+    return RunDirectory(path, resume=bool(resume))
 
 
 @dataclass
