@@ -76,7 +76,6 @@ class Alert(Callback):
     """
 
     on_fault: Literal["raise", "disable", "retry"] = "disable"
-    asks = False
 
     def __init__(
         self,
