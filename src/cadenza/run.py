@@ -152,7 +152,7 @@ class Run:
 
         if find_spec("cadenza.report") is None:
             return str(element("pre", repr(self)))
-        shown: str = import_module("cadenza.report.small").small(self)
+        shown: str = import_module("cadenza.report.inline_view").small(self)
         return shown
 
     # -- verbs: requests with a reason, carried out at a fixed moment ------------------------------
