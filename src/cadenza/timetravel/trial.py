@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from cadenza.engine import boundary
 from cadenza.engine.loop import Training, fit
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import DataError
@@ -125,9 +126,9 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
     twin.step.derived, twin.cursor.permuted = session.step.derived, session.cursor.permuted
     twin.extra_parameters = session.extra_parameters
     twin.module_flags.keeps_modes = session.module_flags.keeps_modes
-    twin.state.update(deepcopy(dict(session.state)))
+    twin.state.update(deepcopy(dict(session.run.state)))
     twin.progress.begin(Counters(), num_batches(loader, session.driver.data_shard()))
-    twin.open_loader()
+    boundary.open_loader(twin)
     twin.metrics.losses.quiet = True
     return twin
 

@@ -48,14 +48,14 @@ class Saves(OfRun):
         if step is None:
             return False
         path = self._path(step)
-        if path is not None and "://" not in path and self.session.is_main:
+        if path is not None and "://" not in path and self.session.driver.is_main:
             path = self._shown(path, folder, step)
         path = self._of_main(path)
         if path is None:
             return False
         self.paths[step] = path
         state.best_model_checkpoint = self.paths.get(state.best_global_step, state.best_model_checkpoint)
-        if self.session.is_main and folder is not None and _is_ours(shown := Path(folder) / f"checkpoint-{step}"):
+        if self.session.driver.is_main and folder is not None and _is_ours(shown := Path(folder) / f"checkpoint-{step}"):
             state.save_to_json(str(shown / "trainer_state.json"))
         if self._several:
             self.session.driver.barrier()  # the other ranks go on when the folder is there
@@ -66,7 +66,7 @@ class Saves(OfRun):
         step = state.best_global_step
         if step is None or step in self.paths:
             return
-        path = self._path(step) if self.session.is_main else None
+        path = self._path(step) if self.session.driver.is_main else None
         if path is not None and "://" not in path:
             path = str(_pretrained(Path(path)) or path) if Path(path).is_dir() else None
         state.best_model_checkpoint = self._of_main(path) or state.best_model_checkpoint
@@ -96,7 +96,9 @@ class Saves(OfRun):
         return given
 
     def _path(self, step: int) -> str | None:
-        names = [one.data["checkpoint"] for one in self.session.decisions if one.what == "saved" and one.data["step"] == step]
+        names = [
+            one.data["checkpoint"] for one in self.session.run.decisions if one.what == "saved" and one.data["step"] == step
+        ]
         savers: list[Any] = [one for one in self.session.savers if hasattr(one, "store")]
         savers.sort(key=lambda saver: saver.weights_only)
         return f"{savers[0].store.files}/{names[-1]}" if names and savers else None
