@@ -31,7 +31,7 @@ from cadenza.optim.rates import (
     optimizer_of,
     takes_total,
 )
-from cadenza.optim.settings import Compared, Settings, plain, set_option, settings_of
+from cadenza.optim.settings import Compared, Settings, first_rates, plain, set_rates, settings_of
 from cadenza.status.decisions import decide
 from cadenza.status.formats import counted, plural
 from cadenza.status.shown import brief, signature_of
@@ -258,7 +258,7 @@ class LearningRate(Callback, SetsRates, Compared):
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
-            self.monitor.check_reported_by(run.evaluations)
+            self.monitor.check(run)
         if self.made_anew:
             self._make_anew(run)
         if self.total is not None and self._plan != (now := self._planned(run)[0]):
@@ -297,7 +297,7 @@ class LearningRate(Callback, SetsRates, Compared):
                 left = total - count_of(run, self.unit)
                 self.total = max(left, round(self._total_before * left / (self._total_before - position)))
                 position = self.total - left
-        _to_first_rates(self.scheduler.optimizer)
+        set_rates(self.scheduler.optimizer, first_rates(self.scheduler.optimizer))
         self.renew(run)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns, because it has not seen the updates before the resume
@@ -437,12 +437,6 @@ def with_kinds(saved: Any, current: Any) -> Any:
     return saved
 
 
-def _to_first_rates(optimizer: Optimizer) -> None:
-    """Give each group the rate from which its schedule started."""
-    for group in optimizer.param_groups:
-        set_option(group, "lr", float(group.get("initial_lr", group["lr"])))
-
-
 # -- values in `override` -----------------------------------------------------------------------------
 
 
@@ -485,7 +479,7 @@ def _with_arguments(scheduler: LRScheduler, given: Settings) -> LRScheduler:
         )
     held = {name: getattr(scheduler, name) for name in names}
     held = {name: sorted(one.elements()) if isinstance(one, Counter) else one for name, one in held.items()}  # milestones
-    _to_first_rates(scheduler.optimizer)
+    set_rates(scheduler.optimizer, first_rates(scheduler.optimizer))
     try:
         return type(scheduler)(scheduler.optimizer, **{**held, **changes})
     except (TypeError, ValueError) as error:

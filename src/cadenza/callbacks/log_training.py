@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cadenza.engine.monitor import judge_training
 from cadenza.engine.step_state import is_discarded
 from cadenza.engine.tally import IntervalMetrics
 from cadenza.engine.training_log import IntervalMeans, Throughput, checked_parts
@@ -14,7 +15,7 @@ from cadenza.hooks.listener import Listener, inner, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule, Until
 from cadenza.hooks.subscription import periodic
-from cadenza.loading.metrics import Metrics, by_name, check_state
+from cadenza.loading.evaluation import Metrics, by_name, check_state
 from cadenza.optim.rates import rates_of
 from cadenza.status.outputs import Outputs
 
@@ -125,10 +126,12 @@ class LogTraining(Callback):
     def log(self, run: Run) -> None:
         """Log now. Every rank must call this, because the loss is a mean over all ranks."""
         prefix = self.prefix
+        sums: dict[str, Any] = {}
         if self._means is not None:
-            self._means.log(run, prefix)
+            sums = self._means.log(run, prefix)
             self._means.begin(run.progress.step)
         values: dict[str, Any] = {} if self._tally is None else {**self._tally.take()}
+        sums |= {name: (value, 1.0) for name, value in values.items()}
         if self.lr:
             rates = rates_of(run).of(run)
             for index, rate in enumerate(rates):
@@ -137,6 +140,7 @@ class LogTraining(Callback):
             for name, value in self._speed.values(run).items():
                 values[f"{prefix}/{name}"] = value
         run.log(values)
+        judge_training(run, prefix, sums, whole=False)
 
     def state_dict(self) -> dict[str, Any]:
         state = {} if self._means is None else self._means.state_dict()

@@ -22,7 +22,7 @@ from cadenza.hooks.subscription import periodic, point
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging
 from cadenza.optim.rates import why_unknown
-from cadenza.optim.settings import Compared, set_option
+from cadenza.optim.settings import Compared, set_rates
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -183,8 +183,7 @@ class Swa(Averaging, Compared):
         way = min(1.0, (step - start) / max(1, self.anneal_steps))
         done = (1 - math.cos(math.pi * way)) / 2
         for optimizer, rates in zip(run.optimizers, before, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                set_option(group, "lr", self.lr * done + rate * (1 - done))
+            set_rates(optimizer, [self.lr * done + rate * (1 - done) for rate in rates])
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.checkpoint.catalogue import Catalogue, Reader, Which, check_which, find, is_path, on_all_ranks
-from cadenza.checkpoint.store import Loaded, Store
+from cadenza.checkpoint.catalogue import Reader, Which, check_which, find, is_path, on_all_ranks
+from cadenza.checkpoint.store import Loaded
 from cadenza.checkpoint.store.files import is_link_name
 from cadenza.checkpoint.store.manifest import best_brief
 from cadenza.drivers import Driver
@@ -29,8 +29,7 @@ from cadenza.hooks.held_weights import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
 from cadenza.optim.model_state import buffers_of, decides, load_by_model, load_into, plain_name, state_of, untied
-from cadenza.status.decisions import in_json
-from cadenza.status.formats import some
+from cadenza.status.formats import in_json, some
 from cadenza.status.plain import host_copy
 
 T = TypeVar("T")
@@ -372,13 +371,7 @@ class Choice:
         assert self.which is not None, "only a checkpoint is read"
         if is_path(self.which) and is_weights_file(fspath(self.which)):
             return None, False
-        if is_path(self.which):
-            found = find(self.which, None, reader.problem)
-        elif self.directory is not None:
-            found = find(self.directory, self.which, reader.problem, self.elsewhere)
-        else:
-            where = ", ".join(fspath(one) for one in self.elsewhere)
-            found = Catalogue(map(Store, self.elsewhere), where=where).choose(fspath(self.which), reader.problem)
+        found = find(self.directory, self.which, reader.problem, self.elsewhere)
         reader.read(found)
         return (found.path, dict(found.best)), True
 

@@ -19,8 +19,8 @@ from cadenza.hooks.moments import Callback
 from cadenza.loading import ResumableLoader
 from cadenza.loading.batches import moved
 from cadenza.loading.data_course import DataCourse
-from cadenza.loading.orders import PERMUTED
 from cadenza.loading.rng import RNGState
+from cadenza.loading.shards import PERMUTED
 from cadenza.records.scalars import as_number, weighted_sum, widened
 from cadenza.status.branches import Branch
 from cadenza.status.decisions import Decision, Outcome

@@ -15,11 +15,10 @@ from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, 
 from cadenza.hooks.counting import counting_of
 from cadenza.hooks.fan_out import ACTING, Calls, Failed, Scene, fan_out, profiled_fan_out
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, Trigger, restore, state_of
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of
 from cadenza.hooks.schedule import Schedule, has_function, lengths_in
-from cadenza.hooks.trigger import Trigger, restore, state_of
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler, Timings
 from cadenza.status.progress import Progress
 from cadenza.status.shown import brief
@@ -196,6 +195,8 @@ class Hooks(Callback):
 
     def select_anew(self) -> None:
         """Ask all schedules at the next firing of their moments: the counters may have another value than was sure."""
+        for trigger in self.triggers.values():
+            trigger.ask_anew()
         for calls in self._calls.values():
             calls.select_anew()
 
