@@ -34,8 +34,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
 from cadenza.lazy import imported
 from cadenza.loading.batches import batch_sizes
-from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.metrics import Metrics
+from cadenza.loading.evaluation import Evaluation, Metrics
 from cadenza.loops.foreign import AnyCallback, adapted, adapted_list, before_trainer
 from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, Recipe, elsewhere
@@ -134,7 +133,7 @@ class Trainer(Recipe):
         limits = checks.checked_lengths(
             ends_itself=ends_itself, max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens
         )
-        given = with_epoch_means(checks.listed(adapted(callbacks)), loader)
+        given = with_epoch_means(checks.listed(adapted(callbacks), directory), loader)
         if directory is not None and os.environ.get("CADENZA_STEERING", "0") != "0":
             imported("cadenza.steering.steering", needed_by="CADENZA_STEERING=1").add_steering(given)
         if progress:

@@ -22,8 +22,8 @@ class BestWeights(Callback):
     communicate.
 
     Args:
-        monitor: The result to watch, such as ``"eval/acc"``, or a pair with the mode, such as ``("eval/acc", "max")``.
-        mode: ``"max"`` or ``"min"``: which way is better.
+        monitor: The result to watch, such as ``"eval/loss"``, or a pair with the mode, such as ``("eval/acc", "max")``.
+        mode: ``"max"`` or ``"min"``: which way is better. A loss needs none.
         restore: Load the best weights at the end, unless an error or a signal ended the run.
 
     >>> from cadenza.testing import simulate
@@ -54,7 +54,7 @@ class BestWeights(Callback):
         self._copy.reset()
 
     def on_fit_start(self, run: Run) -> None:
-        self.monitor.check_reported_by(run.evaluations)
+        self.monitor.check(run)
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         value = self.monitor.value_of(run, evaluation)

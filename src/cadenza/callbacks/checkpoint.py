@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.keeping import KEEP_LAST, Keep, KeepRules, Pair
+from cadenza.checkpoint.keeping import KEEP_LAST, BestOf, Keep, KeepRules
 from cadenza.checkpoint.retention import Member
 from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.checkpoints import probe_on_all_ranks
@@ -51,7 +51,7 @@ class Checkpoint(Callback):
             before the newest; ``First`` likewise; ``Every("6 h")`` the first that reaches each multiple; ``At("3 epochs")`` the
             first that reaches this point. Lengths count from the start of the run, time with pauses. See also `Best`.
         keep_last: Short for ``Last(n)``: the number of newest checkpoints to keep; None keeps all.
-        keep_best: Short for ``Best(name, mode=...)``: a pair such as ``("eval/acc", "max")``, or several.
+        keep_best: Short for ``Best(name, mode=...)``: a pair such as ``("eval/acc", "max")``, a loss, or several.
         on_exception: Write one when an error ends the run. In the middle of a step it is marked as not exact.
         on_signal: During a run in the main thread, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) end the run: the step is completed, a
             checkpoint is written, and the process exits with 128 + the number of the signal. A second signal ends the process
@@ -92,7 +92,7 @@ class Checkpoint(Callback):
         *,
         keep: Keep | None = None,
         keep_last: int | None = KEEP_LAST,
-        keep_best: Pair | Sequence[Pair] = (),
+        keep_best: BestOf = (),
         on_exception: bool = True,
         on_signal: bool = True,
         grace_s: float | None = None,
@@ -107,6 +107,7 @@ class Checkpoint(Callback):
         self.keep: KeepRules = KeepRules(keep, keep_last, keep_best)
         self._monitors = [Monitor(one.monitor, one.mode, owner="Checkpoint") for one in self.keep.best]
         self.directory: str | None = None if directory is None else absolute_path(directory)
+        self._lacks = "" if directory else "Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)"
         self.watch_errors: bool = on_exception
         self.watch_signals: bool = on_signal
         self.grace_s: float | None = grace_s
@@ -134,7 +135,7 @@ class Checkpoint(Callback):
         directory = run.info.directory
         folder = self.directory or (directory and directory / "checkpoints")
         if folder is None:
-            raise ValueError("Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)")
+            raise ValueError(self._lacks)
         branch = session_of(run).restored.branch
         for monitor in self.monitors:
             monitor.reset()
@@ -147,7 +148,7 @@ class Checkpoint(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         for monitor in self.monitors:
-            monitor.check_reported_by(run.evaluations)
+            monitor.check(run)
         self.writer.begin()
         if self.watch_signals:
             session_of(run).sync.requests.from_signals = True

@@ -26,9 +26,9 @@ class EarlyStopping(Callback, Compared):
     With multiple ranks: each rank decides by results that are equal on all ranks; it does not communicate.
 
     Args:
-        monitor: The result to watch, such as ``"eval/acc"``, a function of the results, or a pair with the mode, such as
-            ``("eval/acc", "max")``.
-        mode: ``"max"`` or ``"min"``: which way is better. It is never guessed from the name.
+        monitor: The result of an evaluation or of the training to watch, such as ``"train/loss"``, a function of the results of
+            an evaluation, or a pair with the mode, such as ``("eval/acc", "max")``.
+        mode: ``"max"`` or ``"min"``: which way is better. A loss needs none; for other names it is never guessed.
         patience: The number of consecutive evaluations without gain after which the run stops; at least 1. NaN is no gain.
         min_delta: A gain counts only if it is greater than this, in the unit of the result.
         threshold: Stop when the result is at least as good as this. None: no such limit.
@@ -41,7 +41,7 @@ class EarlyStopping(Callback, Compared):
 
     Raises:
         ValueError: A number is out of range, or `diverged` is not worse than `threshold`.
-        MonitorError: No evaluation of the run reports `monitor`.
+        MonitorError: Neither an evaluation nor the training of the run reports `monitor`.
 
     >>> from cadenza.testing import simulate
     >>> run = simulate([EarlyStopping("eval/loss", mode="min", patience=2)], metrics={"eval/loss": [3, 2, 2.1, 2.2, 1]})
@@ -103,7 +103,7 @@ class EarlyStopping(Callback, Compared):
             self.best.reset()
 
     def on_fit_start(self, run: Run) -> None:
-        self.monitor.check_reported_by(run.evaluations)
+        self.monitor.check(run)
 
     def on_sanity_end(self, run: Run, evaluation: Evaluation) -> None:
         self.monitor.value_reported(run, evaluation)  # an unknown name is an error before the first epoch

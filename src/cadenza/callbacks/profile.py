@@ -19,7 +19,7 @@ from cadenza.drivers.base import Driver
 from cadenza.engine.session import session_of
 from cadenza.files.paths import local_text
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.loading.settings import fetching_hint
 from cadenza.profiling.host_reads import AFTER, SAMPLED, HostReads
@@ -98,7 +98,7 @@ class Profile(Callback):
     in the directory of the run hold the numbers. In 3 steps after the first 5, it records the hooks that read a tensor on the
     host, as ``run.loss.item()`` does. A hook that does so in more than one of these steps is named in a warning, a decision and
     ``run.profile.host_reads``. On CUDA and MPS the times are those of the host: the launch of the work, and the wait in the
-    call that needs a result. Measuring costs 0.16 us at the end of each phase and 0.2 to 0.3 us at each call of a callback:
+    call that needs a result. Measuring costs 0.16 us at the end of each phase and 0.3 us at each call of a callback:
     about 14 us a step (a ratio of 1.09 for a step of 162 us). See ``benchmarks/overhead.py``.
 
     With multiple ranks: each rank measures itself, in its own ``run.profile``; the main process prints and writes its own. It
@@ -127,8 +127,6 @@ class Profile(Callback):
     >>> abs(sum(row.seconds for row in run.profile.rows) - run.profile.wall_s) < 1e-6
     True
     """
-
-    asks = False
 
     def __init__(
         self,
@@ -170,7 +168,7 @@ class Profile(Callback):
         return timings
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), Listener(Callback.on_step_end, self._step)]
+        return silent([*super().listeners(), Listener(Callback.on_step_end, self._step)])
 
     def on_setup(self, run: Run) -> None:
         if self.torch_profiler is not None:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from cadenza.checkpoint.store import Saved
 from cadenza.engine.monitor import Mode, Watched, is_pair, name_of, watched_and_mode
-from cadenza.hooks.counting import COUNTERS
-from cadenza.hooks.length import check_length
+from cadenza.hooks.counting import COUNTERS, check_length
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import At, Composite, Every, First, Last, Schedule
 from cadenza.status.branches import Rank
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
     from cadenza.status.progress import Progress
 
-Pair = tuple[str, Mode]
-"""The name of a result, and which direction is better."""
+BestOf = str | tuple[str, Mode] | Sequence[str | tuple[str, Mode]]
+"""The name of a result and which direction is better, or several. A loss needs no direction."""
 
 KEEP_LAST = 2
 """The number of newest checkpoints that are kept without rules."""
@@ -33,6 +32,11 @@ KEEP_LAST = 2
 FORMS = (
     'Last(2), Last("6 h"), First(1), First("1 epoch"), Every("1000 steps"), At("3 epochs"), Best("eval/acc", 3, mode="max"), '
     "or several in a list or joined by |"
+)
+
+_OWN_RULE = (
+    " For a rule of your own, give Best a function of the results: Best(lambda results: results['eval/acc'] - 0.1 * "
+    "results['eval/loss'], 3, mode='max')."
 )
 
 
@@ -47,7 +51,7 @@ class Best:
     Args:
         monitor: The name of the result, such as ``"eval/acc"``, or a function of the results.
         count: The number of checkpoints to keep.
-        mode: ``"max"`` or ``"min"``: which way is better.
+        mode: ``"max"`` or ``"min"``: which way is better. A loss needs none.
 
     Raises:
         ValueError: `count` is below 1, or there is no mode.
@@ -118,7 +122,7 @@ class KeepRules:
         keep_best: The results of which the best checkpoint is kept.
     """
 
-    def __init__(self, keep: Keep | None, keep_last: int | None, keep_best: Pair | Sequence[Pair]) -> None:
+    def __init__(self, keep: Keep | None, keep_last: int | None, keep_best: BestOf) -> None:
         if keep is not None and (keep_best or keep_last != KEEP_LAST):
             raise ValueError(
                 "Checkpoint(keep=...) takes all rules, and keep_last= and keep_best= are short for Last(n) and Best(name, "
@@ -127,7 +131,7 @@ class KeepRules:
         if keep is None and keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ValueError(f"keep_last must be a whole number of at least 1, or None to keep all; got {keep_last!r}")
         newest: list[KeepRule] = [] if keep_last is None else [Last(keep_last)]
-        given = [*newest, *(Best(name, mode=mode) for name, mode in _pairs(keep_best))] if keep is None else parts_of(keep)
+        given = [*newest, *_bests(keep_best)] if keep is None else parts_of(keep)
         if not given and keep is not None:
             raise ValueError(
                 "keep must have at least one rule; got none. Leave it out to keep the newest two, or give keep_last=None to "
@@ -138,6 +142,9 @@ class KeepRules:
         self.keeps_all: bool = keep is None and keep_last is None
         self.given: list[KeepRule] = given
         self.best: list[Best] = [one for one in given if isinstance(one, Best)]
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.given)) or "all"
 
     def rules(self, limits: Progress, accumulate: int) -> list[Kept]:
         """Return the rules in a run with these limits.
@@ -177,7 +184,7 @@ def rule_of(given: KeepRule, limits: Progress | None, accumulate: int = 1) -> Ru
     }  # fmt: skip
     kind = kinds.get(type(given))
     if kind is None or not isinstance(given, Every | First):
-        meant = f" Did you mean Every({given!r}) or Last({given!r})?" if isinstance(given, str | int) else ""
+        meant = f" Did you mean Every({given!r}) or Last({given!r})?" if isinstance(given, str | int) else _OWN_RULE
         raise TypeError(f"expected a keep rule; got {given!r}. Use one of: {FORMS}.{meant}")
     if given.unit or not isinstance(given, First):
         return partial(kind, _span(given.counting("step"), limits, accumulate))
@@ -199,13 +206,14 @@ def _span(given: Every | First, limits: Progress | None, accumulate: int) -> Spa
     return Span(given.count * Fraction(whole or 1) / 100, unit)
 
 
-def _pairs(keep_best: Pair | Sequence[Pair]) -> list[Pair]:
-    """Return one or several pairs as a list."""
-    given: Sequence[Any] = [keep_best] if keep_best and isinstance(keep_best[0], str) else keep_best
-    for pair in given:
-        if not is_pair(pair):
+def _bests(keep_best: BestOf) -> list[Best]:
+    """Return the rule of each result."""
+    pair = is_pair(keep_best) and all(isinstance(part, str) for part in keep_best) and not keep_best[1].endswith("loss")
+    given: Sequence[Any] = [keep_best] if pair or isinstance(keep_best, str) else cast("Sequence[Any]", keep_best)
+    for each in given:
+        if not (each.endswith("loss") if isinstance(each, str) else is_pair(each)):
             raise ValueError(f'keep_best must be a pair such as ("eval/acc", "max"), or several; got {keep_best!r}')
-    return list(given)
+    return [Best(each) if isinstance(each, str) else Best(each[0], mode=each[1]) for each in given]
 
 
 # -- the checkpoints of a run ----------------------------------------------------------------------
@@ -371,6 +379,5 @@ def _present(line: Sequence[Known]) -> list[Known]:
 
 def _number(value: object) -> float | None:
     """Return a finite number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    return number if math.isfinite(number) else None

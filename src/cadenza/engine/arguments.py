@@ -20,13 +20,12 @@ from cadenza.drivers.materializing import tensors_of
 from cadenza.engine.objective import supervised
 from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
 from cadenza.files.paths import local_path
-from cadenza.hooks.counting import kept
-from cadenza.hooks.length import Length
+from cadenza.hooks.counting import Length, kept
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule
+from cadenza.loading.evaluation import Metric
 from cadenza.loading.loaders import check_loader, length_of
-from cadenza.loading.metrics import Metric
 from cadenza.loading.mixture import Mixture
 from cadenza.loading.rng import preserve_rng_state, seed_all
 from cadenza.loading.shards import Shard, check_enough_batches
@@ -190,8 +189,8 @@ def check_recipe(precision: object, seed: object) -> None:
         raise TypeError(f"seed must be a whole number or None; got {seed!r}")
 
 
-def listed(callbacks: object) -> list[BaseCallback]:
-    """Return `callbacks` as a new list, and check each entry."""
+def listed(callbacks: object, directory: object) -> list[BaseCallback]:
+    """Return `callbacks` as a new list, and check each entry, also that it has the folder that it needs."""
     if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         raise CallbackError(f"callbacks must be a list of callbacks; got {callbacks!r}. Write callbacks=[...]")
     given = list(callbacks)
@@ -199,6 +198,8 @@ def listed(callbacks: object) -> list[BaseCallback]:
         if isinstance(callback, BaseCallback):
             check_settings(callback, f"callbacks[{index}]")
             _check_has_hook(callback, f"callbacks[{index}]")
+            if directory is None and (lacks := getattr(callback, "_lacks", "")):
+                raise ValueError(lacks)
         elif instead := _instead_of(callback):
             raise CallbackError(f"callbacks[{index}] is no callback: got {instead}")
     return given

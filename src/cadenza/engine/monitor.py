@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+
+import torch
 
 from cadenza.engine.objective import supervised
 from cadenza.errors import MonitorError, nearest
-from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.moments import BaseCallback
+from cadenza.hooks.dispatch import Hooks, hooks_of
+from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.hooks.order import Phase
 from cadenza.loading.evaluation import Evaluation
 from cadenza.status.shown import brief
 
@@ -25,15 +28,21 @@ Pair = tuple[Watched, Mode]
 def watched_and_mode(monitor: Watched | Pair, mode: Mode | None, *, owner: str) -> tuple[Watched, Mode]:
     """Return the result to watch and its mode, from ``monitor, mode`` or from a pair such as ``("eval/acc", "max")``.
 
+    A loss needs no mode: the training makes it smaller.
+
     Raises:
         ValueError: There is no mode, or the pair has another one.
 
     >>> watched_and_mode(("eval/acc", "max"), None, owner="EarlyStopping")
     ('eval/acc', 'max')
+    >>> watched_and_mode("train/loss", None, owner="EarlyStopping")
+    ('train/loss', 'min')
     """
     watched, own = monitor if is_pair(monitor) else (cast("Watched", monitor), mode)
     if mode is not None and own != mode:
         raise ValueError(f"{owner}: monitor={monitor!r} and mode={mode!r} contradict each other. Leave mode= out.")
+    if own is None and isinstance(watched, str) and re.fullmatch(r"(.*[/_])?loss", watched):
+        own = "min"
     if own is None:
         raise ValueError(
             f"{owner} needs mode='min' or mode='max', the direction in which {watched!r} is better; got none. Write "
@@ -57,7 +66,7 @@ class Monitor:
 
     Args:
         watched: A name such as ``"eval/acc"``, or a function of the results.
-        mode: ``"max"`` for an accuracy, ``"min"`` for a loss. Never guessed from the name.
+        mode: ``"max"`` for an accuracy, ``"min"`` for a loss.
         owner: The callback that uses the monitor; for messages.
         min_delta: Only a gain of more than this counts, in the unit of the value.
 
@@ -102,6 +111,8 @@ class Monitor:
         Raises:
             MonitorError: It belongs to this evaluation, which did not report it.
         """
+        if isinstance(evaluation, OfTraining):
+            return evaluation.results.get(self.name)
         if run.evaluations.get(evaluation.name) is not evaluation:
             return None  # asked for by Trainer.evaluate
         return self.value_reported(run, evaluation)
@@ -141,6 +152,11 @@ class Monitor:
             f"{nearest(self.watched, results)}"
         )
 
+    def check(self, run: Run) -> None:
+        """Raise `MonitorError` unless an evaluation or the training of this run may report the watched name."""
+        if not is_trained(self, hooks_of(run), run.evaluations):
+            self.check_reported_by(run.evaluations)
+
     def check_reported_by(self, evaluations: Iterable[str] | Mapping[str, Evaluation]) -> None:
         """Raise `MonitorError` unless one of the run's evaluations, or their names, may report the watched name."""
         known = list(evaluations)
@@ -149,7 +165,7 @@ class Monitor:
         if isinstance(self.watched, str) and self.watched.partition("/")[0] not in known:
             name, _, rest = self.watched.partition("/")
             name, rest = _parted(name) if not rest else (name, rest)
-            alike = [one for one in known if nearest(name, [one], cutoff=0.5)] if rest else known[:1]
+            alike = [one for one in known or ["eval"] if nearest(name, [one], cutoff=0.5)] if rest else known[:1]
             meant = f" Did you mean {f'{alike[0]}/{rest or name}'!r}?" if len(alike) == 1 else ""
             trained = ", which the training logs" if name == "train" else ""
             raise MonitorError(
@@ -192,6 +208,82 @@ class Monitor:
         self.best = float(state["best"])
 
 
+# -- results of the training, such as "train/loss" --------------------------------------------------
+
+
+class OfTraining(Evaluation):
+    """Results of the training, which those callbacks that monitor one of them get as those of an evaluation."""
+
+    def __init__(self, prefix: str, results: dict[str, float]) -> None:
+        super().__init__([None])
+        self.name: str = prefix
+        self.results: dict[str, float] = results
+        self.complete: bool = True
+
+
+def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, alone: bool = False) -> bool:
+    """Return whether a callback logs the training under the first part of the watched name.
+
+    Args:
+        monitor: The monitor.
+        hooks: The callbacks of the run.
+        evaluations: The names of its evaluations, which come first.
+        alone: Whether ``compute_loss`` returns the loss alone.
+
+    Raises:
+        MonitorError: None of these callbacks logs the name.
+    """
+    callbacks = [cast("Any", one) for one in hooks.callbacks.values() if getattr(one, "logs_training", False)]
+    logs = [one for one in callbacks if monitor.name.startswith(f"{getattr(one, 'prefix', None)}/")]
+    if not isinstance(monitor.watched, str) or not logs or logs[0].prefix in evaluations:
+        return False
+    known = [f"{one.prefix}/{name}" for one in logs for name in (*(one.outputs or ["loss"]), *one.metrics)]
+    named = any(monitor.name == name or monitor.name.startswith(f"{name}/") for name in known)  # a metric may be a mapping
+    if not named and (alone or all(one.outputs for one in logs)):
+        raise MonitorError(
+            f"{monitor.owner} watches {monitor.name!r}, but the training will log only {known}.{nearest(monitor.name, known)} "
+            "Add it to LogTraining(outputs=..., metrics=...), or watch a name of an evaluation."
+        )
+    return True
+
+
+def judge_training(run: Run, prefix: str, sums: Mapping[str, tuple[Any, Any]], *, whole: bool) -> None:
+    """Call the callbacks that monitor results of the training. Every rank must call this.
+
+    Args:
+        run: The run.
+        prefix: The first part of the names.
+        sums: By name, the weighted sum of this rank and the sum of the weights.
+        whole: Whether these are all results of the training.
+
+    Raises:
+        MonitorError: They are all results, and no rank has a monitored one.
+    """
+    hooks, driver = hooks_of(run), run.driver
+    watching = {
+        listener: [one for one in monitors_of(hooks.callbacks[listener.owner]) if one.name.startswith(f"{prefix}/")]
+        for listener in hooks.by_moment.get(Callback.on_eval_end, ())
+    }
+    monitors = {one.name: one for some in watching.values() for one in some}
+    if not monitors or prefix in run.evaluations:
+        return
+    own = [[*map(float, sums.get(name, (0, 0))), name in sums] for name in monitors]
+    totals = driver.reduce(torch.tensor(own, dtype=torch.float64) * driver.counts, "sum").tolist()
+    results: dict[str, float] = {}
+    for monitor, (total, weight, known) in zip(monitors.values(), totals, strict=True):
+        if whole and not known:
+            raise MonitorError(
+                f"{monitor.owner} watches {monitor.name!r}, but the training logged only {sorted(sums)}."
+                f"{nearest(monitor.name, sums)} Return it from compute_loss, or watch a name of an evaluation."
+            )
+        results |= {monitor.name: total / weight} if weight else {}
+    due = [one for one, some in watching.items() if some]
+    if run.progress.batch_in_epoch and whole:  # a longer run continues in this epoch, and judges all of it
+        due = [one for one in due if hooks.callbacks[one.owner].phase is Phase.SAVE]
+    hooks.fired.add(Callback.on_eval_end)
+    hooks.call(due, run, OfTraining(prefix, results))
+
+
 def _parted(name: str) -> tuple[str, str]:
     """Return the name of the evaluation and of the result in a name such as ``val_loss``, of other trainers."""
     found = re.fullmatch(r"(val|valid|validation|eval|test|dev)[_-](\w+)", name)
@@ -223,8 +315,9 @@ def check_monitors(hooks: Hooks, compute_loss: object) -> None:
     for callback in hooks.callbacks.values():
         others = {name: one for name, one in evaluations.items() if one is not _part(callback, "evaluation")}
         for monitor in monitors_of(callback):
-            monitor.check_reported_by(others)
-            _check_name(monitor, others, compute_loss)
+            if not is_trained(monitor, hooks, others, alone=type(compute_loss) is supervised):
+                monitor.check_reported_by(others)
+                _check_name(monitor, others, compute_loss)
 
 
 def check_reported(hooks: Hooks, trial: Evaluation) -> None:
@@ -253,8 +346,9 @@ def monitors_in(hooks: Hooks) -> list[dict[str, str]]:
 
 def monitors_of(callback: BaseCallback) -> list[Monitor]:
     """Return the monitors of a callback of Cadenza: its ``monitor``, or all of its ``monitors``."""
-    several = _part(callback, "monitors")
-    return [one for one in [_part(callback, "monitor"), *(several or ())] if isinstance(one, Monitor)]
+    several = getattr(callback, "monitors", None)
+    given = [getattr(callback, "monitor", None), *(several if isinstance(several, list) else ())]
+    return [one for one in given if isinstance(one, Monitor)]
 
 
 def _only_own(hooks: Hooks) -> bool:

@@ -16,12 +16,13 @@ from torch.utils import _pytree as pytree
 
 from cadenza.drivers.sharding import is_sharded
 from cadenza.engine.metric_log import EVERY, KeptLosses, LossBuffer, StepLoss, weighted_total
+from cadenza.engine.monitor import judge_training
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.step_state import is_discarded
 from cadenza.engine.tally import NOT_AVERAGED
 from cadenza.errors import nearest
 from cadenza.hooks.dispatch import checked, hooks_of
-from cadenza.hooks.listener import Listener, inner
+from cadenza.hooks.listener import Listener, inner, silent
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.optim.model_state import is_compiled
 from cadenza.records.scalars import as_numbers, host_number, weighted_sum
@@ -95,13 +96,18 @@ class IntervalMeans:
         """Return the names in records under which a hook of this rank has logged numbers."""
         return self._records.logged_by_hooks(f"{prefix}/{name}" for name in self._means)
 
-    def log(self, run: Run, prefix: str, left_out: Collection[str] = ()) -> None:
-        """Add the means to the record of this step; none where no batch counts. Every rank must call this."""
+    def log(self, run: Run, prefix: str, left_out: Collection[str] = ()) -> dict[str, Sums]:
+        """Add the means to the record of this step; none where no batch counts. Return their sums on this rank.
+
+        Every rank must call this.
+        """
+        found: dict[str, Sums] = {}
         for name, mean in self._means.items():
             is_step = name == "loss" and run.progress.step == self.since + 1
-            total, weight = _of_step(run) if is_step else mean.sums()
+            total, weight = found[f"{prefix}/{name}"] = _of_step(run) if is_step else mean.sums()
             if (isinstance(weight, Tensor) or weight) and f"{prefix}/{name}" not in left_out:
                 self._records.add_mean(f"{prefix}/{name}", total, weight)
+        return found
 
     def begin(self, step: int) -> None:
         """Begin another interval after this step."""
@@ -256,11 +262,13 @@ class EpochMeans(Callback):
     are those of the whole epoch.
     """
 
-    _reads_totals = False
     each_rank: bool = True
     name: str | None = "LogTraining"
 
     logs_training = True
+    prefix = "train"
+    outputs: tuple[str, ...] = ()  # all numbers
+    metrics: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
         self._means: IntervalMeans | None = None
@@ -271,9 +279,10 @@ class EpochMeans(Callback):
 
     def listeners(self) -> list[Listener]:
         own = [Listener(Callback.on_setup, self._begin), Listener(Callback.on_load, self._take_over)]
-        own += [Listener(Callback.on_batch_end, self._add_batch, asks=False)]
+        own += [Listener(Callback.on_batch_end, self._add_batch)]
         # All ranks are there, and a save at the last step can wait for this record.
-        return [*inner(own), Listener(Callback.on_epoch_end, self._end_epoch, note="every epoch, added", asks=False)]
+        end = Listener(Callback.on_epoch_end, self._end_epoch, note="every epoch, added")
+        return silent([*inner(own), end])
 
     def _begin(self, run: Run) -> None:
         self._means, self._replaced = IntervalMeans(run, ["loss"]), set()
@@ -289,9 +298,11 @@ class EpochMeans(Callback):
         self._replaced.update(means.logged_by_hooks("train"))
         if session.sync.together:
             self._replaced.update(chain(*session.driver.gather(sorted(self._replaced))))
-        means.log(run, "train", self._replaced)
-        if not run.progress.batch_in_epoch:  # else the run ends here, and may continue in this epoch
-            means.begin(run.progress.step)
+        sums, progress = means.log(run, self.prefix, self._replaced), run.progress
+        if not progress.batch_in_epoch:  # else the run ends here, and may continue in this epoch
+            means.begin(progress.step)
+        if not progress.batch_in_epoch or progress.finished:
+            judge_training(run, self.prefix, sums, whole=True)
 
     def _take_over(self, run: Run, checkpoint: Any) -> None:
         if self._means is not None:

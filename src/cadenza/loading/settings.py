@@ -148,17 +148,7 @@ def with_batch_size(loader: Any, batch_size: int) -> Any:
             'fit(resume=..., override=("batch_size",)).'
         )
     workers = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "in_order") if loader.num_workers else ()
-    names = (
-        "sampler",
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "drop_last",
-        "timeout",
-        "worker_init_fn",
-        "generator",
-        *workers,
-    )
+    names = ("sampler", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "generator")
     return DataLoader(loader.dataset, batch_size=batch_size, **{name: getattr(loader, name) for name in (*names, *workers)})
 
 

@@ -27,8 +27,8 @@ from cadenza.engine.loop import OVER, Training
 from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs, in_evaluation_mode
 from cadenza.engine.monitor import monitors_in
 from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
-from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import UNDER_WAY, Loops, Session
+from cadenza.engine.step_state import SharedProgress
 from cadenza.errors import DirectoryError, add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback, Callback
@@ -351,10 +351,10 @@ class Part:
 
     def _opened_files(self, ending: ExitStack) -> RunDirectory | None:
         """Return the files of the run directory, on the main process, locked until `ending`. Every rank must call this."""
-        trainer, resume = self.trainer, bool(self.resume)
+        trainer, path = self.trainer, self.trainer.directory
         check_not_empty(trainer.loader, trainer.driver.data_shard())
-        path = trainer.directory
-        files = start_checks.main_only(trainer.driver, lambda: RunDirectory(path, resume=resume)) if path else None
+        given = self.resume, elsewhere(trainer.callbacks)
+        files = start_checks.main_only(trainer.driver, lambda: resuming.opened(path, *given)) if path else None
         if files is not None:
             ending.callback(files.release)
         return files

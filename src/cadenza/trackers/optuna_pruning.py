@@ -110,7 +110,7 @@ class OptunaPruning(Callback):
             )
 
     def on_fit_start(self, run: Run) -> None:
-        self.monitor.check_reported_by(run.evaluations)
+        self.monitor.check(run)
 
     def on_sanity_end(self, run: Run, evaluation: Evaluation) -> None:
         self.monitor.value_reported(run, evaluation)  # an unknown name is an error before the first epoch
