@@ -22,6 +22,7 @@ COMMANDS = {
     "runs": "list the runs below a folder, with their best values",
     "watch": "follow a run in the terminal",
     "ask": "ask a run for its status, values, decisions or problems, in a form for programs",
+    "tell": "stop, pause, save or evaluate a run that goes on, or set its learning rate",
     "step": "name the samples that each rank read in a step",
     "why": "say why a run stopped, or took another decision",
     "compare": "compare runs: arguments, values, curves, environment",
@@ -34,7 +35,7 @@ COMMANDS = {
 _IN_WINGS = {
     "compat": "cadenza.compat.command",
     **{name: f"cadenza.report.commands.{name}" for name in ("runs", "watch", "why", "compare", "report", "replay")},
-    **{name: f"cadenza.steering.commands.{name}" for name in ("ask",)},
+    **{name: f"cadenza.steering.commands.{name}" for name in ("ask", "tell")},
     **{name: f"cadenza.timetravel.commands.{name}" for name in ("step", "capsule")},
 }
 """The modules of commands that are not in this package."""

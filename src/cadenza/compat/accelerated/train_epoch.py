@@ -8,6 +8,7 @@ from typing import Any
 from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.events import StopTrainingError
 from cadenza.compat.accelerated.trainer_api import TrainerApi
+from cadenza.engine import boundary
 from cadenza.engine.loop import Training, train_epoch
 from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import unwinding
@@ -84,7 +85,7 @@ def _use_loader(trainer: TrainerApi, session: Session) -> None:
     if loader is None or loader is adapted.loader or session.progress.batch_in_epoch:
         return
     adapted.loader = session.loader = loader
-    session.open_loader()
+    boundary.open_loader(session)
     batches = num_batches(loader, session.driver.data_shard())
     if batches is not None:
         session.progress.correct(batches)

@@ -48,14 +48,14 @@ class Saves(OfRun):
         if step is None:
             return False
         path = self._path(step)
-        if path is not None and "://" not in path and self.session.is_main:
+        if path is not None and "://" not in path and self.session.driver.is_main:
             path = self._shown(path, folder, step)
         path = self._of_main(path)
         if path is None:
             return False
         self.paths[step] = path
         state.best_model_checkpoint = self.paths.get(state.best_global_step, state.best_model_checkpoint)
-        if self.session.is_main and folder is not None and _is_ours(shown := Path(folder) / f"checkpoint-{step}"):
+        if self.session.driver.is_main and folder is not None and _is_ours(shown := Path(folder) / f"checkpoint-{step}"):
             state.save_to_json(str(shown / "trainer_state.json"))
         if self._several:
             self.session.driver.barrier()  # other ranks continue once the folder exists
@@ -69,7 +69,7 @@ class Saves(OfRun):
         step = state.best_global_step
         if step is None or step in self.paths:
             return
-        path = self._path(step) if self.session.is_main else None
+        path = self._path(step) if self.session.driver.is_main else None
         if path is not None and "://" not in path:
             path = str(_pretrained(Path(path)) or path) if Path(path).is_dir() else None
         state.best_model_checkpoint = self._of_main(path) or state.best_model_checkpoint
@@ -99,7 +99,7 @@ class Saves(OfRun):
         return given
 
     def _path(self, step: int) -> str | None:
-        saved = [decision.data for decision in self.session.decisions if decision.what == "saved"]
+        saved = [decision.data for decision in self.session.run.decisions if decision.what == "saved"]
         names = [data["checkpoint"] for data in saved if data["step"] == step]
         savers: list[Any] = [saver for saver in self.session.savers if hasattr(saver, "store")]
         savers.sort(key=lambda saver: saver.weights_only)
