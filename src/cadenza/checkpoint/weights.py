@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.checkpoint.catalogue import Catalogue, Reader, Which, check_which, find, is_path, on_all_ranks
-from cadenza.checkpoint.store import Loaded, Store
+from cadenza.checkpoint.catalogue import Reader, Which, check_which, find, is_path, on_all_ranks
+from cadenza.checkpoint.store import Loaded
 from cadenza.checkpoint.store.files import is_link_name
 from cadenza.checkpoint.store.manifest import best_brief
 from cadenza.drivers import Driver
@@ -371,13 +371,7 @@ class Choice:
         assert self.which is not None, "only a checkpoint is read"
         if is_path(self.which) and is_weights_file(fspath(self.which)):
             return None, False
-        if is_path(self.which):
-            found = find(self.which, None, reader.problem)
-        elif self.directory is not None:
-            found = find(self.directory, self.which, reader.problem, self.elsewhere)
-        else:
-            where = ", ".join(fspath(one) for one in self.elsewhere)
-            found = Catalogue(map(Store, self.elsewhere), where=where).choose(fspath(self.which), reader.problem)
+        found = find(self.directory, self.which, reader.problem, self.elsewhere)
         reader.read(found)
         return (found.path, dict(found.best)), True
 
@@ -487,7 +481,7 @@ def _changes(session: Session, start: Mapping[str, Any], config: Mapping[str, An
     ]
     lost = [name for name in differing if name not in slots and not decides(session.module, differing)]
     lost += ["a parameter group with parameters outside of the model" for new in groups for group in new if None in group]
-    if lost and not any(one.what == "not resumable" for one in session.decisions):
+    if lost and not any(one.what == "not resumable" for one in session.run.decisions):
         told = (
             f"a hook changed what the run trains: {some(lost)}. A run that continues does not have it, so its checkpoints will "
             "be refused. Make it before the run, or in on_setup"
