@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -88,7 +88,7 @@ class Closer:
 class Unwinding:
     """A context in which an error is being raised out of a run. With None it changes nothing.
 
-    This and `Ending` are classes, because a generator would replace a StopIteration in the block by another error.
+    It is a class, because a generator would replace a StopIteration in the block by another error.
     """
 
     __slots__ = ("_error", "_outer", "_scene")
@@ -102,20 +102,6 @@ class Unwinding:
 
     def __exit__(self, *_: object) -> None:
         self._scene.unwinding = self._outer
-
-
-class Ending:
-    """Fires a moment when its block ends, also after an error in it."""
-
-    __slots__ = ("_arguments", "_end")
-
-    def __init__(self, end: Callable[..., object], *arguments: Any) -> None:
-        self._end, self._arguments = end, arguments
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._end(error, *self._arguments)
 
 
 # -- the dispatch ----------------------------------------------------------------------------------
@@ -358,9 +344,11 @@ class Hooks(Callback):
         with self.unwinding_of(error):
             getattr(self, moment.__name__)(run, *values)
 
-    def ending(self, moment: Moment, run: Run, *values: Any) -> Ending:
+    def ending(self, moment: Moment, run: Run, *values: Any) -> ExitStack:
         """Return a context that fires a moment when its block ends, also after an error in it."""
-        return Ending(self.end, moment, run, *values)
+        stack = ExitStack()
+        stack.push(lambda kind, error, traceback: self.end(error, moment, run, *values))
+        return stack
 
     def unwinding_of(self, error: BaseException | None) -> Unwinding:
         """Return a context in which errors of hooks are added as notes to `error`, which is being raised."""
