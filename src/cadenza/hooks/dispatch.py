@@ -278,17 +278,15 @@ class Hooks(Callback):
             for trigger in self.triggers.values() if before else ():
                 trigger.change_length(at)
 
-    def next_call(self, at: Progress, *, late: bool) -> float:
-        """Return the number of complete steps at the next call of a listener that concerns all ranks; infinite if none.
+    def next_call(self, at: Progress) -> float:
+        """Return the number of complete steps at the next call that concerns all ranks; infinite if none follows.
 
-        With `late`, only those count that may log or make requests after a batch is announced. Otherwise also schedules that
-        are functions, which may read counters that the ranks exchange.
+        Such are the calls of listeners that are not silent, and of schedules that are functions: they may read any counter.
         """
         following = math.inf
-        for moment in _LATE if late else _IN_STEPS:
-            for listener in self.by_moment.get(moment) or ():
-                if not listener.silent or (not late and _has_own_code(listener.schedule)):
-                    following = min(following, 0 if listener.trigger is None else listener.trigger.next_step(at))
+        for listener in chain.from_iterable(self.by_moment.get(moment, ()) for moment in _IN_STEPS):
+            if not listener.silent or (listener.schedule is not None and lengths_in(listener.schedule) is None):
+                following = min(following, 0 if listener.trigger is None else listener.trigger.next_step(at))
         return following
 
     def may_skip(self, moment: Moment) -> bool:
@@ -439,11 +437,6 @@ class Hooks(Callback):
                         listener.span = self.profiler.loop  # its row keeps the calls until now
 
 
-def _has_own_code(schedule: Schedule | None) -> bool:
-    """Return whether a schedule calls code of its own, which may read any counter."""
-    return schedule is not None and lengths_in(schedule) is None
-
-
 def _elsewhere(of: Scene) -> Scene:
     """Return the scene of a thread that does not train the run. Its context may be a copy: asyncio makes copies for threads."""
     acting = ACTING.get()
@@ -460,8 +453,6 @@ def _is_in_step(moment: Moment) -> bool:
 
 _IN_STEPS: list[Moment] = [*filter(_is_in_step, moments_of(Callback).values())]
 """The moments of a step on all ranks, which declare that they count steps or batches."""
-_LATE: list[Moment] = [one for one in _IN_STEPS if one not in (Callback.on_step_start, Callback.on_batch_start)]
-"""Those after the start of its batches."""
 
 
 def _is_wrong_argument(error: Exception, where: str) -> bool:
