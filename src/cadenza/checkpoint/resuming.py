@@ -30,6 +30,7 @@ from cadenza.engine.plan import argument_changes, plan_changes
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import main_only, tell
 from cadenza.errors import CheckpointError
+from cadenza.files.new_directory import meant_instead
 from cadenza.files.paths import is_local, local_text
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.held_weights import ReplacesWeights
@@ -83,7 +84,7 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
         snapshot.load_model(session, loaded)
         session.extra_parameters.begin(session.run)
         session.extra_parameters.load_state_dict(loaded.state.get("outside", {}))
-        session.state.update(placed(session, loaded.state.get("state", {})))
+        session.run.state.update(placed(session, loaded.state.get("state", {})))
         own = loaded.by_rank[min(session.driver.rank, len(loaded.by_rank) - 1)]
         load_callbacks(session, loaded.name, own.get("callbacks of the rank", {}))
         states = placed(session, loaded.state.get("callbacks", {}))
@@ -92,7 +93,7 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
                 callback.put_in_place_again(session.run, states[name])
     session.progress.begin(reached, session.progress.batches_per_epoch)
     session.end(outcome)
-    if session.is_main:
+    if session.driver.is_main:
         text = "nothing to do: the run in %s is over (%s: %s)%s"
         more = _how_to_continue(session.progress) if _is_whole(loaded) else ""
         before = {} if directory is None else (directory.previous or {}).get("arguments", {})
@@ -117,7 +118,7 @@ def _how_to_continue(progress: Progress) -> str:
 
 def tell_how_to_go_on(session: Session, resume: object) -> None:
     """Tell, after a run that a signal ended, where it is saved and how it goes on."""
-    saved = next((one.data for one in reversed(session.decisions) if one.what == "saved"), None)
+    saved = next((one.data for one in reversed(session.run.decisions) if one.what == "saved"), None)
     if saved is None:
         tell(session, "nothing of this run is saved. Add Checkpoint(...) to callbacks, and give directory=.")
         return
@@ -404,11 +405,25 @@ def _without_stop(start: Start) -> Start:
 def none_to_continue(directory: RecordedRun | None, start: Start, why: str) -> str:
     """Return a text about a run that has no checkpoint to continue at."""
     where = "" if directory is None else f" in {str(directory.path)!r}"
-    found = "\n  ".join(start.lost) or "there is none"
+    found = ":\n  " + "\n  ".join(start.lost) + "\n" if start.lost else ". "
     return (
-        f"the run{where} {why}, but it has no checkpoint to continue at:\n  {found}\nGive another directory= to train from the "
-        "start, or a checkpoint with fit(resume=PATH)."
+        f"the run{where} {why}, but it has no checkpoint to continue at{found}Give another directory= to train from the start, "
+        "or a checkpoint with fit(resume=PATH)."
     )
+
+
+def opened(path: Path, resume: object, elsewhere: Iterable[str]) -> RunDirectory:
+    """Return the files of a run directory, locked.
+
+    Raises:
+        CheckpointError: `resume` is the name of a checkpoint, and there is no directory that could hold it.
+    """
+    if isinstance(resume, str) and is_name(resume) and not path.exists() and not [*elsewhere]:
+        raise CheckpointError(
+            f"fit(resume={resume!r}) found no run: there is no {str(path)!r}.{meant_instead(path)} Give the directory= of the "
+            'run, or resume="auto", which starts a run if there is none.'
+        )
+    return RunDirectory(path, resume=bool(resume))
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from cadenza.engine import boundary
 from cadenza.engine.loop import Training, fit
 from cadenza.engine.memory import is_out_of_memory
 from cadenza.engine.session import Loops, Session, session_of
@@ -20,7 +21,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
 from cadenza.hooks.order import Phase, Relation
 from cadenza.loading import num_batches
-from cadenza.loading.loaders import Limited, check_loader, length_of
+from cadenza.loading.loaders import Limited, check_loader, is_read_once, length_of
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.rates import SetsRates, optimizer_of
 from cadenza.optim.settings import first_rates, set_rates
@@ -418,7 +419,7 @@ def apart(loader: Any) -> Any:
     """
     if isinstance(loader, Limited):
         return Limited(apart(loader.loader), loader.count)
-    held = [one for one in getattr(loader, "__dict__", {}).values() if _is_used_up(one)]
+    held = [one for one in getattr(loader, "__dict__", {}).values() if is_read_once(one)]
     for once in [loader] if isinstance(loader, Iterator) else held:
         raise DataError(
             f"trying steps before the training needs a loader that can be read again; a {type(once).__name__} gives each "
@@ -429,11 +430,6 @@ def apart(loader: Any) -> Any:
         # The loader keeps its own position. The data set may be large: without a position of its own, it is not copied.
         return deepcopy(loader, {} if dataset is None or hasattr(dataset, "state_dict") else {id(dataset): dataset})
     return loader
-
-
-def _is_used_up(part: object) -> bool:
-    """Return whether a part of a loader is an iterator that cannot be rewound: a generator, a ``cycle`` or the like."""
-    return isinstance(part, Iterator) and type(part).__module__ in ("builtins", "itertools")
 
 
 def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: Iterable[Any]) -> Session:
@@ -455,8 +451,8 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
     twin.step.derived, twin.cursor.permuted = session.step.derived, session.cursor.permuted
     twin.extra_parameters = session.extra_parameters
     twin.module_flags.keeps_modes = session.module_flags.keeps_modes
-    twin.state.update(deepcopy(dict(session.state)))
+    twin.state.update(deepcopy(dict(session.run.state)))
     twin.progress.begin(Counters(), num_batches(loader, session.driver.data_shard()))
-    twin.open_loader()
+    boundary.open_loader(twin)
     twin.metrics.losses.quiet = True
     return twin

@@ -17,6 +17,7 @@ from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.subscription import steps_in
 from cadenza.optim.finite import all_finite
@@ -123,14 +124,12 @@ class Recover(Callback, Compared):
             raise ValueError("skip=None repeats the same steps: give then=LowerRate(0.5, '200 steps'), or leave out batches")
         if then is not None and not isinstance(then, LowerRate):
             raise TypeError(f"then must be LowerRate(...) or None; got {then!r}")
-        if type(times) is not int or times < 1:
-            raise ValueError(f"times must be a whole number of at least 1; got {times!r}")
         self.when: Sign = NonFinite() | Spike() if when is None else checked_sign(when)
         self.back: str = back
         self._steps_back = 1 if back == LAST_GOOD else _steps(back, "back")
         self.skip: str | None = skip
         self.then: LowerRate | None = then
-        self.times: int = times
+        self.times: int = at_least(1, "times", times)
         self._watch = Watch(self.when)
         self._plan = Plan()
         self._dropped = self._begins = False
@@ -294,7 +293,7 @@ class Recover(Callback, Compared):
         folders = [str(one.store.files) for one in whole]
         whole_epochs = session.cursor.source.obstacle is not None
         look = partial(_newest_good, RecordedRun(directory), folders, step, whole_epochs=whole_epochs)
-        found: tuple[str, Counters] | None = session.driver.broadcast(look() if session.is_main else None)
+        found: tuple[str, Counters] | None = session.driver.broadcast(look() if session.driver.is_main else None)
         return found
 
     # -- leaving out -------------------------------------------------------------------------------
