@@ -49,7 +49,7 @@ trainer = Trainer(
         LogTraining(every="25 steps", throughput=False),
         Evaluate(TensorBatches(points[800:], inside[800:], batch_size=100)),
         EarlyStopping("eval/loss", mode="min", patience=2),
-        Checkpoint(keep_best=("eval/loss", "min")),
+        Checkpoint(keep_best=("eval/loss", "min"), directory="checkpoints" if show == "plan" else None),
         Console(every="1 epoch"),
     ],
 )

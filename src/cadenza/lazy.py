@@ -27,7 +27,7 @@ def contents(
         if name in modules:
             return imported(f"{package}.{name}", needed_by=f"{package}.{name}")  # the import makes it an attribute
         if name not in home_of:
-            known = modules and not name.startswith("_")  # imported here: programs that are right build no error
+            known = not name.startswith("_")  # imported here: programs that are right build no error
             said = import_module("cadenza.text.hints").instead_of_name(name, [package, *modules]) if known else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{said}", name=name, obj=sys.modules[package])
         value = getattr(imported(home_of[name], needed_by=f"{package}.{name}"), name)

@@ -132,7 +132,7 @@ class Trainer(Recipe):
         limits = checks.checked_lengths(
             ends_itself=ends_itself, max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens
         )
-        given = with_epoch_means(checks.listed(adapted(callbacks)), loader)
+        given = with_epoch_means(checks.listed(adapted(callbacks), directory), loader)
         if progress:
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 

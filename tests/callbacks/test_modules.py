@@ -147,8 +147,8 @@ def test_when_a_run_is_over_or_fails_all_is_as_it_was(fails: bool) -> None:
 def test_every_change_is_a_decision_and_the_plan_shows_the_points_and_one_that_never_comes() -> None:
     run = tiny_run(model=Network(), epochs=2, callbacks=[Freeze({"backbone.stem": "1 epoch", "scale": "7 steps"})])
     assert [str(decision) for decision in run.decisions] == [
-        "frozen by Freeze at epoch 0, step 0, batch 0: 'backbone.stem', 8 parameters, at epoch 1",
-        "frozen by Freeze at epoch 0, step 0, batch 0: 'scale', 4 parameters, at step 7",
+        "frozen by Freeze at the start: 'backbone.stem', 8 parameters, at epoch 1",
+        "frozen by Freeze at the start: 'scale', 4 parameters, at step 7",
         "unfrozen by Freeze at epoch 1, step 5, batch 5: 'backbone.stem', 8 parameters, at epoch 1",
         "unfrozen by Freeze at epoch 2, step 7, batch 7: 'scale', 4 parameters, at step 7",
     ]

@@ -171,9 +171,9 @@ def test_the_plan_of_a_run_that_continues_ends_with_its_differences_and_the_run_
     plan = changed.plan()
     assert plan.changes == plan.to_dict()["changes"] == CHANGES
     assert "\n".join(["changed since the run so far:", *CHANGES]) in str(plan)
-    assert trainer(None, "3 steps", epochs=2).plan(since=tmp_path / "run").changes == CHANGES, "of any run"
+    assert trainer(tmp_path / "new", "3 steps", epochs=2).plan(since=tmp_path / "run").changes == CHANGES, "of any run"
     with pytest.raises(DirectoryError, match="other' holds no plan"):
-        trainer(None, "3 steps").plan(since=tmp_path / "other")
+        trainer(tmp_path / "new", "3 steps").plan(since=tmp_path / "other")
     assert "changed" not in str(trainer(tmp_path / "run", "2 steps").plan())
     with caplog.at_level(logging.WARNING):
         run = changed.fit(resume="auto")
@@ -219,7 +219,7 @@ def test_all_ranks_record_the_same_differences(tmp_path: Path) -> None:
 SCRIPT = """
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.testing import tiny_trainer
-trainer = tiny_trainer(epochs=2, callbacks=[LogTraining("3 steps"), Checkpoint()])
+trainer = tiny_trainer(epochs=2, callbacks=[LogTraining("3 steps"), Checkpoint()], directory="run")
 """
 
 

@@ -92,7 +92,9 @@ def test_an_error_is_kept_for_join(error: Exception, caplog: pytest.LogCaptureFi
 
 
 def test_a_run_that_cannot_begin_raises_its_error_where_it_is_asked_for() -> None:
-    handle = tiny_trainer(callbacks=[Checkpoint()]).start()  # it has no folder
+    trainer = tiny_trainer()
+    trainer.callbacks.append(Checkpoint())  # it has no folder
+    handle = trainer.start()
     for ask in (lambda: handle.run, handle.pause, handle.join):
         with pytest.raises(ValueError, match="Checkpoint needs a folder"):
             ask()

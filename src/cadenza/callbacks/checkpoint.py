@@ -107,6 +107,7 @@ class Checkpoint(Callback):
         self.keep: KeepRules = KeepRules(keep, keep_last, keep_best)
         self._monitors = [Monitor(one.monitor, one.mode, owner="Checkpoint") for one in self.keep.best]
         self.directory: str | None = None if directory is None else absolute_path(directory)
+        self._lacks = "" if directory else "Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)"
         self.watch_errors: bool = on_exception
         self.watch_signals: bool = on_signal
         self.grace_s: float | None = grace_s
@@ -134,7 +135,7 @@ class Checkpoint(Callback):
         directory = run.info.directory
         folder = self.directory or (directory and directory / "checkpoints")
         if folder is None:
-            raise ValueError("Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)")
+            raise ValueError(self._lacks)
         branch = session_of(run).restored.branch
         for monitor in self.monitors:
             monitor.reset()

@@ -29,7 +29,7 @@ class ConvertSyncBatchNorm(Callback):
 
     >>> from cadenza.testing import tiny_run
     >>> tiny_run(callbacks=[ConvertSyncBatchNorm()]).why("left alone")
-    'left alone by ConvertSyncBatchNorm at epoch 0, step 0, batch 0: BatchNorm, as there is one rank'
+    'left alone by ConvertSyncBatchNorm at the start: BatchNorm, as there is one rank'
     """
 
     def on_setup(self, run: Run) -> None:

@@ -34,6 +34,11 @@ FORMS = (
     "or several in a list or joined by |"
 )
 
+_OWN_RULE = (
+    " For a rule of your own, give Best a function of the results: Best(lambda results: results['eval/acc'] - 0.1 * "
+    "results['eval/loss'], 3, mode='max')."
+)
+
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Best:
@@ -138,6 +143,9 @@ class KeepRules:
         self.given: list[KeepRule] = given
         self.best: list[Best] = [one for one in given if isinstance(one, Best)]
 
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.given)) or "all"
+
     def rules(self, limits: Progress, accumulate: int) -> list[Kept]:
         """Return the rules in a run with these limits.
 
@@ -176,7 +184,7 @@ def rule_of(given: KeepRule, limits: Progress | None, accumulate: int = 1) -> Ru
     }  # fmt: skip
     kind = kinds.get(type(given))
     if kind is None or not isinstance(given, Every | First):
-        meant = f" Did you mean Every({given!r}) or Last({given!r})?" if isinstance(given, str | int) else ""
+        meant = f" Did you mean Every({given!r}) or Last({given!r})?" if isinstance(given, str | int) else _OWN_RULE
         raise TypeError(f"expected a keep rule; got {given!r}. Use one of: {FORMS}.{meant}")
     if given.unit or not isinstance(given, First):
         return partial(kind, _span(given.counting("step"), limits, accumulate))
@@ -371,6 +379,5 @@ def _present(line: Sequence[Known]) -> list[Known]:
 
 def _number(value: object) -> float | None:
     """Return a finite number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    return number if math.isfinite(number) else None

@@ -189,8 +189,8 @@ def check_recipe(precision: object, seed: object) -> None:
         raise TypeError(f"seed must be a whole number or None; got {seed!r}")
 
 
-def listed(callbacks: object) -> list[BaseCallback]:
-    """Return `callbacks` as a new list, and check each entry."""
+def listed(callbacks: object, directory: object) -> list[BaseCallback]:
+    """Return `callbacks` as a new list, and check each entry, also that it has the folder that it needs."""
     if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         raise CallbackError(f"callbacks must be a list of callbacks; got {callbacks!r}. Write callbacks=[...]")
     given = list(callbacks)
@@ -198,6 +198,8 @@ def listed(callbacks: object) -> list[BaseCallback]:
         if isinstance(callback, BaseCallback):
             check_settings(callback, f"callbacks[{index}]")
             _check_has_hook(callback, f"callbacks[{index}]")
+            if directory is None and (lacks := getattr(callback, "_lacks", "")):
+                raise ValueError(lacks)
         elif instead := _instead_of(callback):
             raise CallbackError(f"callbacks[{index}] is no callback: got {instead}")
     return given

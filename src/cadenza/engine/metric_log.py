@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from cadenza.sinks.media import MediaFiles
 
 
+_MANY = 200  # numbers in a record
+
+
 class MetricLog:
     """The metric buffer, the records with numbers that are still on the device, and their readers.
 
@@ -45,7 +48,7 @@ class MetricLog:
     def __init__(self, hooks: Hooks, losses: LossCheck, files: RunDirectory | None, decide: Decide) -> None:
         self._hooks, self._files, self._decide = hooks, files, decide
         self._media: MediaFiles | None = None
-        self._media_failed = False
+        self._media_failed = self._said_many = False
         self.losses: LossCheck = losses
         self.buffer: MetricBuffer = MetricBuffer()
         """The logged values that are not in a record yet."""
@@ -61,6 +64,12 @@ class MetricLog:
         for record in map(self.losses.look_at, self.buffer.take(at, wait=wait)):
             if not (record.values or record.media):
                 continue
+            if len(record.values) > _MANY and not self._said_many:
+                self._said_many = True
+                run.warn(
+                    f"a record has {len(record.values)} numbers, such as {[*record.values][-1]!r}, and each is a curve in all "
+                    "sinks. Log a matrix as Image or Figure, or with ConfusionMatrix, and many numbers as Histogram."
+                )
             if thinned := self.history.add(record):
                 self._decide("history thinned", thinned, who="the run")
             if run.is_main:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, SupportsIndex, cast
 
@@ -40,6 +41,7 @@ class supervised:  # noqa: N801  # used like a function
                 f"supervised takes a function (predictions, targets) -> loss; got the class {name}. Make it: {name}()"
             )
         self.loss_fn = loss_fn
+        self._is_new = True
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         try:
@@ -51,6 +53,9 @@ class supervised:  # noqa: N801  # used like a function
                 "function compute_loss(model, batch)."
             ) from None
         predictions = model(inputs)
+        if self._is_new:
+            self._is_new = False
+            _check_shapes(predictions, targets)
         return {"loss": self.loss_fn(predictions, targets), "predictions": predictions, "targets": targets}
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
@@ -105,6 +110,19 @@ def no_loss(model: nn.Module, batch: Any) -> Any:
         "this run is trained by a step_fn, which does not say how to judge a batch: give Evaluate or Trainer.evaluate a "
         "compute=, a function (model, batch) -> {'loss': ..., 'predictions': ..., 'targets': ...}"
     )
+
+
+def _check_shapes(predictions: object, targets: object) -> None:
+    """Warn of numbers that a loss such as `nn.MSELoss` would pair wrongly: (B, 1) and (B,) broadcast to (B, B)."""
+    if not isinstance(predictions, Tensor) or not isinstance(targets, Tensor) or not targets.is_floating_point():
+        return
+    if predictions.shape != targets.shape and predictions.numel() == targets.numel() > 1:
+        shape = tuple(predictions.shape)
+        warnings.warn(
+            f"predictions have the shape {shape} and targets {tuple(targets.shape)}: many losses compare each prediction with "
+            f"all targets then. Give both one shape, such as targets.reshape{shape}.",
+            stacklevel=3,
+        )
 
 
 def _described(batch: object) -> str:

@@ -22,7 +22,7 @@ from cadenza.engine.objective import ModelsOwnLoss, no_loss
 from cadenza.engine.plan import doubts, never, never_fired
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import DistributedError
-from cadenza.files.new_directory import NewDirectory
+from cadenza.files.new_directory import NewDirectory, meant_instead
 from cadenza.loading.loaders import is_read_once, length_of
 from cadenza.loading.settings import loader_hints
 from cadenza.optim.optimizers import notes
@@ -115,8 +115,13 @@ def warn_of_trained_weights(session: Session, before: Progress | None) -> None:
 
 
 def warn_of_no_checkpoint(session: Session, resume: object) -> None:
-    """Warn that the run cannot be continued, as no callback writes checkpoints."""
-    if not session.is_main or session.savers or not session.advises:
+    """Warn that the run cannot be continued, as no callback writes checkpoints, or is new although another one may be meant."""
+    if not session.is_main or not session.advises:
+        return
+    files = session.files
+    if resume and files is not None and files.previous is None and (meant := meant_instead(files.path)):
+        session.warn(f"resume={resume!r} found no run in {str(files.path)!r}, and starts a new one.{meant}")
+    if session.savers:
         return
     missing = "no callback writes checkpoints: a run that ends early cannot be continued. Add Checkpoint(...) to callbacks."
     if resume:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from cadenza.files.paths import local_path
@@ -57,3 +58,17 @@ def new_directory(parent: str | os.PathLike[str], name: str = "run") -> NewDirec
     'baseline'
     """
     return NewDirectory(parent, name)
+
+
+def meant_instead(path: Path) -> str:
+    """Return a sentence about a run beside `path` with nearly the same name; empty if there is none, or if both are numbered.
+
+    >>> meant_instead(Path("runs/baselien"))
+    ''
+    """
+    beside = {one.parent.name: one.parent for one in path.parent.glob("*/run.json")}
+    series = re.sub(r"\d+|.$", "", path.name)  # such as lr-0.1 and lr-0.2, or fold-a and fold-b
+    for name in get_close_matches(path.name, [*beside.keys() - {path.name}], n=1, cutoff=0.8):
+        if re.sub(r"\d+|.$", "", name) != series:
+            return f" Did you mean {str(beside[name])!r}, which holds a run?"
+    return ""

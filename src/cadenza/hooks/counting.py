@@ -171,6 +171,7 @@ class Length:
         if (number := whole_number(given)) is not None and (number > 0 or (zero and number == 0)):
             return Length(number, "")
         wrong = ": a number must be whole and at least 1" if isinstance(given, float | SupportsIndex) else ""
+        wrong += ": several are joined by |, as in At(5) | At(10)" if isinstance(given, list | tuple | set | range) else ""
         raise ScheduleError(f"{given!r} is no schedule{wrong}. Use one of: {forms}")
 
     @property

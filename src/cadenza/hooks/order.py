@@ -72,7 +72,7 @@ def arranged(callbacks: Sequence[Ordered], names: Sequence[str]) -> tuple[list[i
     """
     predecessors = _relations(callbacks)
     reasons = [
-        f"{names[index]} comes after {names[other]}"
+        f"{names[index]} comes after {names[other]}{_because(callbacks[other])}"
         for index, earlier in predecessors.items()
         for other in sorted(earlier)
         if other > index
@@ -94,6 +94,10 @@ def arranged(callbacks: Sequence[Ordered], names: Sequence[str]) -> tuple[list[i
         done = set(order)
         raise OrderError(_contradiction({index: one for index, one in predecessors.items() if index not in done}, names))
     return order, reasons
+
+
+def _because(first: Ordered) -> str:
+    return "" if first.phase is None else f", which {first.phase.value}"
 
 
 def _relations(callbacks: Sequence[Ordered]) -> dict[int, set[int]]:

@@ -351,10 +351,10 @@ class Part:
 
     def _opened_files(self, ending: ExitStack) -> RunDirectory | None:
         """Return the files of the run directory, on the main process, locked until `ending`. Every rank must call this."""
-        trainer, resume = self.trainer, bool(self.resume)
+        trainer, path = self.trainer, self.trainer.directory
         check_not_empty(trainer.loader, trainer.driver.data_shard())
-        path = trainer.directory
-        files = start_checks.main_only(trainer.driver, lambda: RunDirectory(path, resume=resume)) if path else None
+        given = self.resume, elsewhere(trainer.callbacks)
+        files = start_checks.main_only(trainer.driver, lambda: resuming.opened(path, *given)) if path else None
         if files is not None:
             ending.callback(files.release)
         return files

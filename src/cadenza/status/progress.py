@@ -87,7 +87,9 @@ class Counters:
         return self.epoch + (self.batch_in_epoch > 0)
 
     def __str__(self) -> str:
-        if self.step and not self.batch:  # a loop of ``cadenza.attach``, which has no epochs and names no batches
+        if not self.step and not self.batch:
+            return "the start"
+        if not self.batch:  # a loop of ``cadenza.attach``, which has no epochs and names no batches
             return f"step {self.step}"
         return f"epoch {self.current_epoch}, step {self.step}, batch {self.batch}"
 

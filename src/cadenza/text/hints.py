@@ -53,9 +53,9 @@ def instead_of_name(name: str, packages: Sequence[str]) -> str:
     ('. Write cadenza.loading.TensorBatches.', '. Give Trainer(seed=...).')
     """
     package, *rooms = packages
-    for room in rooms:
-        if name in getattr(import_module(f"{package}.{room}"), "__all__", ()):
-            return f". Write {package}.{room}.{name}."
+    for home in [f"{package}.{room}" for room in rooms] or ["cadenza", "cadenza.callbacks", "cadenza.sinks", "cadenza.loading"]:
+        if name in getattr(import_module(home), "__all__", ()):
+            return f". Write {home}.{name}."
     answer = hints("names").get(name)
     return f". {answer}" if answer else nearest(name, import_module(package).__all__).replace(" Did", ". Did")
 

@@ -89,7 +89,7 @@ class DryCheckpoint(Checkpoint):
     def __init__(self, given: Checkpoint, time_at: Callable[[int], float]) -> None:
         self.__dict__.update(copy(given).__dict__)
         self.name: str | None = given.name or type(given).__name__
-        self._time_at = time_at
+        self._time_at, self._lacks = time_at, ""
 
     def on_setup(self, run: Run) -> None:
         session, folder = session_of(run), self.directory or "checkpoints"

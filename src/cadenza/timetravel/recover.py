@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import Tensor
 
-from cadenza.checkpoint.resuming import catalogue_of
+from cadenza.checkpoint.resuming import RunSoFar
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
@@ -402,7 +402,7 @@ def _newest_good(
 
     Only the line of the present branch counts; with `whole_epochs`, only checkpoints between two epochs. None: there is none.
     """
-    for one in catalogue_of(directory, elsewhere).line():
+    for one in RunSoFar(directory, [*elsewhere]).catalogue.line():
         if one.saved.step > step or one.problem() is not None:
             continue
         loaded = one.store.read(one.saved)

@@ -1,0 +1,156 @@
+"""What a person who comes from PyTorch does in the first hour, and what is said then."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+
+import cadenza
+from cadenza import Callback, Run, Trainer, on, supervised
+from cadenza.callbacks import Checkpoint, ClipGradients, LearningRate, LogTraining
+from cadenza.errors import CheckpointError
+
+GENERATOR = torch.Generator().manual_seed(0)
+DATA = [(torch.randn(8, 4, generator=GENERATOR), torch.randn(8, 1, generator=GENERATOR)) for _ in range(20)]
+
+
+def squared(model: nn.Module, batch: Any) -> Any:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def trainer(*callbacks: Any, lr: float = 0.01, compute_loss: Any = squared, **arguments: Any) -> Trainer:
+    made = {"max_epochs": 1, "seed": 1, "device": "cpu", "progress": False, **arguments}
+    return Trainer(
+        lambda: nn.Linear(4, 1), lambda given: torch.optim.SGD(given, lr), DATA, compute_loss, callbacks=callbacks, **made
+    )
+
+
+def test_the_loss_of_each_epoch_is_there_without_a_callback_and_a_log_training_logs_the_mean() -> None:
+    seen: list[float] = []
+    keep = on(Callback.on_step_end)(lambda run: seen.append(float(run.outputs["loss"].detach())))
+    for callbacks in ([keep], [LogTraining("1 epoch"), keep]):
+        seen.clear()
+        run = trainer(*callbacks).fit()
+        [(step, loss)] = run.history["train/loss"]
+        assert step == 20
+        assert loss == pytest.approx(sum(seen) / len(seen), rel=1e-12)
+
+
+def test_other_outputs_are_logged_beside_the_loss_and_an_unknown_name_says_what_there_is() -> None:
+    def loss_and_error(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": squared(model, batch), "error": (model(batch[0]) - batch[1]).abs().mean()}
+
+    run = trainer(compute_loss=loss_and_error).fit()
+    assert run.history.names == ["train/loss", "train/error"]
+    with pytest.raises(KeyError, match=r"Did you mean 'train/error'|train/loss"):
+        run.history["train/errors"]
+
+
+def test_a_changed_script_in_the_directory_of_a_finished_run_says_what_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(Checkpoint(), directory=tmp_path).fit(resume="auto")
+    trainer(Checkpoint(), ClipGradients(0.1), directory=tmp_path, lr=1.0).fit(resume="auto")
+    assert "lr" in caplog.text
+    assert "ClipGradients" in caplog.text
+
+
+@pytest.mark.parametrize("make", [lambda one: CosineAnnealingLR(one, T_max=6), lambda one: StepLR(one, 2)])
+def test_a_schedule_in_epochs_is_questioned(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(LearningRate(make), max_epochs=6).fit()
+    assert "every='1 epoch'" in caplog.text
+    caplog.clear()
+    run = trainer(LearningRate(make, "1 epoch"), LogTraining("1 epoch"), max_epochs=6).fit()
+    assert "every='1 epoch'" not in caplog.text
+    assert run.history["train/lr"][-1][1] < 0.01
+
+
+def test_a_resume_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = on(Callback.on_step_end, at=10)(lambda run: run.stop("enough"))
+    trainer(Checkpoint("5 steps"), stop, directory=tmp_path).fit()
+    run = trainer(Checkpoint("5 steps"), directory=tmp_path, progress=True).fit(resume="last")
+    assert "resumed at step-00000010: step 10, epoch 1; it was written" in capsys.readouterr().err
+    assert run.progress.step == 20
+
+
+def test_a_directory_with_a_wrong_name_is_questioned_and_a_series_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("baseline", "lr-0.1", "lr-0.2", "fold-a", "fold-b"):
+        trainer(Checkpoint(), directory=tmp_path / name).fit(resume="auto")
+    assert "found no run" not in caplog.text
+    trainer(Checkpoint(), directory=tmp_path / "basline").fit(resume="auto")
+    said = f"found no run in {str(tmp_path / 'basline')!r}, and starts a new one. Did you mean {str(tmp_path / 'baseline')!r}"
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("name", ["last", "best", "step-10"])
+def test_a_name_without_a_run_is_an_error_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"found no run: there is no '.*none'\. Give the directory= of the run, or"):
+        trainer(Checkpoint(), directory=tmp_path / "none").fit(resume=name)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_checkpoint_without_a_directory_is_an_error_where_the_trainer_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Checkpoint needs a folder"):
+        trainer(Checkpoint())
+    assert trainer(Checkpoint(directory=tmp_path)).fit().progress.step == 20
+
+
+def test_an_error_before_the_first_step_is_at_the_start() -> None:
+    @on(Callback.on_fit_start)
+    def broken(run: Run) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer(broken).fit()
+    assert caught.value.__notes__[0] == "raised in broken.on_fit_start (callback 2 of 2) at the start"
+
+
+def test_a_record_with_a_great_many_numbers_is_questioned_once(caplog: pytest.LogCaptureFixture) -> None:
+    @on(Callback.on_step_end, every=5)
+    def matrix(run: Run) -> None:
+        run.log({f"confusion/{row}/{column}": 0.0 for row in range(16) for column in range(16)})
+
+    trainer(matrix).fit()
+    assert caplog.text.count("a record has 256 numbers, such as 'confusion/15/15'") == 1
+
+
+def test_a_keep_rule_of_ones_own_is_a_function_of_results() -> None:
+    with pytest.raises(TypeError, match=r"For a rule of your own, give Best a function of the results"):
+        Checkpoint(keep=lambda checkpoints: checkpoints)  # type: ignore[arg-type]
+
+
+def test_names_of_other_trainers_and_rooms_are_answered_in_each_package() -> None:
+    for package, name, answer in (
+        (cadenza, "EarlyStopping", "Write cadenza.callbacks.EarlyStopping."),
+        (cadenza.callbacks, "ModelCheckpoint", "Add Checkpoint(...) to callbacks"),
+        (cadenza.callbacks, "Trainer", "Write cadenza.Trainer."),
+        (cadenza.callbacks, "TensorBoard", "Write cadenza.sinks.TensorBoard."),
+        (cadenza.sinks, "TensorBoards", "Did you mean 'TensorBoard'?"),
+    ):
+        with pytest.raises(AttributeError) as caught:
+            getattr(package, name)
+        assert answer in str(caught.value)
+
+
+def test_predictions_and_targets_that_broadcast_are_a_warning_of_supervised() -> None:
+    def fit(targets: Any, loss: Any = lambda predictions, targets: (predictions - targets).square().mean()) -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        Trainer(
+            model, optimizer, [(torch.ones(8, 4), targets)], supervised(loss), max_epochs=3, progress=False, device="cpu"
+        ).fit()
+
+    with pytest.warns(UserWarning, match=r"shape \(8, 1\) and targets \(8,\).*targets.reshape\(8, 1\)") as w:
+        fit(torch.ones(8))
+    assert len(w) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(torch.ones(8, 1))
