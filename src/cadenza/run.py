@@ -72,7 +72,8 @@ class Run:
         put = partial(object.__setattr__, self)
         put("_session", session)
         put("device", session.driver.device)
-        for name in ("decisions", "driver", "evaluations", "faults", "is_main", "optimizers", "progress", "state"):
+        put("is_main", session.driver.is_main)
+        for name in ("decisions", "driver", "evaluations", "faults", "optimizers", "progress", "state"):
             put(name, getattr(session, name))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -130,7 +131,7 @@ class Run:
     @property
     def profile(self) -> Timings | None:
         """How long each part took; None without `Profile`."""
-        return self._session.profile
+        return self._session.hooks.timings
 
     @property
     def info(self) -> RunInfo:

@@ -481,7 +481,7 @@ def _changes(session: Session, start: Mapping[str, Any], config: Mapping[str, An
     ]
     lost = [name for name in differing if name not in slots and not decides(session.module, differing)]
     lost += ["a parameter group with parameters outside of the model" for new in groups for group in new if None in group]
-    if lost and not any(one.what == "not resumable" for one in session.decisions):
+    if lost and not any(one.what == "not resumable" for one in session.run.decisions):
         told = (
             f"a hook changed what the run trains: {some(lost)}. A run that continues does not have it, so its checkpoints will "
             "be refused. Make it before the run, or in on_setup"

@@ -19,7 +19,7 @@ from cadenza.hooks.listener import Listener, Trigger, restore, state_of
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of
 from cadenza.hooks.schedule import Schedule, has_function, lengths_in
-from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
+from cadenza.profiling.spans import TIMED_MOMENTS, Profiler, Timings
 from cadenza.status.progress import Progress
 from cadenza.status.shown import brief
 
@@ -71,6 +71,8 @@ class Hooks(Callback):
         self.fired: set[Moment] = set()
         self.profiler: Profiler | None = None
         """The profiler of a run with a profile."""
+        self.timings: Timings | None = None
+        """What it has measured, when it is over."""
         self.triggers: dict[tuple[tuple[str, ...], Hashable], Trigger] = {}
         """The schedules of the run, by the moments and the schedule."""
         self._lengths: tuple[int | None, ...] = ()

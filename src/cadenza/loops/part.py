@@ -20,7 +20,7 @@ from cadenza.checkpoint import resuming
 from cadenza.checkpoint.resuming import Start, chosen_on_all_ranks
 from cadenza.checkpoint.snapshot import config_of
 from cadenza.drivers import Driver
-from cadenza.engine import start_checks
+from cadenza.engine import boundary, start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
 from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import OVER, Training
@@ -189,7 +189,7 @@ class Recipe:
         session.extra_parameters.begin(session.run)
         session.given.check(session.run)
         session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
-        session.open_loader()
+        boundary.open_loader(session)
         start_checks.check_schedules(session)
         start_checks.check_computes(session)
         start_checks.check_evaluation_loaders(session)

@@ -24,12 +24,12 @@ class Judged:
     rows: Mapping[int, Mapping[str, float]]
     """By step: the values by name."""
     epochs: Mapping[int, int]
-    """By step: the epochs completed then."""
+    """By step: the completed epochs."""
     bests: Mapping[str, Best]
 
 
 def judged(story: Story) -> Judged:
-    """Return the results of a run's evaluations, as its decisions hold them."""
+    """Return the results of a run's evaluations from its decisions."""
     rows: dict[int, dict[str, float]] = {}
     epochs: dict[int, int] = {}
     for decision in story.decisions:
@@ -42,7 +42,7 @@ def judged(story: Story) -> Judged:
 
 
 def _results(decision: Decision) -> dict[str, float]:
-    """Return the results in a decision; empty if it is not about an evaluation, or a version before 0.2 wrote it."""
+    """Return the results in a decision; empty if it is not about an evaluation or was written before version 0.2."""
     results = decision.data.get("results")
     try:
         return {name: float(value) for name, value in results.items()} if isinstance(results, Mapping) else {}
@@ -51,7 +51,7 @@ def _results(decision: Decision) -> dict[str, float]:
 
 
 def table(story: Story, most: int) -> Html | None:
-    """Return the evaluations of a run as a table of about `most` rows at most; None without evaluations."""
+    """Return the evaluations of a run as a table of at most about `most` rows; None without evaluations."""
     found = judged(story)
     if not found.rows:
         return None

@@ -18,7 +18,7 @@ KINDS = {
     "buffers": "the buffer {!r}",
     "weights": "the weight {!r}",
 }
-"""What a row has checksums of, by name, in the order in which a step computes it; and how a message names it."""
+"""The checksummed parts of a row, in the order in which a step computes them, with the name that messages use."""
 
 Row = dict[str, Any]
 
@@ -28,8 +28,8 @@ def read_fingerprints(path: Path, *, broken: list[int] | None = None) -> dict[in
 
     Args:
         path: The file.
-        broken: The numbers of lines that cannot be read are appended to it. An incomplete last line is not one of them:
-            the run still writes it, or was killed.
+        broken: The numbers of unreadable lines are appended to it, except an incomplete last line: it is still being written,
+            or the run was killed.
     """
     return dict(sorted({row["step"]: row for row in read_rows(path, _checked, broken=broken)}.items()))
 
@@ -43,27 +43,27 @@ def _checked(row: Any) -> Row:
 
 @dataclass(frozen=True)
 class Parting:
-    """How far two runs are equal."""
+    """The comparison of two runs' fingerprints."""
 
     equal: int
     """The number of steps with equal fingerprints before the first difference."""
     step: int | None
     """The first step with a difference; None if there is none."""
     kind: str
-    """What differs first in that step: one of `KINDS`; empty if nothing does."""
+    """The first differing part of that step, one of `KINDS`; empty if nothing differs."""
     name: str
     """Its name, such as that of a weight."""
     only: tuple[Sequence[int], Sequence[int]]
-    """The steps of which only the first, and only the second run has a fingerprint."""
+    """The steps that have a fingerprint only in the first and only in the second run."""
     alone: str
-    """Which run alone has it, ``"first"`` or ``"second"``; empty if both have it."""
+    """``"first"`` or ``"second"`` if only that run has it; empty if both have it."""
     layouts: tuple[str, str]
     """The ranks of both runs, such as ``2 ranks, sharded``."""
 
     @property
     def comparable(self) -> bool:
-        """Whether the checksums are of the same tensors: not if the shards are others."""
-        return self.layouts[0] == self.layouts[1] or not any("sharded" in one for one in self.layouts)
+        """Whether the checksums cover the same tensors. False if the shards differ."""
+        return self.layouts[0] == self.layouts[1] or not any("sharded" in layout for layout in self.layouts)
 
     def __str__(self) -> str:
         first, second = self.layouts
@@ -91,7 +91,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def parting(first: Mapping[int, Row], second: Mapping[int, Row]) -> Parting | None:
-    """Compare the fingerprints of two runs, step by step; None if one of them has none.
+    """Compare the fingerprints of two runs step by step; None if a run has none.
 
     >>> row = {"step": 1, "ranks": 1, "shards": False, "batch": {}, "outputs": {}, "gradients": {"w": "0a"}, "buffers": {},
     ...        "weights": {"w": "0b"}}

@@ -136,7 +136,7 @@ class TrainerFace:
         name = self.run_history.metric_name_prefix + kind
         known = run.evaluations.get(name)
         if not isinstance(known, EvalEpoch) or known.loader is not valid_dl:
-            native = next((one for one in run.evaluations.values() if one.loader is valid_dl), None)
+            native = next((evaluation for evaluation in run.evaluations.values() if evaluation.loader is valid_dl), None)
             metrics, compute = (None, None) if native is None else (native.given_metrics, native.compute)
             known = EvalEpoch(valid_dl, name=name, compute=self._eval_compute or compute, metric=metric, metrics=metrics)
         tracker, session = self._loss_tracker, session_of(run)
@@ -321,7 +321,7 @@ def restore_state(face: TrainerFace, state: Mapping[str, Any], *, resume: bool) 
     if face.scheduler is not None and "scheduler" in state:
         now = face.scheduler.state_dict()
         # A checkpoint holds plain dicts only, and MultiStepLR counts its milestones with a Counter.
-        saved = {key: Counter(one) if isinstance(now.get(key), Counter) else one for key, one in state["scheduler"].items()}
+        saved = {key: Counter(v) if isinstance(now.get(key), Counter) else v for key, v in state["scheduler"].items()}
         load = (
             face.scheduler.resume if resume and isinstance(face.scheduler, WSDLrScheduler) else face.scheduler.load_state_dict
         )
@@ -335,6 +335,6 @@ def _write_state(run: Run, folder: Path, own: dict[str, Any]) -> None:
     earlier = store.saved()
     store.write_together(taken.content(), run.driver.meeting) if run.driver.world_size > 1 else store.write(taken.content())
     if run.is_main:
-        for one in earlier:  # a folder holds one state
-            shutil.rmtree(folder / one.name)
+        for checkpoint in earlier:  # a folder holds one state
+            shutil.rmtree(folder / checkpoint.name)
     run.driver.barrier()  # so that every process can read it next

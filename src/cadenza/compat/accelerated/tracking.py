@@ -14,7 +14,7 @@ from cadenza.errors import nearest
 
 
 class RunHistory(ABC):
-    """Metrics by name, and the number of the current epoch, from 1. Subclass it to store them elsewhere."""
+    """Metrics by name, and the number of the current epoch, from 1. Subclass it to store them in another backend."""
 
     @abstractmethod
     def get_metric_names(self) -> set[str]:
@@ -238,4 +238,4 @@ def loss_of_rank(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> 
         return states[rank]
     if rank:
         return LossTracker().state_dict()
-    return {**states[0], "total": sum(one["total"] for one in states), "count": sum(one["count"] for one in states)}
+    return {**states[0], "total": sum(state["total"] for state in states), "count": sum(state["count"] for state in states)}

@@ -8,6 +8,7 @@ from typing import Any
 from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.events import StopTrainingError
 from cadenza.compat.accelerated.face import TrainerFace
+from cadenza.engine import boundary
 from cadenza.engine.loop import Training, train_epoch
 from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import unwinding
@@ -41,7 +42,7 @@ def fit(trainer: TrainerFace, run_epoch: Callable[[Any], object], training: Trai
 def run_train_epoch(
     trainer: TrainerFace, train_dl: Iterable[Any], start: Callable[[], object], end: Callable[[], object]
 ) -> bool:
-    """Do an epoch, with the hooks `start` and `end` of the trainer; see `Overridable._run_train_epoch`."""
+    """Run an epoch with the trainer's hooks `start` and `end`; see `Overridable._run_train_epoch`."""
     run = trainer.native_run
     if run is None or run.outcome is not None or not run.optimizers:
         raise RuntimeError("_run_train_epoch needs a training in progress; got a trainer without one. Call train")
@@ -60,7 +61,7 @@ def run_train_epoch(
         adapted.stepped = True
         _use_loader(trainer, session)  # a hook may have replaced it
         train_epoch(adapted.steps)
-        session.cursor.leave_boundary()  # a state that is saved from here on contains the evaluation of the epoch
+        session.cursor.leave_boundary()  # states saved after this include the evaluation of the epoch
     if is_live(adapted):
         adapted.call_hook(end)
     adapted.agree()
@@ -84,7 +85,7 @@ def _use_loader(trainer: TrainerFace, session: Session) -> None:
     if loader is None or loader is adapted.loader or session.progress.batch_in_epoch:
         return
     adapted.loader = session.loader = loader
-    session.open_loader()
+    boundary.open_loader(session)
     batches = num_batches(loader, session.driver.data_shard())
     if batches is not None:
         session.progress.correct(batches)

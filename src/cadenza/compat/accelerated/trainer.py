@@ -261,7 +261,7 @@ class Trainer(Preparing):
     # -- the two runs ----------------------------------------------------------------------------------------------
 
     def _run_training(self) -> None:
-        """Train with the settings of `run_config`. An override must call this method: the native trainer runs here."""
+        """Train with the settings of `run_config`. An override must call this method, which runs the native trainer."""
         config = self.run_config
         if config is None:
             raise TypeError("_create_run_config must return a TrainerRunConfig; got None. Add the return statement")
@@ -291,7 +291,7 @@ class Trainer(Preparing):
         session.progress.begin(at, batches)
         self.run_history._set_epoch(epochs + 1)
         counts: dict[str, Any] = {"saved": [], "step": at.batch, "last_checkpoint_step": state.metadata.get("step")}
-        for callback in self.callback_handler:  # the folder has no states of callbacks
+        for callback in self.callback_handler:  # the folder holds no callback states
             if isinstance(callback, SaveTrainingStateCallback | WSDCheckpointCallback):
                 callback.load_state_dict(counts)
         if state.rng_state is not None:
@@ -307,7 +307,7 @@ class Trainer(Preparing):
     def _native(self, front: FirstCallback, loader: Any, **lengths: Any) -> _NativeTrainer:
         native = _NativeTrainer(
             self.model,
-            _none if self.optimizer is None else self.optimizer,  # an evaluation needs none
+            _none if self.optimizer is None else self.optimizer,  # an evaluation needs no optimizer
             loader,
             front.compute_train,
             precision=self._accelerator.native_precision,
@@ -369,4 +369,4 @@ class TrainerWithTimmScheduler(Trainer):
 
 
 _STEPS = {Trainer.scheduler_step: "step", TrainerWithTimmScheduler.scheduler_step: "step_update"}
-"""By ``scheduler_step`` of a trainer, the method of the scheduler that it calls."""
+"""Maps each trainer's ``scheduler_step`` to the scheduler method that it calls."""

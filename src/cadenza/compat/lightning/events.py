@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Hook = Callable[..., Any]
 
 POSITION = Progress.position_reader()
-"""Reads a position with one call."""
+"""Returns a position with a single call."""
 
 
 def plain(adapter: Any, hook: Hook) -> Callable[..., None]:
@@ -30,7 +30,7 @@ def plain(adapter: Any, hook: Hook) -> Callable[..., None]:
 
 
 def ending(adapter: Any, hook: Hook) -> Callable[..., None]:
-    """Call ``hook(trainer, pl_module)``, unless an earlier callback failed: native moments that end reach all callbacks."""
+    """Call ``hook(trainer, pl_module)`` unless an earlier callback failed: native hooks at the end reach all callbacks."""
 
     def call(run: Run, *_: object) -> None:
         trainer = adapter.trainer
@@ -51,7 +51,7 @@ def with_stage(adapter: Any, hook: Hook) -> Callable[..., None]:
 
 
 def epoch_start(adapter: Any, hook: Hook) -> Callable[..., None]:
-    """Call ``hook(trainer, pl_module)``, not again when a run continues inside an epoch."""
+    """Call ``hook(trainer, pl_module)``, except when a run resumes inside an epoch."""
 
     def call(run: Run) -> None:
         if not run.progress.resumed_in_epoch:
@@ -73,8 +73,8 @@ def batch_start(adapter: Any, hook: Hook) -> Callable[..., None]:
 def batch_end(adapter: Any, hook: Hook) -> Callable[..., None]:
     """Call ``hook(trainer, pl_module, outputs, batch, batch_idx)``. Both ``on_batch_end`` and ``on_step_end`` call it.
 
-    The last batch of a step waits for ``on_step_end``, which follows the update of the weights. The outputs are as Lightning
-    has them: the loss detached, and divided by the number of batches in a step.
+    The last batch of a step waits for ``on_step_end``, which follows the update of the weights. The outputs match Lightning's:
+    the loss is detached and divided by the number of batches per step.
     """
 
     def call(run: Run, *of_batch: Any) -> None:
@@ -236,4 +236,4 @@ REMOVED: Mapping[str, str] = {
     "on_batch_end": "on_train_batch_end",
     "on_keyboard_interrupt": "on_exception",
 }
-"""Hooks that Lightning 2 does not have, by the hook that replaces them."""
+"""Hooks removed in Lightning 2, with their replacements."""

@@ -1,10 +1,10 @@
-"""What a run was made of that callbacks of transformers receive unchanged, instead of a view."""
+"""Objects that transformers callbacks receive unchanged instead of a view."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cadenza.hooks.dispatch import hooks_of
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback
 
@@ -32,5 +32,5 @@ class Given(BaseCallback):
 
 
 def given_in(run: Run) -> Given | None:
-    """Return what a run was made of; None for a run without ``TrainingArguments``."""
-    return next((one for one in hooks_of(run).callbacks.values() if isinstance(one, Given)), None)
+    """Return the `Given` of a run; None for a run without ``TrainingArguments``."""
+    return next(iter(callbacks_of(run, Given)), None)

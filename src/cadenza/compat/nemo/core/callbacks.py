@@ -52,7 +52,7 @@ __all__ = [
 
 
 class NeMoCallback(BaseCallback):
-    """Your own code at NeMo's eight events; override those you need. It works in ``nf.train`` and in a native trainer."""
+    """Base class with NeMo's eight events; override those you need. It works in ``nf.train`` and in a native trainer."""
 
     def on_action_start(self, state: State) -> None:
         """Called before the first epoch."""

@@ -58,7 +58,9 @@ class NativeRunView(TrainerView):
     @property
     def callback_manager(self) -> CallbackManager:  # type: ignore[override]  # as above
         """The callbacks of fastNLP in the list. Each refers to this view."""
-        return CallbackManager(one for one in hooks_of(self.live).callbacks.values() if isinstance(one, ManagedCallback))
+        return CallbackManager(
+            callback for callback in hooks_of(self.live).callbacks.values() if isinstance(callback, ManagedCallback)
+        )
 
     def carrying(self) -> Carried:
         return Carried.of(self.live)
