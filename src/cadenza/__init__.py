@@ -2,8 +2,8 @@
 
 Each public name stands where it is defined; importing this package does no work. `cadenza.callbacks` holds callbacks,
 `cadenza.sinks` the sinks for records, `cadenza.records` functions that read a run directory, `cadenza.loading` loaders,
-`cadenza.drivers` drivers, `cadenza.testing` help for tests, `cadenza.timetravel` functions that repeat past steps of a run,
-`cadenza.compat` adapters for other systems' callbacks.
+`cadenza.drivers` drivers, `cadenza.testing` help for tests, `cadenza.steering` questions to a run and acts on it,
+`cadenza.timetravel` functions that repeat past steps of a run, `cadenza.compat` adapters for other systems' callbacks.
 """
 
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cadenza import loading as loading
     from cadenza import records as records
     from cadenza import sinks as sinks
+    from cadenza import steering as steering
     from cadenza import testing as testing
     from cadenza import timetravel as timetravel
     from cadenza.attaching import Loop as Loop
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from cadenza.status.outputs import Outputs as Outputs
     from cadenza.status.progress import Counters as Counters
     from cadenza.status.progress import Progress as Progress
+    from cadenza.steering.run_reader import read_run as read_run
     from cadenza.trainer import Trainer as Trainer
     from cadenza.version import __version__ as __version__
 
@@ -92,6 +94,7 @@ else:
             "cadenza.status.progress": "Counters Progress",
             "cadenza.records.record": "Audio Figure Histogram Image Record Text",
             "cadenza.run": "Run",
+            "cadenza.steering.run_reader": "read_run",
             "cadenza.attaching": "Loop attach",
             "cadenza.loops.handle": "Handle",
             "cadenza.loops.steps": "Step Steps",
@@ -100,5 +103,5 @@ else:
             "cadenza.checkpoint.keeping": "Best",
             "cadenza.checkpoint.weights": "export_weights load_weights save_weights",
         },
-        inner="callbacks compat drivers errors hooks loading records sinks testing timetravel",
+        inner="callbacks compat drivers errors hooks loading records sinks steering testing timetravel",
     )

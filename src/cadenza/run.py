@@ -179,7 +179,9 @@ class Run:
         session = self._session
         if not session.step.may_skip:
             raise RuntimeError("run.skip_batch(...) must be called in on_batch_start or on_before_backward; later is too late.")
-        session.sync.check_skip(session.hooks.here().listener)
+        here = session.hooks.here().listener
+        if here is not None and here.silent and session.sync.several:
+            raise RuntimeError(f"a listener of {here.owner} is silent, so other ranks expect no skip. Remove silent=True.")
         session.decide("batch skipped", reason)
         session.step.skip()
 

@@ -33,8 +33,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback
 from cadenza.lazy import imported
 from cadenza.loading.batches import batch_sizes
-from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.metrics import Metrics
+from cadenza.loading.evaluation import Evaluation, Metrics
 from cadenza.loops.foreign import AnyCallback, adapted, adapted_list, before_trainer
 from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, Recipe, elsewhere

@@ -295,9 +295,9 @@ def test_a_resume_sets_links_and_notes_only_if_the_last_prune_was_not_completed(
 def test_a_written_checkpoint_is_known_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, under_way = Retention.read, list[bool]()
 
-    def noted(retention: Retention) -> None:  # on the thread that writes, while the training compares results
+    def noted(retention: Retention, *joined: Any) -> None:  # on the thread that writes, while the training compares results
         under_way.append(retention.under_way is not None)
-        read(retention)
+        read(retention, *joined)
 
     monkeypatch.setattr(Retention, "read", noted)
     trainer(tmp_path, 4, Best("eval/acc", mode="max")).fit()

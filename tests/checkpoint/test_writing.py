@@ -246,10 +246,17 @@ def test_ranks_that_write_together_wait_until_the_pause_of_all_is_over(tmp_path:
 # content(step).nbytes is 36: the assumed rate below makes a write take 36 s
 @pytest.mark.parametrize(
     ("grace_s", "signalled_s_ago", "weights_first"),
-    [(None, 0.0, False), (60.0, None, False), (60.0, 0.0, False), (60.0, 50.0, True), (30.0, 0.0, True), (30.0, None, False)],
+    [
+        (math.inf, 0.0, False),
+        (60.0, None, False),
+        (60.0, 0.0, False),
+        (60.0, 50.0, True),
+        (30.0, 0.0, True),
+        (30.0, None, False),
+    ],
 )
 def test_if_the_time_may_be_too_short_the_weights_are_written_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float | None, signalled_s_ago: float | None, weights_first: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float, signalled_s_ago: float | None, weights_first: bool
 ) -> None:
     monkeypatch.setattr(writer, "_BYTES_PER_S", 1.0)
     store = Store(tmp_path, "r1")

@@ -31,7 +31,7 @@ from cadenza.errors import StateError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.status.plain import decode, encode, first_difference
 from cadenza.testing import launch, prove_resume, tiny_loader, tiny_trainer
-from cadenza.testing.results import CLOCKS, results_of, without_clocks
+from cadenza.testing.proof import CLOCKS, results_of, without_clocks
 from tests.long import seeds
 
 lightning: Any = pytest.importorskip("lightning", reason="callbacks are those of Lightning: pip install lightning")

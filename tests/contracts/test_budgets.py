@@ -45,6 +45,7 @@ loops         1033      5      12
 testing       1037     12      14
 commands       685      8      11
 report        2272     24       8
+steering       600     10        6
 timetravel    3150     28      21
 compat       24728    317      18
 trackers      1442     11       9
@@ -52,7 +53,7 @@ trackers      1442     11       9
 """Code lines have a token that is neither a comment nor a docstring. An arrow leads to another room whose modules are imported,
 at run time or for types; `Run` may be named from anywhere."""
 
-WINGS = ("compat", "report", "timetravel", "trackers")
+WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 
 SUMS = """
 sum                             core   wings

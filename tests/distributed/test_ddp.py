@@ -25,6 +25,7 @@ from cadenza.callbacks import Checkpoint, LearningRate, LogTraining, StopOnNonFi
 from cadenza.drivers import DdpDriver, Driver, FsdpDriver
 from cadenza.engine.session import session_of
 from cadenza.errors import NonFiniteError
+from cadenza.hooks.listener import Listener
 from cadenza.loading import TensorBatches
 from cadenza.testing import launch
 from tests.distributed.drivers import blocks, ddp, fsdp, sharded, single
@@ -580,18 +581,18 @@ def test_all_ranks_stop_at_the_step_of_the_loss_that_is_not_finite_or_raise_befo
     assert weights.isfinite().all()
 
 
-@pytest.mark.parametrize("setting", ["asks", "skips"])
-def test_a_callback_that_never_asks_may_not_skip_a_batch_on_several_ranks(setting: str) -> None:
+def test_a_silent_listener_may_not_skip_a_batch_on_several_ranks() -> None:
     class Quiet(Callback):
-        asks, skips = setting != "asks", setting != "skips"
+        def listeners(self) -> list[Listener]:
+            return [Listener(Callback.on_batch_start, self.skip, silent=True)]
 
-        def on_batch_start(self, run: Run, batch: Any) -> None:
+        def skip(self, run: Run, batch: Any) -> None:
             run.skip_batch("unexpected")
 
     def training() -> str:
-        with pytest.raises(RuntimeError, match=f"{setting} = False") as raised:
+        with pytest.raises(RuntimeError, match="Remove silent=True") as raised:
             trainer(callbacks=[Quiet()]).fit()
         return str(raised.value)
 
     first, _ = on_ranks(training)
-    assert first.startswith(f"Quiet has {setting} = False, so the other ranks do not expect it to skip a batch")
+    assert first.startswith("a listener of Quiet is silent, so other ranks expect no skip")

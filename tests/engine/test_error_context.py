@@ -21,7 +21,7 @@ from cadenza.errors import DataError
 from cadenza.loading import TensorBatches
 from cadenza.loading.rng import RNGState
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
-from cadenza.timetravel.locating import locate
+from cadenza.timetravel.second_pass import locate
 from tests.callbacks.breaking import Root
 
 WRONG = 7  # the sample that is wrong

@@ -217,7 +217,6 @@ def test_what_may_return_nothing_is_let_pass() -> None:
     [
         ({"on_fault": "disabled"}, r"Sets\.on_fault must be 'raise' or 'disable'; got 'disabled'\. Did you mean 'disable'\?"),
         ({"on_faults": "disable"}, r"Sets\.on_faults = 'disable' has no effect: .*Did you mean 'on_fault'\?"),
-        ({"asks": "no"}, r"Sets\.asks must be True or False; got 'no'"),
         ({"afters": (Callback,)}, r"Sets\.afters = .* has no effect: .*Did you mean 'after'\?"),
         ({"befor": (Callback,)}, r"Sets\.befor = .* has no effect: .*Did you mean 'before'\?"),
         ({"phas": Phase.SAVE}, r"have no 'phas'\. Did you mean 'phase'\?"),
@@ -232,7 +231,6 @@ def test_a_setting_may_be_a_property_or_the_field_of_a_dataclass() -> None:
     @dataclass
     class Fields(Callback):
         on_fault: Literal["raise", "disable"] = field(default="disable", repr=False)
-        asks: bool = field(default=False, repr=False)
         after: tuple[type[Callback], ...] = field(default=(), repr=False)
 
         def on_step_end(self, run: Run) -> None: ...

@@ -12,10 +12,9 @@ from cadenza import At, Between, Callback, Counters, Every, First, Last, Progres
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.errors import ScheduleError
 from cadenza.hooks.counting import COUNTERS, STEP_END, Counter, Reading
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, Trigger
 from cadenza.hooks.schedule import FORMS, Interval
 from cadenza.hooks.subscription import periodic
-from cadenza.hooks.trigger import Trigger
 from cadenza.run import Run
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.engine.parts import Unsized
@@ -204,6 +203,20 @@ def test_a_function_is_asked_only_where_the_rest_of_a_schedule_is_due() -> None:
     assert steps_of("3 batches", accumulate=2, epochs=1, batches=6) == [2, 3], "batches are asked about at the end of steps"
 
 
+def test_functions_decide_together_also_if_one_is_inverted() -> None:
+    even, fourth = When(lambda run: run.progress.step % 2 == 0), When(lambda run: run.progress.step == 4)
+    assert steps_of(even & ~fourth) == [2, 6, 8, 10]
+    assert steps_of(~(fourth | ~even) & Last("5 steps")) == [6, 8, 10]
+
+
+def test_a_window_in_parts_of_an_epoch_ends_with_an_epoch_that_ends_early() -> None:
+    steps = list[int]()
+    first = on(Callback.on_step_end, every=First("0.8 epoch"))(lambda run: steps.append(run.progress.step))
+    early = on(Callback.on_step_end, at=2)(lambda run: run.end_epoch("enough"))
+    tiny_run(callbacks=[first, early], batches=10, epochs=2)
+    assert steps == [1, 2]
+
+
 def test_a_schedule_is_shown_as_it_is_written_and_only_schedules_can_be_composed() -> None:
     schedule = (Every("2 steps") | At("1 epoch")) & ~Between(1, "50%")
     assert repr(schedule) == "(Every('2 steps') | At('1 epoch')) & ~Between(1, '50%')"
@@ -312,7 +325,7 @@ def test_a_schedule_is_asked_in_few_of_the_steps_between_and_once_for_all(every:
     due = type(schedule).due
 
     def counted(self: Any, now: Reading, before: Reading) -> bool:
-        if before is not now:  # else it says what is sure until its next point
+        if before is not now:  # else it says whether it may be due before its next point
             asked.append(int(now.counts["step"]))
         return due(self, now, before)
 

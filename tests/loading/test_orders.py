@@ -19,9 +19,9 @@ from cadenza import Callback, on
 from cadenza.callbacks import Checkpoint
 from cadenza.engine.session import session_of
 from cadenza.loading import ResumableLoader, Shard, TensorBatches, resumable
-from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation
 from cadenza.loading.rng import derive_seed, seed_host
 from cadenza.loading.seeded import ResumableSampler, known_epoch
+from cadenza.loading.shards import PERMUTED, KeyedOrder, Order, Permutation
 from cadenza.testing import tiny_trainer
 from tests.loading.data import Numbers, loader_of, plain, seeded
 from tests.long import LONG

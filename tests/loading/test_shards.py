@@ -21,8 +21,7 @@ from cadenza.drivers import DdpDriver, SingleDriver
 from cadenza.errors import DataError
 from cadenza.loading import Consumed, ResumableLoader, Shard, num_batches, resumable
 from cadenza.loading.loaders import Limited
-from cadenza.loading.orders import PositionBatches, RankBatches, batches_of_rank
-from cadenza.loading.shards import Replicated
+from cadenza.loading.shards import PositionBatches, RankBatches, Replicated, batches_of_rank
 from cadenza.testing import launch, tiny_trainer
 from tests.loading import data
 from tests.loading.data import Keeping, Numbers, Shuffled, Stream, epochs_of, loader_of, plain, rounds_by, seeded

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from cadenza.loading import Consumed, Shard, TensorBatches, num_batches, resumable
-from cadenza.loading.orders import CHUNK, PERMUTED, PositionBatches, RankBatches, batches_of_rank
 from cadenza.loading.seeded import ResumableSampler
+from cadenza.loading.shards import CHUNK, PERMUTED, PositionBatches, RankBatches, batches_of_rank
 
 BILLION = 10**9
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from cadenza.callbacks.warmup import Warmup as Warmup
     from cadenza.checkpoint.keeping import Best as Best
     from cadenza.timetravel.capsule import Capsule as Capsule
-    from cadenza.timetravel.find_batch_size import FindBatchSize as FindBatchSize
-    from cadenza.timetravel.find_learning_rate import FindLearningRate as FindLearningRate
+    from cadenza.timetravel.finding import FindBatchSize as FindBatchSize
+    from cadenza.timetravel.finding import FindLearningRate as FindLearningRate
     from cadenza.timetravel.fingerprint import Fingerprint as Fingerprint
     from cadenza.timetravel.loss_signs import NonFinite as NonFinite
     from cadenza.timetravel.loss_signs import Spike as Spike
@@ -67,8 +67,7 @@ else:
             "cadenza.callbacks.early_stopping": "EarlyStopping",
             "cadenza.callbacks.ema": "Ema",
             "cadenza.callbacks.evaluate": "Evaluate",
-            "cadenza.timetravel.find_batch_size": "FindBatchSize",
-            "cadenza.timetravel.find_learning_rate": "FindLearningRate",
+            "cadenza.timetravel.finding": "FindBatchSize FindLearningRate",
             "cadenza.timetravel.fingerprint": "Fingerprint",
             "cadenza.callbacks.freezing": "Freeze freeze unfreeze",
             "cadenza.callbacks.histograms": "Histograms",

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import check_real
 from cadenza.hooks.order import Phase
@@ -52,8 +52,6 @@ class ClipGradients(Callback, Compared):
     """
 
     phase: Phase | None = Phase.CLIP
-    asks = False  # only the logging listener makes requests
-    _reads_totals = False
 
     @renamed(every="log_every")
     def __init__(
@@ -87,7 +85,8 @@ class ClipGradients(Callback, Compared):
         self._chosen: set[int] | None = None
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), *([] if self.log is None else [periodic(self.log_every, self._log, "logs", asks=True)])]
+        logs = [] if self.log is None else [periodic(self.log_every, self._log, "logs")]
+        return [*silent(super().listeners()), *logs]
 
     def on_setup(self, run: Run) -> None:
         self.norm = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.numbers import at_least, check_real
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
@@ -43,8 +43,6 @@ class Ema(Averaging, Compared):
     True
     """
 
-    _reads_totals = False
-
     @renamed(warmup="rampup")
     def __init__(
         self,
@@ -66,7 +64,7 @@ class Ema(Averaging, Compared):
         )
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), periodic(self.every, self.update)]
+        return silent([*super().listeners(), periodic(self.every, self.update)])
 
     def weight_of_new(self, updates: int) -> float:
         return 1 - (min(self.decay, (1 + updates) / (self.rampup + updates)) if self.rampup else self.decay)

@@ -19,9 +19,8 @@ from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Interval, Schedule, brief_setting
 from cadenza.hooks.subscription import periodic
-from cadenza.loading.evaluation import Evaluation
+from cadenza.loading.evaluation import Evaluation, Metrics
 from cadenza.loading.loaders import check_loader
-from cadenza.loading.metrics import Metrics
 from cadenza.optim.averaging import Averaging
 from cadenza.optim.held_weights import holders_in, no_such_weights
 from cadenza.status.formats import counted

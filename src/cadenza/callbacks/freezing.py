@@ -12,7 +12,7 @@ from torch import nn
 from cadenza.drivers.matching import named_matches
 from cadenza.engine.module_state import module_flags_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import At
 from cadenza.hooks.subscription import point
@@ -59,8 +59,6 @@ class Freeze(Callback):
     "unfrozen by Freeze at epoch 1, step 5, batch 5: '0', 4 parameters, at epoch 1"
     """
 
-    asks = False
-
     def __init__(
         self,
         modules: str | Sequence[str] | Pick | Mapping[str, str | At],
@@ -76,7 +74,8 @@ class Freeze(Callback):
 
     def listeners(self) -> list[Listener]:
         points = dict.fromkeys(group.until for group in self.groups if group.until is not None)
-        return [*super().listeners(), *(Listener(_moment(until), partial(self._let_go, until), until) for until in points)]
+        own = [Listener(_moment(until), partial(self._let_go, until), until) for until in points]
+        return silent([*super().listeners(), *own])
 
     def on_setup(self, run: Run) -> None:
         model = run.model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cadenza.drivers.matching import Choice, check_choice, matches, named_matches
 from cadenza.drivers.sharding import whole
-from cadenza.hooks.counting import NOW, STEP_END, Bound, Counting, Reading
+from cadenza.hooks.counting import STEP_END, Bound, Counting, Reading
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule
@@ -123,8 +123,8 @@ class _EachUpdate(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         return self.steps.due(now, now._replace(counts={**now.counts, "step": now.counts["step"] - 1}))
 
-    def following(self, now: Reading) -> Iterable[Bound]:
-        return (NOW,) if self.due(now, now) else self.steps.following(now)
+    def following(self, now: Reading) -> Sequence[Bound]:
+        return self.steps.following(now)
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         return self.steps.never(limits, accumulate, on)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, is_pair, watched_and_mode
 from cadenza.engine.session import Loops, session_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Every
@@ -31,7 +31,7 @@ from cadenza.optim.rates import (
     optimizer_of,
     takes_total,
 )
-from cadenza.optim.settings import Compared, Settings, plain, set_option, settings_of
+from cadenza.optim.settings import Compared, Settings, first_rates, plain, set_rates, settings_of
 from cadenza.status.decisions import decide
 from cadenza.status.formats import counted, plural
 from cadenza.status.shown import brief, signature_of
@@ -85,9 +85,6 @@ class LearningRate(Callback, SetsRates, Compared):
 
     phase: Phase | None = Phase.SCHEDULE
     after: Relation = (Phase.LENGTH,)
-
-    asks = False
-    _reads_totals = False
 
     unit: RunUnit
     """The unit that the scheduler counts: ``"step"``, ``"epoch"`` or, in a run of so many tokens, ``"token"``."""
@@ -146,10 +143,12 @@ class LearningRate(Callback, SetsRates, Compared):
     def listeners(self) -> list[Listener]:
         # One method per mode, so that a step calls only the method in use.
         if self.monitor is not None:
-            return [*super().listeners(), Listener(Callback.on_eval_end, self._step_with_result)]
-        if self.every == "1 epoch":
-            return [*super().listeners(), Listener(Callback.on_epoch_end, self._step, Every("1 epoch"))]
-        return [*super().listeners(), Listener(Callback.on_after_optimizer_step, self._step_if_updated)]
+            step = Listener(Callback.on_eval_end, self._step_with_result)
+        elif self.every == "1 epoch":
+            step = Listener(Callback.on_epoch_end, self._step, Every("1 epoch"))
+        else:
+            step = Listener(Callback.on_after_optimizer_step, self._step_if_updated)
+        return silent([*super().listeners(), step])
 
     def on_setup(self, run: Run) -> None:
         hooks, session = hooks_of(run), session_of(run)
@@ -298,7 +297,7 @@ class LearningRate(Callback, SetsRates, Compared):
                 left = total - count_of(run, self.unit)
                 self.total = max(left, round(self._total_before * left / (self._total_before - position)))
                 position = self.total - left
-        _to_first_rates(self.scheduler.optimizer)
+        set_rates(self.scheduler.optimizer, first_rates(self.scheduler.optimizer))
         self.renew(run)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns, because it has not seen the updates before the resume
@@ -438,12 +437,6 @@ def with_kinds(saved: Any, current: Any) -> Any:
     return saved
 
 
-def _to_first_rates(optimizer: Optimizer) -> None:
-    """Give each group the rate from which its schedule started."""
-    for group in optimizer.param_groups:
-        set_option(group, "lr", float(group.get("initial_lr", group["lr"])))
-
-
 # -- values in `override` -----------------------------------------------------------------------------
 
 
@@ -486,7 +479,7 @@ def _with_arguments(scheduler: LRScheduler, given: Settings) -> LRScheduler:
         )
     held = {name: getattr(scheduler, name) for name in names}
     held = {name: sorted(one.elements()) if isinstance(one, Counter) else one for name, one in held.items()}  # milestones
-    _to_first_rates(scheduler.optimizer)
+    set_rates(scheduler.optimizer, first_rates(scheduler.optimizer))
     try:
         return type(scheduler)(scheduler.optimizer, **{**held, **changes})
     except (TypeError, ValueError) as error:

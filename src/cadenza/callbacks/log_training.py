@@ -11,11 +11,11 @@ from cadenza.engine.step_state import is_discarded
 from cadenza.engine.tally import IntervalMetrics
 from cadenza.engine.training_log import IntervalMeans, Throughput, checked_parts
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.listener import Listener, inner
+from cadenza.hooks.listener import Listener, inner, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule, Until
 from cadenza.hooks.subscription import periodic
-from cadenza.loading.metrics import Metrics, by_name, check_state
+from cadenza.loading.evaluation import Metrics, by_name, check_state
 from cadenza.optim.rates import rates_of
 from cadenza.status.outputs import Outputs
 
@@ -63,7 +63,6 @@ class LogTraining(Callback):
     (['train/loss', 'train/lr'], [2, 4])
     """
 
-    _reads_totals = False
     each_rank: bool = True
 
     logs_training = True
@@ -103,16 +102,15 @@ class LogTraining(Callback):
         own = [*super().listeners(), *self._collecting(), periodic(self.every, self.log)]
         if isinstance(self.throughput, tuple) and "mfu" in self.throughput and self.flops is None:
             first = Until(lambda: math.inf if self._speed is not None and self._speed.counts else 0)
-            own += [Listener(Callback.on_batch_start, self._before_batch, first, asks=False)]
-            own += [Listener(Callback.on_batch_end, self._after_batch, first, asks=False)]
+            own += [Listener(Callback.on_batch_start, self._before_batch, first, silent=True)]
+            own += [Listener(Callback.on_batch_end, self._after_batch, first, silent=True)]
         return own
 
     def _collecting(self) -> list[Listener]:
         own = [Listener(Callback.on_load, self._take_over)]
         if {*self.outputs} - {"loss"} or self.metrics:
-            own += [Listener(Callback.on_batch_end, self._add_batch, asks=False)]
-            own += [Listener(Callback.on_step_end, self._add_step, asks=False)]
-        return inner(own)
+            own += [Listener(Callback.on_batch_end, self._add_batch), Listener(Callback.on_step_end, self._add_step)]
+        return inner(silent(own))
 
     def on_setup(self, run: Run) -> None:
         self._means = IntervalMeans(run, self.outputs)

@@ -38,8 +38,6 @@ class MoveModules(Callback):
     True
     """
 
-    asks = False
-
     def __init__(self, *modules: nn.Module) -> None:
         if not modules:
             raise TypeError("MoveModules takes the modules to move, such as MoveModules(loss); got none")

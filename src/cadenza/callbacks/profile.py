@@ -19,7 +19,7 @@ from cadenza.drivers.base import Driver
 from cadenza.engine.session import session_of
 from cadenza.files.paths import local_text
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.loading.settings import fetching_hint
 from cadenza.profiling.host_reads import AFTER, SAMPLED, HostReads
@@ -128,8 +128,6 @@ class Profile(Callback):
     True
     """
 
-    asks = False
-
     def __init__(
         self,
         *,
@@ -170,7 +168,7 @@ class Profile(Callback):
         return timings
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), Listener(Callback.on_step_end, self._step)]
+        return silent([*super().listeners(), Listener(Callback.on_step_end, self._step)])
 
     def on_setup(self, run: Run) -> None:
         if self.torch_profiler is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import nearest
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import Interval
@@ -55,8 +55,6 @@ class ScheduleValue(Callback, Compared):
     0.3
     """
 
-    asks = False
-
     def __init__(
         self,
         target: object,
@@ -80,7 +78,7 @@ class ScheduleValue(Callback, Compared):
         self._unit: RunUnit = "step"
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), periodic(self.every, self._set_now, str(self.key))]
+        return silent([*super().listeners(), periodic(self.every, self._set_now, str(self.key))])
 
     def on_setup(self, run: Run) -> None:
         self._set_at = None

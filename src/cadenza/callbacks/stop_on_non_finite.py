@@ -14,7 +14,7 @@ from cadenza.engine.module_state import Statistics
 from cadenza.engine.objective import checked_loss
 from cadenza.engine.session import session_of
 from cadenza.errors import NonFiniteError
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
@@ -71,9 +71,7 @@ class StopOnNonFinite(Callback, Compared):
         self._found: tuple[str, list[str | None]] | None = None
 
     def listeners(self) -> list[Listener]:
-        own = super().listeners()
-        for one in own:
-            one.skips = False  # what it drops needs no exchange of its own
+        own = silent(super().listeners())  # requests are exchanged with those of the next one
         own.append(Listener(Callback.on_batch_end, self._tell_of_dropped, inner=True))
         looking = [
             Listener(Callback.on_before_optimizer_step, self._look_at_gradients),
@@ -96,7 +94,7 @@ class StopOnNonFinite(Callback, Compared):
         self._agrees = several and not self._alone
         if self._alone:
             session.sync.expect_drops()
-        else:
+        elif not several:
             session.hooks.remove(Callback.on_batch_end, self._tell_of_dropped)
         # Not in on_setup, where another callback may replace layers.
         self._statistics = Statistics(run.model)

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cadenza.engine.session import Loops, session_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
 from cadenza.hooks.schedule import At, Interval, Schedule
@@ -22,7 +22,7 @@ from cadenza.hooks.subscription import periodic, point
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.averaging import Averaging
 from cadenza.optim.rates import why_unknown
-from cadenza.optim.settings import Compared, set_option
+from cadenza.optim.settings import Compared, set_rates
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -97,7 +97,7 @@ class Swa(Averaging, Compared):
             Listener(Callback.on_step_start, self._set_rates),
             Listener(Callback.on_after_zero_grad, self._set_next_rates),
         ]  # fmt: skip
-        return [*super().listeners(), *rates, periodic(self.every, self._average, str(given))]
+        return silent([*super().listeners(), *rates, periodic(self.every, self._average, str(given))])
 
     def on_setup(self, run: Run) -> None:
         super().on_setup(run)
@@ -183,8 +183,7 @@ class Swa(Averaging, Compared):
         way = min(1.0, (step - start) / max(1, self.anneal_steps))
         done = (1 - math.cos(math.pi * way)) / 2
         for optimizer, rates in zip(run.optimizers, before, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                set_option(group, "lr", self.lr * done + rate * (1 - done))
+            set_rates(optimizer, [self.lr * done + rate * (1 - done) for rate in rates])
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import nearest
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
@@ -50,8 +50,6 @@ class Timer(Callback):
     >>> timer.count("export")
     1
     """
-
-    asks = False
 
     def __init__(self, every: Interval = "50 steps", *, prefix: str = "time") -> None:
         self.every: Schedule = Schedule.parse(every)
@@ -116,13 +114,13 @@ class Timer(Callback):
 
     def listeners(self) -> list[Listener]:
         return [
-            *super().listeners(),
-            periodic(self.every, self._log, asks=True),
-            Listener(Callback.on_epoch_end, self._end_epoch, asks=True),
+            *silent(super().listeners()),
+            periodic(self.every, self._log),
+            Listener(Callback.on_epoch_end, self._end_epoch),
             Listener(Callback.on_sanity_start, self._begin_evaluation),
             Listener(Callback.on_sanity_end, self._end_evaluation),
             Listener(Callback.on_eval_start, self._begin_evaluation),
-            Listener(Callback.on_eval_end, self._log_evaluation, asks=True),
+            Listener(Callback.on_eval_end, self._log_evaluation),
         ]
 
     def on_setup(self, run: Run) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.engine.session import session_of
-from cadenza.hooks.length import Length
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.counting import Length
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Until
@@ -57,8 +57,6 @@ class Warmup(Callback, Compared):
     # The original rates are restored before a scheduler steps, and before a save after an error.
     before: Relation = (Phase.SCHEDULE, Phase.SAVE)
 
-    asks = False
-
     def __init__(self, length: str | float, *, shape: Shape = "linear", start: float = 0.0, optimizer: int = 0) -> None:
         if shape not in ("linear", "constant", "cosine"):
             raise ValueError(f"shape must be 'linear', 'constant' or 'cosine'; got {shape!r}")
@@ -91,11 +89,11 @@ class Warmup(Callback, Compared):
 
     def listeners(self) -> list[Listener]:
         lasting = Until(lambda: self._last_step)
-        return [
-            *super().listeners(),
+        own = [
             Listener(Callback.on_before_optimizer_step, self._scale_rates, lasting),
             Listener(Callback.on_after_optimizer_step, self._put_rates_back, lasting),
         ]
+        return silent([*super().listeners(), *own])
 
     def on_setup(self, run: Run) -> None:
         optimizer_of(run, self.optimizer, needed_by="Warmup")

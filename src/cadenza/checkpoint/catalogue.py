@@ -123,7 +123,7 @@ class Catalogue:
     @property
     def newest_whole(self) -> Entry | None:
         """The newest checkpoint of the line at which the run can continue; None if there is none."""
-        return next((one for one in self.line() if one.store.can_continue(one)), None)
+        return next((one for one in self.line() if one.store.can_continue(one.saved)), None)
 
     def prune(self, keep: Collection[str]) -> list[str]:
         """Delete the checkpoints of the run in a folder, except `keep` and the newest at which the run can continue.

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from cadenza.checkpoint.store import Saved
 from cadenza.engine.monitor import Mode, Watched, is_pair, name_of, watched_and_mode
-from cadenza.hooks.counting import COUNTERS
-from cadenza.hooks.length import check_length
+from cadenza.hooks.counting import COUNTERS, check_length
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import At, Composite, Every, First, Last, Schedule
 from cadenza.status.branches import Rank

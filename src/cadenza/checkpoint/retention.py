@@ -9,11 +9,12 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.catalogue import Catalogue
 from cadenza.checkpoint.keeping import Best, KeepRules, Kept, Known, best_of, is_among_best, line_of
-from cadenza.checkpoint.store import Entry, Saved, Store
+from cadenza.checkpoint.store import Saved, Store
 from cadenza.checkpoint.store.files import BEST, LAST, best_link
 from cadenza.checkpoint.store.reading import check
 from cadenza.engine.monitor import Monitor
@@ -88,43 +89,47 @@ class Retention:
         """The checkpoint that is being written."""
         self.began: float = 0.0
         """The time at which the run began."""
-        self.is_settled: bool = False
-        """Whether links, notes and checkpoints were as the rules say when the run began: no process was killed in `apply`."""
-        self._joined: dict[str, set[str]] = {}
-        self._catalogue = Catalogue([])
+        self._read: dict[str, Known | None] = {}
+        """By name, the readable checkpoints in the folder; None for those of other runs."""
         self._notes: tuple[bytes, Notes] = b"", {}
-        self._read: dict[str, tuple[Entry, Known]] = {}
         self._left: dict[str, list[dict[str, str]]] = {}
         """By checkpoint, the rules of callbacks that were in the list before, and are no longer."""
 
     # -- the checkpoints that exist -----------------------------------------------------------------------------
 
-    def read(self) -> None:
-        """Read the checkpoints of these callbacks, as far as they are new."""
-        self._catalogue = Catalogue([self.store], self.store.branch)
-        readable = [(rank, entry, entry.manifest) for rank, entry in self._catalogue.ranked if entry.manifest is not None]
-        began = min((one for _, _, facts in readable if isinstance(one := facts.get("time"), int | float)), default=0.0)
-        before, self._read = self._read, {}
-        earlier = any(member.earlier for member in self.members.values())
-        for rank, entry, facts in readable:
-            held = before.get(entry.name)
-            if held is None or held[0] is not entry:
-                known = Known.of(entry.saved, rank, facts, began, self._joined.get(entry.name, ()))
-                held = entry, self._with_earlier(known) if earlier else known
-            self._read[entry.name] = held
-        self.known = [one for _, one in self._read.values() if one.owners & self.members.keys()]
+    def read(self, joined: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
+        """Read the manifests of new checkpoints, and forget the checkpoints that are gone.
 
-    def begin(self, names: Collection[str]) -> tuple[list[str], list[str], list[str]]:
+        Args:
+            joined: By name of a checkpoint, the callbacks that asked for it after it was written.
+        """
+        there = {saved.name: saved for saved in self.store.saved()}
+        self._read = {name: one for name, one in self._read.items() if name in there}
+        new = [self.store.entry(saved) for name, saved in there.items() if name not in self._read]
+        readable = [(one, one.manifest, one.branch) for one in new if one.manifest is not None and one.branch is not None]
+        began = min((one for _, facts, _ in readable if isinstance(one := facts.get("time"), int | float)), default=0.0)
+        for entry, facts, branch in readable:
+            self._read[entry.name] = None
+            rank = self.store.branch.rank(entry.saved, branch)
+            if rank is not None and branch.run == self.store.branch.run:  # else it belongs to a run that this one continues
+                known = Known.of(entry.saved, rank, facts, began, joined.get(entry.name, ()))
+                self._read[entry.name] = self._with_earlier(known)
+        own = (one for one in self._read.values() if one is not None and one.owners & self.members.keys())
+        self.known = sorted(own, key=attrgetter("rank"))
+
+    def begin(self, names: Collection[str]) -> tuple[list[str], list[str]]:
         """Read the folder, for a run that begins or continues. Keep the checkpoints of callbacks that are not among `names`.
 
+        Links, notes and checkpoints that a killed process left otherwise than the rules say are set right, if the run continues
+        at its newest checkpoint and under the same rules.
+
         Returns:
-            A sentence about each change of the rules, one about each of the callbacks that is gone, and one about each of the
-            best checkpoints that is gone.
+            A sentence about each change of the rules and each of the callbacks that is gone, and one about each of the best
+            checkpoints that is gone.
         """
         notes = noted(self.store)
         before, now, checkpoints = notes["callbacks"], self._texts(), notes["checkpoints"]
-        self._joined = {name: {*note["asked_by"]} for name, note in checkpoints.items()}
-        self.read()
+        self.read({name: note["asked_by"] for name, note in checkpoints.items()})
         line = [one for one in line_of(self.known) if not one.abandoned]
         self.began = line[-1].began if line else time.time()
         changes = [
@@ -133,7 +138,8 @@ class Retention:
             if name in before and before[name] != now[name]
         ]
         there, missing, gone = {saved.name for saved in self.store.saved()}, [], dict[str, list[str]]()
-        self.is_settled = {*self._read} == {*checkpoints} & there and now.items() <= before.items()
+        readable = {name for name, known in self._read.items() if known is not None}
+        is_settled = readable == {*checkpoints} & there and now.items() <= before.items()
         for name, note in checkpoints.items():
             bests = [by for by in note["kept_by"] if by["callback"] in self.members and by["rule"].startswith("Best(")]
             missing += [f"{name}, which {by['rule']} kept, no longer exists" for by in bests if name not in there]
@@ -144,15 +150,17 @@ class Retention:
             f"{callback!r} is not in callbacks: the checkpoints that it keeps stay: {', '.join(dict.fromkeys(some))}"
             for callback, some in gone.items()
         ]
-        return changes, left, missing
+        newest = self.known[-1] if self.known else None
+        if newest is not None and newest.name == self.store.branch.at and not (newest.abandoned or changes or is_settled):
+            self.apply()
+        return [*changes, *left], missing
 
     def join(self, name: str, asking: Iterable[str]) -> bool:
         """Note that callbacks ask for a checkpoint that exists; return whether that is new."""
-        owners = next((one.owners for one in self.known if one.name == name), None)
-        if owners is None or not (new := set(asking) - owners):
+        index = next((index for index, one in enumerate(self.known) if one.name == name), None)
+        if index is None or not (new := set(asking) - self.known[index].owners):
             return False
-        self._joined.setdefault(name, set()).update(new)
-        del self._read[name]
+        self.known[index] = self._read[name] = replace(self.known[index], owners=self.known[index].owners | new)
         return True
 
     # -- results -----------------------------------------------------------------------------------
@@ -218,10 +226,14 @@ class Retention:
         Raises:
             OSError: A link cannot be set; the checkpoints are deleted nevertheless.
         """
+        if newest is not None:
+            self._read.pop(newest.name, None)  # an earlier checkpoint of this name was deleted by hand
         self.read()
         self.under_way = None  # not before it is known: the training thread may compare a result with it
         kept = self.kept()
-        resumable, own = self._catalogue.newest_whole, {one.name for one in self.known}
+        line = (one for one in reversed(self.known) if one.rank[0] and one.whole)
+        resumable = next((one.saved for one in line if self.store.can_continue(one.saved)), None)
+        own = {one.name for one in self.known}
         for one in (newest, resumable):
             if one is not None and one.name in own:
                 kept.setdefault(one.name, [{"callback": "", "rule": NEWEST}])
@@ -274,6 +286,8 @@ class Retention:
 
     def _with_earlier(self, known: Known) -> Known:
         earlier = [one for member in self.members.values() for one in member.earlier.items()]
+        if not earlier:
+            return known
         found = {monitor: one for monitor, one in earlier if one.get("name") == known.name}
         values = {monitor: one["best"] for monitor, one in found.items()}
         averaged = {monitor: one["weights"] for monitor, one in found.items() if one.get("weights")}
@@ -289,7 +303,8 @@ class Retention:
             there = {*self.store.files.folders()} - {*gone}
             notes = {name: one for name, one in facts["checkpoints"].items() if name in there}
             for name, reasons in kept.items():
-                notes[name] = {"asked_by": sorted(self._joined.get(name, ())), "kept_by": reasons}
+                known = self._read[name]
+                notes[name] = {"asked_by": sorted(known.owners if known is not None else ()), "kept_by": reasons}
             content = {"callbacks": {**facts["callbacks"], **self._texts()}, "checkpoints": notes}
             self._notes = json.dumps(content).encode(), content
             self.store.files.put(self.store.notes, self._notes[0])

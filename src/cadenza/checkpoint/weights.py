@@ -29,8 +29,7 @@ from cadenza.hooks.held_weights import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
 from cadenza.optim.model_state import buffers_of, decides, load_by_model, load_into, plain_name, state_of, untied
-from cadenza.status.decisions import in_json
-from cadenza.status.formats import some
+from cadenza.status.formats import in_json, some
 from cadenza.status.plain import host_copy
 
 T = TypeVar("T")

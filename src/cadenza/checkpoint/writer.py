@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import proxy
-
-from torch import Tensor
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.retention import Member, Retention
@@ -46,12 +45,10 @@ class CheckpointWriter:
         self.store: Store = store
         self.weights_only: bool = weights_only
         self.retention: Retention = Retention(store)
-        self.background: bool = True
-        """Whether to write in a thread: if all callbacks allow it."""
-        self.strict: bool = False
-        """Whether to raise the error of a failed write: if one callback asks for it. Otherwise the write is repeated."""
-        self.grace_s: float | None = None
-        """The shortest time between a signal and the end of the process that a callback knows of."""
+        buffers = DeviceBuffers() if session.driver.device.type == "cuda" else HostBuffers()
+        self.attempts: Attempts = Attempts(store, self._sync, self._prune, self._notify, buffers=buffers)
+        """The thread that writes."""
+        self._begun = False
         self._together = session.driver.shards or (session.driver.world_size > 1 and not weights_only)
         """Whether all ranks write: shards, or the state that only a rank has. Otherwise the main process does."""
         self._saved_at: Counters | None = None
@@ -65,15 +62,7 @@ class CheckpointWriter:
         self._postponed_at: int | None = None
         self._told_best = False
         self._fixed: dict[str, Any] = {}
-        self._buffers = DeviceBuffers() if session.driver.device.type == "cuda" else HostBuffers()
-        self._attempts: Attempts | None = None
         self._half_changed = False
-
-    @property
-    def attempts(self) -> Attempts:
-        """The thread that writes."""
-        assert self._attempts is not None, "the run has begun"
-        return self._attempts
 
     @property
     def names(self) -> list[str]:
@@ -81,11 +70,11 @@ class CheckpointWriter:
         return [*self.retention.members]
 
     def join(self, member: Member, *, background: bool, strict: bool, grace_s: float | None) -> None:
-        """Add a callback, before the run begins."""
+        """Add a callback, before the run begins. What one of them asks for counts for all."""
         self.retention.members[member.name] = member
-        self.background &= background
-        self.strict |= strict
-        self.grace_s = min((one for one in (self.grace_s, grace_s) if one is not None), default=None)
+        self.attempts.background &= background
+        self.attempts.repeats &= not strict
+        self.attempts.grace_s = min(self.attempts.grace_s, math.inf if grace_s is None else grace_s)
 
     def begin(self) -> None:
         """Start, after a restore: check that the run can be saved, and complete what a killed process left unfinished.
@@ -93,21 +82,11 @@ class CheckpointWriter:
         Raises:
             StateError: The state of a callback cannot be saved; the message names the callback.
         """
-        if self._attempts is not None:  # another callback has started it
+        if self._begun:  # another callback has started it
             return
-        session = self.session
-        self._attempts = Attempts(
-            self.store,
-            self._sync,
-            self._prune,
-            lambda: session.acts.after_step(self.take_results),
-            background=self.background,
-            repeats=not self.strict,
-            grace_s=self.grace_s,
-            meeting=session.driver.aside() if self._together else ALONE,
-            fetched=self._buffers.fetched,
-            written=self._buffers.take_back if self.background else list,
-        )
+        self._begun, session = True, self.session
+        if self._together:
+            self.attempts.meeting = session.driver.aside()
         for member in self.retention.members.values():
             member.begin(session.progress, session.step.window.size)
         snapshot.check_states(session)  # now, not when the first checkpoint is due
@@ -143,7 +122,7 @@ class CheckpointWriter:
             OSError: A write has failed, and `strict`.
         """
         session = self.session
-        if self._attempts is None or self._half_changed or session.sync.requests.is_broken:
+        if not self._begun or self._half_changed or session.sync.requests.is_broken:
             return
         self.take_results()
         asking = {*(names or self.names), *self._asked}
@@ -182,14 +161,14 @@ class CheckpointWriter:
         Raises:
             OSError: The write has failed, and `strict`.
         """
-        if self._attempts is None:
+        if not self._begun:
             return
         with self.session.progress.aside(), self.session.hooks.timed("saving"):
             self.attempts.stop()
             if self.attempts.failed is not None and (self.session.sync.together or not self.attempts.failed.together):
                 self.attempts.finish()
             self.take_results()
-            self._buffers.take_back(())
+            self.attempts.buffers.take_back(())
 
     def report_best(self) -> None:
         """Record the best checkpoints as a decision, at the end of a run: their values, steps and paths."""
@@ -206,7 +185,7 @@ class CheckpointWriter:
     @property
     def lost(self) -> str | None:
         """The reason why the last checkpoint of the run is lost; None if it is written."""
-        if self._attempts is None or (save := self._attempts.failed) is None:
+        if (save := self.attempts.failed) is None:
             return None
         return (
             f"the run ended, and its last checkpoint, of step {save.at.step}, could not be written to {self.store.files} in "
@@ -294,7 +273,7 @@ class CheckpointWriter:
         if session.cursor.in_epoch and progress.batch_in_epoch == progress.batches_per_epoch:
             savers = {name for saver in session.savers if isinstance(saver, CheckpointWriter) for name in saver.names}
             others = [one for one in hooks.by_moment.get(Callback.on_epoch_end, ()) if one.owner not in savers]
-            waits = not any(hooks.callbacks[one.owner].asks if one.asks is None else one.asks for one in others)
+            waits = all(one.silent for one in others)
         return bool(session.driver.broadcast(waits)) if session.sync.together else waits
 
     def _save(self, reason: str, asking: Collection[str]) -> None:
@@ -311,9 +290,10 @@ class CheckpointWriter:
         if session.is_main or together:
             at = self._saved_at = session.progress.now()
             self._newest, self._late = None, set()
-            copy = self._buffers.copy if self.background else host_view  # nothing changes while this thread writes
+            buffers = self.attempts.buffers
+            copy = buffers.copy if self.attempts.background else host_view  # nothing changes while this thread writes
             content = taken.content(weights_only=self.weights_only, averaged=retention.averaged(at.step), copy=copy)
-            self._buffers.copied()
+            buffers.copied()
             content.facts |= {**retention.facts(at, asking, session.progress.batches_per_epoch), "best": []}
             if retention.watching:
                 self._add_bests(content, at.step)
@@ -345,6 +325,9 @@ class CheckpointWriter:
     def _prune(self, saved: Saved) -> list[str]:
         return self.retention.apply(saved) if self.session.is_main else []
 
+    def _notify(self) -> None:
+        self.session.acts.after_step(self.take_results)
+
     def _take_up(self) -> None:
         """Report changes of the rules, set the links, and delete what a killed process was about to delete."""
         session, retention = self.session, self.retention
@@ -355,15 +338,11 @@ class CheckpointWriter:
         retention.sets = frozenset(
             link for link, first in ((LAST, [*whole, *beside][0]), (BEST, bests[0] if bests else None)) if first is self
         )
-        changes, left, missing = retention.begin([name for one in beside for name in one.names])
-        for sentence in (*changes, *left):
+        changes, missing = retention.begin([name for one in beside for name in one.names])
+        for sentence in changes:
             session.decide("rules changed", sentence, who=", ".join(self.names))
-        for sentence in (*changes, *left, *missing):
+        for sentence in (*changes, *missing):
             session.warn(sentence)
-        newest = max(retention.known, key=lambda one: one.rank, default=None)
-        at_newest = newest is not None and newest.name == self.store.branch.at and not newest.abandoned
-        if at_newest and not changes and not retention.is_settled:
-            retention.apply()
 
     def _report(self, save: Save, saved: Saved, pruned: list[str] | Exception) -> None:
         decide, facts, reason = self.session.decide, save.content.facts, save.content.facts["reason"]
@@ -380,10 +359,11 @@ class CheckpointWriter:
     def _report_failure(self, save: Save, error: Exception) -> None:
         step, who = save.at.step, ", ".join(save.content.facts["asked_by"])
         self.session.decide("not saved", f"step {step}: {error!r}", who=who, data={"step": step, "error": repr(error)})
+        strict = not self.attempts.repeats
         told = f"the checkpoint of step {step} could not be written, and the training"
-        ends = f"ends: {error!r}" if self.strict else f"goes on: {error!r}. It is tried again until the next save"
+        ends = f"ends: {error!r}" if strict else f"goes on: {error!r}. It is tried again until the next save"
         self.session.warn(f"{told} {ends}")
-        if self.strict:
+        if strict:
             self._asked = {}  # or the end of the run would carry out a save that was due at the same step boundary
             raise error
 
@@ -433,49 +413,34 @@ class Result(NamedTuple):
     """The names of the deleted checkpoints, or the error of the deletion."""
 
 
+@dataclass(slots=True, eq=False)
 class Attempts:
-    """Writes one checkpoint at a time, until it is written.
+    """Writes one checkpoint at a time, until it is written."""
 
-    Args:
-        store: The store to write to.
-        sync: Called before each attempt, to flush the files that the checkpoint refers to. An OSError is ignored: lost rows are
-            written again from the history when the run continues.
-        prune: Called after a write, to delete the checkpoints that are no longer kept; returns their names.
-        notify: Called after each addition to `results`, on the thread that writes.
-        background: Make the first attempt in a thread. Further attempts are always made in a thread.
-        repeats: Make further attempts, with growing pauses, until `stop`.
-        grace_s: The seconds between a signal and the end of the process; None if unknown. If the time may be too short for the
-            whole checkpoint, its weights are written first.
-        meeting: The ranks that write a `Save` together. Then each rank must start and stop, and all ranks make the same number
-            of attempts.
-        fetched: Returns the content of a checkpoint on the host; called on the thread that writes.
-        written: Called with the tensors of a checkpoint when it is written, on the thread that writes. Nothing here reads
-            them any more.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        sync: Callable[[], object],
-        prune: Callable[[Saved], list[str]],
-        notify: Callable[[], object],
-        *,
-        background: bool = True,
-        repeats: bool = True,
-        grace_s: float | None = None,
-        meeting: Meeting = ALONE,
-        fetched: Callable[[Content], Content] = lambda content: content,
-        written: Callable[[list[Tensor]], object] = list,
-    ) -> None:
-        self.store: Store = store
-        self._sync, self._prune, self._notify = sync, prune, notify
-        self._background, self._repeats, self._grace_s = background, repeats, grace_s
-        self._meeting, self._fetched, self._written = meeting, fetched, written
-        self.results: deque[Result] = deque()
-        self._unsaved: Save | None = None  # the newest checkpoint while it is not written
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._bytes_per_s = _BYTES_PER_S
+    store: Store
+    sync: Callable[[], object]
+    """Called before each attempt, to flush the files that the checkpoint refers to. An OSError is ignored: lost rows are
+    written again from the history when the run continues."""
+    prune: Callable[[Saved], list[str]]
+    """Called after a write, to delete the checkpoints that are no longer kept; returns their names."""
+    notify: Callable[[], object]
+    """Called after each addition to `results`, on the thread that writes."""
+    background: bool = True
+    """Whether the first attempt is made in a thread. Further attempts are always made in a thread."""
+    repeats: bool = True
+    """Whether further attempts are made, with growing pauses, until `stop`. Else the first error is raised."""
+    grace_s: float = math.inf
+    """The seconds between a signal and the end of the process. If the time may be too short for the whole checkpoint, its
+    weights are written first."""
+    meeting: Meeting = ALONE
+    """The ranks that write a `Save` together. Each rank must start and stop, and all make the same number of attempts."""
+    buffers: HostBuffers = field(default_factory=HostBuffers)
+    """Brings the content to the host, and takes its memory back when it is written."""
+    results: deque[Result] = field(default_factory=deque, init=False)
+    _unsaved: Save | None = field(default=None, init=False)  # the newest checkpoint while it is not written
+    _stopped: threading.Event = field(default_factory=threading.Event, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _bytes_per_s: float = field(default_factory=lambda: _BYTES_PER_S, init=False)
 
     @property
     def busy(self) -> bool:
@@ -491,13 +456,13 @@ class Attempts:
         """Make the first attempt. Call `stop` before."""
         self._stopped.clear()
         self._unsaved = save
-        if not self._background:
+        if not self.background:
             if self._attempt(save):
                 return
-            if self._repeats:
+            if self.repeats:
                 save.content = save.content.mapped(host_copy)  # the training goes on and changes the tensors
-        first = [0.0] if self._background else []
-        pauses_s = chain(first, PAUSES_S, repeat(PAUSES_S[-1])) if self._repeats else first
+        first = [0.0] if self.background else []
+        pauses_s = chain(first, PAUSES_S, repeat(PAUSES_S[-1])) if self.repeats else first
         # No daemon: the process must not end while a checkpoint is half written.
         self._thread = threading.Thread(target=self._repeat, args=(save, pauses_s), name="cadenza-checkpoint", daemon=False)
         self._thread.start()
@@ -511,7 +476,7 @@ class Attempts:
 
     def finish(self) -> None:
         """Make the last attempts, in the calling thread. Call `stop` before."""
-        if self.failed is not None and self._repeats:
+        if self.failed is not None and self.repeats:
             self._stopped.clear()
             self._repeat(self.failed, LAST_PAUSES_S)
 
@@ -524,20 +489,22 @@ class Attempts:
         """Write a checkpoint, then prune; return whether it is written."""
         save.attempts += 1
         with suppress(OSError):
-            self._sync()
+            self.sync()
         try:
-            save.content = content = self._fetched(save.content)
-            if save.signalled_at is not None and self._grace_s is not None:
-                self._write_weights_first(content, self._grace_s - (time.monotonic() - save.signalled_at))
+            save.content = content = self.buffers.fetched(save.content)
+            if save.signalled_at is not None:
+                self._write_weights_first(content, self.grace_s - (time.monotonic() - save.signalled_at))
             began = time.monotonic()
-            saved = self.store.write_together(content, self._meeting) if save.together else self.store.write(content)
+            saved = self.store.write_together(content, self.meeting) if save.together else self.store.write(content)
             self._bytes_per_s = content.nbytes / max(time.monotonic() - began, 1e-6)
         except Exception as error:
             save.error = error
             if save.attempts == 1:
                 self._report(Result(save, error, []))
             return False
-        self._written(content.emptied())
+        tensors = content.emptied()
+        if self.background:
+            self.buffers.take_back(tensors)
         pruned = self._pruned(saved)
         self._unsaved = None
         self._report(Result(save, saved, pruned))
@@ -545,18 +512,18 @@ class Attempts:
 
     def _report(self, result: Result) -> None:
         self.results.append(result)
-        self._notify()
+        self.notify()
 
     def _pruned(self, saved: Saved) -> list[str] | Exception:
         try:
-            return self._prune(saved)
+            return self.prune(saved)
         except Exception as error:  # the checkpoint is written, and that counts
             return error
 
     def _write_weights_first(self, content: Content, left_s: float) -> None:
         """Write the weights alone if the time may be too short for the whole checkpoint. Shards are not written alone."""
         sharded = content.model_shards or content.shards
-        if self._meeting.rank or sharded or content.facts.get("weights_only") or content.nbytes / self._bytes_per_s <= left_s:
+        if self.meeting.rank or sharded or content.facts.get("weights_only") or content.nbytes / self._bytes_per_s <= left_s:
             return
         facts = {**content.facts, "weights_only": True, "reason": f"{content.facts['reason']}, weights first"}
         left_out = {LEFT_OUT: content.plain[LEFT_OUT]} if LEFT_OUT in content.plain else {}
@@ -570,9 +537,9 @@ class Attempts:
         while True:
             stopped = self._stopped.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
             try:
-                everyone = self._meeting.gather_on_main((stopped, time.monotonic() >= deadline))
+                everyone = self.meeting.gather_on_main((stopped, time.monotonic() >= deadline))
                 stops = any(stopped for stopped, _ in everyone)
-                stops, over = self._meeting.broadcast((stops, all(over for _, over in everyone)))
+                stops, over = self.meeting.broadcast((stops, all(over for _, over in everyone)))
             except RuntimeError:  # another rank is gone, and nothing can be written together
                 return True
             if stops or over:

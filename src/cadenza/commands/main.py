@@ -21,6 +21,7 @@ COMMANDS = {
     "compat": "say which hooks and attributes of a Hugging Face, Lightning or Keras callback work here",
     "runs": "list the runs below a folder, with their best values",
     "watch": "follow a run in the terminal",
+    "ask": "ask a run for its status, values, decisions or problems, in a form for programs",
     "step": "name the samples that each rank read in a step",
     "why": "say why a run stopped, or took another decision",
     "compare": "compare runs: arguments, values, curves, environment",
@@ -33,6 +34,7 @@ COMMANDS = {
 _IN_WINGS = {
     "compat": "cadenza.compat.command",
     **{name: f"cadenza.report.commands.{name}" for name in ("runs", "watch", "why", "compare", "report", "replay")},
+    **{name: f"cadenza.steering.commands.{name}" for name in ("ask",)},
     **{name: f"cadenza.timetravel.commands.{name}" for name in ("step", "capsule")},
 }
 """The modules of commands that are not in this package."""
@@ -110,7 +112,7 @@ def _run(argv: list[str]) -> int:
     own, rest = argv, list[str]()
     if argv[:1] == ["plan"] and "--" in argv:  # the rest is for the script
         own, rest = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    whole = parser(own)
+    whole = parser(own[:1])
     arguments, unknown = whole.parse_known_args(own)
     if unknown:
         getattr(arguments, "parser", whole).error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -12,8 +12,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from cadenza.status.decisions import in_json
 from cadenza.status.folding import folded, printable
+from cadenza.status.formats import in_json
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -26,7 +28,7 @@ from cadenza.drivers.agreeing import Meeting
 from cadenza.drivers.base import Driver, Reduction
 from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.failing import Failure, Post, Posts, own_client
-from cadenza.drivers.joining import join, launched, rendezvous_of
+from cadenza.drivers.joining import check_open_files, join, launched, rendezvous_of
 from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard
@@ -102,7 +104,8 @@ def _work(started: SimpleQueue[tuple[Tree, Tensor, Combine, Future[Tensor]] | No
 _TREE_FROM = 16  # ranks: with fewer, the ring of gloo takes less time than messages that a thread of Python sends
 _TREE_UP_TO = 64 * 2**10  # bytes: the ring sends each part of a larger tensor twice, the tree the whole one six times
 _LARGEST_EXCHANGE = 64 * 2**20  # bytes: the copies that an exchange needs take no more memory
-_CONTROL: WeakKeyDictionary[Any, dict[tuple[float, str], Any]] = WeakKeyDictionary()  # by default group
+_SHARED: WeakKeyDictionary[Any, dict[tuple[float, str], Any]] = WeakKeyDictionary()  # by default group
+_TREE_TAG = 1  # of the messages between two ranks; those with other tags are no part of sums
 _SUM = (dist.ReduceOp.SUM, torch.add)
 _OPERATIONS = {
     **dict.fromkeys(("mean", "sum", "total"), _SUM),
@@ -135,16 +138,19 @@ class GroupDriver(Driver):
         self.device: torch.device = _device(device, self.local_rank, kind)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            check_open_files(dist.get_world_size(), 1, serves_store=False)
+        else:
             if at is None:
                 raise DistributedError("RANK or WORLD_SIZE is missing: start all processes with torchrun or srun")
+            check_open_files(at.ranks, 2, serves_store=at.rank == 0 and not at.hosted)
             join(at, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", timeout_s)
             atexit.register(_leave)
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self.reduces: bool = self.world_size > 1
-        self._hosts = self._control_group()
-        self._tree = self._new_tree() if self.world_size >= _TREE_FROM else None
+        self._hosts = self._shared("group", self._new_group)
+        self._tree: Tree | None = self._shared("tree", self._new_tree) if self.world_size >= _TREE_FROM else None
         self._of_data: Any = None
         self.to_device: Mover = Mover(self.device)
         self._number, self._run = self._count(), 0
@@ -158,29 +164,25 @@ class GroupDriver(Driver):
         except (RuntimeError, ValueError):  # a backend without a store
             return 0
 
-    def _control_group(self, purpose: str = "") -> Any:
-        """Return the group in which this driver exchanges values on the host. Every rank must call this.
-
-        It is not the default group, with which the user's code and the reduction of gradients communicate: no collective of
-        theirs can be paired with one of ours. It connects hosts, which does not wait for the device. All drivers of a process
-        group with one timeout use the same.
-        """
-        groups, key = _CONTROL.setdefault(dist.group.WORLD, {}), (self._timeout_s, purpose)
-        if key not in groups:
-            groups[key] = self._new_group()
-        return groups[key]
-
-    def _new_tree(self) -> Tree:
-        """Return the tree for small sums: the all-reduce of gloo is a ring. Every rank must call this."""
-        group, trees = self._control_group("tree"), _CONTROL[dist.group.WORLD]
-        key = self._timeout_s, "the tree of the group"  # one thread for all drivers
-        if key not in trees:
-            trees[key] = Tree(self.rank, self.world_size, partial(dist.send, group=group), partial(dist.recv, group=group))
-        return trees[key]  # type: ignore[no-any-return]
+    def _shared(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what all drivers of a process group with one timeout share."""
+        shared, key = _SHARED.setdefault(dist.group.WORLD, {}), (self._timeout_s, name)
+        if key not in shared:
+            shared[key] = make()
+        return shared[key]
 
     def _new_group(self) -> Any:
-        """Return another group of all hosts. Every rank must call this."""
+        """Return the group in which values are exchanged on the host. Every rank must call this.
+
+        It is not the default group, with which the user's code and the reduction of gradients communicate: no collective of
+        theirs can be paired with one of ours. It connects hosts, which does not wait for the device.
+        """
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+
+    def _new_tree(self) -> Tree:
+        """Return the tree for small sums: the all-reduce of gloo is a ring."""
+        of_tree = {"group": self._hosts, "tag": _TREE_TAG}
+        return Tree(self.rank, self.world_size, partial(dist.send, **of_tree), partial(dist.recv, **of_tree))
 
     def data_group(self) -> Any:
         if self.tensor_parallel > 1 and self._of_data is None:
@@ -227,24 +229,33 @@ class GroupDriver(Driver):
         return everyone
 
     def gather_on_main(self, value: Any) -> list[Any]:
-        return self._gathered_on_main(value, self._hosts)
-
-    def aside(self) -> Meeting:
-        group = self._new_group()
-        exchanges = partial(self._gathered_on_main, group=group), partial(self._broadcast, group=group)
-        return Meeting(self.rank, self.world_size, *exchanges)
-
-    def _gathered_on_main(self, value: Any, group: Any) -> list[Any]:
         everyone = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, everyone, dst=0, group=group)
+        dist.gather_object(value, everyone, dst=0, group=self._hosts)
         return everyone or []
 
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        return self._broadcast(value, self._hosts, source)
+    def aside(self) -> Meeting:
+        # Messages with a tag of their own: another group would connect each rank with each once more.
+        tag = next(self._shared("tags", partial(count, _TREE_TAG + 1)))
+        others = [rank for rank in range(self.world_size) if rank]
+        to, of = partial(_send, group=self._hosts, tag=tag), partial(_receive, group=self._hosts, tag=tag)
 
-    def _broadcast(self, value: Any, group: Any, source: int = 0) -> Any:
+        def gather_on_main(value: Any) -> list[Any]:
+            if self.is_main:
+                return [value, *(of(rank) for rank in others)]
+            to(value, [0])
+            return []
+
+        def broadcast(value: Any) -> Any:
+            if not self.is_main:
+                return of(0)
+            to(value, others)
+            return value
+
+        return Meeting(self.rank, self.world_size, gather_on_main, broadcast)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
         parcel = [value]
-        dist.broadcast_object_list(parcel, src=source, group=group, device=torch.device("cpu"))
+        dist.broadcast_object_list(parcel, src=source, group=self._hosts, device=torch.device("cpu"))
         return value if self.rank == source else parcel[0]
 
     def barrier(self) -> None:
@@ -345,6 +356,22 @@ class GroupDriver(Driver):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.device)!r}, rank {self.rank} of {self.world_size})"
+
+
+def _send(value: Any, ranks: Iterable[int], *, group: Any, tag: int) -> None:
+    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    parts = torch.tensor([content.numel()]), content
+    started = [dist.isend(part, rank, group, tag) for rank in ranks for part in parts]
+    for message in started:
+        message.wait()  # type: ignore[union-attr]  # None outside of the group
+
+
+def _receive(rank: int, *, group: Any, tag: int) -> Any:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, rank, group, tag)
+    content = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(content, rank, group, tag)
+    return pickle.loads(content.numpy().tobytes())
 
 
 def _exchange_flat(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # where torch documents them
 
 from cadenza.errors import DistributedError
+from cadenza.status.formats import counted
 
 
 class Rendezvous(NamedTuple):
@@ -68,6 +69,36 @@ def rendezvous_of(environment: Mapping[str, str] = os.environ) -> Rendezvous | N
 
 _NCCL_WAITS_LONGER = timedelta(seconds=60)
 """NCCL ends a process in which a collective waits too long. Before, the exchange on the hosts names the rank that is late."""
+
+
+_FILES_OF_GROUP = 4  # of gloo, beside a connection to each rank
+_OTHER_FILES = 12  # clients of the store, and the files of a checkpoint that is being written
+
+
+def check_open_files(ranks: int, groups: int, *, serves_store: bool) -> None:
+    """Check that this process may open the files that its connections to the other ranks need.
+
+    Args:
+        ranks: The number of ranks.
+        groups: The number of process groups that it will make.
+        serves_store: Whether each rank connects to its store, with two clients.
+
+    Raises:
+        DistributedError: ``ulimit -n`` is too small.
+    """
+    try:
+        import resource
+
+        limit, there = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/dev/fd"))
+    except (ImportError, OSError):  # not on this system
+        return
+    needed = there + groups * (ranks + _FILES_OF_GROUP) + 2 * ranks * serves_store + _OTHER_FILES
+    if 0 <= limit < needed:
+        raise DistributedError(
+            f"this process may have {limit} files open, and needs {needed}: it has {there}, and each of "
+            f"{counted(groups, 'group')} of {ranks} ranks keeps a connection to each rank. Raise it before the start, as "
+            f"with ulimit -n {2 * needed}."
+        )
 
 
 def join(at: Rendezvous, backend: str, timeout_s: float) -> None:

@@ -20,13 +20,12 @@ from cadenza.drivers.materializing import tensors_of
 from cadenza.engine.objective import supervised
 from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
 from cadenza.files.paths import local_path
-from cadenza.hooks.counting import kept
-from cadenza.hooks.length import Length
+from cadenza.hooks.counting import Length, kept
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule
+from cadenza.loading.evaluation import Metric
 from cadenza.loading.loaders import check_loader, length_of
-from cadenza.loading.metrics import Metric
 from cadenza.loading.mixture import Mixture
 from cadenza.loading.rng import preserve_rng_state, seed_all
 from cadenza.loading.shards import Shard, check_enough_batches

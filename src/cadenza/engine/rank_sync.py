@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from signal import Signals
 from typing import Any, ClassVar
@@ -37,43 +37,15 @@ from cadenza.drivers.base import Driver
 from cadenza.engine.arguments import units_of_changes
 from cadenza.engine.metric_log import is_number, mean_on_its_way, mean_over_ranks
 from cadenza.engine.objective import count_in, counted_tokens, reported_tokens
-from cadenza.engine.step_state import Cursor, Decide, StepState, number_on_host
+from cadenza.engine.step_state import Cursor, Decide, SharedProgress, StepState, number_on_host
 from cadenza.errors import LossError
 from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.metric_buffer import MetricBuffer
 from cadenza.status.decisions import Decision, Requests
 from cadenza.status.progress import Counters, Progress
-
-
-class SharedProgress(Progress):
-    """Counters of one among multiple ranks. The elapsed time is the one that all ranks agreed on before the current step.
-
-    So a schedule of every ten minutes is due on all ranks at the same step.
-    """
-
-    __slots__ = ("_agreed_s",)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since this fit began, the same on all ranks."""
-        return self._agreed_s
-
-    @property
-    def own_s(self) -> float:
-        """Seconds since this fit began on this rank."""
-        return super().elapsed_s
-
-    def agree(self, elapsed_s: float) -> None:
-        """Set the time that all ranks agreed on."""
-        self._agreed_s = elapsed_s
-
-    def begin(self, origin: Counters, batches_per_epoch: int | None) -> None:
-        super().begin(origin, batches_per_epoch)
-        self._agreed_s = 0.0
 
 
 @dataclass(eq=False, repr=False)
@@ -93,6 +65,8 @@ class RankSync:
     """The requests that are not carried out yet."""
     broken: bool = field(default=False, init=False)
     """Whether the run has failed: other ranks may not know it yet, so nothing is exchanged any more."""
+    holds_back: bool = field(default=False, init=False)
+    """Whether the gradients of the current batch stay on this rank until a later batch."""
     _samples: int = field(default=0, init=False)
     _counted: int = field(default=0, init=False)  # the tokens of the batch by `count_tokens`
 
@@ -135,13 +109,8 @@ class RankSync:
         return samples, tokens
 
     def _reported_tokens(self) -> int:
-        limit = None if self._step.skipping else self._progress.max_tokens
-        return reported_tokens(self._step.outputs, count=self.count_tokens, limit=limit)
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether the gradients of the current batch stay on this rank until a later batch."""
-        return False
+        step, limit = self._step, self._progress.max_tokens
+        return reported_tokens(step.outputs, count=self.count_tokens, limit=None if step.skipping else limit)
 
     def expect_drops(self) -> None:
         """Exchange with each batch how many ranks drop theirs alone. Every rank must call this, before the first step."""
@@ -161,9 +130,6 @@ class RankSync:
 
     def take_no_part(self, loss: Tensor) -> None:
         """Reduce the gradients of a batch that this rank drops alone: it adds nothing."""
-
-    def check_skip(self, listener: Listener | None) -> None:
-        """Raise `RuntimeError` if `listener` may not skip a batch, as the other ranks do not expect it."""
 
     def agree_on_skip(self, moment: Moment) -> None:
         """Skip the batch on all ranks if a hook of `moment` skips it on one. Communicates: every rank must call this."""
@@ -213,9 +179,6 @@ class RankSync:
 # -- multiple ranks ---------------------------------------------------------------------------------
 
 
-STEPS = (2, 8, 32, 128)
-"""The numbers of steps for which ranks that expect different calls may agree to exchange nothing."""
-
 LONGEST_S = 0.25
 """The longest time without an exchange, in seconds: a signal waits for so long."""
 
@@ -226,7 +189,7 @@ AT_START, AT_LOSS, AT_END = range(3)
 
 
 class Silence:
-    """The quiet windows of a run: steps in which ranks exchange nothing, because no listener is due on any rank.
+    """The quiet windows of a run: steps in which ranks exchange nothing, because all listeners that are due are silent.
 
     All numbers are those that the ranks have exchanged, so that all ranks come to the same result.
     """
@@ -242,34 +205,29 @@ class Silence:
 
     @staticmethod
     def votes(quiet: float) -> list[int]:
-        """Return what a rank sends that expects `quiet` steps without a call: their number, its square, the `STEPS` within."""
+        """Return what a rank sends that expects `quiet` steps without a call: their number and its square."""
         expected = int(max(0, min(quiet, _MOST)))
-        return [expected, expected * expected, *(expected >= steps for steps in STEPS)]
+        return [expected, expected * expected]
 
-    def measure(self, step: int, elapsed_s: float) -> None:
-        """Note the seconds since the fit began, by the clock of all ranks, at a number of complete steps."""
-        if self._measured is None or step > self._measured[0]:
-            before, then_s = self._measured or (step - 1, 0.0)
-            self._pace_s = (elapsed_s - then_s) / (step - before)  # since the last exchange: a pause is soon forgotten
-            self._measured = step, elapsed_s
+    def agree(self, votes: Sequence[float], ranks: int, step: int, elapsed_s: float) -> None:
+        """Start the quiet window that all ranks voted for, or a part that is short enough at the pace of the last steps.
 
-    def agree(self, votes: Sequence[float], ranks: int, first: int) -> None:
-        """Start the longest quiet window that all ranks voted for and that is short enough at the pace of the last steps.
-
-        Ranks that expect the same number of steps get a window of this length. Others get one of `STEPS`.
+        There is none if ranks expect different numbers of steps: their callbacks are the same, so this does not last.
 
         Args:
             votes: The sums of the votes of all ranks.
             ranks: The number of ranks.
-            first: The number of complete steps at which the window starts.
+            step: The number of complete steps. The window starts after the step under way.
+            elapsed_s: The seconds since the fit began, by the clock of all ranks.
         """
-        total, squares, *each = votes
-        if total * total == squares * ranks:  # only if all numbers are equal
-            agreed = total // ranks
-        else:
-            agreed = max((steps for steps, sure in zip(STEPS, each, strict=True) if sure == ranks), default=0)
+        if self._measured is None or step > self._measured[0]:
+            before, then_s = self._measured or (step - 1, 0.0)
+            self._pace_s = (elapsed_s - then_s) / (step - before)  # since the last exchange: a pause is soon forgotten
+            self._measured = step, elapsed_s
+        total, squares = votes
+        agreed = total // ranks if total * total == squares * ranks else 0  # which holds only if all numbers are equal
         steps = int(min(agreed, LONGEST_S / self._pace_s if self._pace_s else agreed))
-        self._until = first + steps if steps else 0
+        self._until = step + 1 + steps if steps else 0  # the other batches of the step under way are announced
 
 
 @dataclass(eq=False, repr=False)
@@ -292,21 +250,20 @@ class SharedSync(RankSync):
 
     def __post_init__(self) -> None:
         self._uneven |= bool(self._stepped)
-        hooks, progress = self._hooks, self._progress
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
         self._synchronized = False  # no request can have come since the last exchange
-        self._quiet = self._leave_sent = self._late = False
+        self._speaks = True  # a hook may have made a request, or logged, in this step
+        self._waits = False  # as all ranks know, a request or numbers of a rank wait for the end of this step
         self._given: int | None = 0
         self._tokens = 0  # those of this rank that are not sent yet
-        schedules = (one.schedule for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None)
-        units = {length.unit for schedule in schedules for length in schedule.lengths}
-        self._by_tokens = progress.max_tokens is not None  # all ranks must know the tokens of each batch
-        self._exact = self._by_tokens  # no quiet window: the counters must be those of this step
-        self.depends_on(units | units_of_changes(self._step.most, progress))
+        units: set[str] = {length.unit for trigger in self._hooks.triggers.values() for length in trigger.schedule.lengths}
+        units |= units_of_changes(self._step.most, self._progress) | ({"token"} if self._progress.max_tokens else set())
+        self._by_tokens = "token" in units  # all ranks must know the tokens of each batch
+        self._exact = bool(exchanged(units))  # no quiet window: the counters must be those of this step
         self._silence = Silence()
         self._announced: Callable[[], Tensor] | None = None  # what ranks exchange with a batch
         self._boundary: tuple[Counters, Callable[[], Tensor]] | None = None  # what they exchange at the end of a step
-        self._held_back: AbstractContextManager[None] | None = None
+        self._holding = ExitStack()
         self._drops = False  # a batch may be dropped on this rank when its loss is known
         self._weighs = False  # a batch is announced with its weight
         self._weight: float | None = None
@@ -318,10 +275,7 @@ class SharedSync(RankSync):
         self._exact |= bool(exchanged(units))
 
     def over(self) -> bool:
-        if self._progress.finished:
-            return True
-        self.leaves()
-        return self._ends
+        return self._progress.finished or (self.leaves() and self._ends)
 
     def leaving_epoch(self) -> bool:
         return self._cursor.exhausted or self._progress.finished or self.leaves()
@@ -343,12 +297,12 @@ class SharedSync(RankSync):
         if self._uneven and not driver.shards:
             driver.share_buffers(self._model)  # as the wrapper of DDP does, which a step_fn does not call
         if not step.skipping and window.seen < window.size and not self._progress.at_last_batch and self._may_hold_back():
-            self._held_back = driver.no_sync(self._model)  # gradients are reduced once a step, with its last batch
-            self._held_back.__enter__()
+            self._holding.enter_context(driver.no_sync(self._model))  # gradients are reduced with the last batch
+            self.holds_back = True
 
     def end_batch(self) -> tuple[int, int]:
         step, window = self._step, self._step.window
-        if self._held_back is not None:
+        if self.holds_back:
             self.close()
             window.unreduced |= not step.skipping
         else:
@@ -360,25 +314,13 @@ class SharedSync(RankSync):
         self._announce(AT_END)
         return self._read()
 
-    @property
-    def holds_back(self) -> bool:
-        return self._held_back is not None
-
     def close(self) -> None:
-        held_back, self._held_back = self._held_back, None
-        if held_back is not None:
-            held_back.__exit__(None, None, None)
+        self._holding.close()
+        self.holds_back = False
 
     def agree_on_skip(self, moment: Moment) -> None:
         if self._hooks.may_skip(moment) and self._driver.any_rank(self._step.skipping):
             self._step.skip()  # else the others would wait for its gradients
-
-    def check_skip(self, listener: Listener | None) -> None:
-        if listener is not None and not self._hooks.can_skip(listener):
-            setting = "skips = False" if self._hooks.callbacks[listener.owner].asks else "asks = False"
-            raise RuntimeError(
-                f"{listener.owner} has {setting}, so the other ranks do not expect it to skip a batch. Remove {setting}."
-            )
 
     def expect_drops(self) -> None:
         self._drops = True
@@ -407,7 +349,7 @@ class SharedSync(RankSync):
             self._step.weight_unit = 2.0 ** round(math.log2(total / self._driver.data_world_size))
 
     def take_no_part(self, loss: Tensor) -> None:
-        if self._held_back is None:
+        if not self.holds_back:
             self._driver.add_no_gradients(self._model, loss)
 
     def _may_hold_back(self) -> bool:
@@ -448,12 +390,14 @@ class SharedSync(RankSync):
     def _announce(self, when: int) -> None:
         """Start the exchange for a batch, unless it is early for that, it has started, or this is a quiet step."""
         progress = self._progress
-        if when < self._announces or self._announced is not None:
+        is_quiet = self._silence.covers(progress.step) and not self._weighs
+        if when < self._announces or self._announced is not None or is_quiet:
             return
-        if self._silence.covers(progress.step) and not self._weighs:
-            return
-        may_speak = self._may_speak()
-        quiet = 0 if may_speak else self._hooks.next_call(progress, asking=False) - progress.step - 2
+        is_due = self._hooks.next_call(progress, late=True) <= progress.step + 1
+        may_speak = (
+            self._uneven or self._buffer.holds_numbers or is_due
+        )  # a hook may still make a request, or log, in this step
+        quiet = 0 if may_speak else self._hooks.next_call(progress, late=False) - progress.step - 2
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
         dropped = self._step.dropped and self._driver.counts
         flags = [self._samples, self._tokens, self.requests.leave, may_speak, passed_ns, dropped]
@@ -465,13 +409,14 @@ class SharedSync(RankSync):
     def _read(self) -> tuple[int, int]:
         """Read what all ranks have announced; return the samples and the tokens in their batches."""
         if self._announced is None:
-            self._leave_sent, self._quiet = False, True
+            self._speaks = False
             return 0, 0
         samples, tokens, leave, may_speak, passed_ns, drops, *votes, weighed, weight = self._announced().tolist()
         self._announced = None
         self._step.drops = int(drops)
         self._step.window.left_out += int(drops)
-        self._leave_sent, self._quiet = bool(leave), not may_speak
+        self._waits |= bool(leave)
+        self._speaks = bool(may_speak)
         ranks, progress = self._driver.world_size, self._progress
         if weighed:
             self._step.window.of_ranks = (self._step.window.of_ranks or 0.0) + weight
@@ -483,15 +428,8 @@ class SharedSync(RankSync):
             progress.agree(passed_ns / ranks / 1e9)
         if leave or self._exact or self._weighs:
             votes = Silence.votes(0)
-        self._silence.measure(progress.step, progress.elapsed_s)
-        self._silence.agree(votes, ranks, progress.step + 1)
+        self._silence.agree(votes, ranks, progress.step, progress.elapsed_s)
         return int(samples), int(tokens)
-
-    def _may_speak(self) -> bool:
-        """Return whether a hook may still make a request, or log, in this step."""
-        if self._uneven or self._buffer.holds_numbers:
-            return True
-        return self._hooks.next_call(self._progress, asking=True) <= self._progress.step + 1
 
     # -- the step boundary -------------------------------------------------------------------------
 
@@ -501,12 +439,12 @@ class SharedSync(RankSync):
         self._collect()
         progress, requests = self._progress, self.requests
         ends = self._cursor.exhausted or progress.finished or progress.batch_in_epoch == progress.batches_per_epoch
-        if ends or self._leave_sent or self._late:  # as all ranks know
+        if ends or self._waits:
             self.synchronize()
             return
-        quiet, self._quiet = self._quiet, False
+        may_speak, self._speaks = self._speaks, True
         self._leave, self._synchronized = False, True
-        if quiet:
+        if not may_speak:
             return
         speaks = acts or requests.leave or self._buffer.holds_numbers or (self._exact and bool(self._samples or self._tokens))
         self._boundary = progress.now(), self._driver.reduce_later(self._own(speaks=speaks))
@@ -538,10 +476,7 @@ class SharedSync(RankSync):
         self._progress.add(int(samples), int(tokens))
         if holds:
             self._buffer.reduce(self._driver, numbers)
-        if leave:
-            self._exchange_requests()
-        self._leave, self._ends, self._synchronized = bool(leave), bool(leave) and self.requests.ends_run, True
-        self._leave_sent = self._quiet = self._late = False
+        self._settle(leave=bool(leave))
 
     def _collect(self) -> None:
         """Read the sums of the last boundary, and complete its record if a rank had numbers. Every rank must call this.
@@ -553,37 +488,38 @@ class SharedSync(RankSync):
         (at, arrived), self._boundary = self._boundary, None
         speaks, _, holds, samples, tokens, *numbers = arrived().tolist()
         self._progress.add(int(samples), int(tokens))
-        self._late |= bool(speaks)
+        self._waits |= bool(speaks)
         if holds:
             self._buffer.reduce_aside(self._driver, numbers, at)
 
     def take_requests(self) -> None:
         self._collect()
-        self._exchange_requests()
-        self._leave, self._synchronized, self._late = True, True, False
-        self._ends = self.requests.ends_run
+        self._settle(leave=True)
 
     def take_stop(self) -> Decision | None:
         return self.requests.stop or self.requests.signalled  # a signal is recorded when all ranks know of it
 
     def mean_loss(self) -> Tensor | None:
-        if self._mean_loss is not None:
-            return self._mean_loss()
-        return mean_over_ranks(self._step.last_window, self._driver, uneven=self._uneven)
+        window = self._step.last_window
+        return self._mean_loss() if self._mean_loss else mean_over_ranks(window, self._driver, uneven=self._uneven)
 
     def loss_to_log(self) -> Tensor | None:
         window = self._step.last_window
         return window.mean_loss() if is_number(window, uneven=self._uneven) else self.mean_loss()
 
-    def _exchange_requests(self) -> None:
+    def _settle(self, *, leave: bool) -> None:
+        """Note what all ranks know now. If the epoch is left, exchange the requests first, and find whether the run ends."""
         requests = self.requests
-        self._note_signal()
-        everyone = self._driver.gather((requests.stop, requests.end_epoch, requests.signalled, requests.signal))
-        stops, ends, signalled, signals = zip(*everyone, strict=True)
-        requests.stop, requests.end_epoch = self._first(stops), self._first(ends)
-        requests.signalled = self._first(signalled)
-        requests.signal = next((signal for signal in signals if signal is not None), None)
-        requests.leave = True
+        if leave:
+            self._note_signal()
+            everyone = self._driver.gather((requests.stop, requests.end_epoch, requests.signalled, requests.signal))
+            stops, ends, signalled, signals = zip(*everyone, strict=True)
+            requests.stop, requests.end_epoch = self._first(stops), self._first(ends)
+            requests.signalled = self._first(signalled)
+            requests.signal = next((signal for signal in signals if signal is not None), None)
+            requests.leave = True
+        self._leave, self._ends, self._synchronized = leave, leave and requests.ends_run, True
+        self._speaks, self._waits = True, False
 
     def _first(self, decisions: Sequence[Decision | None]) -> Decision | None:
         """Return the first rank's decision. If another rank made it, record that it takes effect on this one."""

@@ -19,13 +19,14 @@ from cadenza.hooks.moments import Callback
 from cadenza.loading import ResumableLoader
 from cadenza.loading.batches import moved
 from cadenza.loading.data_course import DataCourse
-from cadenza.loading.orders import PERMUTED
 from cadenza.loading.rng import RNGState
+from cadenza.loading.shards import PERMUTED
 from cadenza.records.scalars import as_number, weighted_sum, widened
 from cadenza.status.branches import Branch
 from cadenza.status.decisions import Decision, Outcome
 from cadenza.status.formats import counted
 from cadenza.status.outputs import Outputs
+from cadenza.status.progress import Counters, Progress
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -257,6 +258,33 @@ class SaveBlocks:
 
 
 # -- the position of the run -----------------------------------------------------------------------
+
+
+class SharedProgress(Progress):
+    """Counters of one among multiple ranks. The elapsed time is the one that all ranks agreed on before the current step.
+
+    So a schedule of every ten minutes is due on all ranks at the same step.
+    """
+
+    __slots__ = ("_agreed_s",)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this fit began, the same on all ranks."""
+        return self._agreed_s
+
+    @property
+    def own_s(self) -> float:
+        """Seconds since this fit began on this rank."""
+        return super().elapsed_s
+
+    def agree(self, elapsed_s: float) -> None:
+        """Set the time that all ranks agreed on."""
+        self._agreed_s = elapsed_s
+
+    def begin(self, origin: Counters, batches_per_epoch: int | None) -> None:
+        super().begin(origin, batches_per_epoch)
+        self._agreed_s = 0.0
 
 
 class Cursor:

@@ -16,8 +16,8 @@ from cadenza.engine.objective import count_in, on_host, predictions_in, targets_
 from cadenza.engine.step_state import number_on_host
 from cadenza.errors import DataError, LossError, nearest
 from cadenza.loading.batches import moved
-from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.metrics import (
+from cadenza.loading.evaluation import (
+    Evaluation,
     Metrics,
     Updated,
     load_state,

@@ -22,7 +22,7 @@ from cadenza.engine.step_state import is_discarded
 from cadenza.engine.tally import NOT_AVERAGED
 from cadenza.errors import nearest
 from cadenza.hooks.dispatch import checked, hooks_of
-from cadenza.hooks.listener import Listener, inner
+from cadenza.hooks.listener import Listener, inner, silent
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.optim.model_state import is_compiled
 from cadenza.records.scalars import as_numbers, host_number, weighted_sum
@@ -262,7 +262,6 @@ class EpochMeans(Callback):
     are those of the whole epoch.
     """
 
-    _reads_totals = False
     each_rank: bool = True
     name: str | None = "LogTraining"
 
@@ -280,9 +279,10 @@ class EpochMeans(Callback):
 
     def listeners(self) -> list[Listener]:
         own = [Listener(Callback.on_setup, self._begin), Listener(Callback.on_load, self._take_over)]
-        own += [Listener(Callback.on_batch_end, self._add_batch, asks=False)]
+        own += [Listener(Callback.on_batch_end, self._add_batch)]
         # All ranks are there, and a save at the last step can wait for this record.
-        return [*inner(own), Listener(Callback.on_epoch_end, self._end_epoch, note="every epoch, added", asks=False)]
+        end = Listener(Callback.on_epoch_end, self._end_epoch, note="every epoch, added")
+        return silent([*inner(own), end])
 
     def _begin(self, run: Run) -> None:
         self._means, self._replaced = IntervalMeans(run, ["loss"]), set()

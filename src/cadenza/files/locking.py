@@ -5,13 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import platform
 import struct
-import subprocess
 import sys
 import threading
 import time
-import uuid
 import weakref
 from contextlib import suppress
 from importlib import import_module
@@ -33,7 +30,7 @@ class HeldError(Exception):
 def is_held(folder: Path) -> bool:
     """Return whether a process holds a folder. The question takes no lock that could refuse a run that starts now."""
     try:
-        with (folder / LOCK).open("rb") as file:
+        with os.fdopen(os.open(folder / LOCK, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:  # may be a FIFO
             if _locks().is_locked(file):
                 return True
     except OSError:  # no run was here, or the lock file cannot be read
@@ -281,6 +278,8 @@ def _remove_if_left(path: Path) -> None:
     refusal = _why_held(content, path)
     if refusal is not None:
         raise HeldError(refusal)
+    import uuid  # imported here, as the next two: `cadenza ask` needs none of them, and they take a third of its time
+
     aside = path.with_name(f"{HOLDER}.{uuid.uuid4().hex[:8]}")
     try:
         path.rename(aside)
@@ -330,7 +329,7 @@ def _identity(pid: int) -> dict[str, Any]:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return {"pid": pid, "host": platform.node(), "namespace": namespace, "start": _start_of(pid)}
+    return {"pid": pid, "host": _host(), "namespace": namespace, "start": _start_of(pid)}
 
 
 def _start_of(pid: int) -> str | None:
@@ -342,6 +341,8 @@ def _start_of(pid: int) -> str | None:
             return None
         boot = Path("/proc/sys/kernel/random/boot_id")
         return None if after_name[0] in "ZX" else f"{boot.read_text().strip() if boot.exists() else ''} {after_name[19]}"
+    import subprocess
+
     try:
         done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
@@ -350,4 +351,10 @@ def _start_of(pid: int) -> str | None:
 
 
 def _this_process() -> str:
-    return f"process {os.getpid()} on {platform.node()}"
+    return f"process {os.getpid()} on {_host()}"
+
+
+def _host() -> str:
+    import platform
+
+    return platform.node()

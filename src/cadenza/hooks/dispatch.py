@@ -15,11 +15,10 @@ from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, 
 from cadenza.hooks.counting import counting_of
 from cadenza.hooks.fan_out import ACTING, Calls, Failed, Scene, fan_out, profiled_fan_out
 from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, Trigger, restore, state_of
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of
 from cadenza.hooks.schedule import Schedule, has_function, lengths_in
-from cadenza.hooks.trigger import Trigger, restore, state_of
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
 from cadenza.status.progress import Progress
 from cadenza.status.shown import brief
@@ -194,6 +193,8 @@ class Hooks(Callback):
 
     def select_anew(self) -> None:
         """Ask all schedules at the next firing of their moments: the counters may have another value than was sure."""
+        for trigger in self.triggers.values():
+            trigger.ask_anew()
         for calls in self._calls.values():
             calls.select_anew()
 
@@ -205,34 +206,22 @@ class Hooks(Callback):
             for trigger in self.triggers.values() if before else ():
                 trigger.change_length(at)
 
-    def next_call(self, at: Progress, *, asking: bool) -> float:
+    def next_call(self, at: Progress, *, late: bool) -> float:
         """Return the number of complete steps at the next call of a listener that concerns all ranks; infinite if none.
 
-        With `asking`, only listeners that may log or make requests count, at moments after the forward pass. Otherwise also
-        those that may read counters that the ranks exchange.
+        With `late`, only those count that may log or make requests after a batch is announced. Otherwise also schedules that
+        are functions, which may read counters that the ranks exchange.
         """
         following = math.inf
-        for moment in _LATE if asking else _IN_STEPS:
+        for moment in _LATE if late else _IN_STEPS:
             for listener in self.by_moment.get(moment) or ():
-                if self._asks(listener) or (not asking and self._may_read_totals(listener)):
+                if not listener.silent or (not late and _has_own_code(listener.schedule)):
                     following = min(following, 0 if listener.trigger is None else listener.trigger.next_step(at))
         return following
 
     def may_skip(self, moment: Moment) -> bool:
         """Return whether `moment` calls a listener in the current step that may skip the batch. It is the same on all ranks."""
-        return moment in self._calls and any(self.can_skip(one) for one in self._calls[moment].listeners)
-
-    def can_skip(self, listener: Listener) -> bool:
-        """Return whether a listener may skip a batch."""
-        return (self._asks(listener) and self.callbacks[listener.owner].skips) if listener.skips is None else listener.skips
-
-    def _asks(self, listener: Listener) -> bool:
-        return self.callbacks[listener.owner].asks if listener.asks is None else listener.asks
-
-    def _may_read_totals(self, listener: Listener) -> bool:
-        """Return whether a listener may read counters that ranks exchange; a schedule that is a function may read them, too."""
-        by_function = listener.schedule is not None and lengths_in(listener.schedule) is None
-        return by_function or vars(type(self.callbacks[listener.owner])).get("_reads_totals", True)
+        return moment in self._calls and any(not one.silent for one in self._calls[moment].listeners)
 
     def remove(self, moment: Moment, function: Callable[..., Any]) -> None:
         """Call a function at a moment no more in this run: it has nothing to do there. Every rank must call this."""
@@ -374,6 +363,11 @@ class Hooks(Callback):
                     listener.disable()
                     if self.profiler is not None:
                         listener.span = self.profiler.loop  # its row keeps the calls until now
+
+
+def _has_own_code(schedule: Schedule | None) -> bool:
+    """Return whether a schedule calls code of its own, which may read any counter."""
+    return schedule is not None and lengths_in(schedule) is None
 
 
 def _elsewhere(of: Scene) -> Scene:

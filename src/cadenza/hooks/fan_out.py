@@ -10,11 +10,10 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from cadenza.hooks.counting import COUNTERS
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, Trigger
 from cadenza.profiling.spans import BOUNDARIES, CLOSES, OPENS
 
 if TYPE_CHECKING:
-    from cadenza.hooks.trigger import Trigger
     from cadenza.profiling.spans import Profiler
     from cadenza.run import Run
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import Field
 from dis import opmap
 from types import CodeType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cadenza.errors import CallbackError, MomentError, OrderError, nearest
-from cadenza.hooks.counting import BATCH, NONE, STEP, Counting, Own, set_counting
+from cadenza.hooks.counting import BATCH, STEP, counts
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import brief_setting
@@ -23,19 +23,8 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 Moment = Callable[..., None]
-Function = TypeVar("Function", bound=Moment)
 
 _DECLARED: set[object] = set()
-
-
-def _counts(unit: Own, under_way: frozenset[str] = NONE, **others: bool) -> Callable[[Function], Function]:
-    """Mark how the schedules of a moment count: its unit, and which units are under way when it fires."""
-
-    def mark(moment: Function) -> Function:
-        set_counting(moment, Counting(unit, under_way, **others))
-        return moment
-
-    return mark
 
 
 def _is_hook(name: str, value: object) -> bool:
@@ -56,20 +45,6 @@ class BaseCallback:
     be tried again (``"retry"``)."""
 
     _may_retry = False
-
-    asks = True
-    """Whether its hooks in a step may log or make requests, such as ``run.stop``. Ranks wait for each other at the end of
-    a step in which a callback may do so. With False, a request is carried out some steps later."""
-
-    skips = True
-    """Whether its hooks may call ``run.skip_batch``. All ranks wait for each other after ``on_batch_start`` and
-    ``on_before_backward`` of a callback that may. With False, or with ``asks = False``, this call is an error on several
-    ranks."""
-
-    _reads_totals = True
-    """Whether its hooks in a step may read the samples, the tokens or the time of the run, which ranks exchange in each step
-    for that. With False here and in ``asks``, ranks may exchange nothing for some steps, although the hooks run in them. A
-    derived class does not inherit it: its own hooks may read them."""
 
     shows_progress = False
     """Whether it shows the progress of the run on the screen. `Trainer` then adds no progress bar."""
@@ -131,15 +106,12 @@ def check_settings(holder: Any, owner: str) -> None:
             )
     if not _is_computed(holder.name) and not isinstance(holder.name, str | None):
         raise CallbackError(f"{owner}.name must be a string, or None for the name of the class; got {holder.name!r}")
-    on_fault, asks = holder.on_fault, holder.asks
+    on_fault = holder.on_fault
     choices = ("raise", "disable", "retry") if holder._may_retry else ("raise", "disable")
     if not _is_computed(on_fault) and on_fault not in choices:
         only = " Only a Sink is tried again." if on_fault == "retry" else nearest(str(on_fault), choices)
         expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
         raise CallbackError(f"{owner}.on_fault must be {expected}; got {on_fault!r}.{only}")
-    for name, value in (("asks", asks), ("skips", holder.skips)):
-        if not _is_computed(value) and not isinstance(value, bool):
-            raise CallbackError(f"{owner}.{name} must be True or False; got {value!r}")
 
 
 def _is_computed(value: object) -> bool:
@@ -200,62 +172,62 @@ class Callback(BaseCallback):
     def on_fit_start(self, run: Run, /) -> None:
         """Called before the first epoch, after a checkpoint is restored. From here on, `on_fit_end` is always called."""
 
-    @_counts("epoch", BATCH, begun=True)
+    @counts("epoch", BATCH, begun=True)
     def on_epoch_start(self, run: Run, /) -> None:
         """Called before the first fetch of an epoch, and again when a run resumes inside an epoch.
 
         In the second case ``run.progress.resumed_in_epoch`` is true.
         """
 
-    @_counts("batch", BATCH, begun=True)
+    @counts("batch", BATCH, begun=True)
     def on_fetch_start(self, run: Run, /) -> None:
         """Called before each ``next()`` of the loader: N+1 times for N batches."""
 
-    @_counts("batch", BATCH, begun=True)
+    @counts("batch", BATCH, begun=True)
     def on_fetch_end(self, run: Run, /) -> None:
         """Called after each ``next()`` of the loader, also when it is exhausted: N+1 times for N batches."""
 
-    @_counts("step", BATCH)
+    @counts("step", BATCH)
     def on_step_start(self, run: Run, /) -> None:
         """Called before the first of the ``accumulate`` batches of a step."""
 
-    @_counts("batch", BATCH)
+    @counts("batch", BATCH)
     def on_batch_start(self, run: Run, batch: Any, /) -> None:
         """Called with the batch on the device. Changes in place reach the model. ``run.skip_batch`` drops the batch."""
 
-    @_counts("batch", BATCH)
+    @counts("batch", BATCH)
     def on_before_backward(self, run: Run, outputs: MutableMapping[str, Any], /) -> None:
         """Called after the forward pass. ``outputs["loss"]`` is not scaled yet. Assign it to replace the loss."""
 
-    @_counts("batch", BATCH)
+    @counts("batch", BATCH)
     def on_after_backward(self, run: Run, outputs: MutableMapping[str, Any], /) -> None:
         """Called when the gradients of this batch are added to those of the step, before any update."""
 
-    @_counts("batch", STEP)
+    @counts("batch", STEP)
     def on_batch_end(self, run: Run, batch: Any, outputs: MutableMapping[str, Any], /) -> None:
         """Called after ``run.progress.batch`` is raised. After an error the counter stays, and `outputs` may be incomplete."""
 
-    @_counts("step", STEP)
+    @counts("step", STEP)
     def on_before_optimizer_step(self, run: Run, /) -> None:
         """Called when the gradients are complete, reduced over ranks and unscaled. Clip them here."""
 
-    @_counts("step", STEP)
+    @counts("step", STEP)
     def on_after_optimizer_step(self, run: Run, /) -> None:
         """Called after the update of the weights. The gradients still exist."""
 
-    @_counts("step", STEP)
+    @counts("step", STEP)
     def on_before_zero_grad(self, run: Run, /) -> None:
         """Called before the gradients are set to None."""
 
-    @_counts("step", STEP)
+    @counts("step", STEP)
     def on_after_zero_grad(self, run: Run, /) -> None:
         """Called after the gradients are set to None."""
 
-    @_counts("step")
+    @counts("step")
     def on_step_end(self, run: Run, /) -> None:
         """Called after ``run.progress.step`` is raised. ``run.outputs`` of the last batch is still available."""
 
-    @_counts("epoch")
+    @counts("epoch")
     def on_epoch_end(self, run: Run, /) -> None:
         """Called after the last step of an epoch. ``run.progress.epoch`` is raised before if the epoch is complete."""
 
@@ -290,7 +262,7 @@ class Callback(BaseCallback):
 
     # -- records and checkpoints -------------------------------------------------------------------
 
-    @_counts("step", main_only=True)
+    @counts("step", main_only=True)
     def on_log(self, run: Run, record: Record, /) -> None:
         """Called with the record of a step: all logged values as plain numbers. On the main process only."""
 

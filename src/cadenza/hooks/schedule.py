@@ -4,7 +4,8 @@ A `Schedule` is a value without state, such as ``Every("500 steps")`` or ``At("3
 questions about a firing of a moment, from two readings of the counters (`cadenza.hooks.counting.Reading`) and nothing else:
 
 - `Schedule.due(now, before)`: is the listener called, by the counters now and at the last firing that was looked at?
-- `Schedule.following(now)`: which values of counters are the next ones at which that may change?
+- `Schedule.following(now)`: which values of counters are the next ones at which that may change? `Schedule.may_be` says whether
+  the listener may be called before.
 
 So a checkpoint holds one reading for each moment, and a resumed run calls a listener at the same steps as one that went on. On
 multiple ranks, counters and clock are those of all ranks: each comes to the same answers without asking the others.
@@ -13,21 +14,20 @@ A point is due at the first firing of the moment at which its counter has reache
 that failed and an epoch that was cut short count for nothing. A window is due each time that the moment belongs to one of its
 steps, epochs, and so on. The function of a `When` is the one part of a schedule that is no function of counters.
 
-`cadenza.hooks.trigger` asks a schedule in a run.
+`cadenza.hooks.listener` asks a schedule in a run.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cadenza.errors import ScheduleError
-from cadenza.hooks.counting import NOW, STEP_END, Bound, Counting, Reading, reading_at
-from cadenza.hooks.length import LENGTHS, Length, Unit, check_length, too_late
+from cadenza.hooks.counting import LENGTHS, STEP_END, Bound, Counting, Length, Reading, Unit, check_length, reading, too_late
 from cadenza.status.formats import plural
 from cadenza.status.shown import brief
 
@@ -80,16 +80,22 @@ class Schedule(ABC):
     def due(self, now: Reading, before: Reading) -> bool:
         """Return whether a listener is called at the firing of `now`; `before` is the reading of an earlier firing."""
 
-    def following(self, now: Reading) -> Iterable[Bound]:
-        """Yield values of counters below which the answer at the firings after `now` is ``due(now, now)``."""
-        return chain.from_iterable(leaf.following(now) for leaf in self.leaves())
+    def following(self, now: Reading) -> Sequence[Bound]:
+        """Return values of counters below which the answers at the firings after `now` do not change."""
+        return ()
+
+    def may_be(self, now: Reading, answer: bool) -> bool:
+        """Return whether this may be the answer at the firings after `now`, below all values of `following`."""
+        return self.due(now, now) == answer
 
     def counting(self, unit: Unit) -> Schedule:
         """Return the same schedule in which bare numbers count `unit`."""
         return self
 
-    def check(self, limits: Progress) -> None:  # noqa: B027  # most schedules work with any loader
+    def check(self, limits: Progress) -> None:
         """Raise `ScheduleError` if a run with these limits cannot tell when the listener is due."""
+        for length in self.lengths:
+            check_length(self, length, limits)
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         """Return why the listener is never due in a run with these limits; None if it may be due."""
@@ -180,9 +186,6 @@ class OfLength(Schedule):
     def counting(self, unit: Unit) -> Self:
         return self if self.unit else replace(self, length=self.length.of(unit))
 
-    def check(self, limits: Progress) -> None:
-        check_length(self, self.length, limits)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.length.text!r})"
 
@@ -212,13 +215,16 @@ class Every(OfLength):
         passed = self._passed(now)
         return passed > self._passed(before) and (self.length.unit != "s" or now.counts["step"] > before.counts["step"])
 
-    def following(self, now: Reading) -> Iterable[Bound]:
+    def following(self, now: Reading) -> Sequence[Bound]:
         passed, length = self._passed(now), self.length
         return () if self.once and passed else (now.bound(length.measure, (passed + 1) * length.count),)
 
+    def may_be(self, now: Reading, answer: bool) -> bool:
+        return not answer  # it is due at its points alone
+
     def _passed(self, at: Reading) -> int:
         """Return how many of its points the run has reached."""
-        passed = int(at.complete(self.length.measure) // self.length.count)
+        passed = int(at.reached(self.length.measure) // self.length.count)
         return min(1, passed) if self.once else passed
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
@@ -247,7 +253,7 @@ class At(Every):
 
     def reached(self, progress: Progress) -> bool:
         """Return whether a run is at this point, or after it."""
-        return self._passed(reading_at(progress.now(), progress, STEP_END, self.units)) > 0
+        return self._passed(reading(progress, progress, STEP_END, self.units)) > 0
 
     def __str__(self) -> str:
         count, unit = self.length.count, self.length.unit
@@ -271,9 +277,9 @@ class _Window(Schedule):
         start, end = self._edges(now)
         return (start is None or _behind(now, start)) and not (end is not None and _behind(now, end))
 
-    def following(self, now: Reading) -> Iterable[Bound]:
+    def following(self, now: Reading) -> Sequence[Bound]:
         edges = (edge for edge in self._edges(now) if edge is not None and not _behind(now, edge))
-        return (now.bound(*edge, window=True) for edge in edges)
+        return [now.bound(*edge) for edge in edges]
 
     @abstractmethod
     def _edges(self, now: Reading) -> tuple[Edge, Edge]:
@@ -382,10 +388,6 @@ class Between(_Window):
     def counting(self, unit: Unit) -> Between:
         return Between(self.start.of(unit), self.end.of(unit))
 
-    def check(self, limits: Progress) -> None:
-        check_length(self, self.start, limits)
-        check_length(self, self.end, limits)
-
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         start = self.start
         if not start.whole or start.unit not in ("step", "batch", "epoch"):
@@ -431,10 +433,10 @@ class When(Schedule):
             raise TypeError(f"When needs a function (run) -> bool; got {self.function!r}")
 
     def due(self, now: Reading, before: Reading) -> bool:
-        return now.ask(self)
+        return now.ask is not None and now.ask(self)
 
-    def following(self, now: Reading) -> Iterable[Bound]:
-        return ()  # see `Trigger.steady`
+    def may_be(self, now: Reading, answer: bool) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return f"When({brief(self.function)})"
@@ -451,9 +453,6 @@ class Until(Schedule):
 
     def due(self, now: Reading, before: Reading) -> bool:
         return now.counts["step"] < self.end()
-
-    def following(self, now: Reading) -> Iterable[Bound]:
-        return (NOW,) if self.due(now, now) else ()  # the function may return another end at each firing
 
     def __repr__(self) -> str:
         return f"Until({brief(self.end)})"
@@ -491,6 +490,14 @@ class Composite(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         answers = (part.due(now, before) for part in self._asked)
         return not any(answers) if self.operator == "~" else (all if self.operator == "&" else any)(answers)
+
+    def following(self, now: Reading) -> Sequence[Bound]:
+        return [bound for part in self.parts for bound in part.following(now)]
+
+    def may_be(self, now: Reading, answer: bool) -> bool:
+        if self.operator == "~":
+            return self.parts[0].may_be(now, not answer)
+        return (all if answer == (self.operator == "&") else any)(part.may_be(now, answer) for part in self.parts)
 
     def counting(self, unit: Unit) -> Composite:
         return Composite(self.operator, tuple(part.counting(unit) for part in self.parts))

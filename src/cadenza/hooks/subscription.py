@@ -53,7 +53,7 @@ def on(
     return subscribe
 
 
-def periodic(every: Interval, function: Callable[[Run], object], note: str = "", *, asks: bool | None = None) -> Listener:
+def periodic(every: Interval, function: Callable[[Run], object], note: str = "") -> Listener:
     """Return a listener that calls `function` at the end of epochs if `every` counts whole epochs, else at the end of steps.
 
     If it counts whole epochs and something else, such as ``Every("1 epoch") | At("10 steps")``, the function is called at both,
@@ -63,7 +63,6 @@ def periodic(every: Interval, function: Callable[[Run], object], note: str = "",
         every: The schedule; see `Schedule.parse`. A bare number counts steps.
         function: Called with the run.
         note: A remark for the plan.
-        asks: Whether the function may log or make requests; None takes `Callback.asks` of the class.
 
     Raises:
         ScheduleError: `every` is no schedule.
@@ -73,10 +72,10 @@ def periodic(every: Interval, function: Callable[[Run], object], note: str = "",
     """
     schedule = Schedule.parse(every)
     if schedule.only_epochs:
-        return Listener(Callback.on_epoch_end, function, schedule, note, asks)
-    listener = Listener(Callback.on_step_end, function, schedule, note, asks)
+        return Listener(Callback.on_epoch_end, function, schedule, note)
+    listener = Listener(Callback.on_step_end, function, schedule, note)
     if any(one.only_epochs for one in schedule.leaves()):
-        listener.twin = Listener(Callback.on_epoch_end, function, schedule, note, asks, twin=proxy(listener))
+        listener.twin = Listener(Callback.on_epoch_end, function, schedule, note, twin=proxy(listener))
     return listener
 
 

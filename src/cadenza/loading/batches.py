@@ -303,5 +303,5 @@ _COPIES: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary
 
 def uses_torch_iteration(loader: DataLoader[Any]) -> bool:
     """Return whether the class of a loader uses torch's iteration. The iteration of another class cannot be reproduced."""
-    kind = type(loader)
-    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+    own, of_torch = (getattr(kind, "_get_iterator", None) for kind in (type(loader), DataLoader))
+    return type(loader).__iter__ is DataLoader.__iter__ and own is of_torch

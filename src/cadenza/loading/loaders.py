@@ -104,8 +104,9 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
     inside an optimizer step or a save. The handler may be installed already for another loader of the user.
     """
     batches = iter(loader)
-    if getattr(batches, "_worker_pids_set", False):
-        signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]  # there is no public function
+    remove = getattr(signal_handling, "_remove_worker_pids", None)  # there is no public function
+    if remove is not None and getattr(batches, "_worker_pids_set", False):
+        remove(id(batches))
         batches._worker_pids_set = False  # type: ignore[attr-defined]  # or it would remove them again at its end
     return batches
 

@@ -15,11 +15,10 @@ from cadenza.errors import DataError
 from cadenza.loading.batches import CountingCollate, uses_torch_iteration, with_sample_counts
 from cadenza.loading.loaders import Limited, end_workers, length_of, set_loader_epoch
 from cadenza.loading.mixture import PASS, Mixture, SourcePosition, length_in_rounds, rounds, set_source
-from cadenza.loading.orders import PERMUTED, PositionBatches, batches_of_rank
 from cadenza.loading.resumable_base import LimitedLoader, Located, ResumableLoader, no_position, read_with_seeds
 from cadenza.loading.rng import derive_seed, isolated_rng, seed_host, seeds_below
 from cadenza.loading.seeded import MapStyleLoader, SeededWorkerInit
-from cadenza.loading.shards import Shard
+from cadenza.loading.shards import PERMUTED, PositionBatches, Shard, batches_of_rank
 from cadenza.loading.streams import ShardedStream, is_sharded_stream
 from cadenza.loading.tensors import TensorBatches
 
@@ -110,7 +109,7 @@ def resumable(
         shard: The shard that this rank reads; None: everything. Positions and `skip` count the batches of this rank.
         pin: Whether a ``DataLoader`` with workers pins its batches in its own thread, also without ``pin_memory=True``.
         permuted: The largest number of samples in a shuffled epoch with the order of ``torch.randperm``. Above it, each batch
-            of indices is computed when it is read (`cadenza.loading.orders.KeyedOrder`).
+            of indices is computed when it is read (`cadenza.loading.shards.KeyedOrder`).
     """
     if isinstance(loader, Mixture):
         return MixedLoader(loader, seed, shard or Shard(), replay=replay, pin=pin, permuted=permuted)

@@ -8,9 +8,17 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch import Tensor
 
-from cadenza.loading.orders import PERMUTED, KeyedOrder, Order, Permutation, PositionBatches, RankBatches, batches_of_rank
 from cadenza.loading.rng import derive_seed
-from cadenza.loading.shards import Shard
+from cadenza.loading.shards import (
+    PERMUTED,
+    KeyedOrder,
+    Order,
+    Permutation,
+    PositionBatches,
+    RankBatches,
+    Shard,
+    batches_of_rank,
+)
 from cadenza.status.formats import counted
 
 BatchT = TypeVar("BatchT", tuple[Tensor, ...], dict[str, Tensor])

@@ -27,8 +27,8 @@ from cadenza.engine.loop import OVER, Training
 from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs, in_evaluation_mode
 from cadenza.engine.monitor import monitors_in
 from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
-from cadenza.engine.rank_sync import SharedProgress
 from cadenza.engine.session import UNDER_WAY, Loops, Session
+from cadenza.engine.step_state import SharedProgress
 from cadenza.errors import DirectoryError, add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback, Callback

@@ -110,8 +110,6 @@ class Averaging(Callback):
         use_at_end: End with the averaged weights in the model, unless an error or a signal ended the run.
     """
 
-    asks = False
-
     def __init__(self, weights: str, *, use_at_end: bool) -> None:
         kind = type(self).__name__
         if not isinstance(weights, str) or not weights:

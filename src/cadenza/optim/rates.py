@@ -199,7 +199,7 @@ def check_can_go_to(scheduler: LRScheduler) -> None:
     """Raise `ValueError` for a scheduler that computes each rate from the rate before: `go_to` cannot set it."""
     for part in getattr(scheduler, "_schedulers", ()):
         check_can_go_to(part)
-    if isinstance(scheduler, _ONLY_STEPPED):
+    if isinstance(scheduler, _ONLY_STEPPED) or (isinstance(scheduler, SequentialLR) and not hasattr(scheduler, "_milestones")):
         raise ValueError(
             f"a {type(scheduler).__name__} can only be stepped, once for each update: it cannot count the tokens of a run "
             "that max_tokens= ends. Give LearningRate a LambdaLR, a SequentialLR or another scheduler of torch, or Trainer "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.errors import nearest
+from cadenza.hooks.counting import Length
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.length import Length
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.settings import CLASS_NAMES, loader_settings
 from cadenza.status.decisions import decide
@@ -113,6 +113,17 @@ def set_option(group: dict[str, Any], name: str, value: Any) -> None:
             held.copy_(value) if isinstance(value, Tensor) else held.fill_(value)
     else:
         group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def first_rates(optimizer: Optimizer) -> list[float]:
+    """Return the rate of each parameter group from which its schedule started."""
+    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+
+
+def set_rates(optimizer: Optimizer, rates: Iterable[Any]) -> None:
+    """Set the rate of each parameter group."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        set_option(group, "lr", rate)
 
 
 class Compared:

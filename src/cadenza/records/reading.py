@@ -115,7 +115,7 @@ def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[D
     return read_rows(path, _decision, broken=broken)
 
 
-def record_in(line: str) -> Record | None:
+def record_in(line: bytes | str) -> Record | None:
     """Return the record of one line; None if it cannot be read."""
     try:
         return _record(_row(line, json.loads))

@@ -1,15 +1,14 @@
-"""One thread for all calls that may block, so that the training never waits for a disk or a server."""
+"""Threads for all calls that may block, so that the training never waits for a disk or a server."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cadenza.files.disk import open_regular
 from cadenza.records.reading import record_in
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 _GATHER_S = 0.1  # records are written together: to wake a thread for each would cost a tiny step as much again
 HANGS_S = 10.0
-"""A call that takes longer, in seconds, gets a thread of its own."""
+"""A call that takes longer, in seconds, may never come back."""
 _FLUSH_S = 2.0  # the longest wait before a save
 _END_HANGS_S = 1.0  # the same at the end of a run, where all wait
 FIRST_S, LONGEST_S = 1.0, 300.0
@@ -34,45 +33,26 @@ _SLICE = 1000  # records; so many are read from the file and sent at once
 
 
 def writer_of(run: Run) -> Writer:
-    """Return the thread in which the sinks of a run write."""
+    """Return the channels to the threads in which the sinks of a run write."""
     return run._session.metrics.writer
 
 
 class Writer:
-    """A thread, started when it is first needed, that serves its channels one after the other.
-
-    It is a daemon, so a server that never answers does not keep the process from ending. If one channel hangs, a second thread
-    serves the others.
-    """
+    """The channels of a run. Each has a thread of its own, so that none waits for another one that hangs."""
 
     def __init__(self) -> None:
         self.channels: list[Channel] = []
         """The channels, in the order in which they were made."""
-        self._asked, self._hurried = Event(), Event()
-        self._stopped = False
         self.clock: Callable[[], float] = time.monotonic
         """Returns seconds: when a sink that failed is tried again."""
         self.ended: float | None = None
         """When the run ended, as `time.monotonic` returns it; None while it goes on."""
-        self._serving: list[Any] | None = None
-        """The channel that the thread serves, and since when; empty while it waits. Each thread has a list of its own."""
-
-    def ask(self, channel: Channel, *, hurry: bool = False) -> None:
-        """Serve `channel` soon; with `hurry`, do not gather more records first."""
-        if hurry:
-            self._hurried.set()
-        serving = tuple(self._serving or ())
-        limit = HANGS_S if self.ended is None else min(HANGS_S, _END_HANGS_S)
-        if self._serving is None or (serving and serving[0] is not channel and time.monotonic() - serving[1] > limit):
-            self._serving = []
-            Thread(target=self._work, args=(self._serving,), name="cadenza-writer", daemon=True).start()
-        if not self._asked.is_set():
-            self._asked.set()
 
     def flush(self) -> None:
         """Wait for the records that were put so far, at most 2 seconds, so that a kill loses none. Any thread may call it."""
         wanted, until = [(one, one.put_so_far) for one in self.channels], time.monotonic() + _FLUSH_S
-        self._hurried.set()
+        for channel in self.channels:
+            channel.hurry()
         while any(one.lacks(count) for one, count in wanted) and time.monotonic() < until:
             time.sleep(0.005)
 
@@ -85,38 +65,22 @@ class Writer:
                     channel.ask_close()
         return self.ended
 
-    def hurry(self) -> None:
-        """Serve the channels that are not closed. If one of them hangs, another thread serves the others."""
-        for channel in self.channels:
-            if not channel.over:
-                self.ask(channel, hurry=True)
-
     @property
     def busy(self) -> list[str]:
         """The names of the channels that the end of the run waits for."""
         return [channel.name for channel in self.channels if channel.name and not channel.over]
 
     def stop(self) -> None:
-        """End the thread after the work that it was given; does not wait for it."""
-        self._stopped = True
-        self._hurried.set()
-        self._asked.set()
-
-    def _work(self, serving: list[Any]) -> None:
-        while self._serving is serving and not self._stopped:  # else another thread has taken over
-            self._asked.wait(min((due for one in self.channels if (due := one.due_in_s) is not None), default=None))
-            self._hurried.wait(_GATHER_S)
-            self._hurried.clear()
-            self._asked.clear()  # before the channels are served: a record that is put from now on asks again
-            for channel in self.channels:
-                if self._serving is serving:
-                    serving[:] = channel, time.monotonic()
-                    channel.serve()
-                    serving.clear()
+        """End the threads after the work that they were given; does not wait for it."""
+        for channel in self.channels:
+            channel.stop()
 
 
 class Channel:
-    """The records of one sink on their way to the writer thread, in order.
+    """The records of one sink on their way to its thread, in order.
+
+    The thread is started when it is first needed. It is a daemon, so a server that never answers does not keep the process from
+    ending.
 
     The records that are put are numbered from 1. The target has the first ones, the next ones wait in the queue, and the rest,
     which did not fit into it, is read back from the rows of the run. Without rows, what does not fit is left out.
@@ -125,7 +89,7 @@ class Channel:
     without `reopen` is broken by its first error, and raises it.
 
     Args:
-        writer: The writer thread.
+        writer: The channels of the run, to which this one is added.
         write: Writes records, in the thread.
         close: Closes the target, in the thread, after the last record; not if the target is not open.
         name: The end of the run waits for a channel with a name, and shows it.
@@ -164,6 +128,9 @@ class Channel:
         self._delay = self._due = 0.0
         self._works_since = math.inf
         self._lock, self._served = Lock(), Lock()
+        self._asked, self._hurried = Event(), Event()
+        self._thread: Thread | None = None
+        self._stops = False
         self._closes, self._closed = False, Event()
         self._error: Exception | None = None
         self.down: bool = False
@@ -182,7 +149,7 @@ class Channel:
         """Send what the sink missed before the run was continued: all records after `step`."""
         if self._rows is not None:
             self._sent, self._continues, self._count = step, True, self._rows.go_back(step)
-            self._writer.ask(self)
+            self._ask()
 
     def fail(self, error: BaseException) -> None:
         """Note an error of the first `open`: the channel tries again."""
@@ -208,8 +175,10 @@ class Channel:
                 self._media[self._count] = record  # the file has no media
         if self._now and not self.down and self._count - self._taken == 1:
             self.serve()
-        else:  # each time: this call notices that the thread hangs in another channel
-            self._writer.ask(self, hurry=self._size > self._capacity // 2)
+        else:
+            if self._size > self._capacity // 2:
+                self.hurry()
+            self._ask()
         self._raise()
         return True
 
@@ -237,7 +206,18 @@ class Channel:
     def ask_close(self) -> None:
         """Request that the thread writes the waiting records, then closes the target: once, also after an error."""
         self._closes = True
-        self._writer.ask(self, hurry=True)
+        self.hurry()
+        self._ask()
+
+    def hurry(self) -> None:
+        """Do not gather more records before the next write."""
+        self._hurried.set()
+
+    def stop(self) -> None:
+        """End the thread after the work that it was given; does not wait for it."""
+        self._stops = True
+        self.hurry()
+        self._asked.set()
 
     def finish(self, timeout_s: float, *, since: float | None = None, wait: Callable[[float], object] | None = None) -> None:
         """Wait until it is closed, after `ask_close`.
@@ -258,11 +238,18 @@ class Channel:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"the last records were not written within {timeout_s:g} s")
-            self._writer.hurry()  # if a channel hangs, a new thread takes over
             if wait is not None and slice_s > _END_HANGS_S:
                 wait(left)
             slice_s = min(2 * slice_s, HANGS_S)
         self._raise()
+
+    def _ask(self) -> None:
+        """Have the thread write soon."""
+        if self._thread is None:
+            self._thread = Thread(target=self._work, name="cadenza-writer", daemon=True)
+            self._thread.start()
+        if not self._asked.is_set():
+            self._asked.set()
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -285,7 +272,15 @@ class Channel:
     def _broken(self) -> bool:
         return self.down and self._reopen is None
 
-    # -- in the writer thread ----------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not (self.over or self._stops):
+            self._asked.wait(self.due_in_s)
+            self._hurried.wait(_GATHER_S)
+            self._hurried.clear()
+            self._asked.clear()  # before the records are written: one that is put from now on asks again
+            self.serve()
 
     @property
     def due_in_s(self) -> float | None:
@@ -394,7 +389,7 @@ class Channel:
         self._works_since = math.inf
         self._delay = min(max(2 * self._delay, FIRST_S), LONGEST_S)
         self._due = now + self._delay
-        self._writer.ask(self)
+        self._ask()
 
     def _end(self) -> None:
         try:
@@ -448,10 +443,7 @@ def _step_of(line: bytes) -> int:
     try:  # rows have this form; decoding all of them would take many times as long
         return int(line.split(b'"step": ', 1)[1].split(b",", 1)[0])
     except (IndexError, ValueError):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, LookupError, TypeError):
-            return -1
+        return -1 if (record := record_in(line)) is None else record.step
 
 
 def as_exception(error: BaseException) -> Exception:

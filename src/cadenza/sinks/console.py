@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from cadenza.hooks.counting import counting_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.counting import counting_of, reading
+from cadenza.hooks.listener import Listener, Trigger
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule
-from cadenza.hooks.trigger import Trigger
 from cadenza.status.formats import clock, counted, number
 from cadenza.status.progress import Counters
 from cadenza.status.run_info import working_directory
@@ -131,7 +130,7 @@ class Console(Callback):
         trigger = Trigger(self.every, ("on_log",), _ON_LOG)
         before = ({step for step, _ in run.history[name] if step < record.step} for name in record.values)
         if not all(before):
-            trigger.restart(trigger.between(Counters(), run.progress))
+            trigger.restart(reading(Counters(), run.progress, _ON_LOG, trigger.units, begun=False))
         return trigger.due
 
     def _line(self, run: Run, record: Record) -> str:

@@ -95,13 +95,13 @@ def _no_pillow(medium: Media) -> str | None:
 
 
 class MediaFiles:
-    """Writes media as PNG, WAV, JSON (the counts of a histogram) and text, in the writer thread of the run.
+    """Writes media as PNG, WAV, JSON (the counts of a histogram) and text, in a writer thread.
 
     A continued run replaces the files of the steps that it repeats.
 
     Args:
         directory: The run's directory.
-        writer: The writer thread.
+        writer: The channels of the run.
     """
 
     def __init__(self, directory: Path, writer: Writer) -> None:

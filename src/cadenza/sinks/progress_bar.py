@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from cadenza.errors import MissingExtraError
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.records.scalars import Arriving
 from cadenza.sinks.console import best_lines
@@ -71,8 +72,6 @@ class ProgressBar(Callback):
 
     on_fault: Literal["raise", "disable"] = "disable"
 
-    asks = False
-
     shows_progress = True
 
     def __init__(
@@ -95,6 +94,9 @@ class ProgressBar(Callback):
         self.stream = stream
         self._view: FitView | EvaluationView | None = None
         self._show: _Show | None = None
+
+    def listeners(self) -> list[Listener]:
+        return silent(super().listeners())
 
     def on_fit_start(self, run: Run) -> None:
         run.at_end(self._end)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Sink(Callback):
-    """Base of sinks that write records in the writer thread of the run. A step only queues its record, and never waits.
+    """Base of sinks that write records in a writer thread. A step only queues its record, and never waits.
 
     A subclass defines `open`, `write` and `close`, which ``cadenza replay`` uses as well. ``on_fault`` says what an error does:
 

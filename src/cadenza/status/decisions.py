@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.errors import nearest
+from cadenza.status.formats import in_json
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
@@ -78,17 +78,6 @@ class Decision:
         """Return it as plain data: one line of ``decisions.jsonl``."""
         data = {"data": in_json(self.data)} if self.data else {}
         return {"what": self.what, "who": self.who, "why": self.why, **asdict(self.when), **data}
-
-
-def in_json(value: Any) -> Any:
-    """Return plain values for strict JSON: a number that is not finite becomes text, as in ``metrics.jsonl``."""
-    if isinstance(value, Mapping):
-        return {name: in_json(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [in_json(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
+
+
+def in_json(value: Any) -> Any:
+    """Return plain values for strict JSON: a number that is not finite becomes text, as in ``metrics.jsonl``."""
+    if isinstance(value, Mapping):
+        return {name: in_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [in_json(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def counted(count: int, one: str, many: str = "") -> str:

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
-    from cadenza.testing.adapters import check_adapter as check_adapter
+    from cadenza.testing.contracts import check_adapter as check_adapter
     from cadenza.testing.contracts import check_callback as check_callback
     from cadenza.testing.launching import launch as launch
     from cadenza.testing.proof import prove_resume as prove_resume
-    from cadenza.testing.recorder import Recorder as Recorder
-    from cadenza.testing.recorder import Seen as Seen
-    from cadenza.testing.scripted import simulate as simulate
     from cadenza.testing.sinks import check_sink as check_sink
+    from cadenza.testing.tiny import Recorder as Recorder
+    from cadenza.testing.tiny import Seen as Seen
+    from cadenza.testing.tiny import simulate as simulate
     from cadenza.testing.tiny import tiny_loader as tiny_loader
     from cadenza.testing.tiny import tiny_model as tiny_model
     from cadenza.testing.tiny import tiny_run as tiny_run
@@ -23,13 +23,10 @@ else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
-            "cadenza.testing.adapters": "check_adapter",
-            "cadenza.testing.contracts": "check_callback",
+            "cadenza.testing.contracts": "check_adapter check_callback",
             "cadenza.testing.launching": "launch",
             "cadenza.testing.proof": "prove_resume",
-            "cadenza.testing.recorder": "Recorder Seen",
-            "cadenza.testing.scripted": "simulate",
             "cadenza.testing.sinks": "check_sink",
-            "cadenza.testing.tiny": "tiny_loader tiny_model tiny_run tiny_trainer",
+            "cadenza.testing.tiny": "Recorder Seen simulate tiny_loader tiny_model tiny_run tiny_trainer",
         },
     )

@@ -1,26 +1,32 @@
-"""The requirements on every callback."""
+"""The requirements on every callback, and on an adapter of callbacks of another system."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.callbacks.evaluate import Evaluate
+from cadenza.callbacks.log_training import LogTraining
+from cadenza.callbacks.profile import Profile
 from cadenza.errors import CallbackError, DirectoryError
-from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.dispatch import Hooks, hooks_of
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.subscription import on
-from cadenza.loops.foreign import AnyCallback, adapt, base_of
+from cadenza.loops.foreign import AdaptedCallback, AnyCallback, adapt, base_of, title_of
 from cadenza.run import Run
 from cadenza.status.plain import decode, encode, first_difference
-from cadenza.testing.differing import attributes_of, check_order, check_reads, check_resumed, evaluated
-from cadenza.testing.results import CLOCKS, results_of, without_clocks
-from cadenza.testing.tiny import tiny_model, tiny_trainer
+from cadenza.testing.proof import CLOCKS, Cut, Cutter, results_of, without_clocks
+from cadenza.testing.tiny import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from cadenza.trainer import Trainer
 
 
@@ -192,3 +198,229 @@ def _check_refused_twice(callback: BaseCallback) -> None:
     except CallbackError:
         return
     raise AssertionError("one instance stands in a list twice, and no error says so")
+
+
+Factory = Callable[[], BaseCallback]
+_RUN: dict[str, Any] = {"batches": 8, "epochs": 2, "accumulate": {0: 2, "1 epoch": 1}}
+"""The steps of the first epoch have two batches, those of the second one."""
+_CUT = 3  # inside an epoch, and before the evaluation at its end
+
+
+def check_resumed(factory: Factory, folder: Path, ignore: Sequence[str]) -> None:
+    """Compare a run with one that is cut and continued with a new instance.
+
+    Raises:
+        AssertionError: They differ. The message names the attributes with other values.
+    """
+    whole, again = (_whole(factory(), folder / f"whole{number}", ignore) for number in (1, 2))
+    if first_difference(whole.results, again.results, "runs") is not None:
+        return  # two equal runs differ: nothing can be said about a third one
+    resumed = _resumed(factory, folder / "cut", ignore)
+    changed = {
+        name: (value, resumed.attributes.get(name))
+        for name, value in whole.attributes.items()
+        if again.attributes.get(name) == value  # else it depends on the clock
+        and whole.at_start.get(name) != value  # else it says how this process began
+        and resumed.attributes.get(name) != value
+    }
+    difference = first_difference(whole.results, resumed.results, "the run")
+    if difference is None and not changed:
+        return
+    names = [f"{name} ({value!r} in a whole run, {other!r} here)" for name, (value, other) in changed.items()]
+    where = f" in {difference}" if difference else ""
+    attributes = f"Attributes with another value: {', '.join(names)}. " if names else ""
+    raise AssertionError(
+        f"{whole.name} has state that no checkpoint has: a run that is cut after step {_CUT} and continued with a new instance "
+        f"differs{where}. {attributes}Return these values from state_dict and restore them in load_state_dict, or compute them "
+        "from run.progress."
+    )
+
+
+def check_reads(callback: BaseCallback, folder: Path) -> None:
+    """Raise `AssertionError` if a hook reads a tensor on the host in every step."""
+    if isinstance(callback, Profile):
+        return
+    with redirect_stdout(StringIO()):  # the table of the profile
+        run = tiny_trainer(callbacks=[evaluated(), callback, Profile()], directory=folder, seed=0, epochs=2).fit()
+    name = hooks_of(run).name_of(callback)
+    reads = run.profile.host_reads if run.profile is not None else ()
+    found = [one for one in reads if one.callback == name and one.steps >= one.sampled]
+    assert not found, (
+        f"{name} reads the device in each step, and on a GPU each read waits for all work before it: {found[0].moment} did "
+        f"{found[0].often}. Log the tensor with run.log, which does not wait; read it on a schedule, such as "
+        "@on(..., every=100); or pass reads=True."
+    )
+
+
+def check_order(factory: Factory, folder: Path, ignore: Sequence[str]) -> None:
+    """Compare runs in which independent callbacks stand before and after the callback.
+
+    Raises:
+        AssertionError: They differ.
+    """
+    found: list[dict[str, Any]] = []
+    name = type(factory()).__name__
+    for number in range(2):
+        callback = factory()
+        others: list[BaseCallback] = [
+            evaluated(),
+            LogTraining("1 step", throughput=False),
+            on(Callback.on_step_end)(_log_probe),
+        ]
+        first = [one for one in others if type(one) is type(callback)]  # one may watch the results of the other
+        others = [one for one in others if one not in first]
+        callbacks = [*first, *others, callback] if number == 0 else [*first, callback, *reversed(others)]
+        trainer = tiny_trainer(callbacks=callbacks, directory=folder / str(number), seed=0, epochs=2)
+        results = without_clocks(results_of(trainer, trainer.fit()), ignore)
+        del results["states"]["callbacks"]  # in the order of the list
+        results["history"] = dict(sorted(results["history"].items()))
+        results["records"] = [dict(sorted(one.items())) for one in results["records"]]
+        found.append(results)
+    difference = first_difference(found[0], found[1], "the run")
+    assert difference is None, (
+        f"{name} gives other results at the start of the list than at its end, beside Evaluate, LogTraining and a hook that "
+        f"logs a number: {difference}. Declare after = (...) or before = (...) with the classes or phases that it depends on, "
+        "or do not read what other callbacks change."
+    )
+
+
+def _log_probe(run: Run) -> None:
+    run.log("probe", run.progress.step)
+
+
+def evaluated() -> Evaluate:
+    """Return an evaluation of two batches."""
+    return Evaluate(tiny_loader(2))
+
+
+class _Ended:
+    """The results of a run, and the attributes of the callback before the first step and after the last."""
+
+    def __init__(self, name: str, results: dict[str, Any], callback: BaseCallback, at_start: dict[str, Any]) -> None:
+        self.name, self.results, self.attributes, self.at_start = name, results, attributes_of(callback), at_start
+
+
+def attributes_of(callback: BaseCallback) -> dict[str, Any]:
+    """Return the attributes of an instance that are numbers, texts or small tensors, as plain values."""
+    holder = callback.callback if isinstance(callback, AdaptedCallback) else callback
+    values = {name: _plain(value) for name, value in getattr(holder, "__dict__", {}).items()}
+    return {name: value for name, value in values.items() if value is not _OTHER}
+
+
+_OTHER: Any = object()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().tolist() if value.numel() <= 16 else _OTHER
+    return value if value is None or isinstance(value, bool | int | float | str) else _OTHER
+
+
+def _trainer(callback: BaseCallback, folder: Path, *more: BaseCallback) -> Any:
+    saving = Checkpoint(lambda run: False, background=False, on_signal=False)
+    callbacks = [evaluated(), callback, *more] if isinstance(callback, Checkpoint) else [evaluated(), callback, *more, saving]
+    return tiny_trainer(callbacks=callbacks, directory=folder, seed=0, **_RUN)
+
+
+def _whole(callback: BaseCallback, folder: Path, ignore: Sequence[str]) -> _Ended:
+    at_start: dict[str, Any] = {}
+
+    def note(run: Run) -> None:
+        at_start.update(attributes_of(callback) if not run.progress.step else {})
+
+    trainer = _trainer(callback, folder, on(Callback.on_epoch_start)(note))
+    run = trainer.fit()
+    return _Ended(hooks_of(run).name_of(callback), _compared(trainer, run, ignore), callback, at_start)
+
+
+def _resumed(factory: Factory, folder: Path, ignore: Sequence[str]) -> _Ended:
+    with suppress(Cut):
+        _trainer(factory(), folder, Cutter(_CUT)).fit()
+    callback = factory()
+    trainer = _trainer(callback, folder)
+    run = trainer.fit(resume="auto")
+    return _Ended(hooks_of(run).name_of(callback), _compared(trainer, run, ignore), callback, {})
+
+
+def _compared(trainer: Any, run: Run, ignore: Sequence[str]) -> dict[str, Any]:
+    found = without_clocks(results_of(trainer, run, (Checkpoint,)), ignore)
+    callbacks = found["states"]["callbacks"]
+    found["states"]["callbacks"] = {name: state for name, state in callbacks.items() if state}
+    return {**found, "outcome": run.outcome and run.outcome.kind}
+
+
+def check_adapter(factory: Callable[[], Any], *, ignore: Sequence[str] = CLOCKS, reads: bool = False) -> None:
+    """Check the requirements on the adapter of a callback of another system.
+
+    - The base class of the callback is recognized: an entry point of the group ``cadenza.adapters`` names its adapter.
+    - The adapter names the system, and equals its callback.
+    - A callback that overrides no event has no listeners.
+    - Each event with a moment is called in a run in which the moment fires.
+    - An error in an event names the callback and the event.
+    - The requirements of `check_callback`.
+
+    Args:
+        factory: Returns a new callback of the other system.
+        ignore: As in `check_callback`.
+        reads: As in `check_callback`.
+
+    Raises:
+        AssertionError: A requirement is not met. The message says which.
+        Exception: An error that the callback raises in a run.
+
+    >>> import transformers
+    >>> class Watch(transformers.TrainerCallback):
+    ...     def on_step_end(self, args, state, control, **objects):
+    ...         control.should_training_stop = state.global_step == 7
+    >>> check_adapter(Watch)
+    """
+    callback = factory()
+    base = base_of(callback)
+    assert base is not None, (
+        f"{type(callback).__name__} has no base class with an adapter. Expected an entry point of the group cadenza.adapters "
+        f"with the name of a base class, such as {title_of(type(callback).__mro__[-2])!r}"
+    )
+    adapter = adapt(callback)
+    kind = type(adapter)
+    assert getattr(kind, "system", ""), f"{kind.__name__}.system is the name of the other system; it is missing"
+    assert kind.system in repr(adapter), f"repr() of the adapter names its system {kind.system!r}; it is {adapter!r}"
+    assert adapter == callback, "an adapter equals its callback"
+    assert callback in [adapter], "an adapter equals its callback"
+    events = getattr(kind, "events", {})
+    assert Hooks([_adapter_of(kind, base, callback, {})]).by_moment == {}, "a callback without events has no listeners"
+    _check_called(kind, base, factory, [name for name, event in events.items() if event.moment is not None and event.make])
+    check_callback(factory, ignore=ignore, reads=reads)
+
+
+def _adapter_of(kind: type[AdaptedCallback], base: type[Any], callback: Any, methods: dict[str, Any]) -> AdaptedCallback:
+    """Return the adapter of a callback with the attributes of another one, and with these methods alone."""
+    made: Any = object.__new__(type("Overriding", (base,), methods))
+    vars(made).update(vars(callback))
+    return kind(made, base)
+
+
+def _check_called(kind: type[AdaptedCallback], base: type[Any], factory: Callable[[], Any], names: Sequence[str]) -> None:
+    called: list[str] = []
+
+    def recording(name: str) -> Callable[..., None]:
+        return lambda *values, **named: called.append(name)
+
+    def breaking(*values: Any, **named: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    events, recorder = getattr(kind, "events", {}), Recorder()
+    adapter = _adapter_of(kind, base, factory(), {name: recording(name) for name in names})
+    tiny_run(callbacks=[evaluated(), *kind.companions([adapter]), recorder], epochs=2, accumulate=2)
+    fired = {seen.moment for seen in recorder.seen}
+    missing = [name for name in names if events[name].moment.__name__ in fired and name not in called]
+    assert not missing, f"events that a run never called, though their moments fired: {', '.join(missing)}"
+    if not called:
+        return
+    broken = _adapter_of(kind, base, factory(), {called[0]: breaking})
+    try:
+        tiny_run(callbacks=[evaluated(), *kind.companions([broken])], epochs=2, accumulate=2)
+    except RuntimeError as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        assert f"Overriding.{called[0]}" in notes, f"an error names the callback and the event; its notes are {notes!r}"
+    else:
+        raise AssertionError(f"an error in {called[0]} did not end the run")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from cadenza.attaching import Loop
 from cadenza.callbacks.checkpoint import Checkpoint
@@ -19,17 +22,18 @@ from cadenza.drivers.sharding import checksum, checksum_of_all
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
-from cadenza.hooks.moments import Callback, moments_of
+from cadenza.hooks.moments import BaseCallback, Callback, moments_of
 from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import RNGState
 from cadenza.run import Run
 from cadenza.status.formats import counted
-from cadenza.status.plain import first_difference
-from cadenza.testing.fresh import FreshProcesses
-from cadenza.testing.results import CLOCKS, results_of, states_of, without_clocks
+from cadenza.status.plain import first_difference, host_copy
+from cadenza.testing.launching import FreshProcesses
 from cadenza.trainer import Trainer
 
 Make = Callable[[Path], Trainer | Loop]
+CLOCKS = ("*_per_s", "*_per_second", "*_runtime", "*/mfu", "time/*")
+"""Patterns of the names in records and in states of callbacks that depend on the clock."""
 
 
 def prove_resume(
@@ -171,10 +175,10 @@ def _take(
         trainer.callbacks.append(Checkpoint(lambda run: False))
     trainer.callbacks.append(witness)
     if cut_after is not None:
-        trainer.callbacks.append(_Cutter(cut_after))
+        trainer.callbacks.append(Cutter(cut_after))
     try:
         run = _run(made, loop, "auto" if resume else False, replay)
-    except _Cut:
+    except Cut:
         assert cut_after is not None
         return _Taken(True, cut_after, {}, witness.moments, witness.batches, witness.trace, witness.again if resume else [])
     values = results_of(trainer, run, _OWN)
@@ -194,7 +198,7 @@ def _run(made: Trainer | Loop, loop: Callable[[Any], object] | None, resume: boo
     return made.run
 
 
-class _Cut(BaseException):
+class Cut(BaseException):
     """Ends a run like a kill: nothing that the run does after it counts."""
 
 
@@ -253,7 +257,7 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, text if len(text) < 80 else f"crc {zlib.crc32(text.encode())}"
 
 
-class _Cutter(Callback):
+class Cutter(Callback):
     """Saves a checkpoint after a step, and cuts the run."""
 
     def __init__(self, step: int) -> None:
@@ -265,7 +269,77 @@ class _Cutter(Callback):
             run.after_step(self._cut)
 
     def _cut(self) -> None:
-        raise _Cut
+        raise Cut
 
 
-_OWN = (Checkpoint, _Witness, _Cutter)
+_OWN = (Checkpoint, _Witness, Cutter)
+
+
+def results_of(trainer: Trainer, run: Run, leave_out: tuple[type[BaseCallback], ...] = ()) -> dict[str, Any]:
+    """Return copies of the results of a complete run, on the host. They can be pickled.
+
+    Args:
+        trainer: The trainer of the run.
+        run: The run.
+        leave_out: Classes of callbacks without results.
+    """
+    return {
+        "model": on_host(dict(trainer.model.state_dict())),
+        "states": on_host(states_of(run, leave_out)),
+        "random streams": RNGState.capture().to_plain(),
+        "history": {name: run.history[name] for name in run.history.names},
+        "records": _records(trainer),
+    }
+
+
+def states_of(run: Run, leave_out: tuple[type[BaseCallback], ...] = ()) -> dict[str, Any]:
+    """Return all states of a run but those of the model and the random generators."""
+    callbacks = {name: one.state_dict() for name, one in hooks_of(run).callbacks.items() if not isinstance(one, leave_out)}
+    optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
+    own = {
+        "progress": str(run.progress.now()),
+        "run.state": dict(run.state),
+        "precision": session_of(run).precision.state_dict(),
+    }
+    return {**own, "optimizers": optimizers, "callbacks": callbacks}
+
+
+def without_clocks(results: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
+    """Return the results without the values with names that fit a pattern of `ignore`, and without the times of records."""
+
+    def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: part(value) for name, value in values.items() if not _fits(name, ignore)}
+
+    def part(value: Any) -> Any:
+        if type(value) is dict:
+            return kept(value)
+        return [*map(part, value)] if type(value) is list else value
+
+    records = [kept({name: value for name, value in one.items() if name != "time"}) for one in results["records"]]
+    states = {name: kept(state) for name, state in results["states"]["callbacks"].items()}
+    return {
+        **results,
+        "records": records,
+        "history": kept(results["history"]),
+        "states": {**results["states"], "callbacks": states},
+    }
+
+
+def depends_on_clock(name: str) -> bool:
+    """Return whether the value of this name depends on the clock."""
+    return _fits(name, CLOCKS)
+
+
+def _fits(name: object, patterns: Sequence[str]) -> bool:
+    return isinstance(name, str) and any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def on_host(tree: Any) -> Any:
+    """Return a nested value with a copy on the host of each tensor."""
+    return pytree.tree_map_only(Tensor, host_copy, tree)
+
+
+def _records(trainer: Trainer) -> list[dict[str, Any]]:
+    path = Path(str(trainer.directory), "metrics.jsonl")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]

@@ -1,16 +1,27 @@
-"""Complete runs of a model with two weights, in milliseconds."""
+"""Complete runs of a model with two weights in milliseconds, evaluations of given results, and a record of moments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cadenza.engine.evaluation import record_evaluated
+from cadenza.engine.session import session_of
+from cadenza.engine.step_state import Deferred
 from cadenza.engine.training_log import EpochMeans
+from cadenza.hooks.dispatch import hooks_of
+from cadenza.hooks.listener import Listener
+from cadenza.hooks.moments import Callback, Moment, moments_of
+from cadenza.loading.evaluation import Evaluation
 from cadenza.loops.foreign import AnyCallback
 from cadenza.run import Run
+from cadenza.status.formats import counted
+from cadenza.status.progress import Counters
 from cadenza.trainer import Trainer
 
 Batch = tuple[Tensor, Tensor]
@@ -101,3 +112,123 @@ def tiny_run(**arguments: Any) -> Run:
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One firing of a moment, and the counters then: an element of `Recorder.seen`.
+
+    >>> from cadenza.testing import tiny_run
+    >>> recorder = Recorder(Callback.on_step_end)
+    >>> run = tiny_run(callbacks=[recorder], batches=2)
+    >>> [(seen.moment, seen.at.step) for seen in recorder.seen]
+    [('on_step_end', 1), ('on_step_end', 2)]
+    """
+
+    moment: str
+    """The name of the moment."""
+    at: Counters
+    """The counters when it fired."""
+
+
+class Recorder(Callback):
+    """Records the moments that it receives.
+
+    Args:
+        only: The moments to record, such as ``Callback.on_step_end``; all moments if there is none.
+
+    >>> from cadenza.testing import tiny_run
+    >>> recorder = Recorder(Callback.on_step_end, Callback.on_epoch_end)
+    >>> run = tiny_run(callbacks=[recorder], batches=2)
+    >>> recorder.names
+    ['on_step_end', 'on_step_end', 'on_epoch_end']
+    """
+
+    def __init__(self, *only: Moment) -> None:
+        self.seen: list[Seen] = []
+        self._only = only or tuple(moments_of(type(self)).values())
+
+    def listeners(self) -> list[Listener]:
+        return [Listener(moment, self._recording(moment)) for moment in self._only]
+
+    def _recording(self, moment: Moment) -> Callable[..., None]:
+        def record(run: Run, *_: Any) -> None:
+            self.seen.append(Seen(moment.__name__, run.progress.now()))
+
+        return record
+
+    @property
+    def names(self) -> list[str]:
+        """The recorded moments, in order."""
+        return [seen.moment for seen in self.seen]
+
+    def diagram(self) -> str:
+        """Return the tree of the recorded moments: each where it came first, with its count."""
+        lines: dict[str, str] = {}
+        depth = 0
+        for name in self.names:
+            depth -= name.endswith("_end")
+            lines.setdefault(name, "  " * depth + name)
+            depth += name.endswith("_start")
+        times = Counter(self.names)
+        return "\n".join(f"{line:<36}{times[name]:>3}" for name, line in lines.items())
+
+
+def simulate(
+    callbacks: Iterable[AnyCallback],
+    *,
+    metrics: Mapping[str, Sequence[float]],
+    epochs: int | None = None,
+    steps_per_epoch: int = 2,
+) -> Run:
+    """Run callbacks with given results: at the end of each epoch an evaluation reports the next value of each metric.
+
+    Args:
+        callbacks: The callbacks to test.
+        metrics: By full name, such as ``"eval/loss"``, a value for each epoch.
+        epochs: The number of epochs; None: the number of values.
+        steps_per_epoch: Steps in each epoch.
+
+    Raises:
+        ValueError: There are fewer values than epochs.
+
+    >>> from cadenza import on
+    >>> @on(Callback.on_eval_end)
+    ... def show(run, evaluation):
+    ...     print(run.progress.epoch, evaluation.results)
+    >>> run = simulate([show], metrics={"eval/loss": [3.0, 2.0]})
+    1 {'eval/loss': 3.0}
+    2 {'eval/loss': 2.0}
+    """
+    epochs = min(map(len, metrics.values())) if epochs is None else epochs
+    for name, values in metrics.items():
+        if len(values) < epochs:
+            raise ValueError(
+                f"metrics[{name!r}] has {counted(len(values), 'value')} for {counted(epochs, 'epoch')}; give one for each"
+            )
+    script = _Script(metrics)
+    return tiny_run(callbacks=[script, *callbacks], epochs=epochs, batches=steps_per_epoch)
+
+
+class _Script(Callback):
+    """Reports the values of a script."""
+
+    def __init__(self, metrics: Mapping[str, Sequence[float]]) -> None:
+        self.metrics = metrics
+        names = dict.fromkeys(key.rpartition("/")[0] for key in metrics)
+        self.evaluations = {name: Evaluation([], name=name) for name in names}
+
+    def on_setup(self, run: Run) -> None:
+        run.evaluations.update(self.evaluations)
+
+    def on_epoch_end(self, run: Run) -> None:
+        Deferred(self._evaluate)(run)
+
+    def _evaluate(self, run: Run) -> None:
+        for prefix, evaluation in self.evaluations.items():
+            hooks_of(run).on_eval_start(run, evaluation)
+            own = {name: values for name, values in self.metrics.items() if name.rpartition("/")[0] == prefix}
+            evaluation.results = {name: values[run.progress.epoch - 1] for name, values in own.items()}
+            record_evaluated(session_of(run), evaluation)
+            hooks_of(run).on_eval_end(run, evaluation)
+            run.log(dict(evaluation.results))

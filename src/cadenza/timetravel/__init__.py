@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from cadenza.timetravel.asking import Answer as Answer
     from cadenza.timetravel.asking import Answers as Answers
     from cadenza.timetravel.asking import what_if as what_if
-    from cadenza.timetravel.capsule_replay import RepeatedStep as RepeatedStep
-    from cadenza.timetravel.capsule_replay import replay_capsule as replay_capsule
     from cadenza.timetravel.replaying import Difference as Difference
     from cadenza.timetravel.replaying import Replay as Replay
     from cadenza.timetravel.replaying import replay_step as replay_step
+    from cadenza.timetravel.second_pass import RepeatedStep as RepeatedStep
+    from cadenza.timetravel.second_pass import replay_capsule as replay_capsule
 
     __all__: list[str]
 else:
@@ -20,7 +20,7 @@ else:
         __name__,
         {
             "cadenza.timetravel.asking": "Answer Answers what_if",
-            "cadenza.timetravel.capsule_replay": "RepeatedStep replay_capsule",
+            "cadenza.timetravel.second_pass": "RepeatedStep replay_capsule",
             "cadenza.timetravel.replaying": "Difference Replay replay_step",
         },
     )

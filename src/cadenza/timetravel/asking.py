@@ -19,8 +19,7 @@ from cadenza.loops.foreign import AnyCallback, adapted
 from cadenza.status.decisions import Decision
 from cadenza.status.formats import counted
 from cadenza.timetravel.dry_checkpoint import DryCheckpoint, DryWriter
-from cadenza.timetravel.playing import Played, check_playable, play
-from cadenza.timetravel.recording import Recording
+from cadenza.timetravel.playing import Played, Recording, check_playable, play
 
 
 @dataclass(frozen=True, slots=True, repr=False)

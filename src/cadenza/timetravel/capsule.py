@@ -18,6 +18,7 @@ from cadenza.engine.error_context import raised_by_loader
 from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
 from cadenza.errors import DistributedError, NonFiniteError, notes_of
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.subscription import steps_in
 from cadenza.loading.batches import tensors_in
@@ -27,11 +28,10 @@ from cadenza.optim.model_state import load_into, plain_name, state_of
 from cadenza.optim.parameters import modules_of
 from cadenza.records.scalars import Arriving, arriving
 from cadenza.status.decisions import decide
-from cadenza.timetravel.alone import alone
 from cadenza.timetravel.capsule_files import FOLDER, write_capsule
-from cadenza.timetravel.locating import Located, locate, located_in
 from cadenza.timetravel.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
-from cadenza.timetravel.trial import undone
+from cadenza.timetravel.second_pass import Located, alone, locate, located_in
+from cadenza.timetravel.snapshot import undone
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -112,7 +112,6 @@ class Capsule(Callback):
 
     decides: tuple[str, ...] = ("capsule written",)
     each_rank = True
-    asks = False
 
     def __init__(
         self,
@@ -138,6 +137,9 @@ class Capsule(Callback):
         self._written: list[dict[str, Any]] = []
         self._told: set[tuple[int, str]] = set()
         self._rolled_back = False
+
+    def listeners(self) -> list[Listener]:
+        return silent(super().listeners())
 
     def on_setup(self, run: Run) -> None:
         if run.info.directory is None:

@@ -10,12 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from cadenza.checkpoint.store.files import FORMAT_ERRORS, Sum, SummedFile, pieces, read_tensors
+from cadenza.checkpoint.store.files import FORMAT_ERRORS, LocalFiles, SummedFile, read_tensors
 from cadenza.checkpoint.store.reading import check, count, or_none, parsed
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, StateError
-from cadenza.files.disk import flush, open_regular, read_object
+from cadenza.files.disk import open_regular, read_object
 from cadenza.files.paths import local_path
-from cadenza.status.decisions import in_json
+from cadenza.status.formats import in_json
 from cadenza.status.plain import decode, encode
 
 FOLDER = "capsules"
@@ -55,24 +55,17 @@ def write_capsule(folder: Path, name: str, facts: dict[str, Any], state: Mapping
     except StateError as error:
         facts = {**facts, "batches_left_out": str(error)}
         plain, tensors = encode({**state, "batches": None})
-    beside, path = folder / f".{name}.new", folder / name
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    files, beside, path = LocalFiles(folder), f".{name}.new", folder / name
+    shutil.rmtree(folder / beside, ignore_errors=True)
+    files.make(beside, lasting=False)
     try:
-        total = Sum()
-        with (beside / _TENSORS).open("wb") as file:
-            for piece in pieces(tensors):
-                file.write(piece)
-                total.add(piece)
-        content = {"format": _FORMAT, "facts": in_json(dict(facts)), "state": plain, "tensors": total.facts}
-        text = json.dumps(content, indent=1)
-        (beside / _FACTS).write_text(f"{text}\n", encoding="utf-8")
-        for one in (beside / _TENSORS, beside / _FACTS, beside):
-            flush(one)
+        written = files.write_tensors(f"{beside}/{_TENSORS}", tensors)
+        content = {"format": _FORMAT, "facts": in_json(dict(facts)), "state": plain, "tensors": written}
+        files.write(f"{beside}/{_FACTS}", f"{json.dumps(content, indent=1)}\n".encode())
         shutil.rmtree(path, ignore_errors=True)
-        beside.rename(path)
+        files.rename(beside, name)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(folder / beside, ignore_errors=True)
         raise
     return path, facts
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection
 from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,17 +21,6 @@ from cadenza.status.branches import Branch
 
 class DryRetention(Retention):
     """Keep rules over checkpoints that are not there."""
-
-    def read(self) -> None:
-        """Nothing is on the disk."""
-
-    def join(self, name: str, asking: Any) -> bool:
-        """Let callbacks have a checkpoint as well; return whether that is new."""
-        index = next((i for i, one in enumerate(self.known) if one.name == name), None)
-        if index is None or not (new := set(asking) - self.known[index].owners):
-            return False
-        self.known[index] = replace(self.known[index], owners=self.known[index].owners | new)
-        return True
 
     def kept_by_rules(self) -> dict[str, list[dict[str, str]]]:
         """Return the rules that keep each checkpoint, and that the newest one stays at which a run can continue."""
@@ -67,9 +55,8 @@ class DryWriter(CheckpointWriter):
 
     def begin(self) -> None:
         """Start."""
-        if self._attempts is None:
-            nothing: Any = SimpleNamespace(results=deque(), busy=False, failed=None, stop=lambda: None)
-            self._attempts = nothing
+        if not self._begun:
+            self._begun = True
             for member in self.retention.members.values():
                 member.begin(self.session.progress, self.session.step.window.size)
             self.retention.began = self._time_at(0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cadenza.drivers.sharding import checksum, checksum_of_all
 from cadenza.engine.session import Session, session_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Interval, Schedule
@@ -59,19 +59,17 @@ class Fingerprint(Callback):
     """
 
     before: Relation = (Phase.CLIP,)
-    asks = False
-    _reads_totals = False
 
     def __init__(self, every: Interval = "100 steps") -> None:
         self.every: Schedule = in_steps(every, "Fingerprint(every=...)", "gradients exist only before the update")
         self._gradients: tuple[int, dict[str, str]] = -1, {}
 
     def listeners(self) -> list[Listener]:
-        return [
-            *super().listeners(),
+        own = [
             Listener(Callback.on_before_optimizer_step, self._take_gradients, self.every, "of gradients"),
             Listener(Callback.on_step_end, self._write, self.every),
         ]
+        return silent([*super().listeners(), *own])
 
     def on_setup(self, run: Run) -> None:
         self._gradients = -1, {}

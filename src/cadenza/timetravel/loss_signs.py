@@ -251,16 +251,22 @@ class Watch:
         self._look_ahead()
         return seen
 
+    def seen_in(self, loss: float) -> str | None:
+        """Return what is wrong with a loss, which the sign does not get."""
+        self._add_later()
+        self._look_ahead()
+        return self.sign.seen_in(loss)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the losses that later judgements depend on."""
         self._add_later()
         self._look_ahead()
-        return state_of(self.sign)
+        return AnySign([self.sign]).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the result of `state_dict`, also of another sign: as far as both have signs of the same class."""
         self._later.clear()
-        restore(self.sign, state)
+        AnySign([self.sign]).load_state_dict(state)
         self._look_ahead()
 
     def _add_later(self) -> None:
@@ -271,16 +277,6 @@ class Watch:
     def _look_ahead(self) -> None:
         limit, count = self.sign.quiet()
         self._limit, self._room = min(limit, _HIGHEST), count - 1
-
-
-def state_of(sign: Sign) -> dict[str, Any]:
-    """Return the losses that later judgements of a sign depend on, for `restore`."""
-    return AnySign([sign]).state_dict()
-
-
-def restore(sign: Sign, state: Mapping[str, Any]) -> None:
-    """Restore the result of `state_of`, also of another sign: as far as both have signs of the same class."""
-    AnySign([sign]).load_state_dict(state)
 
 
 def checked_sign(when: object) -> Sign:

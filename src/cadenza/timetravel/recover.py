@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from cadenza.checkpoint.resuming import catalogue_of
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.subscription import steps_in
@@ -22,14 +23,14 @@ from cadenza.optim.finite import all_finite
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import Compared
 from cadenza.records.directory import RecordedRun
-from cadenza.status.decisions import GoBack, decide, in_json
-from cadenza.status.formats import counted
+from cadenza.status.decisions import GoBack, decide
+from cadenza.status.formats import counted, in_json
 from cadenza.status.progress import Counters
-from cadenza.timetravel.loss_signs import NonFinite, Sign, Spike, checked_sign, restore, state_of
-from cadenza.timetravel.recovery_plan import Plan
+from cadenza.timetravel.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
 
 if TYPE_CHECKING:
     from cadenza.run import Run
+
 
 LAST_GOOD = "last good checkpoint"
 SINCE: Literal["batches of the steps since"] = "batches of the steps since"
@@ -130,13 +131,14 @@ class Recover(Callback, Compared):
         self.skip: str | None = skip
         self.then: LowerRate | None = then
         self.times: int = times
+        self._watch = Watch(self.when)
         self._plan = Plan()
         self._dropped = self._begins = False
         self._step = 0  # the step that began last, from 1
 
     def listeners(self) -> list[Listener]:
-        own = [Listener(moment, function, skips=False) for moment, function in self._acting()]
-        return [*super().listeners(), *own]
+        own = [Listener(moment, function) for moment, function in self._acting()]
+        return [*super().listeners(), *silent(own)]  # requests are made in on_step_end
 
     def _acting(self) -> list[tuple[Callable[..., None], Callable[..., None]]]:
         """Return the moments and functions that a run needs after it went back."""
@@ -163,7 +165,7 @@ class Recover(Callback, Compared):
         if session.step_fn is not None and self.skip == GUILTY:
             raise ValueError(f"with a step_fn, Recover cannot check each batch: give skip={SINCE!r}")
         self._plan, self._dropped, self._begins, self._step = Plan(), False, False, 0
-        self.when.reset()
+        self._watch.reset()
         if self.then is not None:
             for index in range(len(run.optimizers)):
                 session.rates.factors.setdefault(index, []).append(self.factor)
@@ -207,19 +209,18 @@ class Recover(Callback, Compared):
         loss = float(mean)
         if math.isnan(loss) and session.step.last_window.is_weightless:
             return
-        seen = self.when.seen_in(loss)
+        seen = self._watch.look(loss)
         if seen is None:
-            self.when.add(loss)
             self._plan.trained |= session.step.updated
         else:
             self._go_back(run, session, loss, seen)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"plan": self._plan.to_plain(), "when": state_of(self.when)}
+        return {"plan": self._plan.to_plain(), "when": self._watch.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._plan = Plan.from_plain(state["plan"])
-        restore(self.when, state["when"])
+        self._watch.load_state_dict(state["when"])
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._put_rates_back(run)
@@ -319,7 +320,7 @@ class Recover(Callback, Compared):
         if self._step > self._plan.in_force(self._step)[0] or session.step.skipping:
             return
         loss, weight = float(outputs["loss"].detach()), outputs.get("weight")
-        seen = None if weight is not None and float(weight) == 0 else self.when.seen_in(loss)
+        seen = None if weight is not None and float(weight) == 0 else self._watch.seen_in(loss)
         everyone = run.driver.gather(seen) if session.sync.several else [seen]
         if not any(everyone):
             return
@@ -412,3 +413,66 @@ def _newest_good(
         if all_finite(weight for weight in loaded.model.values() if isinstance(weight, Tensor)):
             return one.path, reached
     return None
+
+
+_IDLE = 2  # two bad batches in a row need as many rollbacks to one checkpoint
+
+
+@dataclass(slots=True)
+class Plan:
+    """What follows from the rollbacks so far, as plain data for ``run.json`` and checkpoints. Steps are counted from 1."""
+
+    count: int = 0
+    """The number of rollbacks."""
+    to: int | None = None
+    """The step of the checkpoint to which the last one went back."""
+    sign: int = 0
+    """The step with the sign."""
+    guard: int = 0
+    """The last step of which each batch is checked before its gradient is added."""
+    skips: list[Any] = field(default_factory=list)
+    """Ranges of batches that are left out: the first one, and the one after the last, each an epoch and a number in it."""
+    rates: list[Any] = field(default_factory=list)
+    """The step after which the rates are multiplied, the last such step, and the factor."""
+    earlier: list[Any] = field(default_factory=list)
+    """`to`, `guard` and `rates` of the rollbacks before, as far as they hold for steps before `to`."""
+    told: dict[str, Any] = field(default_factory=dict)
+    """The facts of the decision."""
+    idle: int = 0
+    """How many rollbacks in a row went to one checkpoint from which no step was trained."""
+    trained: bool = False
+    """Whether a step was trained since the last rollback."""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """Return the plan of a result of `to_plain`."""
+        return cls(**deepcopy(dict(plain)))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return all fields by name."""
+        return asdict(self)
+
+    def in_force(self, step: int) -> tuple[int, list[Any]]:
+        """Return `guard` and `rates` of the rollback after which a step was done.
+
+        It is the last rollback, but for a repetition of past steps (`replay_step`), which may begin before it.
+        """
+        if self.to is None or step > self.to:
+            return self.guard, self.rates
+        _, guard, rates = next((one for one in reversed(self.earlier) if one[0] < step), (0, 0, []))
+        return guard, rates
+
+    def in_vain(self, step: int) -> tuple[bool, int]:
+        """Return whether the last rollback did not help against a sign in `step`, and the next value of `idle`.
+
+        It did not if other batches broke the run, or if the weights in the checkpoint are broken already.
+        """
+        if self.to is None:
+            return False, 0
+        idle = 0 if self.trained else self.idle + 1
+        return step <= self.sign or idle >= _IDLE, idle
+
+    def earlier_than(self, to: int) -> list[Any]:
+        """Return `earlier` of a plan that goes back to the step `to`."""
+        own = [] if self.to is None else [[self.to, self.guard, self.rates]]
+        return [one for one in (*self.earlier, *own) if one[0] < to]

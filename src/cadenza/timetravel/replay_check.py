@@ -21,7 +21,7 @@ from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import in_steps
 from cadenza.optim.settings import Compared
 from cadenza.status.decisions import decide
-from cadenza.timetravel.repeating import Pass, StepRepeat, named
+from cadenza.timetravel.snapshot import Pass, StepRepeat, named
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -77,7 +77,6 @@ class ReplayCheck(Callback, Compared):
 
     before: Relation = (BaseCallback,)  # their hooks may change the gradients
     decides: tuple[str, ...] = ("replay differed",)
-    _reads_totals = False
 
     def __init__(self, every: Interval = "1000 steps", *, action: Action = "raise") -> None:
         if action not in _ACTIONS:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import shutil
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -13,18 +16,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from cadenza.callbacks.checkpoint import Checkpoint
+from cadenza.callbacks.save_predictions import SavePredictions
+from cadenza.callbacks.slurm_requeue import SlurmRequeue
+from cadenza.compat.adapter.foreign import ForeignCallback
 from cadenza.engine.loop import END, Training
+from cadenza.engine.monitor import Monitor
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.step_state import Cursor
 from cadenza.errors import DataError, DistributedError, add_note
-from cadenza.hooks.moments import Callback
+from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.records.record import Record
 from cadenza.run import Run
+from cadenza.sinks.sink import Sink
 from cadenza.status.formats import counted
-from cadenza.testing.results import depends_on_clock
-from cadenza.timetravel.outside import acts_outside, left_out
+from cadenza.testing.proof import depends_on_clock
 from cadenza.timetravel.replay_start import ReplayStart
-from cadenza.timetravel.temporary import Folder, close_at_exit, within
+from cadenza.trackers.alert import Alert
+from cadenza.trackers.optuna_pruning import OptunaPruning
 from cadenza.trainer import Trainer
 
 
@@ -130,7 +139,7 @@ class Replay:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and not self._over and self._trainer.driver.world_size > 1:
-            self._fail(error)  # the hooks at the end of a run would wait for ranks without this error
+            self._end(error)  # the hooks at the end of a run would wait for ranks without this error
         self.close()
 
     def __repr__(self) -> str:
@@ -163,12 +172,8 @@ class Replay:
                 f"rank {driver.rank} called {verb} of a replay, and rank {other} called {verbs[other]}. Every rank must call "
                 "replay_step, step_once and close, in the same order: not inside of `if rank == 0`."
             )
-            self._fail(error)
+            self._end(error)
             raise error
-
-    def _fail(self, error: BaseException) -> None:
-        """End the run with an error, which other ranks may not have."""
-        self._end(error)
 
     def _go_on(self) -> None:
         """Train to the next pause."""
@@ -205,6 +210,7 @@ class Replay:
             )
 
     def _end(self, error: BaseException | None = None) -> None:
+        """End the run, also with an error that other ranks may not have, and delete its directory."""
         part, self._part, self._over = self._part, None, True
         try:
             if part is not None:
@@ -337,3 +343,86 @@ def _separate(trainer: Trainer, start: ReplayStart, leave_out: type | tuple[type
 
 def _same(recorded: float, repeated: float) -> bool:
     return recorded == repeated or (math.isnan(recorded) and math.isnan(repeated))
+
+
+_NATIVE = (Sink, Alert, Checkpoint, OptunaPruning, SavePredictions, SlurmRequeue)
+_MODULES = ("loggers", "integrations")
+_PARTS = ("Checkpoint", "Logger", "Tracker", "TensorBoard", "BackupAndRestore", "RemoteMonitor", "Wandb", "MLflow")
+"""Modules, and parts of the names of classes, that other systems have for loggers and for what saves the model."""
+
+
+class LeftOut(Callback):
+    """Stands for a callback that a replay leaves out: its name and its saved state are known, and it does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name: str | None = name
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignore the state."""
+
+
+class LeftOutCheckpoint(LeftOut):
+    """Stands for a `Checkpoint`: others see what it watches, and may request saves, which write nothing."""
+
+    def __init__(self, name: str, given: Checkpoint) -> None:
+        super().__init__(name)
+        self.monitors: list[Monitor] = given.monitors
+
+    def on_setup(self, run: Run) -> None:
+        session_of(run).savers.append(self)
+
+    def request(self, reason: str) -> None:
+        """Write nothing."""
+
+
+def left_out(callback: BaseCallback, name: str) -> LeftOut:
+    """Return what stands for a callback that a replay leaves out."""
+    return LeftOutCheckpoint(name, callback) if isinstance(callback, Checkpoint) else LeftOut(name)
+
+
+def acts_outside(callback: BaseCallback, others: type | tuple[type, ...] = ()) -> bool:
+    """Return whether a callback writes files, or calls a service, outside of the directory of its run; or is one of `others`.
+
+    Sinks count, also those that only show the run.
+    """
+    if isinstance(callback, ForeignCallback):
+        kind = type(callback.callback)
+        names = [one.__name__ for one in kind.__mro__]
+        parts = {part for one in kind.__mro__ for part in one.__module__.split(".")}
+        known = any(part in name for part in _PARTS for name in names) or any(one in parts for one in _MODULES)
+        return known or isinstance(callback.callback, others)
+    return isinstance(callback, (*_NATIVE, others)) or type(callback).__module__.startswith("cadenza.sinks.")
+
+
+class Folder:
+    """A temporary directory. The process that owns it deletes it at the latest when nothing refers to this object."""
+
+    def __init__(self, path: str, *, owned: bool) -> None:
+        self._finalizer = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        if not owned:
+            self._finalizer.detach()
+
+    def delete(self) -> None:
+        """Delete it, once."""
+        self._finalizer()
+
+
+@contextmanager
+def within(folder: Folder, part: AbstractContextManager[Training]) -> Iterator[Training]:
+    """Delete the folder after the run: also if the replay is left open, and its run ends when nothing refers to it."""
+    try:
+        with part as training:
+            yield training
+    finally:
+        folder.delete()
+
+
+def close_at_exit(opened: Any) -> None:
+    """Call ``opened.close()`` at the end of the process, while all modules are there, if the object exists then."""
+    held = weakref.ref(opened)
+
+    def close() -> None:
+        if (left := held()) is not None:
+            left.close()
+
+    atexit.register(close)

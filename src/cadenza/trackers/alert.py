@@ -75,7 +75,6 @@ class Alert(Callback):
     """
 
     on_fault: Literal["raise", "disable", "retry"] = "disable"
-    asks = False
 
     def __init__(
         self,

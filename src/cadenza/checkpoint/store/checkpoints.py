@@ -112,7 +112,6 @@ class Store:
         self.branch: Branch = branch or Branch(owner_of(run))
         self._parent = self.branch.at
         self._whole = {self.branch.at}  # written or verified here, or read by this process as it continued there
-        self._read: dict[str, Entry] = {}  # by name: a manifest that was read does not change
         self._tag = re.sub(r"\W", "", run)[:12]
         self.notes: str = f".kept-{self._tag}.json"
         """The file in which the run notes which rules keep which checkpoints."""
@@ -122,10 +121,8 @@ class Store:
         return sorted(saved for name in self.files.folders() if (saved := Saved.named(name)) is not None)
 
     def entries(self) -> list[Entry]:
-        """Return all of `saved` with their manifests, oldest step first. A manifest that was read is not read again."""
-        entries = [self._read.get(saved.name) or self.entry(saved) for saved in self.saved()]
-        self._read = {entry.name: entry for entry in entries if entry.manifest is not None}
-        return entries
+        """Return all of `saved` with their manifests, oldest step first."""
+        return [self.entry(saved) for saved in self.saved()]
 
     def entry(self, saved: Saved) -> Entry:
         """Return a checkpoint with its manifest, read now."""
@@ -274,19 +271,19 @@ class Store:
         self._whole.add(saved.name)
         return loaded
 
-    def can_continue(self, entry: Entry) -> bool:
+    def can_continue(self, saved: Saved) -> bool:
         """Return whether a run can continue at a checkpoint.
 
         The files of a checkpoint that this store has written or verified are not read again: their sizes are compared.
         """
-        if entry.name not in self._whole:
+        entry = self.entry(saved)
+        if saved.name not in self._whole:
             return entry.problem() is None
-        manifest = self.entry(entry.saved).manifest
-        if manifest is None or not_exact(entry.name, manifest) is not None:
+        if entry.manifest is None or not_exact(saved.name, entry.manifest) is not None:
             return False
         with suppress(OSError):
-            files = files_in(manifest).items()
-            return all(self.files.size(f"{entry.name}/{file}") == said["size"] for file, said in files)
+            files = files_in(entry.manifest).items()
+            return all(self.files.size(f"{saved.name}/{file}") == said["size"] for file, said in files)
         return False
 
     def delete(self, names: Iterable[str]) -> list[str]:
@@ -352,7 +349,6 @@ class Store:
                 self.files.rename(folder, saved.name)
         self._parent = saved.name
         self._whole.add(saved.name)
-        self._read.pop(saved.name, None)  # an earlier checkpoint of this name was deleted by hand
         return saved
 
     def _discard(self, folder: str) -> None:

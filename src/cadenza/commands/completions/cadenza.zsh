@@ -10,6 +10,7 @@
 
 _shtab_cadenza_commands() {
   local _commands=(
+    ask:'Ask a run: it may go on, be over, have been killed, belong to another user, or be a copy. Only its directory is read, and little of it: the time does not depend on the number of records. Exit code 0: the answer is positive; 1: it is negative (a failed run, no such decision or value, a problem), or the directory holds no run.'
     capsule:'Show the capsules that the callback Capsule wrote when a step broke: the step, its samples, and the first module and parameter that were not finite. In Python, replay_capsule(trainer, RUN) repeats the step.'
     checkpoint:'Look at, verify, export and delete checkpoints.'
     compare:'Compare runs: how they ended, the arguments that differ, the best and last values and curves of their metrics, the number of their decisions, the first step and tensor at which fingerprints part (of runs with the callback Fingerprint), and the differences of their environments. With two runs, a column shows the difference of values, second minus first. Exit code 0, whether the runs differ or not; 1: a run cannot be read.'
@@ -45,6 +46,19 @@ _shtab_cadenza_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_cadenza_defaults_added=0
+
+_shtab_cadenza_ask_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--last[how many values of a metric (100 if left out) or decisions (1)]:N:"
+  "--whole[search files to their beginning, not only their last 32 MiB]"
+  "--json[print one line of JSON\; its form has a version, see the page Ask and steer a run]"
+  ":a run directory:_files -/"
+  ":status, plan, why, why-not, metric, samples, config, health:(status plan why why-not metric samples config health)"
+  "(*)::of why and why-not, a decision or a callback\; of metric, its name\; of samples, the step:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_cadenza_ask_defaults_added=0
 
 _shtab_cadenza_capsule_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -247,6 +261,7 @@ _shtab_cadenza() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_cadenza-$line[1]:"
       case $line[1] in
+        ask) _arguments -C -s $_shtab_cadenza_ask_options ;;
         capsule) _arguments -C -s $_shtab_cadenza_capsule_options ;;
         checkpoint) _shtab_cadenza_checkpoint ;;
         compare) _arguments -C -s $_shtab_cadenza_compare_options ;;

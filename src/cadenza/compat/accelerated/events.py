@@ -13,8 +13,7 @@ from cadenza.engine.session import session_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
 from cadenza.loading.batches import size_of
-from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.metrics import Metrics
+from cadenza.loading.evaluation import Evaluation, Metrics
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -58,7 +58,7 @@ class Conductor(BaseCallback):
     def conducting(self) -> list[Listener]:
         """Return the listeners of a conductor. They must come before the other listeners of the callback."""
         listeners = [
-            Listener(Callback.on_setup, self._open, asks=False),
+            Listener(Callback.on_setup, self._open),
             Listener(Callback.on_sanity_start, self._start_sanity),
             Listener(Callback.on_sanity_end, self._end_sanity),
             Listener(Callback.on_fit_start, self._begin_fit),

@@ -16,7 +16,7 @@ from cadenza.compat.transformers.events import EVENTS
 from cadenza.compat.transformers.flags import COLLECTIVE, flags_of
 from cadenza.compat.transformers.flow import Flow, exports
 from cadenza.compat.transformers.given import Given
-from cadenza.hooks.listener import Listener
+from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 
@@ -74,10 +74,7 @@ class TransformersCallback(ForeignCallback):
         return [State(flow), *callbacks, Control(flow)] if any(map(_has_hook, members)) else callbacks
 
     def listeners(self) -> list[Listener]:
-        listeners = super().listeners()
-        for one in listeners:
-            one.asks = False  # `Control` makes the requests
-        return listeners
+        return silent(super().listeners())  # `Control` makes the requests
 
     def own_listeners(self) -> list[Listener]:
         return [Listener(Callback.on_fit_start, self._trained_from)] if self.overridden() else []

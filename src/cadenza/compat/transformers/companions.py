@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.transformers.flags import IDLE
 from cadenza.compat.transformers.flow import Flow
-from cadenza.hooks.listener import Listener, inner
+from cadenza.hooks.listener import Listener, inner, silent
 from cadenza.hooks.moments import BaseCallback, Callback
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ class State(BaseCallback):
     """
 
     name: str | None = "transformers.state"
-    asks = False
 
     def __init__(self, flow: Flow) -> None:
         self.flow: Flow = flow
@@ -42,7 +41,7 @@ class State(BaseCallback):
             Listener(Callback.on_eval_end, self._end_evaluation),
             Listener(Callback.on_save, self.flow.save),
         ]
-        return inner(listeners)
+        return inner(silent(listeners))
 
     def _end_epoch(self, run: Run) -> None:
         if self.flow.logs_epochs and self.flow.goes_on():
@@ -89,8 +88,8 @@ class Control(BaseCallback):
 
     def listeners(self) -> list[Listener]:
         listeners = [
-            Listener(Callback.on_step_end, self._end_step, asks=self.flow.asks),
-            Listener(Callback.on_epoch_end, self._end_epoch, asks=False),
+            Listener(Callback.on_step_end, self._end_step, silent=not self.flow.asks),
+            Listener(Callback.on_epoch_end, self._end_epoch, silent=True),
             Listener(Callback.on_fit_end, self._end),
         ]
         return inner(listeners)

@@ -120,8 +120,6 @@ class EvaluateOnStart(Callback):
 class Modes(Callback):
     """Set the modes of modules as their trainer: all train, and an evaluation after the last step leaves evaluation mode."""
 
-    asks = False
-
     def __init__(self) -> None:
         self._evaluated: int | None = None  # the step of the last evaluation
 
@@ -150,7 +148,7 @@ class ClipModelGradients(ClipGradients):
     name: str | None = "ClipGradients"
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), *inner([Listener(Callback.on_before_zero_grad, self._drop, asks=False)])]
+        return [*super().listeners(), *inner([Listener(Callback.on_before_zero_grad, self._drop, silent=True)])]
 
     def on_fit_start(self, run: Run) -> None:
         super().on_fit_start(run)

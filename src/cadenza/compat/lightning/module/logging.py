@@ -279,11 +279,11 @@ class LogStart(_LogPart):
             Listener(Callback.on_setup, self._begin),
             Listener(Callback.on_sanity_start, self._mute),
             Listener(Callback.on_sanity_end, self._unmute),
-            Listener(Callback.on_batch_start, self._begin_batch, asks=False),
-            Listener(Callback.on_batch_end, self._end_batch, asks=False),
+            Listener(Callback.on_batch_start, self._begin_batch, silent=True),
+            Listener(Callback.on_batch_end, self._end_batch, silent=True),
             Listener(Callback.on_eval_start, self._mute),
             Listener(Callback.on_eval_end, self._unmute),
-            Listener(Callback.on_epoch_end, self._end_batches, asks=False),
+            Listener(Callback.on_epoch_end, self._end_batches, silent=True),
         ]
         return inner(listeners)
 

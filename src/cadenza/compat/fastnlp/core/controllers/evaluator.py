@@ -33,8 +33,8 @@ from cadenza.compat.fastnlp.core.utils.utils import (
     check_mapping,
     model_function,
 )
+from cadenza.loading.evaluation import reduces_itself
 from cadenza.loading.loaders import Limited
-from cadenza.loading.metrics import reduces_itself
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.precision import precision_of
 

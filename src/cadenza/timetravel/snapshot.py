@@ -1,13 +1,17 @@
-"""Compute the batches of a step a second time, before the update, and compare the bits. The run goes on as if it had not."""
+"""The state of a step: copied, restored in the same objects, computed again and compared."""
 
 from __future__ import annotations
 
+import inspect
+import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -17,14 +21,155 @@ from torch.utils.hooks import RemovableHandle
 from cadenza.drivers.sharding import checksum, local, same_bits
 from cadenza.engine.session import Session
 from cadenza.engine.updating import complete_window
-from cadenza.loading.rng import RNGState
+from cadenza.loading.rng import RNGState, preserve_rng_state
 from cadenza.optim.finite import tensors_at
 from cadenza.optim.model_state import is_compiled
+from cadenza.optim.parameters import parameters_of
 from cadenza.status.outputs import Outputs
-from cadenza.timetravel.restore_point import restore_in_place
 
-_OF_TORCH = frozenset(vars(nn.Module()))  # weights and buffers are slots of their own, and hooks do not change
-_LONGEST = 10_000  # the entries of a longer container are not copied
+_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, MethodType, nn.Module, torch.device)
+_CONTAINERS = (list, dict, set, deque)
+_LONGEST = 10_000  # a longer container holds data: only its order is state, and its entries are not visited
+
+
+class Snapshot:
+    """The present state of objects, to restore it in the same objects: attributes, containers, tensors, random generators.
+
+    References to parts of them stay valid, such as those of a wrapper to the parameter groups of its inner optimizer.
+
+    Args:
+        holders: Modules, and other objects of which the attributes are state, the entries of containers in them, and the
+            tensors in both. Objects in them are not visited.
+        objects: Objects of which all parts are state, such as optimizers and loaders. Modules, functions, classes and objects
+            of the standard library in them, such as threads and files, are not visited.
+        on_host: Whether tensors are copied to the host. Else a tensor is only written if its bits differ: its version stays.
+        data: Whether all tensors are copied; else only one-dimensional integer tensors, such as indices.
+        since: An earlier snapshot: of a tensor with the same bits, its copy is used.
+    """
+
+    def __init__(
+        self,
+        holders: Iterable[Any] = (),
+        objects: Iterable[Any] = (),
+        *,
+        on_host: bool,
+        data: bool = True,
+        since: Snapshot | None = None,
+    ) -> None:
+        self._on_host, self._data, self._since = on_host, data, since
+        self._seen: dict[int, Any] = {}  # keeps each object alive, so that ids stay unique
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._arrays: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[Any, Any]] = []
+        for holder in holders:
+            for value in self._attributes_of(holder):
+                for part in self._entries_of(value) if isinstance(value, _CONTAINERS) else (value,):
+                    if isinstance(part, Tensor):
+                        self._copy(part)
+        self._since = None  # an earlier snapshot may be freed
+        pending = deque(objects)
+        while pending:
+            pending.extend(self._look_at(pending.popleft()))
+
+    def restore(self) -> None:
+        """Restore the state in place."""
+        for current, before in self._attributes:
+            for name in current.keys() - before.keys():
+                del current[name]
+            current.update(before)
+        for container, content in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(content)
+        with torch.no_grad():
+            for tensor, value in self._tensors.values():
+                if self._on_host or not same_bits(tensor, value):
+                    local(tensor).copy_(value)
+        for array, values in self._arrays:
+            array[:] = values
+        for put, state in self._generators:
+            put(state)
+
+    def _attributes_of(self, holder: Any) -> Iterable[Any]:
+        self._attributes.append((vars(holder), dict(vars(holder))))
+        return [*vars(holder).values()]
+
+    def _entries_of(self, container: Any) -> Iterable[Any]:
+        if not isinstance(container, tuple):
+            self._containers.append((container, copy(container)))
+        if len(container) > _LONGEST:
+            return ()
+        return [*container.values()] if isinstance(container, dict) else [*container]
+
+    def _copy(self, tensor: Tensor) -> None:
+        known, value = id(tensor), local(tensor)
+        if known in self._tensors or tensor.is_meta:
+            return
+        before = None if self._since is None else self._since._tensors.get(known)
+        if before is not None and same_bits(value, before[1]):
+            self._tensors[known] = tensor, before[1]
+        else:
+            self._tensors[known] = tensor, value.to("cpu", copy=True) if self._on_host else value.clone()
+
+    def _look_at(self, one: Any) -> Iterable[Any]:
+        """Copy the state of one object; return the objects that it holds."""
+        if isinstance(one, _LEAVES) or id(one) in self._seen:
+            return ()
+        self._seen[id(one)] = one
+        room = type(one).__module__.partition(".")[0]
+        if isinstance(one, Tensor):
+            if self._data or (one.ndim == 1 and not one.is_floating_point()):
+                self._copy(one)
+        elif isinstance(one, torch.Generator):
+            self._generators.append((one.set_state, one.get_state()))
+        elif isinstance(one, random.Random):
+            self._generators.append((one.setstate, one.getstate()))
+        elif room == "numpy":
+            self._look_at_numpy(one)
+        elif isinstance(one, (*_CONTAINERS, tuple)):
+            return self._entries_of(one)
+        elif room not in sys.stdlib_module_names and hasattr(one, "__dict__"):
+            return self._attributes_of(one)
+        return ()
+
+    def _look_at_numpy(self, one: Any) -> None:
+        name = type(one).__name__
+        if name == "RandomState":
+            self._generators.append((one.set_state, one.get_state()))
+        elif name == "Generator":
+            inner = one.bit_generator
+            self._generators.append((lambda state: setattr(inner, "state", state), deepcopy(inner.state)))
+        elif name == "ndarray" and one.ndim == 1 and one.dtype.kind in "biu":
+            self._arrays.append((one, one.copy()))
+
+
+@contextmanager
+def undone(session: Session) -> Iterator[None]:
+    """Restore model, optimizers, gradients, fp16 scaler and RNG state at the exit, after an error too.
+
+    A LightningModule logs nothing meanwhile.
+
+    The copies are on the host, so they take no memory of the device.
+    """
+    wrapper, mode = session.model, session.model.training
+    holders = [*session.module.modules(), session.precision, getattr(session.precision, "scaler", None)]
+    without_effects = getattr(inspect.unwrap(session.compute), "without_effects", nullcontext)
+    with preserve_rng_state(), without_effects():
+        # A wrapper such as SAM or Lookahead holds another optimizer, and tensors that no state_dict contains.
+        before = Snapshot((one for one in holders if one is not None), session.optimizers, on_host=True)
+        gradients = [(one, one.grad) for one in chain(session.module.parameters(), parameters_of(session.optimizers))]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            before.restore()
+            wrapper.training = mode
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
 KINDS = ("weight", "module", "output", "buffer", "gradient")
 """The kinds of results, in the order in which a message names them: a changed weight explains all others."""
 
@@ -37,10 +182,8 @@ class Pass:
     """By kind, the name and the checksum of each result, in the order in which they were computed."""
     gradients: dict[int, Tensor | None] = field(default_factory=dict)
     """The gradient of each parameter, by its id."""
-    changed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By the index of a slot, the tensor in it and its values, if they are not those before the step."""
-    attributes: _Attributes | None = None
-    """The attributes of the modules after the pass."""
+    after: Snapshot | None = None
+    """The weights, buffers and attributes of the modules after the pass."""
 
     def differences(self, other: Pass) -> dict[str, str]:
         """Return the first difference of each kind that differs, by kind."""
@@ -65,23 +208,6 @@ class _Batch:
     loss: Tensor | None = None
 
 
-@dataclass(slots=True)
-class _Slot:
-    """A weight or a buffer, which a module holds by a name."""
-
-    kind: str
-    name: str
-    holder: dict[str, Tensor | None]
-    key: str
-    tensor: Tensor
-    before: Tensor
-
-    @property
-    def now(self) -> Tensor:
-        value = self.holder[self.key]
-        return self.tensor if value is None else value
-
-
 class StepRepeat:
     """Takes a snapshot before the first batch of a step; computes the step again, from there, with each call of `again`.
 
@@ -102,9 +228,8 @@ class StepRepeat:
         """The number of the step."""
         self._compute = session.compute
         self._batches: list[_Batch] = []
-        self._slots: list[_Slot] = []
+        self._before: Snapshot | None = None
         self._gradients: dict[int, Tensor | None] = {}
-        self._attributes: _Attributes | None = None
         self._pass = Pass()
         self._traced = -1  # the batch that is computed now
         self._handles: list[RemovableHandle] = []
@@ -176,20 +301,14 @@ class StepRepeat:
 
     def use(self, result: Pass) -> None:
         """Continue with the weights, buffers and gradients of one pass."""
-        if result.attributes is not None:
-            result.attributes.restore()
-        with torch.no_grad():
-            self._put_back_tensors()
-            for index, (tensor, value) in result.changed.items():
-                slot = self._slots[index]
-                slot.holder[slot.key] = tensor
-                _fill(tensor, value)
-            for parameter in self._parameters():
-                gradient = result.gradients[id(parameter)]
-                if parameter.grad is None or gradient is None:
-                    parameter.grad = gradient
-                else:
-                    _fill(parameter.grad, gradient)
+        assert result.after is not None, "the pass is complete"
+        result.after.restore()
+        for parameter in self._parameters():
+            gradient = result.gradients[id(parameter)]
+            if parameter.grad is None or gradient is None:
+                parameter.grad = gradient
+            elif not same_bits(parameter.grad, gradient):
+                local(parameter.grad).copy_(local(gradient))
 
     # -- the step itself -------------------------------------------------------------------------------
 
@@ -199,7 +318,8 @@ class StepRepeat:
             self.close()
             return self._compute(model, batch)
         if not self._batches:
-            self._take_snapshot()
+            self._before = self._snapshot()
+            self._gradients = {id(one): None if one.grad is None else one.grad.clone() for one in self._parameters()}
         one = _Batch(deepcopy(batch), RNGState.capture(), session.sync.holds_back)
         self._batches.append(one)
         result = self._computed(len(self._batches) - 1, model, batch)
@@ -240,26 +360,26 @@ class StepRepeat:
         held = [*self.session.module.parameters(), *self.session.extra_parameters.parameters]
         return list({id(one): one for one in held}.values())
 
-    def _take_snapshot(self) -> None:
-        known: set[int] = set()
+    def _snapshot(self) -> Snapshot:
+        return Snapshot((one for _, one in self._modules()), on_host=False, since=self._before)
+
+    def _put_back(self) -> None:
+        """Set weights, buffers, gradients and attributes to their values before the step."""
+        if self._before is not None:
+            self._before.restore()
+        for one in self._parameters():
+            gradient = self._gradients[id(one)]
+            one.grad = None if gradient is None else gradient.clone()
+
+    def _results(self, result: Pass) -> Pass:
+        """Complete the results of a pass: weights, buffers and gradients as they are now."""
+        known = set[int]()
         for prefix, module in self._modules():
             for kind, holder in (("weight", module._parameters), ("buffer", module._buffers)):
                 for key, tensor in holder.items():
                     if tensor is not None and id(tensor) not in known:
                         known.add(id(tensor))
-                        name = f"{prefix}.{key}" if prefix else key
-                        held: Any = holder  # a dict of parameters is one of tensors here
-                        self._slots.append(_Slot(kind, name, held, key, tensor, local(tensor).clone()))
-        self._gradients = {id(one): None if one.grad is None else one.grad.clone() for one in self._parameters()}
-        self._attributes = _Attributes(one for _, one in self._modules())
-
-    def _results(self, result: Pass) -> Pass:
-        """Complete the results of a pass: weights, buffers and gradients as they are now."""
-        for index, slot in enumerate(self._slots):
-            now = slot.now
-            result.sums[slot.kind].append((repr(slot.name), checksum(now)))
-            if now is not slot.tensor or not same_bits(now, slot.before):
-                result.changed[index] = now, local(now).clone()
+                        result.sums[kind].append((repr(f"{prefix}.{key}" if prefix else key), checksum(tensor)))
         names = {id(one): repr(name) for name, one in self.session.module.named_parameters()}
         found: list[tuple[str, int]] = []
         for one in self._parameters():
@@ -269,50 +389,8 @@ class StepRepeat:
             if gradient is not None:
                 found.append((names.get(id(one), "a parameter outside of the model"), checksum(gradient)))
         result.sums["gradient"] = found[::-1]  # the backward pass begins with the last ones
-        result.attributes = _Attributes(one for _, one in self._modules())
+        result.after = self._snapshot()
         return result
-
-    def _put_back(self) -> None:
-        """Set weights, buffers, gradients and attributes to their values before the step."""
-        if self._attributes is not None:
-            self._attributes.restore()
-        with torch.no_grad():
-            self._put_back_tensors()
-        for one in self._parameters():
-            gradient = self._gradients[id(one)]
-            one.grad = None if gradient is None else gradient.clone()
-
-    def _put_back_tensors(self) -> None:
-        for slot in self._slots:
-            slot.holder[slot.key] = slot.tensor
-            _fill(slot.tensor, slot.before)
-
-
-class _Attributes:
-    """The attributes of modules, to put them back: also tensors that are no buffers, and the entries of containers."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._own = [(vars(module), dict(vars(module))) for module in modules]
-        values = [value for own, _ in self._own for name, value in own.items() if name not in _OF_TORCH]
-        containers = [one for one in values if isinstance(one, list | dict | set | deque)]
-        inner = [[*one.values()] if isinstance(one, dict) else [*one] for one in containers if len(one) <= _LONGEST]
-        tensors = {id(one): one for one in chain(values, *inner) if isinstance(one, Tensor) and not one.is_meta}
-        self._containers = [(one, copy(one)) for one in containers]
-        self._tensors = [(one, local(one).detach().clone()) for one in tensors.values()]
-
-    def restore(self) -> None:
-        """Set the attributes to what they were when this object was made."""
-        restore_in_place(self._own, self._containers, ())
-        with torch.no_grad():
-            for tensor, value in self._tensors:
-                _fill(tensor, value)
-
-
-def _fill(tensor: Tensor, value: Tensor) -> None:
-    """Copy values into a tensor if their bits differ. A tensor that is equal is not written to: its version stays."""
-    target, value = local(tensor), local(value)
-    if not same_bits(target, value):
-        target.copy_(value)
 
 
 def named(differences: Mapping[str, str]) -> str:
