@@ -98,7 +98,7 @@ class Profile(Callback):
     in the directory of the run hold the numbers. In 3 steps after the first 5, it records the hooks that read a tensor on the
     host, as ``run.loss.item()`` does. A hook that does so in more than one of these steps is named in a warning, a decision and
     ``run.profile.host_reads``. On CUDA and MPS the times are those of the host: the launch of the work, and the wait in the
-    call that needs a result. Measuring costs 0.16 us at the end of each phase and 0.2 to 0.3 us at each call of a callback:
+    call that needs a result. Measuring costs 0.16 us at the end of each phase and 0.3 us at each call of a callback:
     about 14 us a step (a ratio of 1.09 for a step of 162 us). See ``benchmarks/overhead.py``.
 
     With multiple ranks: each rank measures itself, in its own ``run.profile``; the main process prints and writes its own. It

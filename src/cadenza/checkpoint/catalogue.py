@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from os import PathLike, fspath
@@ -57,14 +57,17 @@ class Catalogue:
         """The present branch if it is known without the checkpoints: the caller or ``run.json`` names it."""
 
     @staticmethod
-    def at(path: str | PathLike[str], elsewhere: Iterable[str | PathLike[str]] = ()) -> Catalogue:
+    def at(path: str | PathLike[str] | None, elsewhere: Sequence[str | PathLike[str]] = ()) -> Catalogue:
         """Return the checkpoints at a path. The present branch is that of ``run.json`` if it has saved there.
 
         Args:
-            path: A run directory, its ``checkpoints``, another folder of checkpoints, or an fsspec URL.
+            path: A run directory, its ``checkpoints``, another folder of checkpoints, or an fsspec URL; None: only
+                `elsewhere`.
             elsewhere: The other folders and URLs that the caller knows. Those that ``run.json`` names are not opened: it may
                 come from another person, and opening a URL sends requests, with the credentials of the reader.
         """
+        if path is None:
+            return Catalogue(map(Store, elsewhere), where=", ".join(fspath(one) for one in elsewhere))
         text = local_text(path)
         if "://" in text:
             return Catalogue([Store(text.rstrip("/"))], where=text)
@@ -84,8 +87,10 @@ class Catalogue:
         Raises:
             CheckpointError: Several runs save there, and none was given.
         """
-        if self.named is not None:
-            return self.named
+        return self.named or self._only_branch()
+
+    def _only_branch(self) -> Branch:
+        """Return the newest branch of the only run that saves in the first store in use."""
         first = next((one.store for one in self.entries), None)
         found = present(one.branch for one in self.entries if one.store is first and one.branch is not None)
         if first is not None and len(found) > 1:
@@ -257,15 +262,15 @@ def _is_better(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def find(
-    path: str | PathLike[str],
+    path: str | PathLike[str] | None,
     which: Which | None = None,
     problem: Problem = verified,
-    elsewhere: Iterable[str | PathLike[str]] = (),
+    elsewhere: Sequence[str | PathLike[str]] = (),
 ) -> Entry:
     """Return a checkpoint.
 
     Args:
-        path: A run directory, a folder of checkpoints, an fsspec URL, or one checkpoint.
+        path: A run directory, a folder of checkpoints, an fsspec URL, or one checkpoint; None: see `Catalogue.at`.
         which: See `Which`; None: the last, or the one at the path.
         problem: Returns why a checkpoint cannot be used, or None, to find the last.
         elsewhere: See `Catalogue.at`.
@@ -277,10 +282,10 @@ def find(
     """
     check_which(which)
     if which is not None and is_path(which):
-        return find(which)
+        return find(which, None, problem)
     catalogue = Catalogue.at(path, elsewhere)
     text = catalogue.where
-    if catalogue.entries:
+    if catalogue.entries or path is None:
         return catalogue.choose(LAST if which is None else fspath(which), problem)
     folder, _, name = text.rstrip("/").rpartition("/")
     store, entry = checkpoint_at(text)

@@ -6,10 +6,10 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
@@ -164,10 +164,13 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):
         _tell_lost_records(session, lost, loaded.name)
     if start.rolls_back:
-        rows = f"; its rows are in {', '.join(kept)}" if kept else ""
-        why = f"branch {start.left} is abandoned after {loaded.name}{rows}"
-        data = {"branch": start.left, "checkpoint": loaded.name}
-        session.decide("rolled back", why, who="the trainer", data=data)
+        _tell_rollback(session, start.left, loaded.name, kept)
+
+
+def _tell_rollback(session: Session, left: int | None, checkpoint: str, kept: Sequence[str] | None) -> None:
+    rows = f"; its rows are in {', '.join(kept)}" if kept else ""
+    why = f"branch {left} is abandoned after {checkpoint}{rows}"
+    session.decide("rolled back", why, who="the trainer", data={"branch": left, "checkpoint": checkpoint})
 
 
 def _tell_lost_records(session: Session, lost: int, checkpoint: str) -> None:
@@ -245,7 +248,7 @@ def _is_whole(loaded: Loaded | None) -> TypeGuard[Loaded]:
 def beginning(
     resume: bool | str | PathLike[str],
     directory: Path | None,
-    elsewhere: Iterable[str | PathLike[str]],
+    elsewhere: Sequence[str | PathLike[str]],
     hooks: Hooks,
     progress: Progress,
     loader: Iterable[object],
@@ -267,7 +270,7 @@ def beginning(
         DataError: This number of ranks cannot continue inside the epoch.
     """
     recorded = None if directory is None else RecordedRun(directory)
-    start = chosen(resume, recorded, elsewhere)
+    start = chosen(resume, RunSoFar(recorded, elsewhere))
     if is_over(recorded, progress, start):
         return Beginning(stops=True)
     if start.loaded is None:
@@ -335,19 +338,12 @@ class Start:
         return {"id": self.branch.run, "branch": branch, **({"parent": parents[0]} if parents else {})}
 
 
-def chosen(
-    resume: bool | str | PathLike[str] | GoBack,
-    directory: RecordedRun | None,
-    elsewhere: Iterable[str | PathLike[str]] = (),
-    reader: Reader | None = None,
-) -> Start:
+def chosen(resume: bool | str | PathLike[str] | GoBack, run: RunSoFar) -> Start:
     """Return the start of a run.
 
     Args:
         resume: As for ``fit``; or a request of the run itself.
-        directory: The run directory, if there is one.
-        elsewhere: Further folders and URLs that the run saves to.
-        reader: Reads checkpoints; see `on_all_ranks`.
+        run: What earlier starts have left.
 
     Raises:
         ValueError: `resume` is ``"auto"`` or the name of a checkpoint, and there is no directory.
@@ -355,29 +351,28 @@ def chosen(
     """
     if resume is False:
         return Start(Branch(uuid.uuid4().hex))
-    reader = reader or Reader()
     if isinstance(resume, GoBack):
-        return at_path(resume.path, directory, elsewhere, reader, recovery=resume.recovery)
+        return run.start_at(resume.path, recovery=resume.recovery)
     resume = "auto" if resume is True else resume
     if not isinstance(resume, str) or not (resume == "auto" or is_name(resume)):
-        start = at_path(local_text(resume), directory, elsewhere, reader)
-    elif directory is None:
+        start = run.start_at(local_text(resume))
+    elif run.directory is None:
         raise ValueError(
             f"resume={resume!r} looks for checkpoints in the directory of the run, and the run has none. Give directory=..., "
             "or leave out resume= to start a new run."
         )
     elif resume in ("auto", LAST):
-        start = at_newest(directory, elsewhere, reader)
+        start = run.start_at_newest()
     else:
-        start = at_path(find(directory.path, resume, reader.problem, elsewhere).path, directory, elsewhere, reader)
-    start = replace(start, ended=ended_in(directory), named=resume != "auto")
+        start = run.start_at(find(run.directory.path, resume, run.reader.problem, run.elsewhere).path)
+    start = replace(start, ended=run.ended, named=resume != "auto")
     if start.named and start.loaded is None:
-        raise CheckpointError(none_to_continue(directory, start, f"is to continue with resume={resume!r}"))
+        raise CheckpointError(none_to_continue(run.directory, start, f"is to continue with resume={resume!r}"))
     return _without_stop(start)
 
 
 def chosen_on_all_ranks(
-    driver: Driver, resume: bool | str | PathLike[str] | GoBack, directory: RecordedRun | None, elsewhere: Iterable[str]
+    driver: Driver, resume: bool | str | PathLike[str] | GoBack, directory: RecordedRun | None, elsewhere: Sequence[str]
 ) -> Start:
     """Return the start of a run that the main process chooses, with what this rank has read. Every rank must call this.
 
@@ -393,7 +388,7 @@ def chosen_on_all_ranks(
     """
 
     def choose(reader: Reader) -> tuple[Start, bool]:
-        start = chosen(resume, directory, elsewhere, reader)
+        start = chosen(resume, RunSoFar(directory, elsewhere, reader))
         return replace(start, loaded=None), start.loaded is not None
 
     start, loaded = on_all_ranks(driver, choose)
@@ -431,149 +426,150 @@ def opened(path: Path, resume: object, elsewhere: Iterable[str]) -> RunDirectory
     return RunDirectory(path, resume=bool(resume))
 
 
-def at_path(
-    path: str,
-    directory: RecordedRun | None,
-    elsewhere: Iterable[str | PathLike[str]],
-    reader: Reader,
-    *,
-    recovery: Mapping[str, Any] | None = None,
-) -> Start:
-    """Return the start at a checkpoint: on a new branch, unless the checkpoint is the newest of the present branch.
+@dataclass
+class RunSoFar:
+    """What earlier starts of a run have left: facts in its ``run.json``, checkpoints and rows."""
 
-    With `recovery`, a callback takes the run back: a new branch begins in any case.
+    directory: RecordedRun | None
+    """The run directory, if there is one."""
+    elsewhere: Sequence[str | PathLike[str]] = ()
+    """Further folders and URLs that the run saves to."""
+    reader: Reader = field(default_factory=Reader)
+    """Reads checkpoints; see `on_all_ranks`."""
 
-    Raises:
-        CheckpointError: The checkpoint cannot be used.
-    """
-    loaded, known = _read(path, reader), catalogue_of(directory, elsewhere)
-    wrote, present = loaded.branch, known.branch
-    point = wrote.point(loaded.name)
-    rank = present.rank(point.saved, wrote)
-    is_newest = (
-        wrote.run == present.run and rank is not None and rank[0] == 1 and not any(other > rank for other, _ in known.ranked)
-    )
-    if is_newest and recovery is None:
-        return Start(replace(present, at=loaded.name), loaded, path_in(directory), recovery=recovery_in(directory))
-    used = _are_used(known, directory)
-    branch = Branch(present.run, known.next_number if used else 0, (*wrote.ancestors, point), loaded.name)
-    return Start(branch, loaded, absolute_path(path), present.number if used else None, recovery)
+    @cached_property
+    def catalogue(self) -> Catalogue:
+        """The checkpoints of the run, in its directory and elsewhere.
 
+        The present branch is that of ``run.json``; without one, that of the checkpoints in the directory.
+        """
+        own = [] if self.directory is None else [Store(self.directory.checkpoints)]
+        if self.directory is not None and self.directory.previous is not None:
+            branch = Branch.of(self._noted("branch"), str(self.directory.previous.get("id", "")))
+        else:
+            recorded = Catalogue(own).branch
+            branch = recorded if recorded.run else Branch(uuid.uuid4().hex)
+        return Catalogue([*own, *map(Store, self.elsewhere)], branch)
 
-def at_newest(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], reader: Reader) -> Start:
-    """Return the start at the newest checkpoint of the present branch; a new start if the run has no checkpoint to lose.
+    @property
+    def ended(self) -> str | None:
+        """The outcome in ``run.json`` if the run is over; None if ``"auto"`` continues, as after an error or `TimeLimit`."""
+        outcome = self._noted("outcome")
+        return outcome["kind"] if outcome.get("kind") in OVER and not outcome.get(RESUMABLE) else None
 
-    Raises:
-        CheckpointError: No existing checkpoint can be used, and a new start would waste one.
-    """
-    known = catalogue_of(directory, elsewhere)
-    branch, line = known.branch, known.line()
-    own = [one for one in line if one.branch is None or one.branch.number == branch.number]
-    # The checkpoint at which the branch began may be inexact, since the user named it.
-    first = branch.ancestors[-1] if branch.ancestors else None
-    known_first = () if first is None else (*begun_in(directory, elsewhere), *line)
-    begun = [one for one in known_first if one.branch is not None and one.branch.point(one.name) == first]
-    others = [one for one in line if one not in own and one not in begun]
-    newest, skipped = first_usable([*own, *begun, *others], lambda one: reader.problem(one, exact=one not in begun))
-    for reason in dict.fromkeys(skipped):
-        logger.warning("skipped a checkpoint: %s", reason)
-    if newest is None:
-        return _without_checkpoint(directory, elsewhere, known, reader)
-    return Start(replace(branch, at=newest.name), reader.read(newest), path_in(directory), recovery=recovery_in(directory))
+    @property
+    def recovery(self) -> Mapping[str, Any] | None:
+        """The data of the rollback with which the present branch began; None if it began without one."""
+        return self._noted("branch").get("recovery")
 
+    @property
+    def path(self) -> str | None:
+        """The path of the checkpoint at which the present branch began; None if it began without one."""
+        path = self._noted("branch").get("resumed_at")
+        return None if path is None else str(path)
 
-def _without_checkpoint(
-    directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]], known: Catalogue, reader: Reader
-) -> Start:
-    """Return the start of a run without a checkpoint at which it can continue. Raises as `at_newest`."""
-    branch, path, begun_at = known.branch, path_in(directory), openable_in(directory, elsewhere)
-    unusable, is_over = [_unusable(one, reader) for _, one in known.ranked], ended_in(directory) is not None
-    lost = tuple(why for why, _ in unusable)
-    # After the end of the run only damage counts: there is no new start.
-    wasted = {"damaged"} if is_over else {"damaged", "weights only", "abandoned"}
-    if any(kind in wasted for _, kind in unusable):
-        lines = "\n  ".join(lost)
-        raise CheckpointError(
-            f"none of the checkpoints in {known} can be used, and starting anew would waste them:\n  {lines}\n"
-            "Repair or remove them, name one with fit(resume=PATH), or give another directory=."
+    @property
+    def openable(self) -> str | None:
+        """`path` if it may be opened: it is on this machine, or in one of the folders and URLs that the run saves to.
+
+        Nothing else that a ``run.json`` names is opened: see `Catalogue.at`.
+        """
+        path = self.path
+        if path is None or is_local(path) or path.rstrip("/").rpartition("/")[0] in map(local_text, self.elsewhere):
+            return path
+        return None
+
+    @property
+    def begun(self) -> list[Entry]:
+        """The checkpoint at which the present branch began, if it is there and may be opened."""
+        with suppress(CheckpointError):
+            if self.openable is not None and (entry := checkpoint_at(self.openable)[1]) is not None:
+                return [entry]
+        return []
+
+    @property
+    def is_used(self) -> bool:
+        """Whether an earlier start of the run left checkpoints, facts or rows."""
+        directory = self.directory
+        recorded = directory is not None and (directory.previous is not None or branch_files.has_rows(directory.path))
+        return bool(self.catalogue.ranked) or recorded
+
+    def start_at(self, path: str, *, recovery: Mapping[str, Any] | None = None) -> Start:
+        """Return the start at a checkpoint: on a new branch, unless the checkpoint is the newest of the present branch.
+
+        With `recovery`, a callback takes the run back: a new branch begins in any case.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be used.
+        """
+        loaded, known = self.reader.read(_entry_at(path)), self.catalogue
+        wrote, present = loaded.branch, known.branch
+        point = wrote.point(loaded.name)
+        rank = present.rank(point.saved, wrote)
+        is_newest = (
+            wrote.run == present.run
+            and rank is not None
+            and rank[0] == 1
+            and not any(other > rank for other, _ in known.ranked)
         )
-    if is_over:
-        models = [one for one in known.line() if one.manifest is not None and one.manifest.get("weights_only")]
-        model, _ = first_usable(models, reader.problem)
-        return Start(branch, None if model is None else reader.read(model), path, lost=lost)
-    if path is not None and (begun_at is None or branch.ancestors[-1].run != branch.run):
-        why = "can no longer be used" if begun_at else "is at a URL, which only fit(resume=URL) opens"
-        raise CheckpointError(
-            f"the run in {str(directory.path)!r} began at {path!r} and saved nothing itself, but that checkpoint {why}. "
-            "Name another one with fit(resume=PATH), or give another directory=."
-        )
-    if not _are_used(known, directory):
-        return Start(branch)
-    return Start(Branch(branch.run, known.next_number), None, None, branch.number, lost=lost)
+        if is_newest and recovery is None:
+            return self._continuing(loaded)
+        branch = Branch(present.run, known.next_number if self.is_used else 0, (*wrote.ancestors, point), loaded.name)
+        return Start(branch, loaded, absolute_path(path), present.number if self.is_used else None, recovery)
 
+    def start_at_newest(self) -> Start:
+        """Return the start at the newest checkpoint of the present branch; a new start if the run has no checkpoint to lose.
 
-def ended_in(directory: RecordedRun | None) -> str | None:
-    """Return the outcome in ``run.json`` if the run is over; None if ``"auto"`` continues, as after an error or `TimeLimit`."""
-    outcome = _recorded(directory, "outcome")
-    return outcome["kind"] if outcome.get("kind") in OVER and not outcome.get(RESUMABLE) else None
+        Raises:
+            CheckpointError: No existing checkpoint can be used, and a new start would waste one.
+        """
+        branch, line = self.catalogue.branch, self.catalogue.line()
+        own = [one for one in line if one.branch is None or one.branch.number == branch.number]
+        # The checkpoint at which the branch began may be inexact, since the user named it.
+        first = branch.ancestors[-1] if branch.ancestors else None
+        known_first = () if first is None else (*self.begun, *line)
+        begun = [one for one in known_first if one.branch is not None and one.branch.point(one.name) == first]
+        others = [one for one in line if one not in own and one not in begun]
+        newest, skipped = first_usable([*own, *begun, *others], lambda one: self.reader.problem(one, exact=one not in begun))
+        for reason in dict.fromkeys(skipped):
+            logger.warning("skipped a checkpoint: %s", reason)
+        return self._without_checkpoint() if newest is None else self._continuing(self.reader.read(newest))
 
+    def _continuing(self, loaded: Loaded) -> Start:
+        return Start(replace(self.catalogue.branch, at=loaded.name), loaded, self.path, recovery=self.recovery)
 
-def recovery_in(directory: RecordedRun | None) -> Mapping[str, Any] | None:
-    """Return the data of the rollback with which the present branch began; None if it began without one."""
-    return _recorded(directory, "branch").get("recovery")
+    def _without_checkpoint(self) -> Start:
+        """Return the start of a run without a checkpoint at which it can continue. Raises as `start_at_newest`."""
+        known, branch, is_over = self.catalogue, self.catalogue.branch, self.ended is not None
+        unusable = [_unusable(one, self.reader) for _, one in known.ranked]
+        lost = tuple(why for why, _ in unusable)
+        # After the end of the run only damage counts: there is no new start.
+        wasted = {"damaged"} if is_over else {"damaged", "weights only", "abandoned"}
+        if any(kind in wasted for _, kind in unusable):
+            lines = "\n  ".join(lost)
+            raise CheckpointError(
+                f"none of the checkpoints in {known} can be used, and starting anew would waste them:\n  {lines}\n"
+                "Repair or remove them, name one with fit(resume=PATH), or give another directory=."
+            )
+        if is_over:
+            models = [one for one in known.line() if one.manifest is not None and one.manifest.get("weights_only")]
+            model, _ = first_usable(models, self.reader.problem)
+            return Start(branch, None if model is None else self.reader.read(model), self.path, lost=lost)
+        if self.path is not None and (self.openable is None or branch.ancestors[-1].run != branch.run):
+            assert self.directory is not None, "its run.json names the path"
+            why = "can no longer be used" if self.openable else "is at a URL, which only fit(resume=URL) opens"
+            raise CheckpointError(
+                f"the run in {str(self.directory.path)!r} began at {self.path!r} and saved nothing itself, but that checkpoint "
+                f"{why}. Name another one with fit(resume=PATH), or give another directory=."
+            )
+        if not self.is_used:
+            return Start(branch)
+        return Start(Branch(branch.run, known.next_number), None, None, branch.number, lost=lost)
 
-
-def path_in(directory: RecordedRun | None) -> str | None:
-    """Return the path of the checkpoint at which the present branch began; None if it began without one."""
-    path = _recorded(directory, "branch").get("resumed_at")
-    return None if path is None else str(path)
-
-
-def _recorded(directory: RecordedRun | None, name: str) -> Mapping[str, Any]:
-    """Return an entry of ``run.json``; empty if it has none."""
-    facts: Mapping[str, Any] = ((directory.previous if directory is not None else None) or {}).get(name) or {}
-    return facts
-
-
-def openable_in(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> str | None:
-    """Return `path_in` if it may be opened: it is on this machine, or in one of the folders and URLs that the run saves to.
-
-    Nothing else that a ``run.json`` names is opened: see `Catalogue.at`.
-    """
-    path = path_in(directory)
-    if path is None or is_local(path) or path.rstrip("/").rpartition("/")[0] in map(local_text, elsewhere):
-        return path
-    return None
-
-
-def begun_in(directory: RecordedRun, elsewhere: Iterable[str | PathLike[str]]) -> list[Entry]:
-    """Return the checkpoint at which the present branch began, if it is there and may be opened."""
-    path = openable_in(directory, elsewhere)
-    with suppress(CheckpointError):
-        if path is not None and (entry := checkpoint_at(path)[1]) is not None:
-            return [entry]
-    return []
-
-
-def catalogue_of(directory: RecordedRun | None, elsewhere: Iterable[str | PathLike[str]]) -> Catalogue:
-    """Return the checkpoints of a run, in its directory and in further folders and URLs.
-
-    The present branch is that of ``run.json``; without one, that of the checkpoints in the directory.
-    """
-    own = [] if directory is None else [Store(directory.checkpoints)]
-    if directory is not None and directory.previous is not None:
-        branch = Branch.of(_recorded(directory, "branch"), str(directory.previous.get("id", "")))
-    else:
-        recorded = Catalogue(own).branch
-        branch = recorded if recorded.run else Branch(uuid.uuid4().hex)
-    return Catalogue([*own, *map(Store, elsewhere)], branch)
-
-
-def _are_used(known: Catalogue, directory: RecordedRun | None) -> bool:
-    """Return whether an earlier start of the run left checkpoints, facts or rows."""
-    return bool(known.ranked) or (
-        directory is not None and (directory.previous is not None or branch_files.has_rows(directory.path))
-    )
+    def _noted(self, name: str) -> Mapping[str, Any]:
+        """Return an entry of ``run.json``; empty if it has none."""
+        facts: Mapping[str, Any] = ((self.directory.previous if self.directory is not None else None) or {}).get(name) or {}
+        return facts
 
 
 def _unusable(entry: Entry, reader: Reader) -> tuple[str, str]:
@@ -586,15 +582,15 @@ def _unusable(entry: Entry, reader: Reader) -> tuple[str, str]:
     return f"{entry.name}: abandoned when the run was rolled back", "abandoned"
 
 
-def _read(path: str, reader: Reader) -> Loaded:
+def _entry_at(path: str) -> Entry:
     store, entry = checkpoint_at(path)
-    if entry is None:
-        found = [one.name for one in store.saved()]
-        there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
-        if "://" not in path and os.path.isfile(os.path.join(path, "trainer_state.json")):
-            raise CheckpointError(
-                f"{path!r} is a checkpoint of transformers, which holds no run to continue. Load its weights with "
-                "from_pretrained, and start a new run with fit()."
-            )
-        raise CheckpointError(f"there is no checkpoint at {path!r}: {there}. Give the path of a checkpoint, or resume='auto'.")
-    return reader.read(entry)
+    if entry is not None:
+        return entry
+    found = [one.name for one in store.saved()]
+    there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
+    if "://" not in path and os.path.isfile(os.path.join(path, "trainer_state.json")):
+        raise CheckpointError(
+            f"{path!r} is a checkpoint of transformers, which holds no run to continue. Load its weights with "
+            "from_pretrained, and start a new run with fit()."
+        )
+    raise CheckpointError(f"there is no checkpoint at {path!r}: {there}. Give the path of a checkpoint, or resume='auto'.")

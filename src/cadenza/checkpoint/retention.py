@@ -108,12 +108,13 @@ class Retention:
         new = [self.store.entry(saved) for name, saved in there.items() if name not in self._read]
         readable = [(one, one.manifest, one.branch) for one in new if one.manifest is not None and one.branch is not None]
         began = min((one for _, facts, _ in readable if isinstance(one := facts.get("time"), int | float)), default=0.0)
+        earlier = any(member.earlier for member in self.members.values())
         for entry, facts, branch in readable:
             self._read[entry.name] = None
             rank = self.store.branch.rank(entry.saved, branch)
             if rank is not None and branch.run == self.store.branch.run:  # else it belongs to a run that this one continues
                 known = Known.of(entry.saved, rank, facts, began, joined.get(entry.name, ()))
-                self._read[entry.name] = self._with_earlier(known)
+                self._read[entry.name] = self._with_earlier(known) if earlier else known
         own = (one for one in self._read.values() if one is not None and one.owners & self.members.keys())
         self.known = sorted(own, key=attrgetter("rank"))
 
@@ -286,8 +287,6 @@ class Retention:
 
     def _with_earlier(self, known: Known) -> Known:
         earlier = [one for member in self.members.values() for one in member.earlier.items()]
-        if not earlier:
-            return known
         found = {monitor: one for monitor, one in earlier if one.get("name") == known.name}
         values = {monitor: one["best"] for monitor, one in found.items()}
         averaged = {monitor: one["weights"] for monitor, one in found.items() if one.get("weights")}

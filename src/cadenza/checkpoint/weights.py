@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cadenza.checkpoint.catalogue import Catalogue, Reader, Which, check_which, find, is_path, on_all_ranks
-from cadenza.checkpoint.store import Loaded, Store
+from cadenza.checkpoint.catalogue import Reader, Which, check_which, find, is_path, on_all_ranks
+from cadenza.checkpoint.store import Loaded
 from cadenza.checkpoint.store.files import is_link_name
 from cadenza.checkpoint.store.manifest import best_brief
 from cadenza.drivers import Driver
@@ -371,13 +371,7 @@ class Choice:
         assert self.which is not None, "only a checkpoint is read"
         if is_path(self.which) and is_weights_file(fspath(self.which)):
             return None, False
-        if is_path(self.which):
-            found = find(self.which, None, reader.problem)
-        elif self.directory is not None:
-            found = find(self.directory, self.which, reader.problem, self.elsewhere)
-        else:
-            where = ", ".join(fspath(one) for one in self.elsewhere)
-            found = Catalogue(map(Store, self.elsewhere), where=where).choose(fspath(self.which), reader.problem)
+        found = find(self.directory, self.which, reader.problem, self.elsewhere)
         reader.read(found)
         return (found.path, dict(found.best)), True
 

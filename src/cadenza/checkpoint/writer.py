@@ -17,7 +17,7 @@ from weakref import proxy
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.retention import Member, Retention
 from cadenza.checkpoint.store import Content, Saved, Store
-from cadenza.checkpoint.store.content import DeviceBuffers, HostBuffers, JoinedFiles, host_view
+from cadenza.checkpoint.store.content import DeviceBuffers, HostBuffers, JoinedFiles, NoBuffers
 from cadenza.checkpoint.store.files import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_brief, best_text
 from cadenza.checkpoint.weights import LEFT_OUT
@@ -72,7 +72,8 @@ class CheckpointWriter:
     def join(self, member: Member, *, background: bool, strict: bool, grace_s: float | None) -> None:
         """Add a callback, before the run begins. What one of them asks for counts for all."""
         self.retention.members[member.name] = member
-        self.attempts.background &= background
+        if not background:
+            self.attempts.background, self.attempts.buffers = False, NoBuffers()
         self.attempts.repeats &= not strict
         self.attempts.grace_s = min(self.attempts.grace_s, math.inf if grace_s is None else grace_s)
 
@@ -290,10 +291,9 @@ class CheckpointWriter:
         if session.is_main or together:
             at = self._saved_at = session.progress.now()
             self._newest, self._late = None, set()
-            buffers = self.attempts.buffers
-            copy = buffers.copy if self.attempts.background else host_view  # nothing changes while this thread writes
-            content = taken.content(weights_only=self.weights_only, averaged=retention.averaged(at.step), copy=copy)
-            buffers.copied()
+            copy, averaged = self.attempts.buffers.copy, retention.averaged(at.step)
+            content = taken.content(weights_only=self.weights_only, averaged=averaged, copy=copy)
+            self.attempts.buffers.copied()
             content.facts |= {**retention.facts(at, asking, session.progress.batches_per_epoch), "best": []}
             if retention.watching:
                 self._add_bests(content, at.step)
@@ -502,9 +502,7 @@ class Attempts:
             if save.attempts == 1:
                 self._report(Result(save, error, []))
             return False
-        tensors = content.emptied()
-        if self.background:
-            self.buffers.take_back(tensors)
+        self.buffers.take_back(content.emptied())
         pruned = self._pruned(saved)
         self._unsaved = None
         self._report(Result(save, saved, pruned))

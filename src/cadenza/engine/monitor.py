@@ -216,7 +216,9 @@ class OfTraining(Evaluation):
 
     def __init__(self, prefix: str, results: dict[str, float]) -> None:
         super().__init__([None])
-        self.name, self.results, self.complete = prefix, results, True
+        self.name: str = prefix
+        self.results: dict[str, float] = results
+        self.complete: bool = True
 
 
 def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, alone: bool = False) -> bool:

@@ -298,7 +298,7 @@ class SharedSync(RankSync):
             driver.share_buffers(self._model)  # as the wrapper of DDP does, which a step_fn does not call
         if not step.skipping and window.seen < window.size and not self._progress.at_last_batch and self._may_hold_back():
             self._holding.enter_context(driver.no_sync(self._model))  # gradients are reduced with the last batch
-            self.holds_back = True
+            self.holds_back: bool = True
 
     def end_batch(self) -> tuple[int, int]:
         step, window = self._step, self._step.window

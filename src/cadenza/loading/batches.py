@@ -96,7 +96,7 @@ def pinned(batch: Any) -> Any:
     """Return `batch` with all its tensors in pinned memory. Containers keep their types; torch turns tuples into lists."""
     if callable(pin := getattr(batch, "pin_memory", None)):
         return pin()
-    return batch if isinstance(batch, str | bytes | int | float | None) else _rebuilt(batch, pinned)
+    return batch if isinstance(batch, str | bytes | int | float | None) else rebuilt(batch, pinned)
 
 
 def tensors_in(batch: object) -> Iterator[Tensor]:
@@ -164,7 +164,7 @@ def _moved(value: Any, device: torch.device, non_blocking: bool) -> Any:
         # mypy holds that a class cannot be hashed
         quietly = non_blocking and _takes_non_blocking(kind)  # type: ignore[arg-type]
         return to(device, non_blocking=True) if quietly else to(device)
-    return _rebuilt(value, lambda part: _moved(part, device, non_blocking))
+    return rebuilt(value, lambda part: _moved(part, device, non_blocking))
 
 
 @cache
@@ -178,7 +178,7 @@ def _takes_non_blocking(kind: Any) -> bool:
     return "non_blocking" in parameters or kind is PackedSequence
 
 
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a container with `change` applied to its parts; the same object if no part changed, or if it is no container."""
     if isinstance(value, Mapping):
         named = {key: change(part) for key, part in value.items()}

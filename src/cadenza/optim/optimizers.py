@@ -145,7 +145,8 @@ def why_not_fused(optimizer: Optimizer, model: nn.Module, device_type: str | Non
         return "dampening is not 0"  # see `made_fit`
     if type(optimizer) in (SGD, Adagrad) and any(getattr(module, "sparse", False) is True for module in model.modules()):
         return "the model has sparse gradients"
-    return next((reason for one in _held(optimizer) if (reason := _unfit(one, where, device_type or one.device.type))), None)
+    reasons = (_unfit(one, where, device_type or one.device.type) for one in parameters_of([optimizer]))
+    return next(filter(None, reasons), None)
 
 
 def fuse(optimizer: Optimizer) -> None:
@@ -198,7 +199,7 @@ def loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any
     groups = saved["param_groups"] if is_of_torch(saved) else []
     if where is None or fused(optimizer) or not any(group.get("fused") is True for group in groups):
         return saved
-    if not any(_unfit(one, where, one.device.type) for one in _held(optimizer)):
+    if not any(_unfit(one, where, one.device.type) for one in parameters_of([optimizer])):
         return saved
     return {**saved, "param_groups": [{**group, "fused": None} if group.get("fused") is True else group for group in groups]}
 
@@ -212,7 +213,7 @@ def load_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     if not is_of_torch(saved):
         return
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, _held(optimizer), strict=True):
+    for number, parameter in zip(numbers, parameters_of([optimizer]), strict=True):
         of_parameter, loaded = saved["state"].get(number), optimizer.state.get(parameter)
         if isinstance(of_parameter, Mapping) and isinstance(loaded, dict):
             loaded.update({key: _in_format(value, loaded[key]) for key, value in of_parameter.items() if key in loaded})
@@ -280,7 +281,3 @@ def _chosen(group: Mapping[str, Any]) -> str | None:
 
 def _has_tensor(setting: object) -> bool:
     return any(isinstance(one, Tensor) for one in (setting if isinstance(setting, tuple) else (setting,)))
-
-
-def _held(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

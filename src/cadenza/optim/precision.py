@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cadenza.optim import stepping
-from cadenza.optim.parameters import distinct_gradients
+from cadenza.optim.parameters import distinct_gradients, parameters_of
 from cadenza.text.hints import hints
 
 _NOTHING = nullcontext()
@@ -143,7 +143,8 @@ class Scaled(Autocast):
         self.backward_pass(self.scaler.scale(loss), scale)
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
-        self._unscaled = _with_gradients(optimizers)
+        # The scaler refuses an optimizer without gradients.
+        self._unscaled = [one for one in optimizers if any(parameter.grad is not None for parameter in parameters_of([one]))]
         if any(_is_in(self._done, one) for one in self._unscaled):
             self._set_scale()
         for optimizer in self._unscaled:
@@ -190,15 +191,6 @@ class Scaled(Autocast):
 
 def _is_in(optimizers: Sequence[Optimizer], one: Optimizer) -> bool:
     return any(one is other for other in optimizers)
-
-
-def _with_gradients(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that have gradients. The scaler refuses others."""
-    return [
-        optimizer
-        for optimizer in optimizers
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-    ]
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -208,6 +208,15 @@ class Profiler:
 
     # -- for the function that fires a moment ------------------------------------------------------
 
+    def count_call(self, began: int) -> None:
+        """Count a call of the listener of the current span."""
+        span, now = self.current, self.clock()
+        span.ns += now - self.since
+        span.calls += 1
+        self.since = now
+        if self.tracing:
+            self.add_event("callback", span.title, began, now)
+
     def open(self, kind: str, evaluation: object, outer: Span) -> None:
         """Start the span of an evaluation, which interrupts `outer`."""
         span = self.span(f"{kind} {getattr(evaluation, 'name', '')}")

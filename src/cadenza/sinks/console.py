@@ -76,7 +76,7 @@ class Console(Callback):
         self._epoch = Counters()
         self._widths: dict[str, int] = {}
         self._counter_widths = [1, 1]
-        self._gates: dict[tuple[str, ...], Callable[[Run], bool]] = {}
+        self._gates: dict[frozenset[str], Callable[[Run], bool]] = {}  # one for all records of the same names
 
     def on_fit_start(self, run: Run) -> None:
         self._forget()
@@ -117,12 +117,10 @@ class Console(Callback):
     def _due(self, run: Run, record: Record) -> bool:
         if self.every is None:
             return True
-        names = (*record.values, *record.media)
-        gate = self._gates.get(names)
-        if gate is None:  # one for all records of the same names
-            alike = (known for known in self._gates if set(known) == set(names))
-            gate = self._gates[names] = self._gates.get(next(alike, ())) or self._gate(run, record)
-        return gate(run)
+        names = frozenset((*record.values, *record.media))
+        if names not in self._gates:
+            self._gates[names] = self._gate(run, record)
+        return self._gates[names](run)
 
     def _gate(self, run: Run, record: Record) -> Callable[[Run], bool]:
         """Return what tells whether a record of these names is due. The first one is, also in a run that continues."""

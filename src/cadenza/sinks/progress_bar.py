@@ -8,11 +8,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
-
-from torch import Tensor
 
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.listener import Listener, silent
@@ -115,7 +114,7 @@ class ProgressBar(Callback):
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         if isinstance(self._view, FitView):
-            self._view.end_evaluation()
+            self._view.evaluation = None
         else:
             self._end()
 
@@ -137,7 +136,7 @@ class ProgressBar(Callback):
         if show.error is not None:
             self._end()
         if isinstance(self._view, FitView):
-            show.asks = self._view.loss.visit(run.progress.step, run.loss)
+            show.asks = self._view.read_loss()
             if not show.asks:
                 show.answered.set()
 
@@ -245,33 +244,6 @@ _WINDOW_S = 20.0  # a speed is a mean over this time of training ...
 _WINDOW_STEPS = 3  # ... and at least this many steps
 
 
-class LossReader:
-    """A loss as a number, and its step, read on the thread of the run. On CUDA this takes two visits, so that none waits."""
-
-    def __init__(self) -> None:
-        self.known: tuple[int, float] | None = None
-        """The step and its loss."""
-        self._coming: tuple[int, Arriving] | None = None
-
-    def visit(self, step: int, loss: Tensor | None) -> bool:
-        """Read the loss of a step, or start its copy to the host. Return whether another visit is needed."""
-        if self._coming is not None:
-            of, number = self._coming
-            if number.arrived:
-                self.known, self._coming = (of, float(number)), None
-        elif loss is not None and loss.is_cuda:
-            self._coming = step, Arriving(loss)
-        elif loss is not None:
-            self.known = step, float(loss)
-        return self._coming is not None
-
-    def last(self, step: int, loss: Tensor | None) -> None:
-        """Read the loss, waiting for the device."""
-        self._coming = None
-        if loss is not None:
-            self.known = step, float(loss)
-
-
 class FitView:
     """The rows of a fit, and of an evaluation within it.
 
@@ -281,20 +253,33 @@ class FitView:
 
     def __init__(self, run: Run) -> None:
         self.run: Run = run
-        self.loss: LossReader = LossReader()
         self.evaluation: EvaluationView | None = None
+        self._loss: tuple[int, float] | None = None  # and its step
+        self._coming: tuple[int, Arriving] | None = None
         progress = run.progress
         self._began, self._began_training = time.monotonic(), progress.training_s
         self._marks = deque([(0.0, progress.step, progress.samples, progress.tokens)])
 
+    def read_loss(self, *, wait: bool = False) -> bool:
+        """Read the loss of the step, on the thread of the run; return whether another call is needed.
+
+        On CUDA the first call starts a copy, and a later one reads it, so that none waits for the device, but with `wait`.
+        """
+        step, loss = self.run.progress.step, self.run.loss
+        if self._coming is not None and not wait:
+            of, number = self._coming
+            if number.arrived:
+                self._loss, self._coming = (of, float(number)), None
+        elif loss is not None and loss.is_cuda and not wait:
+            self._coming = step, Arriving(loss)
+        elif loss is not None:
+            self._loss, self._coming = (step, float(loss)), None
+        return self._coming is not None
+
     def begin_evaluation(self, evaluation: Evaluation) -> None:
         """Show an evaluation as well. Its time does not count as training."""
-        self.loss.last(self.run.progress.step, self.run.loss)  # no step asks for it until the evaluation is over
+        self.read_loss(wait=True)  # no step asks for it until the evaluation is over
         self.evaluation = EvaluationView(evaluation)
-
-    def end_evaluation(self) -> None:
-        """Show the training alone again."""
-        self.evaluation = None
 
     def rows(self) -> list[Row]:
         """Return the current rows."""
@@ -307,18 +292,18 @@ class FitView:
             passed_s = now - began
             facts = [_speed((step - first_step) / passed_s), self._left(passed_s / (step - first_step))]
             facts += _rates(before, done, passed_s)
-        known = self.loss.known  # the thread of the run replaces it
+        known = self._loss  # the thread of the run replaces it
         row = self._row(progress.step if known is None else known[0], [*_shown(known), *facts])
-        return [row] if evaluation is None else [row, evaluation.row()]
+        return [row] if evaluation is None else [row, *evaluation.rows()]
 
     def end(self) -> list[Row]:
         """Return the final row, with means over the whole fit."""
         run, progress, origin = self.run, self.run.progress, self.run.progress.origin
         if run.outcome is None or run.outcome.kind != "failed":  # the read could hang on a failed device
-            self.loss.last(progress.step, run.loss)
+            self.read_loss(wait=True)
         passed_s = time.monotonic() - self._began
         training_s = max(self._training_s, 1e-9)
-        facts = [*(fact.rstrip() for fact in _shown(self.loss.known)), f"in {clock(passed_s)}"]
+        facts = [*(fact.rstrip() for fact in _shown(self._loss)), f"in {clock(passed_s)}"]
         if progress.step > origin.step:
             facts += [_speed((progress.step - origin.step) / training_s)]
             before, done = (origin.samples, origin.tokens), (progress.samples, progress.tokens)
@@ -374,35 +359,23 @@ class EvaluationView:
         self._evaluation = evaluation
         self._began = time.monotonic()
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the evaluation began."""
-        return time.monotonic() - self._began
-
-    def row(self) -> Row:
+    def rows(self) -> list[Row]:
         """Return the current row."""
-        done, total, passed_s = self._evaluation.batch, self._evaluation.batches, self.elapsed_s
+        done, total, passed_s = self._evaluation.batch, self._evaluation.batches, time.monotonic() - self._began
         facts = [_speed(done / passed_s, "batch")] if done else []
         if done and total is not None:
             facts.append(f"eta {clock(max(total - done, 0) * passed_s / done)}")
-        return self._row(done, total, facts)
-
-    def rows(self) -> list[Row]:
-        """Return the current rows."""
-        return [self.row()]
+        return [Row(self._evaluation.name, "batch", done, total, tuple(facts))]
 
     def end(self) -> list[Row]:
         """Return the final row, with the results."""
-        results = [f"{name} {number(value)}" for name, value in self._evaluation.results.items()]
-        done = self._evaluation.batch
-        return [self._row(done, self._evaluation.batches, [*results, f"in {clock(self.elapsed_s)}"])]
+        [row], results = self.rows(), self._evaluation.results
+        facts = (*(f"{name} {number(value)}" for name, value in results.items()), f"in {clock(time.monotonic() - self._began)}")
+        return [replace(row, facts=facts)]
 
     def notes(self) -> list[str]:
         """Return the lines below the final row."""
         return []
-
-    def _row(self, done: int, total: int | None, facts: Sequence[str]) -> Row:
-        return Row(self._evaluation.name, "batch", done, total, tuple(facts))
 
 
 def _rates(before: Sequence[int], done: Sequence[int], passed_s: float) -> list[str]:

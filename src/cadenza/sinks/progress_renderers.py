@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import logging
 import math
 import os
@@ -11,10 +10,10 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from cadenza.status.folding import encodable
 from cadenza.status.formats import counted, plural
@@ -143,9 +142,7 @@ class NotebookRenderer(Renderer):
 
     interval_s: float = 0.5
 
-    def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
-        super().__init__(interval_s, stream)
-        self._handle: Any = None
+    _handle: Any = None
 
     def open(self, rows: Sequence[Row]) -> None:
         from IPython.display import DisplayHandle
@@ -324,7 +321,7 @@ class RichRenderer(Renderer):
             for redirect in self._redirects:
                 redirect.end()
             for redirect in self._redirects:
-                redirect.above.finish()
+                redirect.finish()
         finally:
             with self._lock:
                 self._rows, self._is_open = rows, False
@@ -383,46 +380,50 @@ class RichRenderer(Renderer):
 
 
 class _Redirect:
-    """The redirection of a standard stream, and of the log handlers that write to it, while the bar is shown."""
+    """Replaces a standard stream, also in the log handlers that write to it, and shows each complete line above the bar."""
 
     def __init__(self, name: str, print_above: Callable[[Text], None], lock: RLock) -> None:
         self._name, self._real = name, getattr(sys, name)
+        self._print_above, self._lock, self._process = print_above, lock, os.getpid()
+        self._begun = ""
+        self._over = False
         self._handlers: list[logging.StreamHandler[TextIO]] = []
-        self.above = _Above(print_above, self._real, lock)
         if self._real is not None and self._real.isatty():  # output to a file does not disturb the bar
             self._handlers = [handler for handler in _stream_handlers() if handler.stream is self._real]
-            setattr(sys, name, self.above)
-            self._set_stream(cast("TextIO", self.above))
+            setattr(sys, name, self)
+            self._redirect_handlers(self)
 
-    def end(self) -> None:
-        if getattr(sys, self._name) is self.above:
-            setattr(sys, self._name, self._real)
-        self._set_stream(self._real)
-
-    def _set_stream(self, stream: TextIO) -> None:
+    def _redirect_handlers(self, stream: Any) -> None:
         for handler in self._handlers:
             handler.setStream(stream)
 
+    def end(self) -> None:
+        """Restore the stream."""
+        if getattr(sys, self._name) is self:
+            setattr(sys, self._name, self._real)
+        self._redirect_handlers(self._real)
 
-class _Above(io.TextIOBase):
-    """Replaces a stream, and shows each complete line above the bar."""
-
-    def __init__(self, print_above: Callable[[Text], None], real: TextIO, lock: RLock) -> None:
-        self._print_above, self._real, self._lock = print_above, real, lock
-        self._process = os.getpid()
-        self._begun = ""
-        self._over = False
+    def finish(self) -> None:
+        """Show an incomplete last line. Later writes go to the stream itself."""
+        with self._lock:
+            self._over = True
+            if self._begun:
+                self._show(self._begun)
+                self._begun = ""
 
     def write(self, text: str) -> int:
         if os.getpid() != self._process:  # a forked worker, where a thread that no longer exists may hold the lock
             return self._write_over(text)
         if self._over:  # the script kept a reference to this object
-            return self._real.write(text)
+            return int(self._real.write(text))
         with self._lock:
             *lines, self._begun = (self._begun + text).split("\n")
             if lines:
                 self._show("\n".join(lines))
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def flush(self) -> None:
         if self._over or os.getpid() != self._process:
@@ -433,15 +434,7 @@ class _Above(io.TextIOBase):
         if not self._begun:
             self._real.write(ERASE)
         self._begun = "" if text.endswith("\n") else text
-        return self._real.write(text)
-
-    def finish(self) -> None:
-        """Show an incomplete last line. Later writes go to the stream itself."""
-        with self._lock:
-            self._over = True
-            if self._begun:
-                self._show(self._begun)
-                self._begun = ""
+        return int(self._real.write(text))
 
     def _show(self, text: str) -> None:
         from rich.text import Text
@@ -451,20 +444,7 @@ class _Above(io.TextIOBase):
         self._print_above(Text.from_ansi(whole))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)  # such as buffer and reconfigure, which TextIOBase does not have
-
-    def isatty(self) -> bool:
-        return self._real.isatty()
-
-    def fileno(self) -> int:
-        return self._real.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # TextIOBase has a plain attribute
-        return self._real.encoding
+        return getattr(self._real, name)  # such as isatty, fileno, encoding and buffer
 
 
 def draws_on(stream: TextIO) -> bool:
@@ -473,7 +453,7 @@ def draws_on(stream: TextIO) -> bool:
     from rich.file_proxy import FileProxy
 
     console = Console(file=stream)
-    return not (isinstance(stream, _Above | FileProxy) or console.is_dumb_terminal or console.legacy_windows)
+    return not (isinstance(stream, _Redirect | FileProxy) or console.is_dumb_terminal or console.legacy_windows)
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:

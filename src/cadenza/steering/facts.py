@@ -33,7 +33,8 @@ class Facts:
     """
 
     def __init__(self, path: str, *, whole: bool = False) -> None:
-        self.path, self._whole = path, whole
+        self.path: str = path
+        self._whole = whole
         self.info: Mapping[str, Any] = {}
         """The content of ``run.json``."""
         self.problems: list[str] = []

@@ -20,6 +20,7 @@ from cadenza.engine.session import Loops, Session, session_of
 from cadenza.errors import DistributedError, NonFiniteError, notes_of
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least
 from cadenza.hooks.subscription import steps_in
 from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import RNGState
@@ -121,17 +122,14 @@ class Capsule(Callback):
         weights: str | int | None = "1000 steps",
         most: int = 3,
     ) -> None:
-        for name, value in (("last", last), ("most", most)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
         self.when: Sign = NonFinite() | Spike() if when is None else checked_sign(when)
-        self.last: int = last
+        self.last: int = at_least(1, "last", last)
         self.weights: int | None = (
             None if weights is None else steps_in(weights, "weights must be a number of steps, such as '1000 steps', or None")
         )
-        self.most: int = most
+        self.most: int = at_least(1, "most", most)
         self._watch = Watch(self.when)
-        self._steps: deque[_Step] = deque(maxlen=last)
+        self._steps: deque[_Step] = deque(maxlen=self.last)
         self._seen: str | None = None
         self._losses: list[float | Arriving] = []  # those that are not judged yet
         self._written: list[dict[str, Any]] = []
@@ -177,8 +175,7 @@ class Capsule(Callback):
                     self._losses.append(number)
 
     def on_before_optimizer_step(self, run: Run) -> None:
-        if self._losses or self._seen is not None:
-            self._judge(run)
+        self._judge(run)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         if not isinstance(error, Exception) or isinstance(error, DistributedError):
@@ -192,8 +189,7 @@ class Capsule(Callback):
         self._write(run, "exception", _in_one_line(error), error)
 
     def on_fit_end(self, run: Run) -> None:
-        if self._losses or self._seen is not None:
-            self._judge(run)
+        self._judge(run)
         session = session_of(run)
         self._rolled_back = run.outcome is not None and run.outcome.kind == "rolled back"
         if session.sync.together and run.outcome is not None and run.outcome.kind != "failed":
@@ -212,8 +208,7 @@ class Capsule(Callback):
         self._watch.load_state_dict(state)
 
     def _begin(self, run: Run, number: int) -> _Step:
-        if self._losses or self._seen is not None:  # all batches of the step before were skipped, so there was no update
-            self._judge(run)
+        self._judge(run)  # if all batches of the step before were skipped, there was no update
         if self.weights is not None and (not self._steps or (number - 1) % self.weights == 0):
             self._copy_weights(run)
         self._statistics.keep()

@@ -20,7 +20,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least, at_least_or_none
 from cadenza.hooks.order import Phase, Relation
 from cadenza.loading import num_batches
-from cadenza.loading.loaders import Limited, check_loader, length_of
+from cadenza.loading.loaders import Limited, check_loader, is_read_once, length_of
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.optim.rates import SetsRates, optimizer_of
 from cadenza.optim.settings import first_rates, set_rates
@@ -418,7 +418,7 @@ def apart(loader: Any) -> Any:
     """
     if isinstance(loader, Limited):
         return Limited(apart(loader.loader), loader.count)
-    held = [one for one in getattr(loader, "__dict__", {}).values() if _is_used_up(one)]
+    held = [one for one in getattr(loader, "__dict__", {}).values() if is_read_once(one)]
     for once in [loader] if isinstance(loader, Iterator) else held:
         raise DataError(
             f"trying steps before the training needs a loader that can be read again; a {type(once).__name__} gives each "
@@ -429,11 +429,6 @@ def apart(loader: Any) -> Any:
         # The loader keeps its own position. The data set may be large: without a position of its own, it is not copied.
         return deepcopy(loader, {} if dataset is None or hasattr(dataset, "state_dict") else {id(dataset): dataset})
     return loader
-
-
-def _is_used_up(part: object) -> bool:
-    """Return whether a part of a loader is an iterator that cannot be rewound: a generator, a ``cycle`` or the like."""
-    return isinstance(part, Iterator) and type(part).__module__ in ("builtins", "itertools")
 
 
 def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: Iterable[Any]) -> Session:

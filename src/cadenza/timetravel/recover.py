@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import Tensor
 
-from cadenza.checkpoint.resuming import catalogue_of
+from cadenza.checkpoint.resuming import RunSoFar
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.subscription import steps_in
 from cadenza.optim.finite import all_finite
@@ -123,14 +124,12 @@ class Recover(Callback, Compared):
             raise ValueError("skip=None repeats the same steps: give then=LowerRate(0.5, '200 steps'), or leave out batches")
         if then is not None and not isinstance(then, LowerRate):
             raise TypeError(f"then must be LowerRate(...) or None; got {then!r}")
-        if type(times) is not int or times < 1:
-            raise ValueError(f"times must be a whole number of at least 1; got {times!r}")
         self.when: Sign = NonFinite() | Spike() if when is None else checked_sign(when)
         self.back: str = back
         self._steps_back = 1 if back == LAST_GOOD else _steps(back, "back")
         self.skip: str | None = skip
         self.then: LowerRate | None = then
-        self.times: int = times
+        self.times: int = at_least(1, "times", times)
         self._watch = Watch(self.when)
         self._plan = Plan()
         self._dropped = self._begins = False
@@ -403,7 +402,7 @@ def _newest_good(
 
     Only the line of the present branch counts; with `whole_epochs`, only checkpoints between two epochs. None: there is none.
     """
-    for one in catalogue_of(directory, elsewhere).line():
+    for one in RunSoFar(directory, [*elsewhere]).catalogue.line():
         if one.saved.step > step or one.problem() is not None:
             continue
         loaded = one.store.read(one.saved)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cadenza.checkpoint.catalogue import Catalogue, first_usable
-from cadenza.checkpoint.resuming import begun_in, recovery_in
+from cadenza.checkpoint.resuming import RunSoFar
 from cadenza.checkpoint.store import Entry
 from cadenza.drivers.agreeing import decided
 from cadenza.engine.session import UNDER_WAY
@@ -128,7 +128,7 @@ def newest_before(recorded: RecordedRun, step: int, elsewhere: Sequence[str] = (
     """
     catalogue = Catalogue.at(recorded.path, elsewhere)
     line = catalogue.line()
-    line += [one for one in begun_in(recorded, elsewhere) if Path(one.path).parent != recorded.checkpoints.absolute()]
+    line += [one for one in RunSoFar(recorded, elsewhere).begun if Path(one.path).parent != recorded.checkpoints.absolute()]
     newest, skipped = first_usable((entry for entry in line if entry.saved.step < step), Entry.problem)
     if newest is not None:
         return Before(newest.path, newest.saved.step, tuple(skipped), _recovery_at(recorded, step))
@@ -143,7 +143,7 @@ def newest_before(recorded: RecordedRun, step: int, elsewhere: Sequence[str] = (
 
 def _recovery_at(recorded: RecordedRun, step: int) -> Mapping[str, Any] | None:
     """Return the data of the last rollback, which add to those of the earlier ones; None for a step before the first."""
-    recovery, facts = recovery_in(recorded), recorded.previous or {}
+    recovery, facts = RunSoFar(recorded).recovery, recorded.previous or {}
     if recovery is None:
         return None
     run = str(facts.get("id", ""))

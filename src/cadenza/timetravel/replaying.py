@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from cadenza.records.record import Record
 from cadenza.run import Run
 from cadenza.sinks.sink import Sink
 from cadenza.status.formats import counted
+from cadenza.status.plain import same
 from cadenza.testing.proof import depends_on_clock
 from cadenza.timetravel.replay_start import ReplayStart
 from cadenza.trackers.alert import Alert
@@ -199,7 +199,7 @@ class Replay:
             for name, value in record.values.items():
                 if name in recorded and not depends_on_clock(name):
                     self.compared += 1
-                    if found is None and not _same(recorded[name], float(value)):
+                    if found is None and not same(recorded[name], float(value)):
                         found = Difference(record.step, name, recorded[name], float(value))
         found, self.compared = session.driver.broadcast((found, self.compared))
         if self.difference is None and found is not None:
@@ -339,10 +339,6 @@ def _separate(trainer: Trainer, start: ReplayStart, leave_out: type | tuple[type
     again.callbacks = [left_out(one, names[id(one)]) if acts_outside(one, leave_out) else one for one in trainer.callbacks]
     again.callbacks.append(witness)
     return again
-
-
-def _same(recorded: float, repeated: float) -> bool:
-    return recorded == repeated or (math.isnan(recorded) and math.isnan(repeated))
 
 
 _NATIVE = (Sink, Alert, Checkpoint, OptunaPruning, SavePredictions, SlurmRequeue)

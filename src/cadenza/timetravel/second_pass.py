@@ -21,7 +21,7 @@ from cadenza.drivers.sharding import is_sharded
 from cadenza.drivers.single import SingleDriver
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, DataError, DistributedError
-from cadenza.loading.batches import moved, tensors_in
+from cadenza.loading.batches import moved, rebuilt, tensors_in
 from cadenza.loading.rng import RNGState, preserve_rng_state
 from cadenza.loops.part import Recipe
 from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
@@ -316,12 +316,7 @@ def _sample(value: Any, row: int, size: int) -> Any:
     """Return a batch of one sample: each tensor with `size` rows has only this one."""
     if isinstance(value, Tensor):
         return value[row : row + 1] if value.ndim and len(value) == size else value
-    if isinstance(value, Mapping):
-        return {key: _sample(one, row, size) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_sample(one, row, size) for one in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+    return rebuilt(value, lambda part: _sample(part, row, size))
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")

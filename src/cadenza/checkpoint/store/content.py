@@ -91,7 +91,7 @@ class Content:
             facts: Facts for the manifest.
             own: The state that only this rank has, if it is not the main process.
             whole: Copy the tensors that are not in shards: the main process writes them.
-            copy: Copies a tensor; `HostBuffers` may leave the copy on the device. With `host_view`, the content must be
+            copy: Copies a tensor; `HostBuffers` may leave the copy on the device. With `NoBuffers`, the content must be
                 written, or `mapped` with `host_copy`, before it changes.
 
         Raises:
@@ -228,16 +228,22 @@ class DeviceBuffers(HostBuffers):
         return fits
 
 
-def host_view(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, detached, if it is contiguous and on the host; else a copy as of `host_copy`.
+class NoBuffers(HostBuffers):
+    """Copies only what must be copied to be written, for a write that ends before the training goes on.
 
     >>> weight = torch.ones(2)
-    >>> host_view(weight).data_ptr() == weight.data_ptr()
+    >>> NoBuffers().copy(weight).data_ptr() == weight.data_ptr()
     True
     """
-    detached = tensor.detach()
-    plain = detached.layout is torch.strided and not detached.is_conj() and not detached.is_neg()
-    return detached if plain and detached.device.type == "cpu" and detached.is_contiguous() else host_copy(detached)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself, detached, if it is contiguous and on the host; else a copy as of `host_copy`."""
+        detached = tensor.detach()
+        plain = detached.layout is torch.strided and not detached.is_conj() and not detached.is_neg()
+        return detached if plain and detached.device.type == "cpu" and detached.is_contiguous() else host_copy(detached)
+
+    def take_back(self, tensors: Iterable[Tensor]) -> None:
+        """Take nothing: the tensors belong to the training."""
 
 
 # -- the files of a checkpoint -----------------------------------------------------------------------

@@ -465,8 +465,12 @@ class SummedFile(Sum):
         self.add(content)
         return content
 
-    def fill(self, memory: memoryview) -> None:
-        """Read as many bytes as the memory has, into it. Raises ValueError if there are fewer."""
+    def fill(self, tensor: Tensor) -> None:
+        """Read the numbers of a contiguous tensor on the host into its memory. Raises ValueError if there are fewer."""
+        if sys.byteorder == "big":
+            _byte_swapped(tensor, _read(self, tensor.nbytes))
+            return
+        memory = _bytes_of(tensor)
         for start in range(0, len(memory), CHUNK):
             piece = memory[start : start + CHUNK]
             if self._file.readinto(piece) < len(piece):
@@ -543,7 +547,7 @@ def read_tensors(file: SummedFile, size: int, header: dict[str, str] | None = No
         if count != stop - start:
             raise ValueError(f"the tensor {name!r} has {stop - start} bytes instead of {count}")
         tensors[name] = torch.empty(shape, dtype=dtype)
-        _fill(tensors[name], file)
+        file.fill(tensors[name])
         at = stop
     return tensors
 
@@ -556,13 +560,6 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(size or 1 for size in sizes) >= 1 << 60:
         raise ValueError(f"a tensor has the shape {str(shape)[:80]}")
     return sizes
-
-
-def _fill(tensor: Tensor, file: SummedFile) -> None:
-    if sys.byteorder == "big":
-        _byte_swapped(tensor, _read(file, tensor.nbytes))
-    else:
-        file.fill(_bytes_of(tensor))
 
 
 def _byte_swapped(tensor: Tensor, content: bytes) -> None:
