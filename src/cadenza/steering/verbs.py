@@ -207,6 +207,7 @@ def _attach(session: Session, target: str, *, may_attach: bool) -> str:
     try:
         made = getattr(import_module(module), name)
         callback = made() if isinstance(made, type) else made
-        return f"{handle._attach(session, callback, who='Steering')} is called from now on"
+        handle._attach(session, callback, who="Steering")
+        return f"{session.hooks.name_of(callback)} is called from now on"
     except Exception as error:
         raise RefusedError(f"{target} cannot be attached: {error!r}") from error
