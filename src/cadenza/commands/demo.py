@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import MissingExtraError
-from cadenza.status.folding import folded
+from cadenza.status.formats import folded
 
 if TYPE_CHECKING:
     from rich.console import Console as Screen
