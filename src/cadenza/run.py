@@ -17,7 +17,7 @@ from cadenza.drivers.base import Driver
 from cadenza.engine.module_state import ModuleFlags
 from cadenza.engine.plan import why_not
 from cadenza.engine.session import Session, Verbs
-from cadenza.hooks.faults import Closer, Fault
+from cadenza.hooks.dispatch import Closer, Fault
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.parameters import parameters_of
 from cadenza.profiling.spans import Timings
@@ -27,9 +27,9 @@ from cadenza.records.scalars import Reduce
 from cadenza.status.decisions import Decision, Outcome, WhyNot, why
 from cadenza.status.formats import counted
 from cadenza.status.outputs import Outputs, Window
+from cadenza.status.plain import State
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo
-from cadenza.status.state import State
 from cadenza.text.hints import advised, instead_of_setting
 
 P = ParamSpec("P")
@@ -153,7 +153,7 @@ class Run:
 
         if find_spec("cadenza.report") is None:
             return str(element("pre", repr(self)))
-        shown: str = import_module("cadenza.report.small").small(self)
+        shown: str = import_module("cadenza.report.inline_view").small(self)
         return shown
 
     # -- verbs: requests with a reason, carried out at a fixed moment ------------------------------

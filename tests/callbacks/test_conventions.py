@@ -288,6 +288,7 @@ MADE: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: shipped.ClipGradients(1.0, parameters=3),
          r"parameters=\.\.\.\) must be a pattern such as 'encoder\.\*', .*; got 3"),
         (lambda: shipped.ConfusionMatrix("ab"), "got the text 'ab'"),
+        (lambda: shipped.ConfusionMatrix(10), r"got 10\. For a number of classes write ConfusionMatrix\(classes=10\)"),
         (lambda: shipped.FindBatchSize([1], max_size=4), "make_loader must be a function"),
         (lambda: shipped.Freeze("head", 3), 'until must be a point of the run such as "3 epochs".* got 3'),
         (lambda: shipped.Freeze({"head": "1 epoch"}, "3 epochs"), "modules is a mapping, .* Leave out until='3 epochs'"),

@@ -97,7 +97,7 @@ def test_it_names_the_listeners_in_order_with_cadence_and_limit() -> None:
     assert not trainer.directory or not trainer.directory.exists()
 
 
-TENSORS = TensorDataset(torch.zeros(8, 1), torch.zeros(8, 1))
+TENSORS = TensorDataset(torch.zeros(1000, 1), torch.zeros(1000, 1))
 
 
 def doubts(trainer: Trainer) -> list[str]:
@@ -106,6 +106,8 @@ def doubts(trainer: Trainer) -> list[str]:
 
 def test_it_doubts_a_loader_that_takes_samples_one_by_one_from_tensors_in_memory() -> None:
     one_by_one = "samples one by one from tensors that are in memory: cadenza.loading.TensorBatches takes a batch at once"
+    few = TensorDataset(torch.zeros(8, 1), torch.zeros(8, 1))
+    assert doubts(tiny_trainer(loader=DataLoader(few, batch_size=2))) == []
     for data in (TENSORS, Subset(TENSORS, range(4))):
         (doubt,) = doubts(tiny_trainer(loader=DataLoader(data, batch_size=2)))
         assert one_by_one in doubt
@@ -115,7 +117,7 @@ def test_it_doubts_a_loader_that_takes_samples_one_by_one_from_tensors_in_memory
 def test_a_run_says_at_its_start_what_its_plan_doubts_each_once(caplog: pytest.LogCaptureFixture) -> None:
     said: list[list[str]] = []
     look = on(Callback.on_fit_start)(lambda run: said.append(list(caplog.messages)))
-    model, loader = torch.nn.Linear(1, 1), DataLoader[Any](TENSORS, batch_size=2)
+    model, loader = torch.nn.Linear(1, 1), DataLoader[Any](TENSORS, batch_size=100)
     trainer = tiny_trainer(model=model, optimizer=torch.optim.AdamW(model.parameters()), loader=loader, callbacks=[look])
     doubted = doubts(trainer)
     assert [doubt.split()[:3] for doubt in doubted] == [["AdamW", "could", "be"], ["the", "loader", "takes"]]

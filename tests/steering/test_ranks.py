@@ -22,7 +22,7 @@ Acts = Sequence[tuple[str, dict[str, Any]]]
 
 
 def steered(
-    directory: Path, acts: Acts, steps: int = 100_000
+    directory: Path, acts: Acts, *, repeats: Path | None = None
 ) -> tuple[int, list[Any], list[dict[str, Any]], float, torch.Tensor]:
     """Train on this rank; the first one sends acts from a thread. Return the last step, what was steered, and the answers."""
     answers: list[dict[str, Any]] = []
@@ -36,15 +36,20 @@ def steered(
     sender = threading.Thread(target=send)
 
     def begin(run: Run) -> None:
-        if run.progress.step == 3 and rank() == 0:
+        if run.progress.step == 3 and rank() == 0 and acts:
             sender.start()
-        time.sleep(0.01)
+        time.sleep(0.0 if repeats else 0.01)
 
-    callbacks = [Evaluate(loader(8), "100000 steps"), Checkpoint("100000 steps"), Steering(), on(Callback.on_step_end)(begin)]
-    one = trainer(max_steps=steps, max_epochs=None, callbacks=callbacks, directory=directory, seed=1)
+    callbacks = [
+        Evaluate(loader(8), "100000 steps"),
+        Checkpoint("100000 steps"),
+        Steering(acts=repeats),
+        on(Callback.on_step_end)(begin),
+    ]
+    one = trainer(max_steps=100_000, max_epochs=None, callbacks=callbacks, directory=directory, seed=1)
     run = one.fit()
     ended = time.monotonic()
-    if rank() == 0:
+    if rank() == 0 and acts:
         sender.join()
     late = ended - stopped_at[0] if stopped_at else 0.0
     decided = [(one.what, one.when.step, one.why.partition(" by ")[0]) for one in run.decisions if "steered" in one.what]

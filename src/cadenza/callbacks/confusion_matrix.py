@@ -71,8 +71,10 @@ class ConfusionMatrix(Callback):
         evaluation: str = "eval",
         log: str = "confusion",
     ) -> None:
-        if isinstance(labels, str):
-            raise TypeError(f"labels must be a sequence of names, one for each class; got the text {labels!r}")
+        if isinstance(labels, str | int):
+            text = f"the text {labels!r}" if isinstance(labels, str) else labels
+            number = f". For a number of classes write ConfusionMatrix(classes={labels!r})" if isinstance(labels, int) else ""
+            raise TypeError(f"labels must be a sequence of names, one for each class; got {text}{number}")
         if normalize is not None and normalize not in _SUMMED:
             raise ValueError(f"normalize must be None or one of {', '.join(map(repr, _SUMMED))}; got {normalize!r}")
         if labels is not None and classes not in (None, len(labels)):

@@ -33,7 +33,7 @@ from cadenza.errors import CheckpointError
 from cadenza.files.new_directory import meant_instead
 from cadenza.files.paths import is_local, local_text
 from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.held_weights import ReplacesWeights
+from cadenza.hooks.moments import ReplacesWeights
 from cadenza.loading import resumable
 from cadenza.loading.shards import Shard
 from cadenza.optim.settings import limits_of
@@ -42,8 +42,7 @@ from cadenza.records.directory import OVER, RecordedRun, RunDirectory
 from cadenza.records.history import History, write_again
 from cadenza.records.reading import read_records
 from cadenza.status.decisions import RESUMABLE, GoBack, Outcome
-from cadenza.status.folding import printable
-from cadenza.status.formats import clock, counted
+from cadenza.status.formats import clock, counted, printable
 from cadenza.status.progress import Counters, Progress
 
 logger: logging.Logger = logging.getLogger("cadenza")

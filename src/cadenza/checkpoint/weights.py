@@ -25,7 +25,7 @@ from cadenza.drivers.sharding import is_sharded, whole
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError, CheckpointMismatchError, nearest
 from cadenza.files.paths import local_path, local_text
-from cadenza.hooks.held_weights import HeldWeights
+from cadenza.hooks.moments import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
 from cadenza.optim.model_state import buffers_of, decides, load_by_model, load_into, plain_name, state_of, untied

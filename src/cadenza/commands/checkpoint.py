@@ -116,8 +116,8 @@ def show_newest(arguments: argparse.Namespace) -> None:
         tensors = {name: {"shape": [*tensor.shape], "dtype": str(tensor.dtype)} for name, tensor in loaded.model.items()}
         return print_json({"name": entry.name, **entries, "callbacks": callbacks, "model": tensors})
     entries |= {"time": local_date(loaded.manifest["time"])} if "time" in entries else {}
-    told = [f"{best['monitor']} {best_text(best)} at {best['checkpoint']}" for best in entries.pop("best", [])]
-    entries |= {"best": ", ".join(told)} if told else {}
+    best_texts = [f"{best['monitor']} {best_text(best)} at {best['checkpoint']}" for best in entries.pop("best", [])]
+    entries |= {"best": ", ".join(best_texts)} if best_texts else {}
     for key, value in entries.items():
         say(f"{key:16} {value}")
     if "weights" in entries:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import MissingExtraError
-from cadenza.status.folding import folded
+from cadenza.status.formats import folded
 
 if TYPE_CHECKING:
     from rich.console import Console as Screen
@@ -177,7 +177,7 @@ def _show_next(screen: Screen, directory: Path) -> None:
 
 def _tensorboard() -> str:
     """Return the command as it can be typed here; without an activated environment it is not on the PATH."""
-    beside = Path(sys.executable).with_name("tensorboard")
-    if shutil.which("tensorboard") or not beside.exists():
+    sibling = Path(sys.executable).with_name("tensorboard")
+    if shutil.which("tensorboard") or not sibling.exists():
         return "tensorboard"
-    return shlex.quote(str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside))
+    return shlex.quote(str(sibling.relative_to(Path.cwd()) if sibling.is_relative_to(Path.cwd()) else sibling))

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from cadenza.commands.output import complain
 from cadenza.errors import CadenzaError, nearest
 from cadenza.lazy import imported
-from cadenza.status.folding import printable
+from cadenza.status.formats import printable
 from cadenza.version import __version__
 
 COMMANDS = {

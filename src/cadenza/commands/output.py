@@ -12,8 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from cadenza.status.folding import folded, printable
-from cadenza.status.formats import in_json
+from cadenza.status.formats import folded, in_json, printable
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 

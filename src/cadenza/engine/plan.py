@@ -22,8 +22,7 @@ from cadenza.hooks.moments import BaseCallback, Callback, Moment, moments_of
 from cadenza.hooks.subscription import Subscription
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.decisions import WhyNot
-from cadenza.status.folding import folded
-from cadenza.status.formats import counted, few
+from cadenza.status.formats import counted, few, folded
 from cadenza.status.progress import Accumulation, Progress
 
 LIMITS = ("max_epochs", "max_steps", "max_tokens")

@@ -22,8 +22,7 @@ from cadenza.engine.module_state import ModuleFlags
 from cadenza.engine.rank_sync import RankSync, SharedSync
 from cadenza.engine.step_state import AccumulationWindow, Cursor, DueEvaluations, Restored, SaveBlocks, Saver, StepState
 from cadenza.errors import drop_tracebacks
-from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.faults import Closer, Fault
+from cadenza.hooks.dispatch import Closer, Fault, Hooks
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.parameters import ExtraParameters
 from cadenza.optim.precision import Precision
@@ -32,10 +31,10 @@ from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.status.decisions import Decision, Outcome
-from cadenza.status.folding import for_screen
+from cadenza.status.formats import for_screen
+from cadenza.status.plain import State
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import working_directory
-from cadenza.status.state import State
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -26,8 +26,7 @@ from cadenza.files.new_directory import NewDirectory, meant_instead
 from cadenza.loading.loaders import is_read_once, length_of
 from cadenza.loading.settings import loader_hints
 from cadenza.optim.optimizers import notes
-from cadenza.status.folding import for_screen
-from cadenza.status.formats import counted, duration
+from cadenza.status.formats import counted, duration, for_screen
 from cadenza.status.progress import Progress
 
 

@@ -84,6 +84,9 @@ def _plain_of(part: object, *names: str) -> dict[str, Any]:
 MIN_FRACTION = 0.3  # of the time: below it, starting workers may cost more than it saves
 
 
+_MANY = 1000  # samples, from which on a hint is worth a line
+
+
 def loader_hints(loader: Any) -> Iterator[str]:
     """Yield the hints for a loader that the plan shows, before a batch is read.
 
@@ -97,7 +100,7 @@ def loader_hints(loader: Any) -> Iterator[str]:
     data = loader.dataset
     while isinstance(data, Subset):
         data = data.dataset
-    if type(data) is TensorDataset:
+    if type(data) is TensorDataset and len(data) >= _MANY:
         yield (
             "! the loader takes samples one by one from tensors that are in memory: "
             "cadenza.loading.TensorBatches takes a batch at once, several times as fast"

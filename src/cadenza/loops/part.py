@@ -36,7 +36,7 @@ from cadenza.loading import num_batches
 from cadenza.loading.loaders import check_loader
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
 from cadenza.loading.settings import loader_hints, with_batch_size
-from cadenza.loops.foreign import before_fit, beforehand
+from cadenza.loops.foreign import adapted_list, before_fit, beforehand
 from cadenza.loops.steps import end_abandoned
 from cadenza.optim import optimizers as updates
 from cadenza.optim.optimizers import Optimizers
@@ -95,6 +95,7 @@ class Recipe:
 
     def _hooks(self) -> Hooks:
         """Return a dispatch of the callbacks that are in the list now."""
+        self.callbacks = adapted_list(self.callbacks)  # with those of other systems that were added to it
         return Hooks(self.callbacks)
 
     @property

@@ -35,7 +35,7 @@ def best_of(story: Story, name: str) -> Best | None:
     return Best(step, value, who, mode)
 
 
-def kept_in(story: Story) -> dict[str, dict[str, Any]]:
+def best_checkpoints(story: Story) -> dict[str, dict[str, Any]]:
     """Return, for each result, the best checkpoint kept by `Checkpoint`: value, step, checkpoint.
 
     A decision at the end of a run lists them all. For a killed run, the decisions about each save are used.

@@ -52,7 +52,7 @@ def chart(name: str, lines: Sequence[Line], number: int, span: tuple[int, int]) 
     return element(
         "svg",
         element("title", name, id=f"title-{number}"),
-        element("desc", described([line.points for line in lines]), id=f"desc-{number}"),
+        element("desc", alternative_text([line.points for line in lines]), id=f"desc-{number}"),
         element("g", *_heights(heights, texts, base, across, up), *_steps(across), class_="grid", aria_hidden="true"),
         element("g", *curves, class_="curves"),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
@@ -66,7 +66,7 @@ def widened(span: tuple[int, int]) -> tuple[float, float]:
     return (span[0] - 0.5, span[1] + 0.5) if span[0] == span[1] else span
 
 
-def described(lines: Sequence[Series]) -> str:
+def alternative_text(lines: Sequence[Series]) -> str:
     """Return the text description of a chart for screen readers."""
     first, last = (pick(series.steps[end] for series in lines) for pick, end in ((min, 0), (max, -1)))
     finite = [value for series in lines for value in series.values if math.isfinite(value)]

@@ -42,7 +42,7 @@ def _checked(row: Any) -> Row:
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """The comparison of two runs' fingerprints."""
 
     equal: int
@@ -55,7 +55,7 @@ class Parting:
     """Its name, such as that of a weight."""
     only: tuple[Sequence[int], Sequence[int]]
     """The steps that have a fingerprint only in the first and only in the second run."""
-    alone: str
+    only_in: str
     """``"first"`` or ``"second"`` if only that run has it; empty if both have it."""
     layouts: tuple[str, str]
     """The ranks of both runs, such as ``2 ranks, sharded``."""
@@ -71,17 +71,17 @@ class Parting:
         if not self.comparable:
             return f"not comparable: the weights are in other shards{notes}"
         if self.step is None:
-            told = f"{counted(self.equal, 'step')} equal" if self.equal else "no step in common"
+            text = f"{counted(self.equal, 'step')} equal" if self.equal else "no step in common"
         else:
             name = KINDS[self.kind].format(self.name).strip()
-            owner = f", which only the {self.alone} has" if self.alone else ""
-            told = f"the runs part at step {self.step:,}: {name}{owner}; {counted(self.equal, 'step')} before it equal"
+            owner = f", which only the {self.only_in} has" if self.only_in else ""
+            text = f"the runs part at step {self.step:,}: {name}{owner}; {counted(self.equal, 'step')} before it equal"
             if first != second:
                 notes += ". Other numbers of ranks add gradients in another order, so the last bits may differ"
         for which, steps in zip(("first", "second"), self.only, strict=True):
             if steps:
-                told += f"; only the {which} has {_listed(steps)}"
-        return told + notes
+                text += f"; only the {which} has {_listed(steps)}"
+        return text + notes
 
 
 def _listed(steps: Sequence[int]) -> str:
@@ -90,7 +90,7 @@ def _listed(steps: Sequence[int]) -> str:
     return f"{counted(len(steps), 'step')} from {steps[0]:,} to {steps[-1]:,}"
 
 
-def parting(first: Mapping[int, Row], second: Mapping[int, Row]) -> Parting | None:
+def first_difference(first: Mapping[int, Row], second: Mapping[int, Row]) -> FirstDifference | None:
     """Compare the fingerprints of two runs step by step; None if a run has none.
 
     >>> row = {"step": 1, "ranks": 1, "shards": False, "batch": {}, "outputs": {}, "gradients": {"w": "0a"}, "buffers": {},
@@ -110,9 +110,9 @@ def parting(first: Mapping[int, Row], second: Mapping[int, Row]) -> Parting | No
         if found is not None:
             kind, name = found
             present = name in first[step][kind], name in second[step][kind]
-            alone = "" if all(present) else "first" if present[0] else "second"
-            return Parting(equal, step, kind, name, only, alone, layouts)
-    return Parting(len(common), None, "", "", only, "", layouts)
+            only_in = "" if all(present) else "first" if present[0] else "second"
+            return FirstDifference(equal, step, kind, name, only, only_in, layouts)
+    return FirstDifference(len(common), None, "", "", only, "", layouts)
 
 
 def _layout(rows: Mapping[int, Row]) -> str:

@@ -180,9 +180,9 @@ def _histogram(content: bytes, name: str) -> Html | None:
         element("text", precise(edges[0]), x=0, y=95),
         element("text", precise(edges[-1]), x=240, y=95, text_anchor="end"),
     ]
-    told = f"{name}: {counted(int(sum(counts)), 'value')} from {precise(edges[0])} to {precise(edges[-1])}"
+    label = f"{name}: {counted(int(sum(counts)), 'value')} from {precise(edges[0])} to {precise(edges[-1])}"
     return element(
-        "svg", element("path", d=bars), *ends, viewBox="0 0 240 100", role="img", aria_label=told, class_="histogram"
+        "svg", element("path", d=bars), *ends, viewBox="0 0 240 100", role="img", aria_label=label, class_="histogram"
     )
 
 

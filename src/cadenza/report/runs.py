@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.report.evaluations import judged
+from cadenza.report.evaluations import evaluation_results
 from cadenza.report.settings import differing, settings_of
 from cadenza.report.story import Story
 from cadenza.status.formats import counted, precise
@@ -67,7 +67,7 @@ def _facts(stories: Sequence[Story]) -> list[Column]:
 
 
 def _metrics(stories: Sequence[Story]) -> list[Column]:
-    found = [judged(story) for story in stories]
+    found = [evaluation_results(story) for story in stories]
     columns = []
     for name in dict.fromkeys(name for run in found for name in run.names):
         modes = {run.bests[name].mode if name in run.bests else "" for run in found if name in run.names}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cadenza.report.story import Kept, Story
+from cadenza.report.story import StoredCheckpoint, Story
 from cadenza.status.decisions import Decision
 from cadenza.status.formats import counted, duration, local_date, shown_date, size
 from cadenza.status.markup import Html, element, joined
@@ -47,7 +47,7 @@ def checkpoints(story: Story) -> Html:
     return element("div", table, element("p", hint, class_="note"))
 
 
-def _checkpoint(kept: Kept) -> list[object]:
+def _checkpoint(kept: StoredCheckpoint) -> list[object]:
     name, manifest = element("code", kept.name), kept.manifest
     if not manifest:
         return [name, "", "", "", "", element("span", kept.problem, class_="fault"), ""]

@@ -55,7 +55,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredCheckpoint:
     """A checkpoint of the run. If its manifest cannot be read, `manifest` is empty and `problem` says why."""
 
     name: str
@@ -78,7 +78,7 @@ class Story:
     """The time of the last record, in seconds since 1970."""
     decisions: Sequence[Decision] = ()
     """The decisions of the run."""
-    checkpoints: Sequence[Kept] = ()
+    checkpoints: Sequence[StoredCheckpoint] = ()
     """The checkpoints of the run directory."""
     profile: Mapping[str, Any] | None = None
     """The content of ``profile.json``."""
@@ -218,11 +218,11 @@ def _json_in(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 def outcome_in(info: Mapping[str, Any]) -> Outcome | None:
     """Return the outcome in the content of a ``run.json``; None if it holds none."""
-    told = info.get("outcome")
-    if not isinstance(told, Mapping) or not told.get("kind"):
+    outcome = info.get("outcome")
+    if not isinstance(outcome, Mapping) or not outcome.get("kind"):
         return None
-    kind: Any = str(told["kind"])  # a newer version may use another name
-    return Outcome(kind, str(told.get("reason", "")))
+    kind: Any = str(outcome["kind"])  # a newer version may use another name
+    return Outcome(kind, str(outcome.get("reason", "")))
 
 
 def final_counters(info: Mapping[str, Any]) -> Counters | None:
@@ -271,9 +271,9 @@ def _report_broken(name: str, broken: Sequence[int], story: Story) -> None:
         story.problems.append(f"{counted(len(broken), 'line')} of {name} cannot be read, the first is line {broken[0]}")
 
 
-def _kept(store: Store) -> Iterator[Kept]:
+def _kept(store: Store) -> Iterator[StoredCheckpoint]:
     for saved in store.saved():
         try:
-            yield Kept(saved.name, store.manifest(saved))
+            yield StoredCheckpoint(saved.name, store.manifest(saved))
         except CheckpointError as error:
-            yield Kept(saved.name, {}, str(error).removeprefix(f"{saved.name}: "))
+            yield StoredCheckpoint(saved.name, {}, str(error).removeprefix(f"{saved.name}: "))

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.engine.session import session_of
 from cadenza.errors import DirectoryError
-from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.faults import Closer
+from cadenza.hooks.dispatch import Closer, hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.engine.boundary import change_windows
 from cadenza.engine.step_state import Deferred
-from cadenza.hooks.faults import Closer
+from cadenza.hooks.dispatch import Closer
 from cadenza.loops import handle
 from cadenza.optim.rates import SetsRates, rates_of
 from cadenza.optim.settings import Group, groups_of, plain, set_option

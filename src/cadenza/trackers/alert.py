@@ -17,7 +17,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.status.decisions import decide
 from cadenza.trackers.alert_rules import Function, Rule, Silence, parse_rule
-from cadenza.trackers.alert_targets import LEVELS, AlertMessage, Console, Courier, Level, Target, targets_of
+from cadenza.trackers.alert_targets import LEVELS, AlertMessage, AlertSender, Console, Level, Target, targets_of
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
@@ -95,7 +95,7 @@ class Alert(Callback):
 
     def _forget(self) -> None:
         self.rule.reset()
-        self._courier: Courier | None = None
+        self._sender: AlertSender | None = None
         self._sent: set[tuple[str, int, str]] = set()
         self._path: Path | None = None
         self._silent: deque[AlertMessage] = deque()
@@ -118,27 +118,27 @@ class Alert(Callback):
         if run.info.directory is not None:
             self._path = run.info.directory / _FILE
             self._sent = _sent_before(self._path)
-        self._courier = Courier([target for target in self.to if not isinstance(target, Console)])
+        self._sender = AlertSender([target for target in self.to if not isinstance(target, Console)])
         self._last_s, self._last_step = time.monotonic(), run.progress.step
-        run.at_end(partial(self._finish, run, self._courier))
+        run.at_end(partial(self._finish, run, self._sender))
         if isinstance(self.rule, Silence):
-            self._courier.watch(partial(self._look_at_silence, run, self.rule, self._courier))
+            self._sender.watch(partial(self._look_at_silence, run, self.rule, self._sender))
 
     def on_log(self, run: Run, record: Record) -> None:
-        if self._courier is None:  # the run is ending
+        if self._sender is None:  # the run is ending
             return
         self._check_name(run, record)
         if self.rule.name is None or self.rule.name in record.values:
             self._last_s, self._last_step = time.monotonic(), record.step
             if self._is_silent:
                 self._is_silent = False
-                self._courier.wake()
-        self._tell(run, self._courier)
+                self._sender.wake()
+        self._report_failures(run, self._sender)
         text = self.rule.look(record, run.history)
         if text is not None:
-            self._send(run, self._courier, self._message(run, text, record.step))
+            self._send(run, self._sender, self._message(run, text, record.step))
 
-    def _send(self, run: Run, courier: Courier, message: AlertMessage) -> None:
+    def _send(self, run: Run, sender: AlertSender, message: AlertMessage) -> None:
         self._decide(run, message)
         key = (message.alert, message.step, message.text)
         if key in self._sent:  # written before the resume
@@ -147,7 +147,7 @@ class Alert(Callback):
         self._keep(message)
         if any(isinstance(target, Console) for target in self.to):
             (run.print if message.level == "info" else run.warn)(_line(message))
-        courier.send(message)
+        sender.send(message)
 
     def _message(self, run: Run, text: str, step: int) -> AlertMessage:
         info = run.info
@@ -175,7 +175,7 @@ class Alert(Callback):
             with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(message.to_dict()) + "\n")
 
-    def _look_at_silence(self, run: Run, rule: Silence, courier: Courier) -> float | None:
+    def _look_at_silence(self, run: Run, rule: Silence, sender: AlertSender) -> float | None:
         """Send an alert if no record has arrived for too long. Called in the watcher thread, since the training may hang."""
         left = (rule.silence_s or 0.0) - (time.monotonic() - self._last_s)
         if left > 0:
@@ -186,22 +186,22 @@ class Alert(Callback):
             self._keep(message)
             if any(isinstance(target, Console) for target in self.to):
                 _logger.warning("%s", _line(message))
-            courier.send(message)
+            sender.send(message)
             self._silent.append(message)  # only the training thread may write decisions
         return None
 
-    def _tell(self, run: Run, courier: Courier) -> None:
+    def _report_failures(self, run: Run, sender: AlertSender) -> None:
         while self._silent:
             self._decide(run, self._silent.popleft())
-        while courier.failures:
-            failure = courier.failures.popleft()
+        while sender.failures:
+            failure = sender.failures.popleft()
             decide(run, "not sent", failure, who=self._owner)
             run.warn(f"{self._owner}: {failure}")
 
-    def _finish(self, run: Run, courier: Courier) -> None:
-        self._courier = None
-        courier.finish()
-        self._tell(run, courier)
+    def _finish(self, run: Run, sender: AlertSender) -> None:
+        self._sender = None
+        sender.finish()
+        self._report_failures(run, sender)
         if self.rule.name is not None and not self._seen and run.history.names:
             run.warn(
                 f"{self._owner} watches {self.rule.name!r}, and no record had it.{nearest(self.rule.name, run.history.names)} "

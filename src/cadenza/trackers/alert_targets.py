@@ -173,7 +173,7 @@ def _target(target: object) -> Target:
     )
 
 
-class Courier:
+class AlertSender:
     """A thread that sends alerts to slow targets and calls a function at a later time. It is started on first use."""
 
     def __init__(self, targets: Sequence[Target]) -> None:

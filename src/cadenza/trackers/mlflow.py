@@ -188,7 +188,7 @@ class _Link:
         self.client: MlflowClient = MlflowClient(tracking_uri=uri)
         known = self.client.get_experiment_by_name(experiment)
         self.experiment: str = (
-            known.experiment_id if known else self.client.create_experiment(experiment, artifact_location=_beside(uri))
+            known.experiment_id if known else self.client.create_experiment(experiment, artifact_location=_media_directory(uri))
         )
         self.run = ""
         self._continued = False
@@ -307,7 +307,7 @@ def _knock(uri: str) -> None:
         requests.get(uri, timeout=10)
 
 
-def _beside(uri: str) -> str | None:
+def _media_directory(uri: str) -> str | None:
     """Return the media directory: the one next to a database file, or None for the server's default."""
     file = _file(uri)
     return None if file is None else str(file.parent / "mlartifacts")

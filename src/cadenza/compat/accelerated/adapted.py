@@ -17,9 +17,9 @@ from cadenza.compat.accelerated.events import (
     Events,
     StopTrainingError,
 )
-from cadenza.compat.accelerated.face import STATE, TrainerFace, restore_state, state_of
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.native import NativeRunView
+from cadenza.compat.accelerated.trainer_api import STATE, TrainerApi, restore_state, state_of
 from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.adapter.view import OfRun, Weak
 from cadenza.engine.loop import Training
@@ -41,9 +41,9 @@ class AdaptedRun(OfRun):
         facade: Whether the adapter's trainer started the run.
     """
 
-    trainer: Weak[TrainerFace] = Weak()
+    trainer: Weak[TrainerApi] = Weak()
 
-    def __init__(self, run: Run, trainer: TrainerFace, *, facade: bool) -> None:
+    def __init__(self, run: Run, trainer: TrainerApi, *, facade: bool) -> None:
         super().__init__(run)
         session = session_of(run)
         self.trainer = trainer

@@ -10,17 +10,17 @@ from torch import nn
 from cadenza.callbacks.learning_rate import LearningRate
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.events import AcceleratedCallback
-from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker
+from cadenza.compat.accelerated.trainer_api import TrainerApi
 from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.adapter.view import OfRun
 from cadenza.engine.session import session_of
 from cadenza.run import Run
 
 
-class NativeRunView(TrainerFace):
+class NativeRunView(TrainerApi):
     """A view of a native run without hooks to override. Attributes that a callback sets on it are visible to the others."""
 
     def __init__(self, run: Run) -> None:

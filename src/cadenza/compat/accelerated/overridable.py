@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.compat.accelerated.data import inputs_and_targets
-from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.compat.accelerated.placeholders import replace_trainer_placeholder_values
 from cadenza.compat.accelerated.train_epoch import run_train_epoch
+from cadenza.compat.accelerated.trainer_api import TrainerApi
 from cadenza.compat.accelerated.utils import worker_init_fn
 
 
@@ -22,7 +22,7 @@ def overrides(trainer: Overridable, method: Callable[..., Any]) -> bool:
     return getattr(getattr(trainer, method.__name__), "__func__", None) is not method
 
 
-class Overridable(TrainerFace):
+class Overridable(TrainerApi):
     """The steps of a run as small methods; see `Trainer`."""
 
     create_scheduler_fn: Callable[[Optimizer], Any] | None

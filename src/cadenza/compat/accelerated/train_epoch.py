@@ -7,7 +7,7 @@ from typing import Any
 
 from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.events import StopTrainingError
-from cadenza.compat.accelerated.face import TrainerFace
+from cadenza.compat.accelerated.trainer_api import TrainerApi
 from cadenza.engine import boundary
 from cadenza.engine.loop import Training, train_epoch
 from cadenza.engine.session import Session
@@ -21,7 +21,7 @@ INSTEAD = (
 )
 
 
-def fit(trainer: TrainerFace, run_epoch: Callable[[Any], object], training: Training) -> None:
+def fit(trainer: TrainerApi, run_epoch: Callable[[Any], object], training: Training) -> None:
     """Train, with ``_run_train_epoch`` of a trainer, which is `run_epoch`, around the steps of each epoch.
 
     Raises:
@@ -40,7 +40,7 @@ def fit(trainer: TrainerFace, run_epoch: Callable[[Any], object], training: Trai
 
 
 def run_train_epoch(
-    trainer: TrainerFace, train_dl: Iterable[Any], start: Callable[[], object], end: Callable[[], object]
+    trainer: TrainerApi, train_dl: Iterable[Any], start: Callable[[], object], end: Callable[[], object]
 ) -> bool:
     """Run an epoch with the trainer's hooks `start` and `end`; see `Overridable._run_train_epoch`."""
     run = trainer.native_run
@@ -78,7 +78,7 @@ def is_live(adapted: AdaptedRun) -> bool:
     return not adapted.stopped and not adapted.broken and unwinding(adapted.run) is None
 
 
-def _use_loader(trainer: TrainerFace, session: Session) -> None:
+def _use_loader(trainer: TrainerApi, session: Session) -> None:
     """Read the trainer's ``_train_dataloader``, if a hook or a callback has replaced it since the last epoch."""
     loader = trainer._train_dataloader
     adapted = AdaptedRun.of(session.run)

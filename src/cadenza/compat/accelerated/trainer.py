@@ -34,7 +34,6 @@ from cadenza.compat.accelerated.checks import (
 )
 from cadenza.compat.accelerated.data import check_dataset, kwargs_for
 from cadenza.compat.accelerated.events import StopTrainingError
-from cadenza.compat.accelerated.face import training_state
 from cadenza.compat.accelerated.first_and_last import FirstCallback, LastCallback
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.overridable import Overridable, overrides
@@ -43,6 +42,7 @@ from cadenza.compat.accelerated.preparing import Callbacks, Preparing
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker, RunHistory
 from cadenza.compat.accelerated.train_epoch import fit
+from cadenza.compat.accelerated.trainer_api import training_state
 from cadenza.compat.accelerated.utils import LIMIT_BATCHES_ENV_VAR, remove_padding, worker_init_fn
 from cadenza.engine.loop import Training
 from cadenza.engine.session import Session
@@ -316,7 +316,7 @@ class Trainer(Preparing):
             progress=False,
             **lengths,
         )
-        native.face = self
+        native.trainer = self
         return native
 
 
@@ -327,7 +327,7 @@ def _none(parameters: object) -> list[Optimizer]:
 class _NativeTrainer(NativeTrainer):
     """The native trainer of a run."""
 
-    face: Trainer
+    trainer: Trainer
     """The trainer of the adapter."""
     restore: Callable[[Session], None] | None = None
     """Restores a state that is not a native checkpoint."""
@@ -338,7 +338,7 @@ class _NativeTrainer(NativeTrainer):
             self.restore(session)
 
     def _do_steps(self, training: Training) -> None:
-        fit(self.face, self.face._run_train_epoch, training)
+        fit(self.trainer, self.trainer._run_train_epoch, training)
 
     def new_run(self) -> Run:
         """Return a run without training, as the native `evaluate` creates it."""

@@ -39,7 +39,7 @@ class ForeignCallback(AdaptedCallback):
     def __init__(self, callback: Any, base: type[Any]) -> None:
         super().__init__(callback, base)
         self._at_start = {}
-        self._told: set[str] = set()
+        self._warned_of: set[str] = set()
 
     @property
     def _at_start(self) -> dict[str, Any]:
@@ -125,8 +125,8 @@ class ForeignCallback(AdaptedCallback):
         if self._others_known is None:
             self._others_known = found
         for name, known in found.items():
-            if self._others_known.get(name) != known and name not in self._told:
-                self._told.add(name)
+            if self._others_known.get(name) != known and name not in self._warned_of:
+                self._warned_of.add(name)
                 warnings.warn(
                     f"checkpoints leave out {type(self.callback).__name__}.{name}, which changed in the run: it holds objects "
                     "that cannot be saved. After a resume the attribute is that of a new instance.",

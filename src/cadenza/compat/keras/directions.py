@@ -32,11 +32,8 @@ def directed_metrics(run: Run, means: Mapping[str, Any]) -> list[Any]:
     The direction is ``higher_is_better`` of the metric or, without it, follows from the name: ``accuracy`` and ``auc`` are
     better if larger, ``mae`` and ``error`` if smaller. Other names are left out, so that Keras asks for a ``mode``.
     """
-    known = {
-        name: getattr(value, "higher_is_better", None)
-        for each in run.evaluations.values()
-        for name, value in each.metrics.items()
-    }
+    metrics = {name: metric for evaluation in run.evaluations.values() for name, metric in evaluation.metrics.items()}
+    known = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
     for name in means:
         known.setdefault(name, None)
     known.pop("loss", None)
@@ -53,9 +50,9 @@ def directed_metrics(run: Run, means: Mapping[str, Any]) -> list[Any]:
     return [Directed("loss", "down", means.get("loss")), *([] if container is None else [container])]
 
 
-def _better(name: str, told: bool | None) -> bool | None:
-    if isinstance(told, bool):
-        return told
+def _better(name: str, direction: bool | None) -> bool | None:
+    if isinstance(direction, bool):
+        return direction
     parts = name.lower().replace("-", "_").replace("/", "_").split("_")
     if any(part.startswith(_UP) for part in parts):
         return True

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cadenza.compat.adapter.view import View, refuse
-from cadenza.compat.keras.variables import Number, Variable, plain
+from cadenza.compat.keras.variables import Number, Variable, value_of
 from cadenza.errors import AdapterError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.averaging import Averaging
@@ -153,7 +153,7 @@ class OptimizerView(View):
             betas = list(group.get("betas", ()))
             if key == "betas":
                 betas[name == "beta_2"] = float(value)
-            group[key] = tuple(betas) if key == "betas" else plain(value)
+            group[key] = tuple(betas) if key == "betas" else value_of(value)
 
     def _option(self, name: str) -> str | None:
         """Return the name of an option in the parameter groups; None if they have none."""
@@ -167,8 +167,8 @@ class OptimizerView(View):
     def get_config(self) -> dict[str, Any]:
         """Return the name and the options of the first parameter group."""
         options = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
-        plain = {key: float(value) if isinstance(value, Tensor) and not value.ndim else value for key, value in options.items()}
-        return {"name": self._name, "learning_rate": float(plain.pop("lr")), **plain}
+        options |= {key: float(value) for key, value in options.items() if isinstance(value, Tensor) and not value.ndim}
+        return {"name": self._name, "learning_rate": float(options.pop("lr")), **options}
 
 
 class OptimizersView(OptimizerView):

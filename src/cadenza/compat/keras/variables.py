@@ -34,7 +34,7 @@ def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
 
     def method(self: Value, *others: Any) -> Any:
         own = self.value
-        given = [_like(own, plain(other)) for other in others]
+        given = [_like(own, value_of(other)) for other in others]
         return act(*given, own) if reflected else act(own, *given)
 
     method.__name__ = f"__{'r' if reflected else ''}{name.strip('_')}__"
@@ -90,7 +90,7 @@ class Value:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        return function(*pytree.tree_map(plain, arguments), **pytree.tree_map(plain, keywords or {}))
+        return function(*pytree.tree_map(value_of, arguments), **pytree.tree_map(value_of, keywords or {}))
 
     def __getitem__(self, index: Any) -> Any:
         return self.value[index]
@@ -147,7 +147,7 @@ class Number(Value):
         return str(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return bool(self.value == plain(other))
+        return bool(self.value == value_of(other))
 
     def __hash__(self) -> int:
         return hash(self.value)
@@ -170,7 +170,7 @@ class Number(Value):
 
     def assign(self, value: Any) -> Number:
         """Set the number."""
-        self._write(plain(value))
+        self._write(value_of(value))
         return self
 
 
@@ -231,7 +231,7 @@ def plain_inside(value: Any) -> Any:
     return value if is_number else pytree.tree_map(lambda leaf: leaf.value if isinstance(leaf, Number) else leaf, value)
 
 
-def plain(value: Any) -> Any:
+def value_of(value: Any) -> Any:
     """Return the tensor or the number of a `Value`; anything else unchanged."""
     return value.value if isinstance(value, Value) else value
 

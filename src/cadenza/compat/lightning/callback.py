@@ -60,7 +60,7 @@ class LightningCallback(ForeignCallback, Conductor):
     def __init__(self, callback: Any, base: type[Any]) -> None:
         super().__init__(callback, base)
         check_runs(callback)
-        self.shows_progress: bool = _shows_progress(callback)
+        self.shows_progress: bool = is_lightning(callback, "ProgressBar") and bool(getattr(callback, "is_enabled", True))
         self._monitors = any(is_lightning(callback, name) for name in MONITORING)
         self.each_rank: bool = self._monitors  # each rank compares its monitored values unless they are reduced
         self.owed: tuple[int, int] | None = None
@@ -162,7 +162,7 @@ class LightningCallback(ForeignCallback, Conductor):
     def state_dict(self) -> dict[str, Any]:
         own = _for_checkpoint(self.callback.state_dict()) if self._has_state() else super().state_dict()
         state: dict[str, Any] = {"states": {self.callback.state_key: own}} if own else {}
-        state |= {"kept": kept} if (kept := kept_of(self.callback)) else {}
+        state |= {"kept": kept} if (kept := unsaved_state(self.callback)) else {}
         return state | ({"run": changes} if (changes := saved_changes(self)) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,10 +210,6 @@ def _writes(adapter: LightningCallback) -> bool:
     return is_lightning(adapter.callback, "Checkpoint")
 
 
-def _shows_progress(callback: object) -> bool:
-    return is_lightning(callback, "ProgressBar") and bool(getattr(callback, "is_enabled", True))
-
-
 KEPT: Mapping[str, tuple[str, ...]] = {
     "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
     "WeightAveraging": ("_latest_update_epoch",),
@@ -221,7 +217,7 @@ KEPT: Mapping[str, tuple[str, ...]] = {
 """Attributes that Lightning loses on resume, by class."""
 
 
-def kept_of(callback: Any) -> dict[str, Any]:
+def unsaved_state(callback: Any) -> dict[str, Any]:
     """Return the state of a callback that is missing in its ``state_dict``."""
     names = [name for kind, kept in KEPT.items() if is_lightning(callback, kind) for name in kept]
     state = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
@@ -233,7 +229,7 @@ def kept_of(callback: Any) -> dict[str, Any]:
 
 
 def put_kept(callback: Any, state: Mapping[str, Any]) -> None:
-    """Restore what `kept_of` returned."""
+    """Restore what `unsaved_state` returned."""
     for name, value in state.items():
         if name not in ("layers", "shared"):
             setattr(callback, name, value)

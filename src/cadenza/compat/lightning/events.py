@@ -20,8 +20,8 @@ POSITION = Progress.position_reader()
 """Returns a position with a single call."""
 
 
-def plain(adapter: Any, hook: Hook) -> Callable[..., None]:
-    """Call ``hook(trainer, pl_module)``."""
+def bare(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module)`` without further arguments."""
 
     def call(run: Run, *_: object) -> None:
         hook(adapter.trainer, adapter.module)
@@ -185,19 +185,19 @@ _GRADIENTS = "called after the update; Lightning calls it before the next backwa
 EVENTS: Mapping[str, Event] = {
     "setup": Event(LightningMoments.on_stage_setup, with_stage),
     "on_load_checkpoint": Event(Callback.on_load, loading, "gets the entries of Lightning's own checkpoints that a run has"),
-    "on_fit_start": Event(LightningMoments.on_fit_begin, plain),
-    "on_sanity_check_start": Event(LightningMoments.on_sanity_check_start, plain, "no on_validation_* hook is called inside"),
+    "on_fit_start": Event(LightningMoments.on_fit_begin, bare),
+    "on_sanity_check_start": Event(LightningMoments.on_sanity_check_start, bare, "no on_validation_* hook is called inside"),
     "on_sanity_check_end": Event(LightningMoments.on_sanity_check_end, ending),
-    "on_train_start": Event(LightningMoments.on_train_start, plain),
+    "on_train_start": Event(LightningMoments.on_train_start, bare),
     "on_train_epoch_start": Event(Callback.on_epoch_start, epoch_start),
     "on_train_batch_start": Event(Callback.on_batch_start, batch_start),
     "on_before_backward": Event(Callback.on_before_backward, before_backward),
-    "on_after_backward": Event(Callback.on_after_backward, plain),
+    "on_after_backward": Event(Callback.on_after_backward, bare),
     "on_before_optimizer_step": Event(Callback.on_before_optimizer_step, each_optimizer),
     "on_before_zero_grad": Event(Callback.on_before_zero_grad, each_optimizer, _GRADIENTS),
     "on_train_batch_end": Event(Callback.on_batch_end, batch_end, "for the last batch of a step at on_step_end"),
-    "on_validation_start": Event(LightningMoments.on_validation_start, plain, _STAGES),
-    "on_validation_epoch_start": Event(LightningMoments.on_validation_epoch_start, plain),
+    "on_validation_start": Event(LightningMoments.on_validation_start, bare, _STAGES),
+    "on_validation_epoch_start": Event(LightningMoments.on_validation_epoch_start, bare),
     "on_validation_batch_start": Event(Callback.on_eval_batch_start, eval_batch_start("validate")),
     "on_validation_batch_end": Event(Callback.on_eval_batch_end, eval_batch_end("validate")),
     "on_validation_epoch_end": Event(LightningMoments.on_validation_epoch_end, ending),
@@ -207,14 +207,14 @@ EVENTS: Mapping[str, Event] = {
     "on_train_end": Event(LightningMoments.on_train_end, ending),
     "on_fit_end": Event(LightningMoments.on_fit_finish, ending),
     "on_exception": Event(Callback.on_exception, with_error),
-    "on_test_start": Event(LightningMoments.on_test_start, plain, 'of Trainer.evaluate(name="test")'),
-    "on_test_epoch_start": Event(LightningMoments.on_test_epoch_start, plain),
+    "on_test_start": Event(LightningMoments.on_test_start, bare, 'of Trainer.evaluate(name="test")'),
+    "on_test_epoch_start": Event(LightningMoments.on_test_epoch_start, bare),
     "on_test_batch_start": Event(Callback.on_eval_batch_start, eval_batch_start("test")),
     "on_test_batch_end": Event(Callback.on_eval_batch_end, eval_batch_end("test")),
     "on_test_epoch_end": Event(LightningMoments.on_test_epoch_end, ending),
     "on_test_end": Event(LightningMoments.on_test_end, ending),
-    "on_predict_start": Event(LightningMoments.on_predict_start, plain, "of Trainer.predict"),
-    "on_predict_epoch_start": Event(LightningMoments.on_predict_epoch_start, plain),
+    "on_predict_start": Event(LightningMoments.on_predict_start, bare, "of Trainer.predict"),
+    "on_predict_epoch_start": Event(LightningMoments.on_predict_epoch_start, bare),
     "on_predict_batch_start": Event(Callback.on_eval_batch_start, eval_batch_start("predict")),
     "on_predict_batch_end": Event(Callback.on_eval_batch_end, eval_batch_end("predict")),
     "on_predict_epoch_end": Event(LightningMoments.on_predict_epoch_end, ending),

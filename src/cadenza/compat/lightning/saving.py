@@ -181,5 +181,5 @@ def _write(checkpoint: Mapping[str, Any], target: str) -> None:
         return
     path = Path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as beside:
-        torch.save(checkpoint, beside)
+    with replacing(path) as temporary:
+        torch.save(checkpoint, temporary)

@@ -87,13 +87,13 @@ class Folder:
         return None
 
     def _is_there(self, file: str, sums: Mapping[str, int] | None, name: str) -> bool:
-        path, beside = self.path / file, self.path / _beside(file)
+        path, temporary = self.path / file, self.path / _temporary(file)
         if sums is None:  # written by NeMo
             return path.is_file()
         if path.is_file() and zlib.crc32(path.read_bytes()) == sums.get(name):
             return True
-        if beside.is_file() and zlib.crc32(beside.read_bytes()) == sums.get(name):
-            beside.replace(path)  # the process was killed after it committed the mark
+        if temporary.is_file() and zlib.crc32(temporary.read_bytes()) == sums.get(name):
+            temporary.replace(path)  # the process was killed after it committed the mark
             return True
         return False
 
@@ -116,17 +116,17 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             for file, content in files.items():
-                with (self.path / _beside(file)).open("wb") as stream:
+                with (self.path / _temporary(file)).open("wb") as stream:
                     stream.write(content)
                     stream.flush()
                     os.fsync(stream.fileno())
             self._sync()
         except BaseException:
             for file in files:
-                (self.path / _beside(file)).unlink(missing_ok=True)
+                (self.path / _temporary(file)).unlink(missing_ok=True)
             raise
         for file in files:
-            (self.path / _beside(file)).replace(self.path / file)
+            (self.path / _temporary(file)).replace(self.path / file)
             self._sync()  # each before the next: the first rename commits all
 
     def _sync(self) -> None:
@@ -156,7 +156,7 @@ class Folder:
             (self.path / mark.file(name)).unlink(missing_ok=True)
 
 
-def _beside(file: str) -> str:
+def _temporary(file: str) -> str:
     return f".{file}.new"
 
 

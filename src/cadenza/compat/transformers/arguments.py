@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.transformers.arguments_view import ArgumentsView
-from cadenza.compat.transformers.given import Given, given_in
+from cadenza.compat.transformers.fixed_arguments import FixedArguments, fixed_arguments_of
 from cadenza.errors import AdapterError, nearest
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.status.shown import brief
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Arguments(Given):
+class Arguments(FixedArguments):
     """The ``args`` that callbacks of transformers receive. Add one to the list of callbacks.
 
     Args:
@@ -51,10 +51,10 @@ def arguments_of(run: Run) -> Any:
     Raises:
         AdapterError: The list has two `Arguments`, a field does not exist, or a callback needs a field that is missing.
     """
-    several = [name for name, callback in hooks_of(run).callbacks.items() if isinstance(callback, Given)]
+    several = [name for name, callback in hooks_of(run).callbacks.items() if isinstance(callback, FixedArguments)]
     if len(several) > 1:
         raise AdapterError(f"callbacks has several Arguments(...): {', '.join(several)}. Keep one.")
-    given = given_in(run)
+    given = fixed_arguments_of(run)
     if given is not None and given.arguments is not None:
         return given.arguments
     values = given.values if isinstance(given, Arguments) else {}

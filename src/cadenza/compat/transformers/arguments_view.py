@@ -181,7 +181,7 @@ class ArgumentsView(View):
     @argument
     def max_grad_norm(self) -> float:
         """The norm of `ClipGradients`; 0 without one."""
-        found = [clip.max_norm for clip in self._all(ClipGradients) if clip.max_norm is not None]
+        found = [clip.max_norm for clip in callbacks_of(self._run, ClipGradients) if clip.max_norm is not None]
         return found[0] if found else 0.0
 
     @argument
@@ -248,8 +248,8 @@ class ArgumentsView(View):
     @argument
     def load_best_model_at_end(self) -> bool:
         """Whether `BestWeights` or `EarlyStopping` loads the best weights at the end."""
-        stopping = any(callback.best is not None for callback in self._all(EarlyStopping))
-        return stopping or any(callback.restore for callback in self._all(BestWeights))
+        stopping = any(callback.best is not None for callback in callbacks_of(self._run, EarlyStopping))
+        return stopping or any(callback.restore for callback in callbacks_of(self._run, BestWeights))
 
     # -- processes ---------------------------------------------------------------------------------
 
@@ -343,11 +343,8 @@ class ArgumentsView(View):
     def _best(self) -> Mapping[str, str] | None:
         return next(iter(monitors_in(hooks_of(self._run))), None)
 
-    def _all(self, kind: type[Any]) -> list[Any]:
-        return callbacks_of(self._run, kind)
-
     def _first(self, kind: type[Any]) -> Any:
-        return next(iter(self._all(kind)), None)
+        return next(iter(callbacks_of(self._run, kind)), None)
 
     def _schedule(self, kind: type[Any]) -> Schedule | None:
         return getattr(self._first(kind), "every", None)

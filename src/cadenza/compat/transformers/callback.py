@@ -13,9 +13,9 @@ from cadenza.compat.adapter.event import Event
 from cadenza.compat.adapter.foreign import ForeignCallback
 from cadenza.compat.transformers.companions import Control, State
 from cadenza.compat.transformers.events import EVENTS
+from cadenza.compat.transformers.fixed_arguments import FixedArguments
 from cadenza.compat.transformers.flags import COLLECTIVE, flags_of
 from cadenza.compat.transformers.flow import Flow, exports
-from cadenza.compat.transformers.given import Given
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
@@ -50,7 +50,7 @@ class TransformersCallback(ForeignCallback):
     def surface(self, hooks: Hooks) -> Surface | None:
         """Return the callback's surface, with the ``args`` that the list provides."""
         found = super().surface(hooks)
-        given = next((callback for callback in hooks.callbacks.values() if isinstance(callback, Given)), None)
+        given = next((callback for callback in hooks.callbacks.values() if isinstance(callback, FixedArguments)), None)
         if found is None or given is None:
             return found
         values = getattr(given, "values", {})

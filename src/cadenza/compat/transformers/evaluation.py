@@ -106,7 +106,7 @@ class ComputeMetrics:
         self._concatenates, self._to_host_every = arguments.eval_do_concat_batches, arguments.eval_accumulation_steps
         self._by_batch = arguments.batch_eval_metrics
         self._extras = {"inputs": "inputs" in arguments.include_for_metrics, "losses": "loss" in arguments.include_for_metrics}
-        self._told: set[str] = set()
+        self._warned_of: set[str] = set()
         self.reset()
 
     def __repr__(self) -> str:
@@ -157,8 +157,8 @@ class ComputeMetrics:
         """Return whether a result is a number. Warn once about other values, which transformers' trackers drop as well."""
         if isinstance(value, int | float):
             return True
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._warned_of:
+            self._warned_of.add(name)
             warnings.warn(
                 f"compute_metrics returned {name!r}, a {type(value).__name__}: only numbers are results, so it is left out. "
                 "Return numbers, or write it to a file.",

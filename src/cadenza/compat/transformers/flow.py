@@ -19,8 +19,8 @@ from cadenza.compat.transformers.arguments import arguments_of
 from cadenza.compat.transformers.arguments_view import ArgumentsView, local_rank
 from cadenza.compat.transformers.best import note_best
 from cadenza.compat.transformers.events import OWN, POSITION, Events
+from cadenza.compat.transformers.fixed_arguments import fixed_arguments_of
 from cadenza.compat.transformers.flags import COLLECTIVE, FLAGS, of_other_ranks
-from cadenza.compat.transformers.given import given_in
 from cadenza.compat.transformers.logs import MOST_PENDING, NO_INPUT, SPEEDS, TrainingLogs, as_logs, prefix_of
 from cadenza.compat.transformers.saves import Saves
 from cadenza.engine.evaluation import Prediction
@@ -104,7 +104,7 @@ class Flow(OfRun):
         self.scheduled: set[str] = set()
         self.reported: set[str] = set()
         self.evaluating_since: float = 0.0
-        self._stops = self._ends_epoch = self._told = False
+        self._stops = self._ends_epoch = self._warned = False
         if fresh:
             self.control = TrainerControl()
             world, here = run.driver.rank == 0, local_rank(run) == 0
@@ -220,8 +220,8 @@ class Flow(OfRun):
         for flag in FLAGS:
             if now[flag] and not self.seen.get(flag):
                 self.authors[flag] = author
-        if any(not now[flag] for flag in self.scheduled) and not self._told:
-            self._told = True
+        if any(not now[flag] for flag in self.scheduled) and not self._warned:
+            self._warned = True
             self.run.warn(
                 f"{author.owner} resets a flag of control at step {self.state.global_step}, where a schedule is due. "
                 "This has no effect: schedules hold. Give Evaluate or Checkpoint another every="
@@ -499,6 +499,6 @@ def gradient_norm(run: Run) -> float | None:
 
 
 def _processing_class(run: Run) -> Any:
-    given = given_in(run)
+    given = fixed_arguments_of(run)
     own = None if given is None else given.processing_class
     return getattr(getattr(run.loader, "collate_fn", None), "tokenizer", None) if own is None else own

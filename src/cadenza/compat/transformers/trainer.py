@@ -20,7 +20,7 @@ from cadenza.compat.adapter.foreign import listed
 from cadenza.compat.transformers.data import Data
 from cadenza.compat.transformers.evaluation import ComputeMetrics, Predict, check_metrics
 from cadenza.compat.transformers.fields import check_fields
-from cadenza.compat.transformers.given import Given
+from cadenza.compat.transformers.fixed_arguments import FixedArguments
 from cadenza.compat.transformers.loss import ModelLoss, base_model, count_tokens
 from cadenza.compat.transformers.optimization import optimizer_for, schedule_for
 from cadenza.compat.transformers.originals import original
@@ -118,16 +118,17 @@ def trainer(
     loss = ModelLoss(found, label_smoothing=args.label_smoothing_factor, compute_loss_func=compute_loss_func)
     predict = Predict(args, found, loss, data.label_names, preprocess_logits_for_metrics)
     parts = [
-        Given(args, processing_class),
+        FixedArguments(args, processing_class),
         Modes(),
         *_updates(args, limits, optimizers[1], eval_dataset),
         *_evaluations(args, limits, data, eval_dataset, predict, compute_metrics),
         *_saves(args, limits, found, processing_class, eval_dataset, shards=driver.shards),
-        *_trackers(args),
+        *(make() for make in original("integrations.get_reporting_integration_callbacks")(args.report_to)),
         *_instances(callbacks),
     ]
     optimizer = optimizer_for(args, found, optimizers[0], optimizer_cls_and_kwargs)
-    options = {**_options(args, found), **_limits_in(native, limits), **native}
+    limited = {"max_epochs", "max_steps"} & native.keys()
+    options = {**_options(args, found), **({} if limited else limits.arguments), **native}
     return Trainer(found, optimizer, loader, loss, callbacks=parts, driver=driver, **options)
 
 
@@ -172,10 +173,6 @@ def _options(args: Any, model: nn.Module) -> dict[str, Any]:
     if getattr(model, "main_input_name", None) == "input_ids":
         options["tokens"] = partial(count_tokens, padding=args.include_num_input_tokens_seen != "non_padding")
     return options
-
-
-def _limits_in(native: Mapping[str, Any], limits: Limits) -> dict[str, int]:
-    return {} if {"max_epochs", "max_steps"} & native.keys() else limits.arguments
 
 
 def _updates(args: Any, limits: Limits, scheduler: LRScheduler | None, eval_dataset: Any) -> list[Any]:
@@ -260,11 +257,6 @@ def _instances(callbacks: Iterable[AnyCallback | type[Any]] | None) -> list[Any]
     found = [callback() if isinstance(callback, type) else callback for callback in listed(callbacks or ())]
     checked(adapted(found))
     return found
-
-
-def _trackers(args: Any) -> list[Any]:
-    """Return the callbacks of transformers for the trackers in ``report_to``."""
-    return [make() for make in original("integrations.get_reporting_integration_callbacks")(args.report_to)]
 
 
 class _Module(ModuleType):

@@ -9,8 +9,7 @@ from typing import Any
 from cadenza.compat.accelerated.callbacks.saving import SaveBestModelCallback
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.utils import ModelEma
-from cadenza.hooks.held_weights import HeldWeights
-from cadenza.hooks.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback, HeldWeights
 
 
 class ModelEmaCallback(SaveBestModelCallback):

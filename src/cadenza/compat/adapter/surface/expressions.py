@@ -12,7 +12,7 @@ from typing import Any
 
 from cadenza.compat.adapter.description import Description
 from cadenza.compat.adapter.surface.notes import Notes, concerns
-from cadenza.compat.adapter.surface.values import Function, Keywords, Kind, Many, Self, Several, Thing, Value
+from cadenza.compat.adapter.surface.values import Function, Items, Keywords, Kind, Self, Tracked, Value, Views
 
 Names = dict[str, Value]
 
@@ -60,7 +60,7 @@ class Expressions(Notes):
     def argument(self, name: str) -> Value:
         """Return an argument of events by name."""
         arguments = self.description.arguments
-        return Thing(name, arguments[name]) if name in arguments else None
+        return Tracked(name, arguments[name]) if name in arguments else None
 
     def value(self, node: ast.expr, names: Names) -> Value:
         """Record the uses in an expression. Return its value if it is an object that the callback received."""
@@ -77,7 +77,7 @@ class Expressions(Notes):
             case ast.Call():
                 return self._call(node, names)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                return Several(tuple(self._arguments(parts, names)))
+                return Items(tuple(self._arguments(parts, names)))
             case ast.NamedExpr(target=target, value=expression):
                 value = self.value(expression, names)
                 self.assign(target, value, names)
@@ -109,16 +109,16 @@ class Expressions(Notes):
         """Record the uses in an iterable. Return its elements if they are objects that the callback received."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in names and node.args:
             if node.func.id == "enumerate":
-                return Several((None, self.elements(node.args[0], names)))
+                return Items((None, self.elements(node.args[0], names)))
             if node.func.id == "zip":
                 parts = [part for part in node.args if not isinstance(part, ast.Starred)]
-                return Several(tuple(self.elements(part, names) for part in parts))
+                return Items(tuple(self.elements(part, names) for part in parts))
             if node.func.id in ("list", "tuple", "reversed", "iter", "sorted"):
                 return self.elements(node.args[0], names)
         value = self.value(node, names)
-        if isinstance(value, Several):  # of several objects, the first that is checked
+        if isinstance(value, Items):  # of several objects, the first that is checked
             return next((part for part in value.parts if concerns([part])), None)
-        return value.element if isinstance(value, Many) else None
+        return value.element if isinstance(value, Views) else None
 
     def _children(self, node: ast.AST, names: Names) -> None:
         for child in ast.iter_child_nodes(node):
@@ -137,7 +137,7 @@ class Expressions(Notes):
         match value:
             case Self(after=None):
                 return self._own(self._mangled(name))
-            case Thing():
+            case Tracked():
                 return self.use(value, name, kind, node)
         return None
 
@@ -148,7 +148,7 @@ class Expressions(Notes):
     def _own(self, name: str) -> Value:
         """Return an attribute of the callback: one of its base class, one that it has set, or the result of a property."""
         if name in self.description.attributes:
-            return Thing(f"self.{name}", self.description.attributes[name])
+            return Tracked(f"self.{name}", self.description.attributes[name])
         if name in self.found.own:
             return self.found.own[name]
         if (owner := self.owner_of(name)) is None:
@@ -195,11 +195,11 @@ class Expressions(Notes):
         match value, index:
             case Keywords(), ast.Constant(value=str() as name):
                 return self.argument(name)
-            case Thing(), ast.Constant(value=str() as name):
+            case Tracked(), ast.Constant(value=str() as name):
                 return self.use(value, f"[{name!r}]", "reads", node)
-            case Several(parts=parts), ast.Constant(value=int() as number) if number < len(parts):
+            case Items(parts=parts), ast.Constant(value=int() as number) if number < len(parts):
                 return parts[number]
-            case Many(element=element), _:
+            case Views(element=element), _:
                 return value if isinstance(index, ast.Slice) else element
         return None
 
@@ -207,7 +207,7 @@ class Expressions(Notes):
         found = list[Value]()
         for node in nodes:
             value = self.value(node.value if isinstance(node, ast.Starred) else node, names)
-            found += value.parts if isinstance(node, ast.Starred) and isinstance(value, Several) else (value,)
+            found += value.parts if isinstance(node, ast.Starred) and isinstance(value, Items) else (value,)
         return found
 
     def _call(self, node: ast.Call, names: Names) -> Value:
@@ -221,10 +221,10 @@ class Expressions(Notes):
             holder, name = self._holder(function.value, names), self._mangled(function.attr)
             if isinstance(holder, Self) and (result := self._method(holder, name, given, named)) is not _NO_METHOD:
                 return result  # type: ignore[return-value]
-            of_mapping = isinstance(holder, Keywords) or (isinstance(holder, Thing) and holder.view is None)
+            of_mapping = isinstance(holder, Keywords) or (isinstance(holder, Tracked) and holder.view is None)
             if of_mapping and node.args and function.attr in ("get", "pop", "setdefault"):
                 return self._item(holder, node.args[0], node)
-            if isinstance(holder, Thing):
+            if isinstance(holder, Tracked):
                 result = self.use(holder, function.attr, "calls", node)
                 self.pass_on(ast.unparse(function), given, named, node)
                 return result
@@ -270,7 +270,7 @@ class Expressions(Notes):
                 self.found.own.setdefault(name, others[0])
         if name is None:
             self.pass_on(function, [value], {}, node)
-        if not (isinstance(value, Thing) and name is not None):
+        if not (isinstance(value, Tracked) and name is not None):
             return self._own(name) if isinstance(value, Self) and name is not None else None
         with self.guarded(function == "hasattr" or (function == "getattr" and bool(others))):
             return self.use(value, name, "sets" if function == "setattr" else "reads", node)
@@ -288,12 +288,12 @@ class Expressions(Notes):
                 match self.value(expression, names):
                     case Self():
                         self.found.hooks.add(name)
-                        if isinstance(value, Thing) or concerns([value]):
+                        if isinstance(value, Tracked) or concerns([value]):
                             self.found.own.setdefault(self._mangled(name), value)
-                    case Thing() as thing:
+                    case Tracked() as thing:
                         self.use(thing, name, "sets", target)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                given = value.parts if isinstance(value, Several) and len(value.parts) == len(parts) else [None] * len(parts)
+                given = value.parts if isinstance(value, Items) and len(value.parts) == len(parts) else [None] * len(parts)
                 for part, argument in zip(parts, given, strict=True):
                     self.assign(part, argument, names)
             case ast.Starred(value=part):
@@ -301,7 +301,7 @@ class Expressions(Notes):
             case ast.Subscript(value=expression, slice=index):
                 self.value(index, names)
                 holder = self.value(expression, names)
-                if isinstance(holder, Thing) and isinstance(index, ast.Constant):
+                if isinstance(holder, Tracked) and isinstance(index, ast.Constant):
                     self.use(holder, f"[{index.value!r}]", "sets", target)
 
     def tried_in(self, test: ast.expr, names: Names, *, holds: bool = True) -> tuple[str, ...]:
@@ -317,5 +317,5 @@ class Expressions(Notes):
             case ast.Call(func=ast.Name(id="hasattr" | "isinstance" as function), args=[thing, name]) if holds:
                 value = self.value(thing, names)
                 asked = "*" if function == "isinstance" else self._text(name, names)
-                return (f"{value.text}.{asked}",) if isinstance(value, Thing) else ()
+                return (f"{value.text}.{asked}",) if isinstance(value, Tracked) else ()
         return ()

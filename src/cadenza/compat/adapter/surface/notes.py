@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cadenza.compat.adapter.description import advice_for, element_of, part_of, provides, sets
-from cadenza.compat.adapter.surface.values import Function, Keywords, Kind, Many, PassedOn, Self, Several, Thing, Use, Value
+from cadenza.compat.adapter.surface.values import Access, Function, Items, Keywords, Kind, PassedOn, Self, Tracked, Value, Views
 
 _HARMLESS = {"isinstance", "len", "print", "str", "repr", "type", "id", "bool", "int", "float", "callable", "issubclass"}
 
 
 @dataclass
-class Found:
+class Accesses:
     """Uses recorded for the methods of a class."""
 
-    uses: list[Use] = field(default_factory=list)
+    uses: list[Access] = field(default_factory=list)
     passed_on: list[PassedOn] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     own: dict[str, Value] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Notes:
     """Records uses."""
 
     def __init__(self) -> None:
-        self.found: Found = Found()
+        self.found: Accesses = Accesses()
         self.event: str = ""
         """The event being analysed."""
         self.conditions: int = 0
@@ -45,7 +45,7 @@ class Notes:
         self._guards = 0
         self._tried: list[str] = []
 
-    def use(self, thing: Thing, name: str, kind: Kind, node: ast.AST) -> Value:
+    def use(self, thing: Tracked, name: str, kind: Kind, node: ast.AST) -> Value:
         """Record a use. Return the attribute's value if it should be tracked."""
         if not thing.followed or name.startswith("__"):
             return None
@@ -61,13 +61,13 @@ class Notes:
         line = getattr(node, "lineno", 0)
         certain = not self.conditions and not guarded
         if view is None or not key:
-            self.found.uses.append(Use(self.event, thing.text, name, kind, line, provided, advice, guarded, certain))
+            self.found.uses.append(Access(self.event, thing.text, name, kind, line, provided, advice, guarded, certain))
         if view is None or key or not provided:
-            return Thing(f"{thing.text}.{name}", followed=False)
+            return Tracked(f"{thing.text}.{name}", followed=False)
         if (element := element_of(view, name)) is not None:  # type: ignore[arg-type]  # mypy does not know that a class is hashable
-            return Many(Thing(str(getattr(element, "title", f"{thing.text}.{name}[]")), element))
+            return Views(Tracked(str(getattr(element, "title", f"{thing.text}.{name}[]")), element))
         part = self.parts.get(f"{view.__name__}.{name}") or part_of(view, name)  # type: ignore[arg-type]
-        return Thing(f"{thing.text}.{name}" + "()" * (kind == "calls"), part, followed=part is not None)
+        return Tracked(f"{thing.text}.{name}" + "()" * (kind == "calls"), part, followed=part is not None)
 
     def pass_on(self, function: str, given: list[Value], named: Mapping[str, Value], node: ast.Call) -> None:
         for value in things_in((*given, *named.values())):
@@ -96,11 +96,11 @@ class Notes:
             self._guards -= guarded
 
 
-def things_in(values: Iterable[Value]) -> list[Thing]:
+def things_in(values: Iterable[Value]) -> list[Tracked]:
     """Return the arguments that are checked objects."""
-    flat = [part for value in values for part in (value.parts if isinstance(value, Several) else (value,))]
-    things = [value.element if isinstance(value, Many) else value for value in flat]
-    return [value for value in things if isinstance(value, Thing) and value.view is not None]
+    flat = [part for value in values for part in (value.parts if isinstance(value, Items) else (value,))]
+    things = [value.element if isinstance(value, Views) else value for value in flat]
+    return [value for value in things if isinstance(value, Tracked) and value.view is not None]
 
 
 def concerns(values: Iterable[Value]) -> bool:

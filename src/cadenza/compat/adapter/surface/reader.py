@@ -11,7 +11,7 @@ from typing import Any
 from cadenza.compat.adapter.description import Description
 from cadenza.compat.adapter.surface.expressions import REST, Expressions, Names
 from cadenza.compat.adapter.surface.source import Body, name_of, names_around, parameters_of, source_of
-from cadenza.compat.adapter.surface.values import Function, Keywords, Self, Several, Value
+from cadenza.compat.adapter.surface.values import Function, Items, Keywords, Self, Value
 
 _CATCHING = {"AttributeError", "Exception", "BaseException"}
 _LEAVING = ast.Return | ast.Raise | ast.Continue | ast.Break
@@ -88,7 +88,7 @@ class Reader(Expressions):
         by_name = len(self._calls) == 0 or isinstance(named.get(REST), Keywords)
         names |= {name: named.get(name, self.argument(name) if by_name else None) for name in others}
         if rest.vararg is not None:
-            names[rest.vararg.arg] = Several(tuple(values[len(parameters) :]))
+            names[rest.vararg.arg] = Items(tuple(values[len(parameters) :]))
         if rest.kwarg is not None:
             names[rest.kwarg.arg] = Keywords()
         return names

@@ -10,7 +10,7 @@ from typing import Any
 from cadenza.compat.adapter.description import description_of
 from cadenza.compat.adapter.event import Event
 from cadenza.compat.adapter.surface.reader import Reader
-from cadenza.compat.adapter.surface.values import PassedOn, Use
+from cadenza.compat.adapter.surface.values import Access, PassedOn
 from cadenza.loops.foreign import ADAPTERS, base_of, title_of
 
 SYSTEMS: Mapping[str, str] = {title: target.split(".")[2] for title, target in ADAPTERS.items()}
@@ -47,7 +47,7 @@ class Surface:
     events: tuple[OverriddenEvent, ...]
     state: tuple[str, ...]
     """The methods for checkpoints that it overrides."""
-    uses: tuple[Use, ...]
+    uses: tuple[Access, ...]
     passed_on: tuple[PassedOn, ...]
     unreadable: tuple[str, ...]
     """Methods without readable source."""
@@ -55,9 +55,10 @@ class Surface:
     """Whether its events depend on constructor arguments."""
 
     @property
-    def missing(self) -> list[Use]:
+    def missing(self) -> list[Access]:
         """Uses in called events that a native run does not provide."""
-        return [use for use in self.uses if use.provided is False and not use.guarded and self._is_called(use.event)]
+        skipped = {event.name for event in self.events if not event.called}
+        return [use for use in self.uses if use.provided is False and not use.guarded and use.event not in skipped]
 
     @property
     def never_called(self) -> list[OverriddenEvent]:
@@ -113,9 +114,6 @@ class Surface:
             "depends_on_arguments": self.dynamic,
         }  # fmt: skip
 
-    def _is_called(self, event: str) -> bool:
-        return all(handled.called for handled in self.events if handled.name == event)
-
 
 def surface_of(callback: Any) -> Surface | None:
     """Analyse a foreign callback class or instance; None if it has no foreign base class.
@@ -134,14 +132,14 @@ def surface_of(callback: Any) -> Surface | None:
     return surface
 
 
-def sentence(use: Use) -> str:
+def sentence(use: Access) -> str:
     """Return a sentence about a use that a native run does not provide, with its replacement."""
     return f"{use.kind} {use.text} in {use.event}. {use.advice or 'A native run does not provide it.'}"
 
 
-def distinct(uses: list[Use]) -> list[Use]:
+def distinct(uses: list[Access]) -> list[Access]:
     """Return each attribute once, with the first event that uses it. Uses that always fail come first."""
-    first: dict[str, Use] = {}
+    first: dict[str, Access] = {}
     for use in sorted(uses, key=lambda use: not use.certain):
         first.setdefault(use.text, use)
     return [use for use in uses if first.get(use.text) is use]

@@ -10,7 +10,7 @@ Kind = Literal["reads", "sets", "calls"]
 
 
 @dataclass(frozen=True, slots=True)
-class Thing:
+class Tracked:
     """An object that a callback receives, such as ``trainer``, or a part of it, such as ``trainer.strategy``."""
 
     text: str
@@ -34,17 +34,17 @@ class Self:
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
+class Items:
     """A tuple or list literal, or the ``*args`` of a method."""
 
     parts: tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Many:
+class Views:
     """A list of views of one class, such as ``trainer.loggers``."""
 
-    element: Thing
+    element: Tracked
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class Function:
     """The globals of such a function."""
 
 
-Value = Thing | Keywords | Self | Several | Many | Function | None
+Value = Tracked | Keywords | Self | Items | Views | Function | None
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class Access:
     """A use of an attribute of an object that a callback receives."""
 
     event: str

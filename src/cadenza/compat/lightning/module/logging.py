@@ -163,7 +163,7 @@ class ModuleLog:
         """Collect the values of an evaluation; then continue with those of the training.
 
         Args:
-            trial: Whether it is a sanity check, whose values are discarded.
+            trial: Whether it is a sanity check. Its values are discarded.
             silent: Whether ``self.log`` is an error, as in ``predict_step``.
         """
         before, first, kept = self.values, self._first, {kind: dict(own) for kind, own in self._kept.items()}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Given(BaseCallback):
+class FixedArguments(BaseCallback):
     """The ``TrainingArguments`` and the tokenizer of a run. It has no hooks.
 
     Args:
@@ -31,6 +31,6 @@ class Given(BaseCallback):
         return []
 
 
-def given_in(run: Run) -> Given | None:
-    """Return the `Given` of a run; None for a run without ``TrainingArguments``."""
-    return next(iter(callbacks_of(run, Given)), None)
+def fixed_arguments_of(run: Run) -> FixedArguments | None:
+    """Return the `FixedArguments` of a run; None for a run without ``TrainingArguments``."""
+    return next(iter(callbacks_of(run, FixedArguments)), None)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Keeper:
+class CheckpointWriter:
     """Writes and restores the files of one training.
 
     Args:
@@ -185,7 +185,7 @@ class CheckpointFiles:
         force_load: bool = False,
     ) -> None:
         super().__init__()
-        self._files = Keeper(
+        self._files = CheckpointWriter(
             folder,
             load_from_folder,
             step_freq,
