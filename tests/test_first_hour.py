@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 import cadenza
-from cadenza import Callback, Run, Trainer, on, supervised
-from cadenza.callbacks import Checkpoint, ClipGradients, LearningRate, LogTraining
+from cadenza import At, Callback, Run, Trainer, on, supervised
+from cadenza.callbacks import Checkpoint, ClipGradients, EarlyStopping, LearningRate, LogTraining
 from cadenza.errors import CheckpointError
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -154,3 +154,32 @@ def test_predictions_and_targets_that_broadcast_are_a_warning_of_supervised() ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(torch.ones(8, 1))
+
+
+@on(Callback.on_epoch_end)
+def log_a_picture(run: Run) -> None:
+    run.log("picture", torch.zeros(3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "answer"),
+    [
+        (lambda: trainer(compute_loss=DATA), r"For an evaluation, add Evaluate\(loader\) to callbacks"),
+        (lambda: trainer(compute_loss=lambda model, x, y: 0), r"is called with \(model, batch\), and takes \(model, x, y\)"),
+        (lambda: trainer(compute_loss=None, step_fn=lambda run: 0), r"step_fn is called with \(run, batch\)"),
+        (lambda: EarlyStopping("eval/loss", 3), r"Give other arguments by name, such as patience=3"),  # type: ignore[arg-type]
+        (lambda: Checkpoint("runs/first"), r"Did you mean directory='runs/first'\?"),
+        (lambda: At([5, 10]), r"several are joined by \|, as in At\(5\) \| At\(10\)"),  # type: ignore[arg-type]
+        (lambda: LearningRate(0.1), r"a constant rate is that of the optimizer"),  # type: ignore[arg-type]
+        (lambda: trainer(log_a_picture).fit(), r"log Histogram\(tensor\) or Image\(tensor\)"),
+    ],
+)
+def test_a_mistake_of_the_first_hour_is_answered(wrong: Any, answer: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=answer):
+        wrong()
+
+
+def test_a_loss_function_with_its_arguments_in_another_order_has_a_likely_cure() -> None:
+    with pytest.raises(TypeError, match="not subscriptable") as caught:
+        trainer(compute_loss=lambda batch, model: squared(model, batch)).fit()
+    assert "likely cure: compute_loss gets (model, batch), in this order" in caught.value.__notes__[0]

@@ -15,6 +15,7 @@ from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, LearningRa
 from cadenza.errors import MonitorError
 from cadenza.loading import TensorBatches
 from cadenza.testing import launch
+from cadenza.timetravel import what_if
 from tests.callbacks.test_interval_means import mean, numbered, scripted
 from tests.distributed.parts import driver
 
@@ -134,6 +135,17 @@ def test_a_name_that_the_training_does_not_log_is_an_error() -> None:
         trainer(EarlyStopping("train/grown", "max"), LogTraining("1 epoch")).fit()
     with pytest.raises(MonitorError, match=r"watches 'val_loss'.*Did you mean 'eval/loss'\?"):
         trainer(EarlyStopping("val_loss"))
+
+
+def test_what_if_judges_the_recorded_means(tmp_path: Path) -> None:
+    trainer(directory=tmp_path).fit()
+    answer = what_if(tmp_path, [EarlyStopping("train/loss", patience=2)])
+    assert answer.stopped is not None
+    assert answer.step == 12
+    assert answer.stopped.why.startswith("'train/loss' did not get better than")
+    assert what_if(tmp_path, [EarlyStopping(("train/grown", "max"), patience=2)]).stopped is None
+    with pytest.raises(MonitorError, match="'train/growth'"):
+        what_if(tmp_path, [EarlyStopping(("train/growth", "max"))])
 
 
 def test_several_results_may_be_kept_by_name_or_pair() -> None:

@@ -18,7 +18,7 @@ from cadenza.hooks.order import Phase
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.settings import Compared
-from cadenza.text.hints import renamed
+from cadenza.text.hints import answered, renamed
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -54,6 +54,7 @@ class ClipGradients(Callback, Compared):
     phase: Phase | None = Phase.CLIP
 
     @renamed(every="log_every")
+    @answered("clip")
     def __init__(
         self,
         max_norm: float | None = None,

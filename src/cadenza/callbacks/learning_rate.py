@@ -35,6 +35,7 @@ from cadenza.optim.settings import Compared, Settings, first_rates, plain, set_r
 from cadenza.status.decisions import decide
 from cadenza.status.formats import counted, plural
 from cadenza.status.shown import brief, signature_of
+from cadenza.text.hints import answered
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -93,6 +94,7 @@ class LearningRate(Callback, SetsRates, Compared):
     made_with: Mapping[str, Any] = {}
     """The plain arguments of the scheduler, by name."""
 
+    @answered("learning-rate")
     def __init__(
         self,
         scheduler: Scheduler | Callable[[Optimizer], Scheduler] | Callable[[Optimizer, int], Scheduler],
@@ -109,7 +111,10 @@ class LearningRate(Callback, SetsRates, Compared):
             raise ValueError(f"every must be '1 step' or '1 epoch'; got {every!r}")
         given = CountedSchedule.around(scheduler)
         if not callable(given) and not isinstance(given, LRScheduler):
-            raise TypeError(f"expected a scheduler, or a function (optimizer) -> scheduler; got {scheduler!r}")
+            raise TypeError(
+                f"expected a scheduler, or a function (optimizer) -> scheduler; got {scheduler!r}. Write LearningRate(lambda "
+                "optimizer, total: CosineAnnealingLR(optimizer, total)); a constant rate is that of the optimizer."
+            )
         if stretch and (isinstance(given, LRScheduler) or not takes_total(given)):
             raise ValueError(
                 "stretch=True makes the schedule again for another total: expected a function (optimizer, total) -> scheduler; "

@@ -34,7 +34,7 @@ from cadenza.optim.rates import is_counted
 from cadenza.optim.settings import Settings
 from cadenza.status.formats import counted, few
 from cadenza.status.progress import Accumulation, Change, Progress
-from cadenza.status.shown import brief
+from cadenza.status.shown import brief, signature_of
 from cadenza.text.hints import hints, moment_meant
 
 
@@ -95,7 +95,8 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
         )
     check_loader(loader, "loader")
     if compute_loss is not None and not callable(compute_loss):
-        raise TypeError(f"compute_loss must be a function (model, batch) -> loss, or None; got {compute_loss!r}")
+        meant = " For an evaluation, add Evaluate(loader) to callbacks." if isinstance(compute_loss, Iterable) else ""
+        raise TypeError(f"compute_loss must be a function (model, batch) -> loss, or None; got {compute_loss!r}.{meant}")
     if isinstance(compute_loss, type) and issubclass(compute_loss, nn.Module | supervised):
         name = compute_loss.__name__
         raise TypeError(
@@ -108,10 +109,26 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
             f"compute_loss must be a function (model, batch) -> loss; got the loss module {name}, which takes predictions and "
             f"targets. Wrap it: supervised({name}())"
         )
+    _check_takes_two("compute_loss", compute_loss, "(model, batch)")
+    _check_takes_two("step_fn", step_fn, "(run, batch)")
     if step_fn is not None and compute_loss is not None:
         raise ValueError("expected compute_loss or step_fn; got both. A step_fn computes its losses itself.")
     if step_fn is not None and not callable(step_fn):
         raise TypeError(f"step_fn must be a function (run, batch) -> loss; got {step_fn!r}")
+
+
+def _check_takes_two(name: str, function: Any, taken: str) -> None:
+    """Raise `TypeError` for a function that cannot be called with two arguments, as far as Python knows."""
+    try:
+        parameters = signature_of(function)
+    except (TypeError, ValueError):  # no function, or a builtin
+        return
+    try:
+        parameters.bind(None, None)
+    except TypeError:
+        raise TypeError(
+            f"{name} is called with {taken}, and takes {parameters}. Unpack the batch in it, as in `inputs, targets = batch`."
+        ) from None
 
 
 def _check_data_of(model: nn.Module) -> None:

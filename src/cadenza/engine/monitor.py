@@ -84,7 +84,8 @@ class Monitor:
         if not isinstance(watched, str) and not callable(watched):
             raise TypeError(f"{owner}: a monitor is a name such as 'eval/acc' or a function of the results; got {watched!r}")
         if mode not in ("min", "max"):
-            raise ValueError(f"{owner}: mode must be 'min' or 'max', the direction that is better; got {mode!r}")
+            named = f". Give other arguments by name, such as patience={mode}" if isinstance(mode, int) else ""
+            raise ValueError(f"{owner}: mode must be 'min' or 'max', the direction that is better; got {mode!r}{named}")
         self.watched: Watched = watched
         self.mode = mode
         self.owner: str = owner
@@ -214,12 +215,6 @@ class Monitor:
 class OfTraining(Evaluation):
     """Results of the training, which those callbacks that monitor one of them get as those of an evaluation."""
 
-    def __init__(self, prefix: str, results: dict[str, float]) -> None:
-        super().__init__([None])
-        self.name: str = prefix
-        self.results: dict[str, float] = results
-        self.complete: bool = True
-
 
 def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, alone: bool = False) -> bool:
     """Return whether a callback logs the training under the first part of the watched name.
@@ -237,9 +232,10 @@ def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, a
     logs = [one for one in callbacks if monitor.name.startswith(f"{getattr(one, 'prefix', None)}/")]
     if not isinstance(monitor.watched, str) or not logs or logs[0].prefix in evaluations:
         return False
-    known = [f"{one.prefix}/{name}" for one in logs for name in (*(one.outputs or ["loss"]), *one.metrics)]
+    known = [f"{one.prefix}/{name}" for one in logs for name in (*(one.outputs or ()), *one.metrics)]
+    known += [f"{one.prefix}/loss" for one in logs if one.outputs is None]
     named = any(monitor.name == name or monitor.name.startswith(f"{name}/") for name in known)  # a metric may be a mapping
-    if not named and (alone or all(one.outputs for one in logs)):
+    if not named and (alone or all(one.outputs is not None for one in logs)):
         raise MonitorError(
             f"{monitor.owner} watches {monitor.name!r}, but the training will log only {known}.{nearest(monitor.name, known)} "
             "Add it to LogTraining(outputs=..., metrics=...), or watch a name of an evaluation."
@@ -281,7 +277,9 @@ def judge_training(run: Run, prefix: str, sums: Mapping[str, tuple[Any, Any]], *
     if run.progress.batch_in_epoch and whole:  # a longer run continues in this epoch, and judges all of it
         due = [one for one in due if hooks.callbacks[one.owner].phase is Phase.SAVE]
     hooks.fired.add(Callback.on_eval_end)
-    hooks.call(due, run, OfTraining(prefix, results))
+    reported = OfTraining([None])
+    reported.name, reported.results, reported.complete = prefix, results, True
+    hooks.call(due, run, reported)
 
 
 def _parted(name: str) -> tuple[str, str]:

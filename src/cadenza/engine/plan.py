@@ -221,6 +221,8 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
             if listener.trigger is not None and not listener.trigger.times_due and name not in _RARE:
                 rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
             elif name.startswith("on_eval_") and not evaluated and moment not in hooks.fired:
+                if getattr(hooks.callbacks[listener.owner], "shows_progress", False):
+                    continue  # it shows what there is
                 rows.append((f"{listener}, {name}", "no evaluation took place"))
             elif moment not in moments_of(Callback).values() and moment not in hooks.fired:
                 rows.append((f"{listener}, {name}", "no run.fire(...) called it"))

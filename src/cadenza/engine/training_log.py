@@ -267,7 +267,7 @@ class EpochMeans(Callback):
 
     logs_training = True
     prefix = "train"
-    outputs: tuple[str, ...] = ()  # all numbers
+    outputs: tuple[str, ...] | None = None  # all numbers
     metrics: Mapping[str, Any] = {}
 
     def __init__(self) -> None:

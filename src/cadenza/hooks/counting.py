@@ -260,6 +260,7 @@ def _read(text: str, forms: str, zero: bool) -> Length:
     match = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]+|%)\s*", text)
     if match is None:
         hint = f" Did you mean {text.strip()}, without quotes?" if text.strip().isdigit() else ""
+        hint = f" Did you mean directory={text!r}?" if "/" in text else hint
         raise ScheduleError(f"{text!r} is no schedule: expected a number and a unit.{hint} Use one of: {forms}")
     number, unit_name = match.groups()
     units: dict[str, tuple[Any, int]] = {

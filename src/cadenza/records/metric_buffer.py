@@ -305,7 +305,7 @@ def _loggable(name: str, value: object) -> Loggable:
             return value.item() if value.is_cpu else value.detach().clone()
         raise TypeError(
             f"run.log({name!r}, ...) takes a number, a tensor of shape () or Image, Audio, Figure, Histogram, Text; got a "
-            f"tensor of shape {tuple(value.shape)}. Reduce it, or log Histogram(tensor)."
+            f"tensor of shape {tuple(value.shape)}. Reduce it, or log Histogram(tensor) or Image(tensor)."
         )
     if isinstance(value, int | float | Media):
         return value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import chain
@@ -18,6 +18,7 @@ from cadenza.drivers.single import SingleDriver
 from cadenza.engine import boundary
 from cadenza.engine.evaluation import record_evaluated
 from cadenza.engine.loop import Training
+from cadenza.engine.monitor import monitors_of
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.step_state import Deferred, Saver
 from cadenza.errors import CadenzaError, CallbackError
@@ -67,6 +68,7 @@ def play(recording: Recording, callbacks: Sequence[BaseCallback]) -> Played:
     Raises:
         CallbackError: A callback reads a part of the run that was not recorded.
     """
+    recording = recording.with_training(callbacks)
     player = _Player(recording, reads_records=not all(isinstance(one, EarlyStopping | DryCheckpoint) for one in callbacks))
     epochs, steps = (recording.arguments.get(name) for name in ("max_epochs", "max_steps"))
     trainer = _Playing(
@@ -181,6 +183,7 @@ class _Player(Callback):
     """Passes through the recorded steps, and reports the recorded evaluations."""
 
     phase: Phase | None = Phase.EVALUATE
+    logs_training = True  # its records are there
 
     def __init__(self, recording: Recording, *, reads_records: bool) -> None:
         self.recording: Recording = recording
@@ -350,6 +353,22 @@ class Recording:
         for record in read_records(self.path / "metrics.jsonl"):
             found.setdefault(record.step, []).append(record)
         return found
+
+    def with_training(self, callbacks: Iterable[BaseCallback]) -> Recording:
+        """Return the recording with logged results of the training as evaluations, if the callbacks monitor one of them."""
+        known = {one.name for some in self.evaluations.values() for one in some}
+        watched = {monitor.name for one in callbacks for monitor in monitors_of(one)}
+        watched = {name for name in watched if "/" in name and name.partition("/")[0] not in known}
+        if not watched:
+            return self
+        ends = {windows[-1].step for windows in self.epochs()}
+        found = {step: [*some] for step, some in self.evaluations.items()}
+        for step, records in self.records.items():
+            values = {name: value for record in records for name, value in record.values.items()}
+            for prefix in {name.partition("/")[0] for name in watched & values.keys()}:
+                own = {name: value for name, value in values.items() if name.startswith(f"{prefix}/")}
+                found.setdefault(step, []).append(Evaluated(prefix, own, step in ends))
+        return replace(self, evaluations=found)
 
     @cached_property
     def _times(self) -> tuple[list[int], list[float]]:
