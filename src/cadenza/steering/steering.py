@@ -63,8 +63,6 @@ class Steering(Callback):
     (0.01, 'set lr=0.01 by ann: lr 0.1 -> 0.01 in 1 parameter group')
     """
 
-    asks = False
-    _reads_totals = False
     decides: tuple[str, ...] = ("steered", "stopped", "paused")
 
     def __init__(self, *, acts: str | os.PathLike[str] | None = None, attach: bool = False) -> None:
