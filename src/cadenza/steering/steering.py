@@ -82,7 +82,7 @@ class Steering(Callback):
         self._reported = 0
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), Listener(Callback.on_step_end, self._meet, Every(f"{2 * LOOK_S} s"))]
+        return [*super().listeners(), Listener(Callback.on_step_end, self._meet, Every(f"{2 * LOOK_S} s"), silent=True)]
 
     def on_setup(self, run: Run) -> None:
         self._forget()
