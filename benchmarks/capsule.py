@@ -47,9 +47,9 @@ class InSomeSteps(Capsule):
 
     def listeners(self) -> list[Listener]:
         own = super().listeners()
-        for one in own:
-            if one.moment.__name__ not in OUTSIDE:
-                one.function = self._in_some_steps(one.function, self.times.setdefault(one.moment.__name__, []))
+        for listener in own:
+            if listener.moment.__name__ not in OUTSIDE:
+                listener.function = self._in_some_steps(listener.function, self.times.setdefault(listener.moment.__name__, []))
         return own
 
     def _in_some_steps(self, function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
@@ -112,7 +112,7 @@ def trained(
 
 def difference(group: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
     """Return the mean of the differences between their quartiles, and its standard error, in microseconds."""
-    ordered = sorted((one - two) * 1e6 for one, two in zip(group, other, strict=True))
+    ordered = sorted((time_a - two) * 1e6 for time_a, two in zip(group, other, strict=True))
     middle = ordered[len(ordered) // 4 : len(ordered) * 3 // 4]
     spread = (middle[-1] - middle[0]) / 1.35  # of normally distributed differences; the mean of the middle half has 1.09 of it
     return statistics.fmean(middle), 1.09 * spread / len(ordered) ** 0.5

@@ -135,12 +135,12 @@ def measured(
                 before = len(graph_break_reasons)
                 run()
                 breaks[which] = len(graph_break_reasons) - before
-        ends = [torch.cat([one.detach().flatten() for one in model.parameters()]) for model in models]
+        ends = [torch.cat([parameter.detach().flatten() for parameter in model.parameters()]) for model in models]
         if not torch.equal(*ends):
             raise RuntimeError(f"{name}: the trainer ends with other weights than the loop by hand")
         if number:
-            taken = ([later - earlier for later, earlier in zip(one.at[1:], one.begun, strict=False)] for one in clocks)
-            pairs += [(one / TURN, other / TURN) for one, other in zip(*taken, strict=True)]
+            taken = ([later - earlier for later, earlier in zip(clock.at[1:], clock.begun, strict=False)] for clock in clocks)
+            pairs += [(first / TURN, other / TURN) for first, other in zip(*taken, strict=True)]
     return pairs, (breaks[0], breaks[1])
 
 
@@ -185,7 +185,7 @@ def main() -> None:
 
 def ratio(pairs: list[tuple[float, float]]) -> float:
     """Return the median of the ratios."""
-    return statistics.median(one / other for one, other in pairs)
+    return statistics.median(first / other for first, other in pairs)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def measured(
                 raise RuntimeError(f"{name} ended with other weights, in round {number} on rank {driver.rank}")
             first = min(EVERY, len(model.at) // 2)
             if number:  # the first is to warm up
-                step, cpu = ((one[-1] - one[first]) / (len(one) - 1 - first) for one in (model.at, model.cpu_at))
+                step, cpu = ((times[-1] - times[first]) / (len(times) - 1 - first) for times in (model.at, model.cpu_at))
                 times[name].append(Times(step, cpu, ended - model.at[-1]))
             driver.barrier()
             shutil.rmtree(folder, ignore_errors=True)
@@ -107,7 +107,7 @@ def measured(
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the median of the ratios, round by round."""
-    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
 
 
 def rows(times: dict[tuple[str, str], list[Times]], size: str) -> Iterator[str]:
@@ -146,7 +146,7 @@ def main() -> None:
 
             times = launch(work, ranks=given.ranks, timeout_s=1800)[0]
         print("\n".join(rows(times, size)), flush=True)
-    print(f"load {', '.join(f'{one:.1f}' for one in os.getloadavg())}")
+    print(f"load {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Average:
 
     def __init__(self, model: nn.Module) -> None:
         self.current = list(model.parameters())
-        self.averaged = [one.detach().clone() for one in self.current]
+        self.averaged = [tensor.detach().clone() for tensor in self.current]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -110,7 +110,7 @@ class Log:
         """Write a checkpoint, from the main process, and close the file."""
         if self.file is not None:
             self.file.close()
-            states = [one.state_dict() for one in stateful]
+            states = [part.state_dict() for part in stateful]
             torch.save({"states": states, "average": average.averaged, "step": step}, self.job.place / "last.pt")
 
 

@@ -41,7 +41,7 @@ def main() -> None:
     given = parser.parse_args()
     print("| ranks | ring, ms | tree, ms |\n|---:|---:|---:|")
     for ranks in given.ranks:
-        ring, tree = (milliseconds(ranks, given.times, tree=one) for one in (False, True))
+        ring, tree = (milliseconds(ranks, given.times, tree=tree) for tree in (False, True))
         print(f"| {ranks} | {ring:.2f} | {tree:.2f} |", flush=True)
 
 

@@ -93,7 +93,7 @@ def steps(rounds: int, count: int) -> Times:
             gc.collect()
             train(model, batches)
             times[name] += per_batch(model)
-            ends[name] = torch.cat([one.detach().flatten() for one in model.parameters()])
+            ends[name] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         check_equal(ends)
     return times
 

@@ -191,7 +191,7 @@ def on_the_device(way: Callable[..., None], run: tuple[Any, ...], device: torch.
         warnings.simplefilter("always")
         way(model, batches, *rest, lambda: None)
     torch.cuda.set_sync_debug_mode("default")
-    waits = sum("called a synchronizing" in str(one.message) for one in caught)
+    waits = sum("called a synchronizing" in str(warning.message) for warning in caught)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         began = time.perf_counter()
         way(model, batches, *rest, lambda: None)

@@ -85,7 +85,7 @@ def history(records: int) -> None:
         for step in range(records):
             kept.add(Record(Counters(step=step), 0.0, {"train/loss": step / 3, "train/lr": step / 7, "norm": step / 11}))
         memory, each = _peak_mib() - before, (time.process_time() - begin) / records
-        saved = sum(part.nbytes for one in kept.state_dict().values() for part in one if isinstance(part, Tensor))
+        saved = sum(part.nbytes for values in kept.state_dict().values() for part in values if isinstance(part, Tensor))
         named = "none" if limit == 10**9 else f"{limit} (as it comes)"
         rows.append([named, len(kept["norm"]), f"{memory:.1f}", f"{saved / 2**20:.1f}", f"{each * 1e6:.1f}"])
     print(f"\nHistory after {records} records of three numbers")

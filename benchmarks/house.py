@@ -279,9 +279,9 @@ def dispatched(callbacks: Iterable[Callback]) -> list[Function]:
 
 def schedules_asked() -> list[Function]:
     """Return what schedules add to a step: together, and each alone, less what a step without callbacks executes."""
-    lists = [scheduled(), *([one] for one in scheduled())]
+    lists = [scheduled(), *([callback] for callback in scheduled())]
     bare = set(dispatched([]))
-    return list(dict.fromkeys(one for callbacks in lists for one in dispatched(callbacks) if one not in bare))
+    return list(dict.fromkeys(callback for callbacks in lists for callback in dispatched(callbacks) if callback not in bare))
 
 
 def schedules_built() -> list[Function]:
@@ -361,7 +361,7 @@ def circles() -> dict[str, list[list[str]]]:
 
     def found(*, compat: bool = False, **rules: bool) -> list[list[str]]:
         some = source.circles(source.imports(**rules))
-        return [one for one in some if compat == all(name.startswith("cadenza.compat.") for name in one)]
+        return [group for group in some if compat == all(name.startswith("cadenza.compat.") for name in group)]
 
     return {
         "circles": found(functions=False, run_for_types=True),
@@ -396,7 +396,7 @@ def measured(rounds: int) -> dict[str, Any]:
     }
     figures |= {name: {"count": len(names), "names": names} for name, names in counted.items()}
     for name, found in circles().items():
-        figures[name] = {"count": len(found), "sizes": [len(one) for one in found], "names": [", ".join(one) for one in found]}
+        figures[name] = {"count": len(found), "sizes": [*map(len, found)], "names": [*map(", ".join, found)]}
     return figures | {"tiny step": {"ratio": round(ratio, 3)}}
 
 
@@ -414,7 +414,7 @@ def show(figures: dict[str, Any], *, names: bool) -> None:
     for name, figure in figures.items():
         if names and "names" in figure:
             print(f"\n{name}" + " (lines of the body, of the whole)" * ("functions" in figure))
-            print(*(f"  {one}" for one in figure["names"]), sep="\n")
+            print(*(f"  {name}" for name in figure["names"]), sep="\n")
 
 
 def main() -> None:

@@ -85,7 +85,7 @@ def _definitions(file: str) -> list[tuple[int, int, str, AnyDef]]:
             if isinstance(child, AnyDef | ast.ClassDef):
                 name = f"{outer}.{child.name}" if outer else child.name
             if isinstance(child, AnyDef):
-                first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
                 found.append((first, child.end_lineno or child.lineno, name, child))
             visit(child, name)
 
@@ -103,14 +103,14 @@ def function_of(code: CodeType) -> Function | None:
     generated = file.startswith("<cadenza") and file in linecache.cache
     if code.co_name == "<module>" or not (generated or Path(file).resolve().is_relative_to(PACKAGE)):
         return None
-    around = [one for one in _definitions(file) if one[0] <= code.co_firstlineno <= one[1]]
+    around = [definition for definition in _definitions(file) if definition[0] <= code.co_firstlineno <= definition[1]]
     if not around:
         return None  # the body of a class, or a lambda of a module
-    first, last, name, node = max(around, key=lambda one: one[0])
+    first, last, name, node = max(around, key=lambda span: span[0])
     if not code.co_name.startswith("<") and code.co_name != node.name:
         return None  # the body of a class inside a function
     body = code_lines(file) & set(range(node.body[0].lineno, last + 1))
-    wrapper = any("wraps" in ast.dump(one) for one in node.decorator_list)
+    wrapper = any("wraps" in ast.dump(decorator) for decorator in node.decorator_list)
     shown = file if generated else str(Path(file).resolve().relative_to(PACKAGE))
     return Function(shown, name, body, frozenset(range(first, last + 1)), wrapper)
 
@@ -253,7 +253,7 @@ def imports(*, functions: bool, run_for_types: bool) -> dict[str, set[str]]:
                 if for_types and not run_for_types and node.module == "cadenza.run" and names == ["Run"]:
                     continue
                 names = [f"{node.module}.{name}" for name in names]
-            graph[module] |= {one for name in names if (one := _inside(name, known))}
+            graph[module] |= {target for name in names if (target := _inside(name, known))}
         graph[module].discard(module)
     return graph
 
@@ -305,7 +305,7 @@ def _names_session(annotation: ast.expr) -> bool:
 def callbacks_with_session() -> list[str]:
     """Return the modules of ``callbacks`` that import the session."""
     graph = imports(functions=True, run_for_types=True)
-    return sorted(m for m, others in graph.items() if ".callbacks." in m and any(one.endswith(".session") for one in others))
+    return sorted(m for m, others in graph.items() if ".callbacks." in m and any(n.endswith(".session") for n in others))
 
 
 def _inside(name: str, known: Iterable[str]) -> str | None:
@@ -321,7 +321,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Return the strongly connected components of more than one module, the largest first."""
     reached = {name: _reached(graph, name) for name in graph}
     found = {frozenset({name, *(other for other in reached[name] if name in reached[other])}) for name in graph}
-    return sorted((sorted(one) for one in found if len(one) > 1), key=lambda one: (-len(one), one))
+    return sorted((sorted(group) for group in found if len(group) > 1), key=lambda group: (-len(group), group))
 
 
 def _reached(graph: dict[str, set[str]], start: str) -> set[str]:

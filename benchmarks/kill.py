@@ -224,10 +224,11 @@ def _last_checkpoint(directory: Path) -> dict[str, Any]:
     state["rows"].pop("times")
     state["history"] = _without_clocks(state["history"])
     if not state["progress"]["batch_in_epoch"]:
-        for one in (state, *state.get("ranks", ())):
-            one.pop("loader")  # the next epoch does not start from it; a run that had only its end left did not open the loader
+        for rank_state in (state, *state.get("ranks", ())):
+            # the next epoch does not start from it; a run that had only its end left did not open the loader
+            rank_state.pop("loader")
     # Where the best checkpoint lies may have another number.
-    values = [{name: entry["best"] for name, entry in one.get("best", {}).items()} for one in saves]
+    values = [{name: entry["best"] for name, entry in save.get("best", {}).items()} for save in saves]
     return {"model": loaded.model, "state": state, "best": values}
 
 
@@ -237,7 +238,7 @@ def _outcome(directory: Path) -> str:
 
 
 def _steps_kept(directory: Path) -> list[int]:
-    return sorted(one.step for one in Store(directory / "checkpoints").saved())
+    return sorted(checkpoint.step for checkpoint in Store(directory / "checkpoints").saved())
 
 
 def _records(directory: Path) -> list[dict[str, Any]]:

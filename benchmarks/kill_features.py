@@ -69,7 +69,8 @@ def built(dice: random.Random, common: dict[str, Any], loader: Iterable[Any], *c
     model = others.pop("model", None) or MODEL_OF["mlp"]()
     loss = {"compute_loss": others.pop("compute_loss", supervised(nn.CrossEntropyLoss()))}
     every = dice.choice(("2 steps", "5 steps", "1 epoch"))
-    saves = [] if any(isinstance(one, Checkpoint) for one in callbacks) else [Checkpoint(every, background=dice.random() < 0.7)]
+    saved = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    saves = [] if saved else [Checkpoint(every, background=dice.random() < 0.7)]
     return Trainer(
         model,
         others.pop("optimizer", lambda parameters: torch.optim.AdamW(parameters, 0.01)),
@@ -396,8 +397,8 @@ def attached(dice: random.Random, common: dict[str, Any]) -> Run:
 
 
 KINDS: dict[str, Callable[[random.Random, dict[str, Any]], Run]] = {
-    one.__name__.replace("_", " "): one
-    for one in (
+    function.__name__.replace("_", " "): function
+    for function in (
         *(recover, capsule, mixture, tokens, shards, hugging_face_stream, stateful_loader, accumulation, evaluations),
         *(lightning_module, training_arguments, steps, attached),
     )

@@ -49,7 +49,7 @@ class Instant:
     def draw(directory: Path, signal: int, dice: random.Random) -> Instant:
         """Return an instant in a process that continues the run in `directory`, by what the processes before it reached."""
         counts = json.loads(_counts_of(directory).read_text())
-        moments = sorted(counts.keys() & {one.__name__ for one in MOMENTS})
+        moments = sorted(counts.keys() & {moment.__name__ for moment in MOMENTS})
         place = dice.choice(["start", "training", "prune", "end", dice.choice(moments)])
         reached = counts.get(place, 1) * dice.random() ** 2  # the later process may have less to do
         return Instant(place, dice.randint(1, 1 + int(reached)), signal)
@@ -93,7 +93,7 @@ class Watch:
     def _is_of_the_run(self, event: str, arguments: tuple[Any, ...]) -> bool:
         beneath = f"{self.directory}{os.sep}"
         # `shutil.rmtree` removes names relative to an open folder, whose descriptor is the second argument.
-        return any(str(one).startswith(beneath) for one in arguments[:2]) or (event in REMOVALS and arguments[1] != -1)
+        return any(str(path).startswith(beneath) for path in arguments[:2]) or (event in REMOVALS and arguments[1] != -1)
 
 
 _watching: list[Watch] = []

@@ -128,11 +128,11 @@ def main() -> int:
             seconds = left_alone(script, whole, arguments.ranks)
             while kills < arguments.kills:
                 rest = min(5, arguments.kills - kills)
-                one = killed(script, whole, Path(place, str(runs)), seconds, rest, dice, arguments.ranks)
-                kills, runs = kills + one.kills, runs + 1
-                if one.difference is not None:
+                result = killed(script, whole, Path(place, str(runs)), seconds, rest, dice, arguments.ranks)
+                kills, runs = kills + result.kills, runs + 1
+                if result.difference is not None:
                     faults += 1
-                    print(f"FAULT: {script}: {one.difference}", flush=True)
+                    print(f"FAULT: {script}: {result.difference}", flush=True)
         print(f"{script}, ranks {arguments.ranks}: kills {kills}, runs {runs}, a run left alone {seconds:.1f} s", flush=True)
     print(f"runs that ended otherwise: {faults}")
     return 1 if faults else 0

@@ -123,7 +123,7 @@ def profiled(batches: list[Batch], rounds: int) -> None:
     base = times["without"]
     print(f"a step, {statistics.median(base) / len(batches) * 1e6:.0f} us without callbacks")
     for name, mine in times.items():
-        ratio = statistics.median(one / other for one, other in zip(mine, base, strict=True))
+        ratio = statistics.median(time / other for time, other in zip(mine, base, strict=True))
         print(f"  {name:28} {ratio:.3f}")
 
 
@@ -133,7 +133,7 @@ def waiting(batches: list[Batch], rounds: int) -> None:
     lists = {
         "all": not_due,
         # torch wraps the step of an optimizer that has a scheduler: 1.4 us, whoever calls the scheduler
-        "all but LearningRate": lambda: [one for one in not_due() if not isinstance(one, schedulers)],
+        "all but LearningRate": lambda: [callback for callback in not_due() if not isinstance(callback, schedulers)],
     }
     print(f"\n{len(not_due())} callbacks, none due, a step beside one without them")
     beside(batches, rounds, lists)

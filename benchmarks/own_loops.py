@@ -118,7 +118,7 @@ def measured(rounds: int, steps: int) -> dict[str, list[float]]:
             gc.collect()
             loop(model, optimizer, batches)
             times[name] += [(later - earlier) / CHUNK for earlier, later in itertools.pairwise(model.at[3:])]
-            weights[name] = torch.cat([one.detach().flatten() for one in model.parameters()])
+            weights[name] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         for name, ends in weights.items():
             if not torch.equal(ends, weights["by hand"]):
                 raise RuntimeError(f"{name} ends with other weights than the loop by hand")

@@ -102,7 +102,7 @@ def python_of(environment: str | None) -> Path:
 
 def measure(row: str, arguments: argparse.Namespace) -> bool:
     """Measure what is missing of a row; return False if that failed."""
-    environment, alike = ROWS[row].environment, [one for one in ROWS if ROWS[one].module == ROWS[row].module]
+    environment, alike = ROWS[row].environment, [row_name for row_name in ROWS if ROWS[row_name].module == ROWS[row].module]
     if not python_of(environment).exists():
         print(f"{row}: left out, as it is not installed; see --install", flush=True)
         return True
@@ -129,15 +129,15 @@ def process(row: str, probes: int) -> Cell:
     with tempfile.TemporaryDirectory() as place:
         with_it, without = Path(place, "with"), Path(place, "without")
         for _ in range(probes):
-            for one, answers in ((row, with_it), (HAND, without)):
-                work(ROWS[row].environment, {"row": one}, answers)
+            for name, answers in ((row, with_it), (HAND, without)):
+                work(ROWS[row].environment, {"row": name}, answers)
         ours, bare = lines(with_it), lines(without)
     return {
-        "torch_ms": statistics.median(one["torch_ms"] for one in [*ours, *bare]),
-        "import_ms": statistics.median(one["import_ms"] for one in ours),
-        "import_mib": statistics.median(one["import_mib"] for one in ours),
-        "run_mib": statistics.median(one["run_mib"] - other["run_mib"] for one, other in zip(ours, bare, strict=True)),
-        "hand_run_mib": statistics.median(one["run_mib"] for one in bare),
+        "torch_ms": statistics.median(answer["torch_ms"] for answer in [*ours, *bare]),
+        "import_ms": statistics.median(answer["import_ms"] for answer in ours),
+        "import_mib": statistics.median(answer["import_mib"] for answer in ours),
+        "run_mib": statistics.median(answer["run_mib"] - other["run_mib"] for answer, other in zip(ours, bare, strict=True)),
+        "hand_run_mib": statistics.median(answer["run_mib"] for answer in bare),
     }
 
 

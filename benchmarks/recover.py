@@ -68,11 +68,11 @@ def trained(seed: int, fault: int | None, directory: Path) -> tuple[float, list[
         progress=False,
     ).fit()
     decisions = [json.loads(line) for line in (directory / "decisions.jsonl").read_text().splitlines()]
-    out = [one["data"]["samples"][0] for one in decisions if one["what"] == "batch left out"]
+    out = [decision["data"]["samples"][0] for decision in decisions if decision["what"] == "batch left out"]
     with torch.no_grad():
         other, expected = samples(10_000 + seed, 4096)
         loss = float(nn.functional.mse_loss(run.model(other), expected))
-    return loss, out, sum(one["what"] == "went back" for one in decisions), bad
+    return loss, out, sum(decision["what"] == "went back" for decision in decisions), bad
 
 
 def main() -> None:

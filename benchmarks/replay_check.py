@@ -36,7 +36,7 @@ def found(kinds: Sequence[Kind], count: int) -> tuple[int, int, bool]:
     epochs = -(-count // STEPS_IN_EPOCH)
     flips = Flip(kinds)
     run = trainer([flips, ReplayCheck(every=1, action="majority")], max_epochs=epochs).fit()
-    told = {one.data["step"] for one in run.decisions if one.what == "replay differed"}
+    told = {decision.data["step"] for decision in run.decisions if decision.what == "replay differed"}
     right = same(state_of(trainer([], max_epochs=epochs).fit()), state_of(run))
     return len(flips.done), len(told & {step for step, _, _ in flips.done}), right
 
@@ -45,7 +45,7 @@ def alarms(count: int) -> tuple[int, int]:
     """Check so many clean steps. Return the checks, and how many of them reported a difference."""
     check = ReplayCheck(every=1, action="warn")
     run = trainer([check], max_epochs=-(-count // STEPS_IN_EPOCH)).fit()
-    return len(check.steps), sum(one.what == "replay differed" for one in run.decisions)
+    return len(check.steps), sum(decision.what == "replay differed" for decision in run.decisions)
 
 
 class Clock(Callback):
@@ -79,8 +79,8 @@ def cost(steps: int, width: int, batch_size: int = 128) -> tuple[float, float]:
     ).fit()
     times = clock.times
     checked = range(2 * APART - 1, len(times) - 1, APART)  # the first check is slower
-    around = [statistics.median(times[one - 4 : one]) for one in checked]
-    ratios = [times[one] / other for one, other in zip(checked, around, strict=True)]
+    around = [statistics.median(times[step - 4 : step]) for step in checked]
+    ratios = [times[step] / other for step, other in zip(checked, around, strict=True)]
     return statistics.median(around) * 1000, statistics.median(ratios)
 
 

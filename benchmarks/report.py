@@ -69,7 +69,7 @@ def write_run(directory: Path, case: Case, chance: random.Random) -> Path:
                 data = {"results": {"eval/loss": values["eval/loss"]}}
                 at = {"epoch": 10 * step // case.records, "step": step, "batch": step, "batch_in_epoch": 0, "samples": 8 * step}
                 decisions.append({"what": "evaluated", "who": "Evaluate", "why": "every epoch", **at, "data": data})
-    (directory / "decisions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in decisions), encoding="utf-8")
+    (directory / "decisions.jsonl").write_text("".join(json.dumps(decision) + "\n" for decision in decisions), encoding="utf-8")
     arguments = {"model": f"Mlp, {width * 784:,} parameters", "optimizer": [optimizer], "accumulate": chance.choice([1, 2])}
     info = {
         "id": directory.name,
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     print("| runs | time | of the processor | page |\n|---|---|---|---|")
     for case in (*CASES, LONG):
-        if case.name not in (chosen.only or [one.name for one in CASES]):
+        if case.name not in (chosen.only or [known.name for known in CASES]):
             continue
         with tempfile.TemporaryDirectory() as temporary:
             folder = (chosen.keep or Path(temporary)) / case.name.replace(" ", "-").replace(",", "")

@@ -117,7 +117,7 @@ def main() -> int:
         row = []
         for part in PARTS:
             failed = failed_cuts(workers, augmentation, accumulate, part)
-            differences += [f"{workers}, {augmentation}, {accumulate}, {part}, {one}" for one in failed]
+            differences += [f"{workers}, {augmentation}, {accumulate}, {part}, {difference}" for difference in failed]
             cells += len(PLACES)
             row.append(f"{len(PLACES) - len(failed)} of {len(PLACES)}")
         print(f"| {workers} | {augmentation} | {accumulate} | " + " | ".join(row) + " |", flush=True)

@@ -69,7 +69,7 @@ class Neighbours(Callback):
         for thread in threading.enumerate():
             if thread.name == "cadenza-checkpoint":
                 thread.join()
-        state = {"model": run.model.state_dict(), "optimizers": [one.state_dict() for one in run.optimizers]}
+        state = {"model": run.model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in run.optimizers]}
         self.saves.append(Save(took, self._seconds(state, flush=False), self._seconds(state, flush=True)))
 
     def _seconds(self, state: dict[str, Any], *, flush: bool) -> float:
@@ -112,7 +112,7 @@ def single_saves(place: Path, saves: int, width: int, *, background: bool, best:
     saver = Checkpoint("2 steps", background=background, keep_best=[("eval/loss", "min")] if best else [])
     trained(place / "run", 2 * saves + 1, width, [valid, saver, neighbours] if best else [saver, neighbours])
     idle = statistics.median(neighbours.idle)
-    return [Save(one.held_up - idle, one.plain, one.flushed) for one in neighbours.saves]
+    return [Save(save.held_up - idle, save.plain, save.flushed) for save in neighbours.saves]
 
 
 def first_table(place: Path, rounds: int, saves: int, width: int) -> dict[str, list[Save]]:
@@ -150,10 +150,10 @@ def print_first(found: dict[str, list[Save]]) -> None:
     print("| a save | compared with | ms | ratio | goal | first decile |")
     print("|---|---|---|---|---|---|")
     for name, saves in found.items():
-        against = [one.flushed if name == BLOCKING else one.plain for one in saves]
-        ratios = sorted(one.held_up / other for one, other in zip(saves, against, strict=True))
+        against = [save.flushed if name == BLOCKING else save.plain for save in saves]
+        ratios = sorted(save.held_up / other for save, other in zip(saves, against, strict=True))
         shown = "`torch.save` + `fsync`" if name == BLOCKING else "`torch.save`"
-        ms = 1e3 * statistics.median(one.held_up for one in saves)
+        ms = 1e3 * statistics.median(save.held_up for save in saves)
         decile = ratios[len(ratios) // 10]
         print(f"| {name} | {shown} | {ms:.0f} | {statistics.median(ratios):.2f} | {GOALS.get(name, '')} | {decile:.2f} |")
 

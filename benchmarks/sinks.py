@@ -129,16 +129,16 @@ def measured(step: Step, every: int, sinks: Iterable[str], rounds: int) -> dict[
     for number in range(rounds + 1):
         for name, taken in times.items():
             with tempfile.TemporaryDirectory() as folder:
-                one = train(step, every, SINKS.get(name), Path(folder, "run"))
+                timing = train(step, every, SINKS.get(name), Path(folder, "run"))
             if number:  # the first is for warming up
-                taken.append(one)
+                taken.append(timing)
     base = times["none"]
     return {
         name: {
-            "ratio": statistics.median(one.steps / other.steps for one, other in zip(taken, base, strict=True)),
-            "us_per_step": statistics.median(one.steps for one in taken) / step.steps * 1e6,
-            "open_s": statistics.median(one.open for one in taken),
-            "close_s": statistics.median(one.close for one in taken),
+            "ratio": statistics.median(timing.steps / other.steps for timing, other in zip(taken, base, strict=True)),
+            "us_per_step": statistics.median(timing.steps for timing in taken) / step.steps * 1e6,
+            "open_s": statistics.median(timing.open for timing in taken),
+            "close_s": statistics.median(timing.close for timing in taken),
         }
         for name, taken in times.items()
     }

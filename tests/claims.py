@@ -43,11 +43,11 @@ CHECKED_BY = {
         "A step only queues its record, and never waits": NO_WAIT,
     },
     "docs/capsule.md": {
-        "are equal to those of the run to the bit": CAPSULE,
-        "goes on to the same bits as without `Capsule`": CAPSULE,
+        "are bit-identical to those of the run": CAPSULE,
+        "continues bit-identically to one without `Capsule`": CAPSULE,
     },
     "docs/changes.md": {
-        "A resume after that is bit-equal": "a_stretched_schedule_resumes_as_it_is_and_stretches_again",
+        "A resume after that is bit-identical": "a_stretched_schedule_resumes_as_it_is_and_stretches_again",
     },
     "docs/checkpoints.md": {
         "If the process is killed at any instant, start the same command again. The resumed run ends bit-identically": KILLS,
@@ -58,7 +58,7 @@ CHECKED_BY = {
         "An inexact checkpoint never replaces an exact one": (
             "an_error_in_the_step_after_a_checkpoint_leaves_another_one_that_holds_the_gradients"
         ),
-        "The newest checkpoint, and the newest at which the run can continue, always stay": (
+        "The newest checkpoint, and the newest from which the run can resume, are always kept": (
             "prune_keeps_the_given_names_the_newest_that_verifies_and_what_another_run_wrote"
         ),
         "replaced with a warning, and the run stays bit-identical": "a_killed_worker_is_replaced_and_the_batches_do_not_change",
@@ -68,7 +68,7 @@ CHECKED_BY = {
         "another one is never used instead": (
             "a_damaged_best_or_a_newer_one_that_may_be_the_best_is_an_error_and_never_another_one"
         ),
-        "the model gets the weights with which it ended, also those of": "the_model_gets_the_weights_with_which_the_run_ended",
+        "gets the weights with which it ended, including those of": "the_model_gets_the_weights_with_which_the_run_ended",
         "are in no checkpoint: a warning says so": "statistics_of_batch_norm_that_no_checkpoint_has_are_named",
         "raises `CheckpointLostError` after everything is closed": "no_file_stays_open_after_a_disk_has_failed",
     },
@@ -85,12 +85,12 @@ CHECKED_BY = {
     "docs/guides/from-fastnlp.md": {
         "`run(resume_from=...)` resumes bit-identically": "case_23_a_resumed_training_is_bit_identical_also_inside_a_window",
         "a resumed training is bit-identical": "case_23_a_resumed_training_is_bit_identical_also_inside_a_window",
-        "executes only the constructors of the model's own classes": "a_missing_file_is_named_and_weights_execute_no_code",
+        "executes only the constructors of the model's classes": "a_missing_file_is_named_and_weights_execute_no_code",
         "NaN is never better": "case_22_equal_is_not_better_and_nan_and_none_never_are",
     },
     "docs/guides/from-huggingface.md": {
         "a callback without events costs nothing": NO_CALL,
-        "It appears with its checkpoint, whole or not at all": (
+        "It is committed and deleted together with its checkpoint": (
             "a_killed_process_leaves_whole_checkpoints_and_the_next_one_cleans_up"
         ),
     },
@@ -99,15 +99,15 @@ CHECKED_BY = {
         "A callback that overrides no hook costs nothing": NO_CALL,
         "those of `lightning.Trainer`, bit for bit on one CPU": "the_optimizers_of_every_form_train_as_in_lightning",
         "Neither executes pickled code": "hostile_code_is_not_executed",
-        "restores the loader, the random generators and all callbacks to the same bits": (
+        "restores the loader, the random generators and all callbacks bit-identically": (
             "a_run_that_continues_in_mid_epoch_ends_with_the_same_bits"
         ),
-        "so a run resumes exactly, also with `make_pruning_permanent=True`": (
+        "so a run resumes exactly, even with `make_pruning_permanent=True`": (
             "a_callback_has_its_effect_and_resumes_to_the_same_bits"
         ),
     },
     "docs/guides/from-nemo.md": {
-        "comes from a seed of the run, so that it can resume exactly": "a_killed_and_resumed_training_is_bit_identical",
+        "depends on the seed of the run, so that it can resume exactly": "a_killed_and_resumed_training_is_bit_identical",
         "everything else that a run needs to resume bit-identically": "a_killed_and_resumed_training_is_bit_identical",
         "Pickled code is never executed": "a_file_with_pickled_code_is_an_error_and_the_code_does_not_run",
         "continues after the stored step, bit-identically": "a_killed_and_resumed_training_is_bit_identical",
@@ -129,10 +129,10 @@ CHECKED_BY = {
         "not bit-identical, because sums are added in another order": "it_is_said_what_is_not_the_same",
     },
     "docs/guides/sharded-models.md": {
-        "Clipping, checkpoints and `Ema` work with it, to the same bits": (
+        "Clipping, checkpoints and `Ema` work with it, bit-identically": (
             "offloaded_shards_train_and_resume_to_the_bits_of_those_that_are_not"
         ),
-        "are those of DDP and of one process, to the bit": (
+        "are bit-identical to those of DDP and of one process": (
             "the_initial_values_are_the_same_to_the_bit_with_every_driver_and_number_of_ranks"
         ),
         "go between all layouts: bit-exact weights and optimizer states": LAYOUTS,
@@ -174,7 +174,7 @@ CHECKED_BY = {
     "docs/recipes/transformers-schedulers.md": {
         "the rates continue exactly": "a_run_that_continues_has_the_rates_and_weights_of_one_that_does_not_stop",
     },
-    "docs/recover.md": {"A run that is killed in the middle and resumed ends with the same bits": KILLED_ROLLBACK},
+    "docs/recover.md": {"A run that is killed meanwhile and resumed ends bit-identically": KILLED_ROLLBACK},
     "docs/reliability.md": {
         "Kill the process at any instant": KILLS,
         "the final weights are bit-identical": EXACT,
@@ -191,8 +191,8 @@ CHECKED_BY = {
         ),
     },
     "docs/repeat-a-step.md": {
-        "are those of the run, to the bit": REPEATED,
-        "compared with those of the repeated steps, to the bit": REPEATED,
+        "are bit-identical to those of the run": REPEATED,
+        "compared bit by bit with those of the repeated steps": REPEATED,
     },
     "docs/sinks.md": {
         "A sink never overwrites other data": "a_file_that_exists_and_that_of_the_run_itself_are_refused_and_not_touched",

@@ -66,8 +66,8 @@ def _ratios(rows: Rows, names: list[str], heads: list[str], last: list[Callable[
     table = [_line(["", "version", *titles, *heads]), _rule(len(shown) + len(heads) + 2)]
     table.append(_line(["by hand, us", "", *hand, *("" for _ in heads)]))
     for row, cells in rows.items():
-        figures = [_figure(cells.get(name), lambda one: f"{one['ratio']:.2f} ({one['more_us']:+.0f})") for name in shown]
-        table.append(_line([row, _version(cells), *figures, *(one(cells) for one in last)]))
+        figures = [_figure(cells.get(name), lambda cell: f"{cell['ratio']:.2f} ({cell['more_us']:+.0f})") for name in shown]
+        table.append(_line([row, _version(cells), *figures, *(column(cells) for column in last)]))
     return table
 
 
@@ -78,7 +78,7 @@ def callbacks(rows: Rows) -> list[str]:
     table = [_line(["", *heads, "each with a hook, us", "each without, us"]), _rule(len(shown) + 3)]
     for row, cells in rows.items():
         if any(name in cells for name in shown if name != "sgd"):
-            ratios = [_figure(cells.get(name), lambda one: f"{one['ratio']:.2f}") for name in shown]
+            ratios = [_figure(cells.get(name), lambda cell: f"{cell['ratio']:.2f}") for name in shown]
             table.append(_line([row, *ratios, _each(cells, "heard_50"), _each(cells, "idle_50")]))
     return table
 
@@ -89,20 +89,20 @@ def process(rows: Rows) -> list[str]:
     heads = ["to the first batch, ms", "defaults", "import, ms", "memory after import, MiB", "after a run, MiB"]
     table = [_line(["", *heads]), _rule(len(heads) + 1)]
     if known:
-        torch = f"{median(one['torch_ms'] for one in known.values()):.0f} (torch)"
+        torch = f"{median(row['torch_ms'] for row in known.values()):.0f} (torch)"
         start = [cells["sgd"]["hand_start_ms"] for cells in rows.values() if "hand_start_ms" in cells.get("sgd", ())]
-        hand = f"{median(one['hand_run_mib'] for one in known.values()):.0f} (all)"
+        hand = f"{median(row['hand_run_mib'] for row in known.values()):.0f} (all)"
         table.append(_line(["by hand", f"{median(start):.1f}" if start else "", "", torch, "", hand]))
     for row, cells in rows.items():
-        starts = [_figure(cells.get(name), lambda one: f"{one['start_ms']:.1f}") for name in ("sgd", "defaults")]
+        starts = [_figure(cells.get(name), lambda cell: f"{cell['start_ms']:.1f}") for name in ("sgd", "defaults")]
         once = [_figure(cells.get("process"), _more(key)) for key in ("import_ms", "import_mib", "run_mib")]
-        if any(one != "-" for one in (*starts, *once)):
+        if any(cell != "-" for cell in (*starts, *once)):
             table.append(_line([row, *starts, *once]))
     return table
 
 
 def _more(key: str) -> Callable[[dict[str, Any]], str]:
-    return lambda one: f"{one[key]:+.0f}"
+    return lambda cell: f"{cell[key]:+.0f}"
 
 
 def _us(rows: Rows, name: str) -> str:

@@ -87,10 +87,10 @@ def measured(row: str, workload: Workload, rounds: int, steps: int) -> Cell:
             pairs += zip(ours.turns, base.turns, strict=True)
             starts.append((ours.start_s, base.start_s))
     return {
-        "ratio": statistics.median(one / other for one, other in pairs),
-        "more_us": statistics.median(one - other for one, other in pairs) * 1e6,
+        "ratio": statistics.median(peer / other for peer, other in pairs),
+        "more_us": statistics.median(peer - other for peer, other in pairs) * 1e6,
         "hand_us": statistics.median(other for _, other in pairs) * 1e6,
-        "start_ms": statistics.median(one for one, _ in starts) * 1e3,
+        "start_ms": statistics.median(start for start, _ in starts) * 1e3,
         "hand_start_ms": statistics.median(other for _, other in starts) * 1e3,
         "apart": None if workload.typical else furthest,
         "rounds": rounds,
@@ -112,7 +112,7 @@ class Result:
         else:
             turns = list(zip(clock.at[1:], clock.begun, strict=False))  # the first turn begins before the first step
             self.turns = [(later - earlier) / workload.turn for later, earlier in turns]
-            self.final = torch.cat([one.detach().flatten() for one in job.model.parameters()])
+            self.final = torch.cat([parameter.detach().flatten() for parameter in job.model.parameters()])
 
 
 def both(peer: Peer, hand: Peer, workload: Workload, steps: int) -> tuple[Result, Result]:
@@ -154,14 +154,14 @@ def folder() -> Iterator[Path]:
             os.chdir(before)
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def distance(tensor: torch.Tensor, other: torch.Tensor) -> float:
     """Return how far apart two ends are at most; 0 says that they are equal to the bit."""
-    return float((one - other).abs().max())
+    return float((tensor - other).abs().max())
 
 
-def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+def close(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two ends are the same but for rounding."""
-    return bool(torch.allclose(one, other, rtol=1e-5, atol=1e-6))
+    return bool(torch.allclose(tensor, other, rtol=1e-5, atol=1e-6))
 
 
 def probe(row: str) -> Cell:

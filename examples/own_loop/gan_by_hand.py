@@ -39,7 +39,7 @@ def play() -> None:
 torch.manual_seed(1)
 maker = nn.Sequential(nn.Linear(NOISE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
 judge = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-optimizers = [torch.optim.Adam(one.parameters(), 1e-3, betas=(0.5, 0.9)) for one in (maker, judge)]
+optimizers = [torch.optim.Adam(network.parameters(), 1e-3, betas=(0.5, 0.9)) for network in (maker, judge)]
 fixed = torch.randn(256, NOISE, generator=torch.Generator().manual_seed(2))
 for _ in range(STEPS):
     play()

@@ -53,7 +53,7 @@ def windows(count: int, seed: int) -> Tensor:
     while len(text) < count * CONTEXT + 1:
         first, second = dice.randrange(50), dice.randrange(50)
         text += f"{first}+{second}={first + second}\n"
-    return torch.tensor([CHARACTERS.index(one) for one in text]).unfold(0, CONTEXT + 1, CONTEXT)[:count]
+    return torch.tensor([CHARACTERS.index(character) for character in text]).unfold(0, CONTEXT + 1, CONTEXT)[:count]
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from cadenza.engine.objective import supervised as supervised
     from cadenza.engine.plan import Plan as Plan
     from cadenza.files.new_directory import new_directory as new_directory
+    from cadenza.hooks.dispatch import Fault as Fault
     from cadenza.hooks.dispatch import Hooks as Hooks
-    from cadenza.hooks.faults import Fault as Fault
     from cadenza.hooks.listener import Listener as Listener
     from cadenza.hooks.moments import Callback as Callback
     from cadenza.hooks.schedule import At as At
@@ -79,8 +79,7 @@ else:
             "cadenza.loading.evaluation": "Evaluation",
             "cadenza.records.history": "History",
             "cadenza.files.new_directory": "new_directory",
-            "cadenza.hooks.dispatch": "Hooks",
-            "cadenza.hooks.faults": "Fault",
+            "cadenza.hooks.dispatch": "Fault Hooks",
             "cadenza.hooks.schedule": "At Between Every First Last Schedule When",
             "cadenza.hooks.subscription": "on",
             "cadenza.hooks.listener": "Listener",

@@ -17,7 +17,7 @@ from cadenza.drivers.base import Driver
 from cadenza.engine.module_state import ModuleFlags
 from cadenza.engine.plan import why_not
 from cadenza.engine.session import Session, Verbs
-from cadenza.hooks.faults import Closer, Fault
+from cadenza.hooks.dispatch import Closer, Fault
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.parameters import parameters_of
 from cadenza.profiling.spans import Timings
@@ -27,9 +27,9 @@ from cadenza.records.scalars import Reduce
 from cadenza.status.decisions import Decision, Outcome, WhyNot, why
 from cadenza.status.formats import counted
 from cadenza.status.outputs import Outputs, Window
+from cadenza.status.plain import State
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo
-from cadenza.status.state import State
 from cadenza.text.hints import advised, instead_of_setting
 
 P = ParamSpec("P")
@@ -72,7 +72,8 @@ class Run:
         put = partial(object.__setattr__, self)
         put("_session", session)
         put("device", session.driver.device)
-        for name in ("decisions", "driver", "evaluations", "faults", "is_main", "optimizers", "progress", "state"):
+        put("is_main", session.driver.is_main)
+        for name in ("decisions", "driver", "evaluations", "faults", "optimizers", "progress", "state"):
             put(name, getattr(session, name))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -130,7 +131,7 @@ class Run:
     @property
     def profile(self) -> Timings | None:
         """How long each part took; None without `Profile`."""
-        return self._session.profile
+        return self._session.hooks.timings
 
     @property
     def info(self) -> RunInfo:
@@ -152,7 +153,7 @@ class Run:
 
         if find_spec("cadenza.report") is None:
             return str(element("pre", repr(self)))
-        shown: str = import_module("cadenza.report.small").small(self)
+        shown: str = import_module("cadenza.report.inline_view").small(self)
         return shown
 
     # -- verbs: requests with a reason, carried out at a fixed moment ------------------------------

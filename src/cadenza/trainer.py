@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,11 +31,10 @@ from cadenza.engine.start_checks import run_directory
 from cadenza.engine.training_log import with_epoch_means
 from cadenza.files.new_directory import NewDirectory
 from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.moments import BaseCallback
 from cadenza.lazy import imported
 from cadenza.loading.batches import batch_sizes
 from cadenza.loading.evaluation import Evaluation, Metrics
-from cadenza.loops.foreign import AnyCallback, adapted, adapted_list, before_trainer
+from cadenza.loops.foreign import AnyCallback, adapted, before_trainer
 from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, Recipe, elsewhere
 from cadenza.loops.steps import Steps
@@ -133,6 +133,8 @@ class Trainer(Recipe):
             ends_itself=ends_itself, max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens
         )
         given = with_epoch_means(checks.listed(adapted(callbacks), directory), loader)
+        if directory is not None and os.environ.get("CADENZA_STEERING", "0") != "0":
+            imported("cadenza.steering.steering", needed_by="CADENZA_STEERING=1").add_steering(given)
         if progress:
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink
 
@@ -449,7 +451,3 @@ class Trainer(Recipe):
             session = self._new_session()
             optimizers = partial(made, self.optimizer, session.model, own_step=self.step_fn is not None)
             return evaluating.alone(choice.during(act, optimizers), session, evaluation)
-
-    def _hooks(self) -> Hooks:
-        self.callbacks: list[BaseCallback] = adapted_list(self.callbacks)  # with those of other systems that were added to it
-        return super()._hooks()

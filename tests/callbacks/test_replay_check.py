@@ -18,7 +18,7 @@ from cadenza.callbacks import Checkpoint, ClipGradients, Ema, Fingerprint, Repla
 from cadenza.commands.main import main
 from cadenza.drivers import DdpDriver, FsdpDriver
 from cadenza.errors import ReplayError
-from cadenza.report.fingerprints import FILE, Parting, parting, read_fingerprints
+from cadenza.report.fingerprints import FILE, FirstDifference, first_difference, read_fingerprints
 from cadenza.testing import launch, tiny_run, tiny_trainer
 from tests.callbacks.flips import KINDS, Flip, Kind, bits, network, same, samples, state_of, trainer
 from tests.callbacks.parts import failing
@@ -204,8 +204,8 @@ def fingerprints(directory: Path, *callbacks: Any, **arguments: Any) -> Path:
     return directory
 
 
-def parted(first: Path, second: Path) -> Parting:
-    found = parting(read_fingerprints(first / FILE), read_fingerprints(second / FILE))
+def parted(first: Path, second: Path) -> FirstDifference:
+    found = first_difference(read_fingerprints(first / FILE), read_fingerprints(second / FILE))
     assert found is not None
     return found
 

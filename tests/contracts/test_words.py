@@ -52,7 +52,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "src/cadenza/compat/neural/": ({"share"}, "a name of NeMo: WeightShareTransform"),
     "src/cadenza/report/": ({"border", "borders"}, "the property of CSS"),
     "src/cadenza/sinks/progress_renderers.py": ({"border"}, "the property of CSS"),
-    "src/cadenza/status/folding.py": ({"words"}, "an argument of textwrap"),
+    "src/cadenza/status/formats.py": ({"words"}, "an argument of textwrap"),
     "src/cadenza/status/markup.py": ({"border"}, "the property of CSS"),
     "src/cadenza/text/hints.toml": ({"border"}, "a name of 0.1 that is answered with its new one"),
 }

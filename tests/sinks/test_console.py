@@ -12,7 +12,7 @@ from cadenza import Callback, Histogram, Text, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.errors import ScheduleError
 from cadenza.sinks import Console
-from cadenza.status.folding import folded
+from cadenza.status.formats import folded
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.sinks.samples import failing
 from tests.sinks.terminal import Screen, Terminal, shown_in_terminal

@@ -33,6 +33,28 @@ Trainer(
 ).fit(resume="auto")
 """
 
+STEERED = """
+import sys, time
+import torch
+from cadenza import Callback, Trainer, supervised
+from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
+from cadenza.steering import Steering
+from cadenza.testing import tiny_loader
+
+class Wait(Callback):
+    def on_step_start(self, run):
+        time.sleep(0.01)
+
+torch.manual_seed(1)
+model = torch.nn.Linear(1, 1)
+run = Trainer(
+    model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), tiny_loader(), supervised(torch.nn.MSELoss()),
+    max_steps=int(sys.argv[2]), directory=sys.argv[1], seed=1,
+    callbacks=[LogTraining("1 step"), Evaluate(tiny_loader(), "50 steps"), Checkpoint("10 steps"), Wait(), Steering()],
+).fit(resume="auto")
+"""
+"""A run of steps of 10 ms that takes acts: its directory, and how many steps it has."""
+
 
 def ask(run: Path | str, *question: str) -> tuple[int, dict[str, Any]]:
     """Return the exit code and the answer of ``cadenza ask --json`` in a process of its own."""

@@ -232,7 +232,7 @@ class Profile(Callback):
         self._timings = _timings(run, profiler)
         if run.driver.world_size > 1 and not session_of(run).sync.broken:
             self._timings = replace(self._timings, ranks=rank_times(run.driver, self._timings))
-        session_of(run).profile = self._timings
+        hooks_of(run).timings = self._timings
         spans, self._read, self._spans, self._torch = self._spans, None, None, None
         if spans is not None:
             spans.end()

@@ -15,6 +15,7 @@ from torch import Tensor
 from cadenza.checkpoint.store import Loaded, Stored
 from cadenza.checkpoint.store.reading import check_moments
 from cadenza.drivers.sharding import laid_out, optimizer_laid_out
+from cadenza.engine import boundary
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import CadenzaError, CheckpointMismatchError, DataError
 from cadenza.loading import Consumed, num_batches
@@ -184,7 +185,9 @@ _TRAINING = (
     Part("environment", lambda session: environment_of(session), fixed=True),
 )
 _RECORDS = (
-    Part("state", lambda session: dict(session.state), lambda to, one: to.session.state.update(placed(to.session, one))),
+    Part(
+        "state", lambda session: dict(session.run.state), lambda to, one: to.session.run.state.update(placed(to.session, one))
+    ),
     Part("history", lambda session: session.metrics.history.state_dict(), _history),
     Part("rows", lambda session: session.metrics.history.rows_state()),
 )
@@ -376,7 +379,7 @@ class Written(NamedTuple):
         """Restore the counters, and open the loader at the position of the checkpoint."""
         past = self.restore_counters(session.progress, session.loader, session.driver.data_shard())
         session.cursor.exhausted = self.exhausted or (self.over and session.driver.data_world_size != self.ranks)
-        session.open_loader(past)
+        boundary.open_loader(session, past)
 
     def restore_counters(self, progress: Progress, loader: object, shard: Shard) -> Consumed:
         """Restore the counters. Return the batches of the epoch that other numbers of ranks had done."""

@@ -33,7 +33,7 @@ from cadenza.errors import CheckpointError
 from cadenza.files.new_directory import meant_instead
 from cadenza.files.paths import is_local, local_text
 from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.held_weights import ReplacesWeights
+from cadenza.hooks.moments import ReplacesWeights
 from cadenza.loading import resumable
 from cadenza.loading.shards import Shard
 from cadenza.optim.settings import limits_of
@@ -42,8 +42,7 @@ from cadenza.records.directory import OVER, RecordedRun, RunDirectory
 from cadenza.records.history import History, write_again
 from cadenza.records.reading import read_records
 from cadenza.status.decisions import RESUMABLE, GoBack, Outcome
-from cadenza.status.folding import printable
-from cadenza.status.formats import clock, counted
+from cadenza.status.formats import clock, counted, printable
 from cadenza.status.progress import Counters, Progress
 
 logger: logging.Logger = logging.getLogger("cadenza")
@@ -84,7 +83,7 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
         snapshot.load_model(session, loaded)
         session.extra_parameters.begin(session.run)
         session.extra_parameters.load_state_dict(loaded.state.get("outside", {}))
-        session.state.update(placed(session, loaded.state.get("state", {})))
+        session.run.state.update(placed(session, loaded.state.get("state", {})))
         own = loaded.by_rank[min(session.driver.rank, len(loaded.by_rank) - 1)]
         load_callbacks(session, loaded.name, own.get("callbacks of the rank", {}))
         states = placed(session, loaded.state.get("callbacks", {}))
@@ -93,7 +92,7 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
                 callback.put_in_place_again(session.run, states[name])
     session.progress.begin(reached, session.progress.batches_per_epoch)
     session.end(outcome)
-    if session.is_main:
+    if session.driver.is_main:
         text = "nothing to do: the run in %s is over (%s: %s)%s"
         more = _how_to_continue(session.progress) if _is_whole(loaded) else ""
         before = {} if directory is None else (directory.previous or {}).get("arguments", {})
@@ -118,7 +117,7 @@ def _how_to_continue(progress: Progress) -> str:
 
 def tell_how_to_go_on(session: Session, resume: object) -> None:
     """Tell, after a run that a signal ended, where it is saved and how it goes on."""
-    saved = next((one.data for one in reversed(session.decisions) if one.what == "saved"), None)
+    saved = next((one.data for one in reversed(session.run.decisions) if one.what == "saved"), None)
     if saved is None:
         tell(session, "nothing of this run is saved. Add Checkpoint(...) to callbacks, and give directory=.")
         return

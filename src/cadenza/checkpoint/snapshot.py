@@ -122,7 +122,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
         if saved is not None or not part.optional:
             state[part.name] = saved
             own |= {part.name: saved} if part.each_rank else {}
-    together, main = session.driver.world_size == 1 or session.sync.together, session.is_main
+    together, main = session.driver.world_size == 1 or session.sync.together, session.driver.is_main
     exact = session.cursor.at_boundary and together and not session.restored.pending
     snapshot = Snapshot(reason, tensors, state, {}, exact, own if together and not main else None, main)
     session.hooks.on_save(session.run, snapshot)

@@ -25,7 +25,7 @@ from cadenza.drivers.sharding import is_sharded, whole
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError, CheckpointMismatchError, nearest
 from cadenza.files.paths import local_path, local_text
-from cadenza.hooks.held_weights import HeldWeights
+from cadenza.hooks.moments import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
 from cadenza.optim.model_state import buffers_of, decides, load_by_model, load_into, plain_name, state_of, untied
@@ -481,7 +481,7 @@ def _changes(session: Session, start: Mapping[str, Any], config: Mapping[str, An
     ]
     lost = [name for name in differing if name not in slots and not decides(session.module, differing)]
     lost += ["a parameter group with parameters outside of the model" for new in groups for group in new if None in group]
-    if lost and not any(one.what == "not resumable" for one in session.decisions):
+    if lost and not any(one.what == "not resumable" for one in session.run.decisions):
         told = (
             f"a hook changed what the run trains: {some(lost)}. A run that continues does not have it, so its checkpoints will "
             "be refused. Make it before the run, or in on_setup"

@@ -92,7 +92,7 @@ class CheckpointWriter:
             member.begin(session.progress, session.step.window.size)
         snapshot.check_states(session)  # now, not when the first checkpoint is due
         self._fixed = snapshot.fixed_parts(session)
-        if session.is_main:
+        if session.driver.is_main:
             self.store.sweep()
             self._take_up()
         # A checkpoint with evaluations still due holds no results of them: these are to be saved, although no counter moves.
@@ -178,7 +178,7 @@ class CheckpointWriter:
         if root is not None and "://" not in folder and Path(folder).is_relative_to(root):
             folder = str(Path(folder).relative_to(root))  # equal runs in two directories record the same
         facts = [{**fact, "path": f"{folder}/{fact['checkpoint']}"} for fact in self.retention.bests()]
-        if facts and self.session.is_main and not self._told_best:  # once, for all callbacks
+        if facts and self.session.driver.is_main and not self._told_best:  # once, for all callbacks
             self._told_best = True
             told = ", ".join(f"{one['monitor']} {best_text(one)} at step {one['step']} in {one['path']}" for one in facts)
             self.session.decide("best kept", told, who=", ".join(self.names), data={"best": facts})
@@ -211,7 +211,7 @@ class CheckpointWriter:
         self._newest = saved.name
         if save.error is not None:  # a later attempt was successful
             self._saved_at = save.at
-        if self.session.is_main:
+        if self.session.driver.is_main:
             self._report(save, saved, pruned)
         late, self._late = self._late, set()
         self._join(late)
@@ -288,7 +288,7 @@ class CheckpointWriter:
         for member in retention.members.values():
             member.pending = False
         together = self._together and (session.sync.together or session.driver.world_size == 1)
-        if session.is_main or together:
+        if session.driver.is_main or together:
             at = self._saved_at = session.progress.now()
             self._newest, self._late = None, set()
             copy, averaged = self.attempts.buffers.copy, retention.averaged(at.step)
@@ -304,7 +304,7 @@ class CheckpointWriter:
         retention = self.retention
         if retention.judges(step):  # else the thread that writes looks
             content.facts["finite"] = content.is_finite()
-        if self.session.is_main:
+        if self.session.driver.is_main:
             saved = Saved(step, 1, f"step-{step:08d}")
             with suppress(Exception):  # if the folder cannot be read, the write reports the error
                 saved = self.store.next_name(step)
@@ -313,7 +313,7 @@ class CheckpointWriter:
 
     def _join(self, asking: Collection[str]) -> None:
         """Let callbacks have the newest checkpoint as well."""
-        if not self.session.is_main or not asking:
+        if not self.session.driver.is_main or not asking:
             return
         if self._newest is None:
             self._late.update(asking)
@@ -323,7 +323,7 @@ class CheckpointWriter:
                 self.session.decide("pruned", ", ".join(gone), who=", ".join(self.names), data={"checkpoints": gone})
 
     def _prune(self, saved: Saved) -> list[str]:
-        return self.retention.apply(saved) if self.session.is_main else []
+        return self.retention.apply(saved) if self.session.driver.is_main else []
 
     def _notify(self) -> None:
         self.session.acts.after_step(self.take_results)

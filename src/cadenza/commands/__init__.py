@@ -1,1 +1,1 @@
-"""The command line: each command is a parser and a function."""
+"""The command line. Each command consists of a parser and a function."""

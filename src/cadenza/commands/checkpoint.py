@@ -1,4 +1,4 @@
-"""What ``cadenza checkpoint`` does: list, verify, show, export, prune."""
+"""``cadenza checkpoint``: list, verify, show, export and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def show_list(arguments: argparse.Namespace) -> None:
-    """Print one line a checkpoint: name, run if there are several, time, size, state, what it was written for."""
+    """Print one line per checkpoint: name, run if there are several, time, size, state, and why it was written."""
     catalogue = _catalogue(arguments)
-    lines = {one.run: one for one in newest_branches(one.branch for one in catalogue.entries if one.branch)}
+    lines = {branch.run: branch for branch in newest_branches(entry.branch for entry in catalogue.entries if entry.branch)}
     if catalogue.named is not None:
         lines[catalogue.named.run] = catalogue.named
     kept = {run: kept_by(Store(str(catalogue), run)) for run in lines}
@@ -88,10 +88,10 @@ def show_list(arguments: argparse.Namespace) -> None:
 
 
 def verify_all(arguments: argparse.Namespace) -> None:
-    """Print for each checkpoint whether every file is as it was written.
+    """Print for each checkpoint whether every file matches its checksum.
 
     Raises:
-        CheckpointError: One is not.
+        CheckpointError: A checkpoint does not.
     """
     data = []
     for entry in _catalogue(arguments).entries:
@@ -101,23 +101,23 @@ def verify_all(arguments: argparse.Namespace) -> None:
             say(f"{entry.name}  {problem or 'ok'}")
     if arguments.json:
         print_json(data)
-    if damaged := sum(not one["ok"] for one in data):
+    if damaged := sum(not entry["ok"] for entry in data):
         raise CheckpointError(f"{damaged} of {counted(len(data), 'checkpoint')} cannot be used")
 
 
 def show_newest(arguments: argparse.Namespace) -> None:
-    """Print what a checkpoint holds: its manifest, the model's tensors, the callbacks with a state."""
+    """Print the contents of a checkpoint: manifest, the model's tensors, and the callbacks that have state."""
     entry = _catalogue(arguments).choose(checked_name(arguments.which))
     loaded = entry.store.read(entry.saved)
     entries = {key: value for key, value in loaded.manifest.items() if key not in ("files", "crc32", "weights")}
     entries |= {"weights": loaded.manifest["weights"]} if "weights" in loaded.manifest else {}  # last, with the line below
     if arguments.json:
         callbacks = [*loaded.state.get("callbacks", {})]
-        tensors = {name: {"shape": [*one.shape], "dtype": str(one.dtype)} for name, one in loaded.model.items()}
+        tensors = {name: {"shape": [*tensor.shape], "dtype": str(tensor.dtype)} for name, tensor in loaded.model.items()}
         return print_json({"name": entry.name, **entries, "callbacks": callbacks, "model": tensors})
     entries |= {"time": local_date(loaded.manifest["time"])} if "time" in entries else {}
-    told = [f"{one['monitor']} {best_text(one)} at {one['checkpoint']}" for one in entries.pop("best", [])]
-    entries |= {"best": ", ".join(told)} if told else {}
+    best_texts = [f"{best['monitor']} {best_text(best)} at {best['checkpoint']}" for best in entries.pop("best", [])]
+    entries |= {"best": ", ".join(best_texts)} if best_texts else {}
     for key, value in entries.items():
         say(f"{key:16} {value}")
     if "weights" in entries:
@@ -143,24 +143,24 @@ def export(arguments: argparse.Namespace) -> None:
 
 
 def prune(arguments: argparse.Namespace) -> None:
-    """Delete all but the newest checkpoints; never the newest that verifies, and only those of one run.
+    """Delete all but the newest checkpoints of one run; the newest that verifies is always kept.
 
-    Those of abandoned branches count as older than all others.
+    Checkpoints of abandoned branches count as older than all others.
 
     Raises:
-        CheckpointError: Fewer than one is to be kept, or none can be used.
+        CheckpointError: ``--keep-last`` is below 1, or no checkpoint can be used.
     """
     if arguments.keep_last < 1:
         raise CheckpointError(f"--keep-last must be at least 1; got {arguments.keep_last}")
     catalogue = _catalogue(arguments)
-    catalogue.choose(LAST)  # or nothing is deleted
-    gone = catalogue.prune([one.name for _, one in catalogue.ranked if one.manifest is not None][-arguments.keep_last :])
+    catalogue.choose(LAST)  # otherwise nothing is deleted
+    gone = catalogue.prune([entry.name for _, entry in catalogue.ranked if entry.manifest is not None][-arguments.keep_last :])
     catalogue.stores[0].set_links({})
     say(f"deleted {len(gone)}: {', '.join(gone)}" if gone else "nothing to delete")
 
 
 def _catalogue(arguments: argparse.Namespace) -> Catalogue:
-    """Return the checkpoints that are meant, on the branch of ``--run``, else on that of the run in the directory."""
+    """Return the selected checkpoints, on the branch of ``--run``, otherwise on the branch of the run in the directory."""
     try:
         catalogue = Catalogue.at(arguments.path)
     except ValueError as error:
@@ -174,8 +174,8 @@ def _catalogue(arguments: argparse.Namespace) -> Catalogue:
         complain(remark.strip())
     wanted = getattr(arguments, "run", None)
     if wanted is not None and not (catalogue.named is not None and catalogue.named.run.startswith(wanted)):
-        runs = newest_branches(one.branch for one in catalogue.entries if one.branch)
-        found = [one for one in runs if one.run.startswith(wanted)]
+        runs = newest_branches(entry.branch for entry in catalogue.entries if entry.branch)
+        found = [run for run in runs if run.run.startswith(wanted)]
         if len(found) != 1:
             raise CheckpointError(
                 f"{counted(len(found), 'run')} that saved in {catalogue} have an id that begins with {wanted!r}"
@@ -185,9 +185,9 @@ def _catalogue(arguments: argparse.Namespace) -> Catalogue:
 
 
 def _rules_in(kept_by: Sequence[Mapping[str, str]]) -> str:
-    """Return the rules that keep a checkpoint as text, with the callbacks if there are several."""
-    several = len({one["callback"] for one in kept_by}) > 1
-    return ", ".join(f"{one['callback']}: {one['rule']}" if several else one["rule"] for one in kept_by)
+    """Return the rules that keep a checkpoint as text, with the callbacks if more than one keeps it."""
+    several = len({rule["callback"] for rule in kept_by}) > 1
+    return ", ".join(f"{rule['callback']}: {rule['rule']}" if several else rule["rule"] for rule in kept_by)
 
 
 def _problem(entry: Entry) -> str:

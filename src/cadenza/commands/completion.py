@@ -1,4 +1,4 @@
-"""``cadenza completion``: the completion script of a shell. ``python docs/completions.py`` makes them with shtab."""
+"""``cadenza completion``: the completion script of a shell. ``python docs/completions.py`` generates them with shtab."""
 
 from __future__ import annotations
 

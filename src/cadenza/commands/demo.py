@@ -1,4 +1,4 @@
-"""What ``cadenza demo`` does: a real training, from data to result, in seconds and without a download."""
+"""``cadenza demo``: a complete training, from data to result, in seconds and without a download."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import MissingExtraError
-from cadenza.status.folding import folded
+from cadenza.status.formats import folded
 
 if TYPE_CHECKING:
     from rich.console import Console as Screen
@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo(directory: Path | None = None) -> float:
-    """Train on scikit-learn's handwritten digits and tell all about it; return the accuracy on the test set.
+    """Train on scikit-learn's handwritten digits, printing each stage, and return the accuracy on the test set.
 
     Args:
         directory: Where the run writes; None takes ``runs/demo-<time>``.
 
     Raises:
         MissingExtraError: A package of the extra ``demo`` is not installed.
-        DirectoryError: `directory` cannot be written, or holds a run already.
+        DirectoryError: `directory` cannot be written, or already holds a run.
     """
     for module, package in _NEEDED.items():
         if find_spec(module) is None:
@@ -71,7 +71,7 @@ def demo(directory: Path | None = None) -> float:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread: for so small a network as fast as on two, and not many times slower on a busy machine."""
+    """Compute on one thread: as fast as two for such a small network, and much faster on a busy machine."""
     import torch
 
     before = torch.get_num_threads()
@@ -83,7 +83,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _digits() -> dict[str, TensorBatches[Any]]:
-    """Return loaders for training, validation and test, always split alike: images (B, 1, 8, 8) in 0..1, labels (B,)."""
+    """Return loaders for training, validation and test with a fixed split: images (B, 1, 8, 8) in 0..1, labels (B,)."""
     import torch
     from sklearn.datasets import load_digits
 
@@ -110,7 +110,7 @@ def _trainer(train: TensorBatches[Any], valid: TensorBatches[Any], directory: Pa
     from cadenza.sinks import Console, TensorBoard
     from cadenza.trainer import Trainer
 
-    torch.manual_seed(_SEED)  # the first weights are drawn here, before the trainer's seed counts
+    torch.manual_seed(_SEED)  # the initial weights are drawn here, before the trainer seeds the generators
     model = nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
@@ -125,7 +125,7 @@ def _trainer(train: TensorBatches[Any], valid: TensorBatches[Any], directory: Pa
         max_epochs=_EPOCHS,
         seed=_SEED,
         directory=directory,
-        device="cpu",  # so small a network gains nothing elsewhere
+        device="cpu",  # a network this small gains nothing on another device
         callbacks=[
             LearningRate(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps)),
             LogTraining(every="1 epoch", lr=False, throughput=False),
@@ -176,8 +176,8 @@ def _show_next(screen: Screen, directory: Path) -> None:
 
 
 def _tensorboard() -> str:
-    """Return the command as it can be typed here: where the environment is not activated, it is not on the PATH."""
-    beside = Path(sys.executable).with_name("tensorboard")
-    if shutil.which("tensorboard") or not beside.exists():
+    """Return the command as it can be typed here; without an activated environment it is not on the PATH."""
+    sibling = Path(sys.executable).with_name("tensorboard")
+    if shutil.which("tensorboard") or not sibling.exists():
         return "tensorboard"
-    return shlex.quote(str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside))
+    return shlex.quote(str(sibling.relative_to(Path.cwd()) if sibling.is_relative_to(Path.cwd()) else sibling))

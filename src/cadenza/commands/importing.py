@@ -1,4 +1,4 @@
-"""Importing a user's script or module for a command: nothing is trained, and stdout holds only what the command prints."""
+"""Imports a user's script or module for a command. Nothing is trained, and stdout holds only the command's output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _TrainsError(BaseException):
 
 
 def guarded(command: str, source: str, arguments: Sequence[str], make: Callable[[], T]) -> T:
-    """Call a function in which code of the user runs. Its errors are shown without our part of the traceback."""
+    """Call a function that runs user code. Its errors are shown without Cadenza's part of the traceback."""
     before = sys.argv, sys.path[:]
     sys.argv = [source, *arguments]
     sys.path.insert(0, str(Path(source).resolve().parent) if is_script(source) else os.getcwd())
@@ -53,7 +53,7 @@ def guarded(command: str, source: str, arguments: Sequence[str], make: Callable[
 
 @contextmanager
 def nothing_on_stdout() -> Iterator[None]:
-    """Send to stderr what the script prints, and what a program that it starts or a C library prints."""
+    """Redirect the script's output to stderr, including that of subprocesses and C libraries."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -80,15 +80,15 @@ def _no_training() -> Iterator[None]:
 
 
 def is_script(source: str) -> bool:
-    """Return whether the text names a file, and not a module."""
+    """Return whether the text names a file rather than a module."""
     return source.endswith(".py") or os.sep in source or "/" in source
 
 
 def imported(source: str) -> ModuleType:
-    """Return the module of a script, or of that name.
+    """Import a script or a module by name.
 
     Raises:
-        CadenzaError: There is none.
+        CadenzaError: It does not exist.
     """
     if not is_script(source):
         if not all(part.isidentifier() for part in source.split(".")):
@@ -104,7 +104,7 @@ def imported(source: str) -> ModuleType:
             raise
     path = Path(source)
     if not path.is_file():
-        there = [str(one) for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        there = [str(file) for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise CadenzaError(f"there is no script {source!r}.{nearest(source, there)}")
     name = path.stem if path.stem not in sys.modules else f"script_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -123,7 +123,7 @@ def _shown(command: str, error: Exception, source: str) -> CadenzaError:
 
 
 def _relative_imports(command: str, error: Exception, source: str) -> str:
-    """Return how to name a script of a package, where that is the cure of its error."""
+    """Return how to name a script inside a package, if that would fix its error."""
     if not is_script(source) or not isinstance(error, ImportError) or "no known parent package" not in str(error):
         return ""
     script = Path(source).resolve()
@@ -138,7 +138,7 @@ def _relative_imports(command: str, error: Exception, source: str) -> str:
 
 
 def _in_script(error: BaseException) -> Any:
-    """Return the traceback from the first line that is neither of a command nor of Python's import system; None without one."""
+    """Return the traceback from the first frame outside the commands and Python's import system; None if there is none."""
     step = error.__traceback__
     while step is not None and step.tb_frame.f_code.co_filename.startswith((_COMMANDS, "<frozen", importlib.__file__)):
         step = step.tb_next

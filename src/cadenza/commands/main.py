@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from cadenza.commands.output import complain
 from cadenza.errors import CadenzaError, nearest
 from cadenza.lazy import imported
-from cadenza.status.folding import printable
+from cadenza.status.formats import printable
 from cadenza.version import __version__
 
 COMMANDS = {
@@ -22,6 +22,7 @@ COMMANDS = {
     "runs": "list the runs below a folder, with their best values",
     "watch": "follow a run in the terminal",
     "ask": "ask a run for its status, values, decisions or problems, in a form for programs",
+    "tell": "stop, pause, save or evaluate a run that goes on, or set its learning rate",
     "step": "name the samples that each rank read in a step",
     "why": "say why a run stopped, or took another decision",
     "compare": "compare runs: arguments, values, curves, environment",
@@ -34,13 +35,13 @@ COMMANDS = {
 _IN_WINGS = {
     "compat": "cadenza.compat.command",
     **{name: f"cadenza.report.commands.{name}" for name in ("runs", "watch", "why", "compare", "report", "replay")},
-    **{name: f"cadenza.steering.commands.{name}" for name in ("ask",)},
+    **{name: f"cadenza.steering.commands.{name}" for name in ("ask", "tell")},
     **{name: f"cadenza.timetravel.commands.{name}" for name in ("step", "capsule")},
 }
 """The modules of commands that are not in this package."""
 
 FAILED = 1
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+INTERRUPTED = 130  # the exit code of a shell for a program ended by Ctrl-C
 PIPE_CLOSED = 141  # the same for a program that wrote to a pipe without a reader
 _CODES = (
     "exit codes: 0 success; 1 an error, or the answer is negative (see the help of the command); "
@@ -49,7 +50,7 @@ _CODES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; return the exit code: 0, 1 after an error, 130 after Ctrl-C, 141 after a closed pipe.
+    """Run a command line and return its exit code: 0, 1 after an error, 130 after Ctrl-C, 141 after a closed pipe.
 
     Args:
         argv: The arguments without the program's name; None takes those of this process.
@@ -63,33 +64,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(given)
         finally:
             sys.stdout.flush()
-    except CadenzaError as error:  # these say what to do; the way through our code would only hide that
+    except CadenzaError as error:  # these messages say what to do; a traceback through Cadenza would hide that
         return _fail(str(error), FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
-    except BrokenPipeError:  # the reader has enough, as in: cadenza runs | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
+    except BrokenPipeError:  # the reader closed the pipe, as in: cadenza runs | head
+        # otherwise Python reports an error when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except OSError as error:  # such as a full disk behind stdout, or a file that cannot be read
+    except OSError as error:  # such as a full disk behind stdout or an unreadable file
         return _fail(f"{type(error).__name__}: {error}", FAILED)
 
 
 def parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser. Only the commands in `wanted` get their arguments; of the others the help knows one line."""
+    """Return the parser. Only the commands in `wanted` get their arguments; the help lists the others with one line each."""
     whole = Parser(prog="cadenza", description="Train PyTorch models.", epilog=_CODES)
     whole.add_argument("--version", action="version", version=f"cadenza {__version__}")
     commands = whole.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in COMMANDS.items():
-        one = commands.add_parser(name, help=text)
+        command = commands.add_parser(name, help=text)
         if name in wanted:
             module = _IN_WINGS.get(name, f"cadenza.commands.{name}")
-            imported(module, needed_by=f"cadenza {name}").add_arguments(one)
-            one.set_defaults(parser=one)
+            imported(module, needed_by=f"cadenza {name}").add_arguments(command)
+            command.set_defaults(parser=command)
     return whole
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with one form of errors. The line breaks of examples stay in its help."""
+    """A parser with uniform error messages that keeps the line breaks of examples in its help."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **arguments})

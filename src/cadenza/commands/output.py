@@ -1,4 +1,4 @@
-"""What the commands print: lines, tables that fit the terminal, curves of one line, JSON."""
+"""Output of the commands: lines, tables that fit the terminal, one-line curves, JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from cadenza.status.folding import folded, printable
-from cadenza.status.formats import in_json
+from cadenza.status.formats import folded, in_json, printable
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
@@ -30,12 +29,12 @@ def say(line: str = "") -> None:
 
 
 def complain(line: str) -> None:
-    """Print a line about a problem that does not end the command, on stderr."""
+    """Print a line to stderr about a problem that does not end the command."""
     sys.stderr.write(f"cadenza: {printable(line)}\n")
 
 
 def say_folded(line: str, separator: str, indent: str | None = None) -> None:
-    """Print a line, in several where it is wider than the terminal; see `folded`."""
+    """Print a line, wrapped at the width of the terminal; see `folded`."""
     most = width()
     say(line if most is None else folded(line, most, separator, indent))
 
@@ -46,7 +45,7 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
 
 
 def width() -> int | None:
-    """Return the columns of the terminal, or of the variable ``COLUMNS``; None if stdout is neither: nothing must fit then."""
+    """Return the columns of the terminal, or of the variable ``COLUMNS``; None if stdout has no width to fit."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return shutil.get_terminal_size().columns
     return None
@@ -57,8 +56,8 @@ def print_rows(rows: Sequence[Sequence[str]], *, right: frozenset[int] | set[int
 
     Args:
         rows: The cells of each row. All rows have equal lengths.
-        right: The indices of columns that are aligned at the right, for numbers.
-        fit: Cut the lines at the width of the terminal.
+        right: The indices of right-aligned columns, for numbers.
+        fit: Truncate lines at the width of the terminal.
     """
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(map(columns_of, column)) for column in zip(*cells, strict=True)]
@@ -82,7 +81,7 @@ def fitting(rows: Sequence[Sequence[str]], first: int) -> list[int]:
 
 
 def clean(text: str) -> str:
-    r"""Return a text as one line without control characters, so that no file's content moves the cursor.
+    r"""Return a text as one line without control characters, so that file contents cannot move the cursor.
 
     >>> clean("loss\n is  \x1b[31mhigh")
     'loss is ?[31mhigh'
@@ -91,14 +90,14 @@ def clean(text: str) -> str:
 
 
 def columns_of(text: str) -> int:
-    """Return how many columns of a terminal a text takes: two for each wide character."""
+    """Return the width of a text in terminal columns; wide characters count as two."""
     if text.isascii():
         return len(text)
     return sum(0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text of at most `most` columns; three dots at its end show that it was cut.
+    """Truncate a text to `most` columns, ending in three dots if it was cut.
 
     >>> cut("a long name", 8), cut("short", 8)
     ('a lon...', 'short')
@@ -111,7 +110,7 @@ def cut(text: str, most: int) -> str:
 
 
 def cut_at_start(text: str, most: int) -> str:
-    """Return a name of at most `most` columns with its end, in which the paths of runs differ.
+    """Truncate a name to `most` columns at its start, since paths of runs differ at their ends.
 
     >>> cut_at_start("a/long/path", 8)
     '.../path'
@@ -120,7 +119,7 @@ def cut_at_start(text: str, most: int) -> str:
 
 
 def curve(values: Sequence[float], most: int) -> str:
-    """Return a curve of one line: the mean of each interval, from the lowest to the highest. NaN is a space.
+    """Return a one-line curve: the mean of each interval, scaled from lowest to highest. NaN is a space.
 
     >>> curve([1, 2, 3, 4, 3, 2, 1, float("nan")], 8)
     '▁▃▆█▆▃▁ '

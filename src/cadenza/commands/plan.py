@@ -70,7 +70,7 @@ def _shown_of(trainer: Trainer, arguments: argparse.Namespace) -> Plan | Calenda
 
 
 def _parts(target: str) -> tuple[str, str]:
-    """Return script or module, and the name in it, which may be empty."""
+    """Split into the script or module and the name in it, which may be empty."""
     source, colon, name = target.rpartition(":")
     if not colon or name.endswith(".py") or "/" in name or "\\" in name:  # C:\train.py
         return target, ""

@@ -1,4 +1,4 @@
-"""Adapters: callbacks of other training systems, beside native ones in one list. `ForeignCallback` is the base of others."""
+"""Adapters that run callbacks of other training systems alongside native ones. `ForeignCallback` is their base class."""
 
 from typing import TYPE_CHECKING
 

@@ -1,13 +1,14 @@
-"""Names of an original that its adapter does not provide: importing one is an error that says what to use instead.
+"""Names of an original package that its adapter lacks. Importing one raises an error that names the replacement.
 
 Each adapter has a file ``absent.toml``:
 
 * ``original``: the name of the original package.
 * ``guide``: the path of the guide.
 * ``more``: another such file, with more names.
-* ``texts``: parts of advices. An advice has them in braces, and so has a text those above it; ``{here}`` is the adapter.
+* ``texts``: fragments of advice, inserted where an advice, or a later fragment, has their name in braces; ``{here}`` is the
+  adapter.
 * ``absent``: module path inside the original ("" for the package itself) -> public names, separated by spaces -> advice. The
-  name ``*`` stands for the module itself with all that is below it: such a module does not exist in the adapter.
+  name ``*`` stands for the module itself and everything below it: such a module does not exist in the adapter.
 
 A name that is listed for a module counts as listed for the packages above it, because the originals export it there too.
 """
@@ -40,19 +41,19 @@ class Entry(NamedTuple):
 
 
 def advise(package: str) -> None:
-    """Let the imported modules of an adapter say what to use instead of the names that they do not provide.
+    """Make the imported modules of an adapter name the replacement of each name that they lack.
 
     Each gets a ``__getattr__`` (PEP 562). Type checkers do not see it, so they keep reporting unknown names. A listed
-    name is an ``ImportError``, because ``from module import name`` replaces an ``AttributeError`` with a message of its own.
-    Any other name is an ``AttributeError``, as in every module.
+    name is an ``ImportError``, because ``from module import name`` replaces the message of an ``AttributeError``.
+    Any other name raises an ``AttributeError``, as in every module.
 
     Args:
-        package: The ``__name__`` of the calling module. The modules below it are meant, too.
+        package: The ``__name__`` of the calling module. Its submodules are included.
     """
-    finder = next((one for one in sys.meta_path if isinstance(one, _AbsentModules)), None)
+    finder = next((hook for hook in sys.meta_path if isinstance(hook, _AbsentModules)), None)
     if finder is None:
         finder = _AbsentModules()
-        sys.meta_path.append(finder)  # the last one: it is asked only for modules that do not exist
+        sys.meta_path.append(finder)  # last, so that it only handles modules that do not exist
     finder.adapters.add(_split(package)[0])
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(f"{package}."):
@@ -62,7 +63,7 @@ def advise(package: str) -> None:
 def _refuse(module: str, name: str) -> NoReturn:
     if not name.startswith("__") and (entry := _listed(module, name)):
         raise _error(module, name, entry)
-    close = get_close_matches(name, [one for one in vars(sys.modules[module]) if not one.startswith("_")], n=1)
+    close = get_close_matches(name, [known for known in vars(sys.modules[module]) if not known.startswith("_")], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise AttributeError(f"module {module!r} has no attribute {name!r}.{hint}", name=name)
 
@@ -94,7 +95,7 @@ def entries_in(adapter: str, file: str) -> list[Entry]:
 
 
 class _AbsentModules(MetaPathFinder):
-    """Finds no module. For one that an adapter does not provide it raises, so that the message says what to use instead."""
+    """Finds no module. For one that an adapter lacks it raises an error that names the replacement."""
 
     def __init__(self) -> None:
         self.adapters = set[str]()
@@ -107,18 +108,19 @@ class _AbsentModules(MetaPathFinder):
 
 
 def _listed(module: str, name: str) -> Entry | None:
-    """Return the entry for a name of a module: the module's own, or that of a module below it."""
+    """Return the entry for a name of a module or of its submodules."""
     adapter, path = _split(module)
     below = f"{path}." if path else ""
-    found = [one for one in entries(adapter) if one.name == name and (one.module == path or one.module.startswith(below))]
-    return _whole(module, name) or min(found, key=lambda one: len(one.module), default=None)
+    named = [entry for entry in entries(adapter) if entry.name == name]
+    inside = [entry for entry in named if entry.module == path or entry.module.startswith(below)]
+    return _whole(module, name) or min(inside, key=lambda entry: len(entry.module), default=None)
 
 
 def _whole(parent: str, name: str) -> Entry | None:
     """Return the entry for a module that does not exist."""
     adapter, path = _split(parent)
     child = f"{path}.{name}" if path else name
-    return next((one for one in entries(adapter) if (one.module, one.name) == (child, "*")), None)
+    return next((entry for entry in entries(adapter) if (entry.module, entry.name) == (child, "*")), None)
 
 
 def _error(module: str, name: str, entry: Entry) -> ImportError:
@@ -132,7 +134,7 @@ def _error(module: str, name: str, entry: Entry) -> ImportError:
 
 
 def _advice_for_all(adapter: str, whole: Entry) -> str:
-    """Return the advice for a module, and for those of its names that have an advice of their own."""
+    """Return the advice for a module and for its names with separate advice."""
     own: dict[str, list[str]] = {}
     for entry in entries(adapter):
         if entry.module == whole.module and entry.advice != whole.advice:

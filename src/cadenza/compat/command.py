@@ -1,4 +1,7 @@
-"""``cadenza compat``: what of a callback class of another system works in a native run, from its source. Nothing is trained."""
+"""``cadenza compat``: report which parts of a foreign callback class work in a native run, from its source.
+
+Nothing is trained.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from cadenza.hooks.moments import BaseCallback
 from cadenza.loops.foreign import ADAPTERS, base_of
 from cadenza.status.formats import counted
 
-_LAZY = "Callback"  # of the names that a package imports late, those with this ending are classes of callbacks
+_LAZY = "Callback"  # lazily imported names with this suffix are callback classes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,23 +47,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print what works; return 0 if all does, else 1.
+    """Print the mapping; return 0 if it is complete, otherwise 1.
 
     Raises:
-        CadenzaError: There is no such module or class, or the class is no callback.
+        CadenzaError: There is no such module or class, or the class is not a callback.
     """
     target = arguments.callback
     with nothing_on_stdout():
         found = guarded("compat", target, (), lambda: _found(target))
     surfaces = found if isinstance(found, list) else [found]
     if arguments.json:
-        print_json([one.to_dict() for one in surfaces] if isinstance(found, list) else surfaces[0].to_dict())
+        print_json([surface.to_dict() for surface in surfaces] if isinstance(found, list) else surfaces[0].to_dict())
     elif isinstance(found, list):
         _print_table(found)
     else:
         for line in _lines(found):
             _say(line)
-    return 0 if all(one.mapped for one in surfaces) else 1
+    return 0 if all(surface.mapped for surface in surfaces) else 1
 
 
 # -- the target ------------------------------------------------------------------------------------------
@@ -85,7 +88,7 @@ def _found(target: str) -> Surface | list[Surface]:
 
 
 def _inside_a_block(source: str, name: str) -> str:
-    """Return what to do if a script defines a class where an import does not reach it."""
+    """Return advice if a script defines a class where an import does not reach it."""
     if is_script(source) and re.search(rf"^[ \t]+class {re.escape(name)}\b", Path(source).read_text(), re.MULTILINE):
         return ' It is defined in a function or below `if __name__ == "__main__":`. Move it to the top level.'
     return ""
@@ -99,7 +102,7 @@ def _parts(target: str) -> tuple[str, str]:
     if is_script(target) or _is_module(target):
         return target, ""
     module, _, name = target.rpartition(".")
-    while module and not _is_module(module):  # a class inside a class
+    while module and not _is_module(module):  # a nested class
         module, _, inner = module.rpartition(".")
         name = f"{inner}.{name}"
     return (module, name) if module else (target, "")
@@ -121,14 +124,14 @@ def _no_callback(thing: object) -> str:
 
 
 def _callbacks_in(module: ModuleType, source: str) -> list[Surface]:
-    classes = {one: None for name in sorted(_names_in(module)) if (one := _class(module, name)) is not None}
+    classes = {class_: None for name in sorted(_names_in(module)) if (class_ := _class(module, name)) is not None}
     if not classes:
         raise CadenzaError(f"{source!r} has no callback class with one of the base classes {', '.join(ADAPTERS)}")
-    return [surface for one in classes if (surface := surface_of(one)) is not None]
+    return [surface for class_ in classes if (surface := surface_of(class_)) is not None]
 
 
 def _names_in(module: ModuleType) -> list[str]:
-    """Return the names that may be callbacks; those that a package imports late are only asked for if they look like one."""
+    """Return the names that may be callbacks. Lazily imported names are included only if they look like callbacks."""
     there = vars(module)
     late = [name for name in (*getattr(module, "__all__", ()), *dir(module)) if name not in there and name.endswith(_LAZY)]
     return [*dict.fromkeys((*(name for name in there if not name.startswith("_")), *late))]
@@ -137,7 +140,7 @@ def _names_in(module: ModuleType) -> list[str]:
 def _class(module: ModuleType, name: str) -> type[Any] | None:
     try:
         found = getattr(module, name)
-    except Exception as error:  # a package that a lazy module needs is missing
+    except Exception as error:  # a lazily imported module lacks a dependency
         complain(f"{name} cannot be imported: {clean(str(error))}")
         return None
     is_callback = isinstance(found, type) and base_of(found) not in (None, found)
@@ -154,12 +157,12 @@ def _lines(surface: Surface) -> Iterator[str]:
     yield ""
     yield from _events(surface)
     yield from _uses(surface)
-    calls = dict.fromkeys(f"{one.text} in {one.event}" for one in surface.passed_on)
+    calls = dict.fromkeys(f"{call.text} in {call.event}" for call in surface.passed_on)
     if calls:
         yield from ("", f"passed on to functions that are not read: {', '.join(calls)}")
     if surface.unreadable:
         yield from ("", f"! without source that can be read: {', '.join(surface.unreadable)}")
-    missing = [f"! {sentence(one)} (line {one.line})" for one in distinct(surface.missing)]
+    missing = [f"! {sentence(use)} (line {use.line})" for use in distinct(surface.missing)]
     if missing:
         yield from ("", *missing)
     yield from ("", _verdict(surface))
@@ -168,25 +171,26 @@ def _lines(surface: Surface) -> Iterator[str]:
 def _events(surface: Surface) -> Iterator[str]:
     if not surface.events:
         yield "it overrides no event" + (" in its class; they depend on its arguments" if surface.dynamic else "")
-    wide = max((len(one.name) for one in surface.events), default=0)
-    for one in surface.events:
-        called = one.moment or "never called"
-        note = f"; {one.event.note}" if one.event.note and one.called else f": {one.event.note}" if one.event.note else ""
-        yield f"{'' if one.called else '! '}{one.name:{wide if one.called else wide - 2}}  {called}{note}"
+    wide = max((len(event.name) for event in surface.events), default=0)
+    for event in surface.events:
+        called = event.moment or "never called"
+        mark = "; " if event.called else ": "
+        note = f"{mark}{event.event.note}" if event.event.note else ""
+        yield f"{'' if event.called else '! '}{event.name:{wide if event.called else wide - 2}}  {called}{note}"
     if surface.state:
         yield f"{', '.join(surface.state)}: in checkpoints"
 
 
 def _uses(surface: Surface) -> Iterator[str]:
     kinds = {
-        "it uses, and a run provides": [one for one in surface.uses if one.provided],
-        "it uses, of objects of your own": [one for one in surface.uses if one.provided is None],
+        "it uses, and a run provides": [use for use in surface.uses if use.provided],
+        "it uses, of objects of your own": [use for use in surface.uses if use.provided is None],
         "it uses if it is there, and a run does not provide": [
-            one for one in surface.uses if one.provided is False and one not in surface.missing
+            use for use in surface.uses if use.provided is False and use not in surface.missing
         ],
     }
     for title, uses in kinds.items():
-        names = sorted({one.text for one in uses})
+        names = sorted({use.text for use in uses})
         if names:
             yield from ("", f"{title}: {', '.join(names)}")
 
@@ -213,16 +217,16 @@ def _all(things: Sequence[object], name: str) -> str:
 
 def _print_table(surfaces: Sequence[Surface]) -> None:
     rows = [["callback", "mapped", "events", "attributes", "system"]]
-    rows += [[one.name, _short(one), _mapped_events(one), _mapped_attributes(one), one.system] for one in surfaces]
+    rows += [[each.name, _short(each), _mapped_events(each), _mapped_attributes(each), each.system] for each in surfaces]
     kept = fitting(rows, 2)
     print_rows([[row[i] for i in kept] for row in rows])
-    for one in surfaces:
-        if not one.mapped:
+    for surface in surfaces:
+        if not surface.mapped:
             say()
-            _say(f"{one.name}: {_verdict(one)}")
-            for line in _reasons(one):
+            _say(f"{surface.name}: {_verdict(surface)}")
+            for line in _reasons(surface):
                 _say(f"  {line}")
-    done = sum(one.mapped for one in surfaces)
+    done = sum(surface.mapped for surface in surfaces)
     say()
     _say(f"{done} of {counted(len(surfaces), 'callback')} mapped")
 
@@ -238,9 +242,9 @@ def _mapped_events(surface: Surface) -> str:
 
 
 def _mapped_attributes(surface: Surface) -> str:
-    checked = distinct([one for one in surface.uses if one.provided is not None and not one.guarded])
-    missing = {one.text for one in surface.missing}
-    return f"{len(checked) - len(missing & {one.text for one in checked})} of {len(checked)}"
+    checked = distinct([use for use in surface.uses if use.provided is not None and not use.guarded])
+    missing = {use.text for use in surface.missing}
+    return f"{len(checked) - len(missing & {use.text for use in checked})} of {len(checked)}"
 
 
 def _reasons(surface: Surface) -> Iterator[str]:

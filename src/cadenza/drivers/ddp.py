@@ -101,31 +101,22 @@ def state_and_hook(given: Any) -> tuple[object, CommHook] | None:
             f"comm_hook={name} does not reduce gradients over all ranks, so the weights of the ranks differ, and a checkpoint "
             f"holds those of rank 0 alone. {_REDUCES}"
         )
-    compare = _Comparison()
+    calls: dict[int, int] = {}  # by the index of a bucket
 
     @wraps(hook, assigned=["__name__"], updated=())  # torch rejects annotations that are strings, as in many files
     def called(state, bucket):  # type: ignore[no-untyped-def]
-        compare(bucket)
+        index = bucket.index()
+        calls[index] = count = calls.get(index, 0) + 1
+        if count > 1 and not count & (count - 1):  # at calls 2, 4, 8, and so on: a hook may begin late to differ
+            _check_same(bucket.parameters(), count)
         return hook(state, bucket)
 
     del called.__wrapped__
     return state, called
 
 
-class _Comparison:
-    """Compares the weights of a bucket over the ranks at calls 2, 4, 8, and so on: a hook may begin late to differ."""
-
-    def __init__(self) -> None:
-        self._calls: dict[int, int] = {}
-
-    def __call__(self, bucket: Any) -> None:
-        index = bucket.index()
-        self._calls[index] = calls = self._calls.get(index, 0) + 1
-        if calls > 1 and not calls & (calls - 1):
-            _check_same(bucket.parameters(), calls)
-
-
 def _check_same(parameters: list[nn.Parameter], call: int) -> None:
+    """Raise `DistributedError` if the weights of a bucket differ between ranks. Every rank must call this."""
     lowest = torch.stack([_sum_of_bytes(one) for one in parameters])
     highest = lowest.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)

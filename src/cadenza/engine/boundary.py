@@ -12,7 +12,10 @@ from itertools import chain
 from typing import Any
 
 from cadenza.engine.session import Session
+from cadenza.loading import Consumed, resumable
 from cadenza.loading.data_course import Point, Segment, described
+from cadenza.loading.mixture import set_source
+from cadenza.loading.resumable_base import changed
 from cadenza.records.history import write_again
 from cadenza.status.decisions import Outcome
 from cadenza.status.formats import counted
@@ -103,6 +106,15 @@ def close(session: Session) -> None:
 # -- the training data -----------------------------------------------------------------------------
 
 
+def open_loader(session: Session, past: Consumed = ()) -> None:
+    """Give the training loader a position; `past` is what other ranks did of the current epoch."""
+    set_source(None)
+    driver, cursor = session.driver, session.cursor
+    shard, pin = driver.data_shard().resumed(past), driver.device.type == "cuda"
+    options: dict[str, Any] = {"replay": cursor.replay, "shard": shard, "pin": pin, "permuted": cursor.permuted}
+    cursor.resume(changed(resumable(session.loader, session.data_seed, **options), cursor.change))
+
+
 def begin(session: Session) -> None:
     """Set the size of the windows, and note where the run begins or continues, and with which loader.
 
@@ -168,7 +180,7 @@ def check_length(session: Session) -> None:
     said = f"{counted(expected, 'batch')}{ranks}"
     what = f"the length of the training loader says {said}, but epoch {progress.epoch + 1} had {found}"
     session.decide("length corrected", what, who="the run", data={"expected_batches": expected, "batches": found})
-    if first and session.is_main:
+    if first and session.driver.is_main:
         session.warn(
             f"{what}. From now on, fractions of an epoch and the length of the run are computed with {found}. Schedules and "
             f"warm-ups that were made for {expected} do not change. Make the loader's __len__ return the right "
@@ -206,7 +218,7 @@ def make_again(session: Session) -> None:
     rows = write_again(files.path / "metrics.jsonl", session.metrics.history)
     decisions = files.path / "decisions.jsonl"
     there = set(decisions.read_text(encoding="utf-8").splitlines()) if decisions.exists() else set()
-    for decision in session.decisions:
+    for decision in session.run.decisions:
         if json.dumps(masked(decision.to_dict())) not in there:
             files.add_decision(decision.to_dict())
     text = (

@@ -311,21 +311,19 @@ class _Course:
         return Call(step, at.epoch if self.sized or at.max_steps is None else None, batch, moment, one.owner, str(one.schedule))
 
     def _moments(self, begins: Beginning) -> Iterator[Moment]:
-        inside = begins.in_epoch
+        at, inside = self._at, begins.in_epoch
         while inside or not (begins.stops or self._over):
             yield Callback.on_epoch_start
-            yield from self._epoch(over=inside and begins.leaves, counts=inside and begins.counts)
+            over = inside and begins.leaves
+            while self.steps_known and not over and not self._over:
+                self._pass_over()
+                over = yield from self._step()
+            is_whole = not self.steps_known or at.batch_in_epoch == at.batches_per_epoch
+            if is_whole or (inside and begins.counts):
+                at.finish_epoch()
+            if not at.batch_in_epoch or at.finished or not self._ended:  # else the listed part ends inside the epoch
+                yield Callback.on_epoch_end
             inside = False
-
-    def _epoch(self, *, over: bool, counts: bool) -> Iterator[Moment]:
-        at = self._at
-        while self.steps_known and not over and not self._over:
-            self._pass_over()
-            over = yield from self._step()
-        if not self.steps_known or at.batch_in_epoch == at.batches_per_epoch or counts:
-            at.finish_epoch()
-        if not at.batch_in_epoch or at.finished or not self._ended:  # else the part that is asked for ends inside the epoch
-            yield Callback.on_epoch_end
 
     def _step(self) -> Generator[Moment, None, bool]:
         """Yield the moments of a step; return whether the loader was found empty."""
@@ -334,7 +332,8 @@ class _Course:
             yield from (Callback.on_fetch_start, Callback.on_fetch_end)
             if at.batch_in_epoch == at.batches_per_epoch:
                 break
-            yield from (Callback.on_step_start,) if not done else ()
+            if not done:
+                yield Callback.on_step_start
             yield from (Callback.on_batch_start, Callback.on_before_backward, Callback.on_after_backward)
             self._finish_batch()
             yield Callback.on_batch_end

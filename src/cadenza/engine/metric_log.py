@@ -437,9 +437,8 @@ def mean_on_its_way(step: StepState, weight: Any, driver: Driver) -> Callable[[]
     on_host = [number for one in (*losses, *weights) if (number := number_on_host(one)) is not None]
     if not loss.is_cpu or len(on_host) < len(losses) + len(weights):
         return None
-    factors = on_host[len(losses) :] if weights else [1.0] * len(losses)
-    terms = [value * factor for value, factor in zip(on_host, factors, strict=False) if factor]
-    arrives = driver.reduce_later(torch.tensor([sum(terms), sum(factors)], dtype=torch.float64) * driver.counts)
+    own = weighted_total(on_host[: len(losses)], on_host[len(losses) :])
+    arrives = driver.reduce_later(torch.tensor(own, dtype=torch.float64) * driver.counts)
 
     def mean() -> Tensor | None:
         total, count = arrives()

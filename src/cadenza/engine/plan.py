@@ -22,8 +22,7 @@ from cadenza.hooks.moments import BaseCallback, Callback, Moment, moments_of
 from cadenza.hooks.subscription import Subscription
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.decisions import WhyNot
-from cadenza.status.folding import folded
-from cadenza.status.formats import counted, few
+from cadenza.status.formats import counted, few, folded
 from cadenza.status.progress import Accumulation, Progress
 
 LIMITS = ("max_epochs", "max_steps", "max_tokens")
@@ -350,7 +349,7 @@ def why_not(session: Session, what: str) -> WhyNot:
     if what.startswith(_LOGGED):
         return WhyNot(what, tuple(_not_logged(session, what.removeprefix(_LOGGED).strip())))
     moments = {moment.__name__: listeners for moment, listeners in session.hooks.by_moment.items()}
-    last = next((one for one in reversed(session.decisions) if what in (one.what, one.who)), None)
+    last = next((one for one in reversed(session.run.decisions) if what in (one.what, one.who)), None)
     if what in session.hooks.callbacks:
         reasons = _of_callback(session, what, session.hooks.callbacks[what])
     elif what in (names := {**moments_of(Callback), **moments}):
@@ -358,7 +357,7 @@ def why_not(session: Session, what: str) -> WhyNot:
         reasons = _due(session, listeners) if listeners else iter([f"no callback of this run has a hook {what}"])
     else:
         decided = {name for one in session.hooks.callbacks.values() for name in one.decides}
-        kinds = [*dict.fromkeys((*_OF_THE_RUN, *sorted(decided), *(one.what for one in session.decisions)))]
+        kinds = [*dict.fromkeys((*_OF_THE_RUN, *sorted(decided), *(one.what for one in session.run.decisions)))]
         if what not in kinds:
             known = [*kinds, *session.hooks.callbacks, *names, "logged NAME"]
             raise ValueError(
@@ -379,7 +378,7 @@ def _of_decision(session: Session, what: str) -> Iterator[str]:
     asked = {"stopped": requests.stop or requests.signalled, "epoch ended": requests.end_epoch}.get(what)
     if asked is not None and session.outcome is None:
         yield f"requested by {asked.who} ({asked.why}): it is carried out at the end of the step"
-    failed = next((one for one in reversed(session.decisions) if one.what == f"not {what}"), None)
+    failed = next((one for one in reversed(session.run.decisions) if one.what == f"not {what}"), None)
     if failed is not None:
         yield f"it failed, {failed}"
     if what == "stopped":

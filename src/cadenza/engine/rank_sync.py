@@ -393,11 +393,9 @@ class SharedSync(RankSync):
         is_quiet = self._silence.covers(progress.step) and not self._weighs
         if when < self._announces or self._announced is not None or is_quiet:
             return
-        is_due = self._hooks.next_call(progress, late=True) <= progress.step + 1
-        may_speak = (
-            self._uneven or self._buffer.holds_numbers or is_due
-        )  # a hook may still make a request, or log, in this step
-        quiet = 0 if may_speak else self._hooks.next_call(progress, late=False) - progress.step - 2
+        following = self._hooks.next_call(progress)
+        may_speak = self._uneven or self._buffer.holds_numbers or following <= progress.step + 1
+        quiet = 0 if may_speak else following - progress.step - 2
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
         dropped = self._step.dropped and self._driver.counts
         flags = [self._samples, self._tokens, self.requests.leave, may_speak, passed_ns, dropped]

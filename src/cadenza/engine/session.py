@@ -22,24 +22,19 @@ from cadenza.engine.module_state import ModuleFlags
 from cadenza.engine.rank_sync import RankSync, SharedSync
 from cadenza.engine.step_state import AccumulationWindow, Cursor, DueEvaluations, Restored, SaveBlocks, Saver, StepState
 from cadenza.errors import drop_tracebacks
-from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.faults import Closer, Fault
-from cadenza.loading import Consumed, resumable
+from cadenza.hooks.dispatch import Closer, Fault, Hooks
 from cadenza.loading.evaluation import Evaluation
-from cadenza.loading.mixture import set_source
-from cadenza.loading.resumable_base import changed
 from cadenza.optim.parameters import ExtraParameters
 from cadenza.optim.precision import Precision
 from cadenza.optim.rates import Rates
 from cadenza.optim.settings import Settings
-from cadenza.profiling.spans import Timings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.status.decisions import Decision, Outcome
-from cadenza.status.folding import for_screen
+from cadenza.status.formats import for_screen
+from cadenza.status.plain import State
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import working_directory
-from cadenza.status.state import State
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -116,7 +111,6 @@ class Session:
     home: Path = field(default_factory=working_directory)
     """The working directory when the trainer was made: relative paths of callbacks start there if there is no directory."""
 
-    is_main: bool = field(init=False)
     cursor: Cursor = field(init=False)
     step: StepState = field(init=False)
     metrics: MetricLog = field(init=False)
@@ -130,7 +124,6 @@ class Session:
     """The flags of the model that hooks changed."""
     outcome: Outcome | None = field(default=None, init=False)
     """How the run ended; None while it goes on."""
-    profile: Timings | None = field(default=None, init=False)
     state: State = field(default_factory=State, init=False)
     decisions: list[Decision] = field(default_factory=list, init=False)
     faults: list[Fault] = field(default_factory=list, init=False)
@@ -153,7 +146,7 @@ class Session:
 
     def __post_init__(self) -> None:
         driver, progress = self.driver, self.progress
-        self.is_main, self.acts = driver.is_main, PendingActs(self.hooks)
+        self.acts = PendingActs(self.hooks)
         self.extra_parameters, self.rates = ExtraParameters(self.compute), Rates()
         self.module_flags = ModuleFlags(self.module, self.optimizers)
         self.compute = self.precision.wrap(self.compute)
@@ -165,7 +158,8 @@ class Session:
         may_overflow = self.precision.name == "fp16"
         decide = weakly(self.decide)
         losses = LossCheck(self.step, progress, driver, decide, weakly(self.warn), may_overflow)
-        self.metrics = MetricLog(self.hooks, losses, self.files if self.is_main else None, decide)
+        self.cursor.replay = self.replay
+        self.metrics = MetricLog(self.hooks, losses, self.files if driver.is_main else None, decide)
         self.sync = self._new_sync()
         own = self.files.add_text if self.files is not None else self.rank_log.add if self.rank_log is not None else None
         self._keep = own or (lambda text: None)
@@ -200,37 +194,28 @@ class Session:
         self.outcome = outcome
         self.sync.broken = outcome.kind == "failed"
 
-    # -- its data ---------------------------------------------------------------------------------
-
-    def open_loader(self, past: Consumed = ()) -> None:
-        """Give the training loader a position; `past` is what other ranks did of the current epoch."""
-        set_source(None)
-        shard, pin = self.driver.data_shard().resumed(past), self.driver.device.type == "cuda"
-        options: dict[str, Any] = {"replay": self.replay, "shard": shard, "pin": pin, "permuted": self.cursor.permuted}
-        self.cursor.resume(changed(resumable(self.loader, self.data_seed, **options), self.cursor.change))
-
     # -- what it says ------------------------------------------------------------------------------
 
     def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision:
         """Record a decision: `what` in the past tense, plain values in `data`. The author is the running callback."""
         decision = Decision(what, who or self.hooks.current_owner() or "the script", why, self.progress.now(), data or {})
         self.decisions.append(decision)
-        if self.files and self.is_main:
+        if self.files and self.driver.is_main:
             self.files.add_decision(decision.to_dict())
         return decision
 
     def print(self, text: str) -> None:
         """See `Run.print`."""
-        if self.is_main:
+        if self.driver.is_main:
             print(for_screen(text, sys.stdout))  # noqa: T201
         self._keep(text)
 
     def warn(self, text: str) -> None:
         """See `Run.warn`. Ranks that write no ``console.log`` show the warning."""
-        if self.is_main or self.directory is None:
+        if self.driver.is_main or self.directory is None:
             first, *others = text.split("\n")  # the others may be a traceback
             shown = text if logger.hasHandlers() else "\n".join([for_screen(first, sys.stderr), *others])
-            logger.warning(shown if self.is_main else f"rank {self.driver.rank}: {text}")
+            logger.warning(shown if self.driver.is_main else f"rank {self.driver.rank}: {text}")
         self._keep(text)
 
     def report(self, fault: Fault) -> None:

@@ -26,8 +26,7 @@ from cadenza.files.new_directory import NewDirectory, meant_instead
 from cadenza.loading.loaders import is_read_once, length_of
 from cadenza.loading.settings import loader_hints
 from cadenza.optim.optimizers import notes
-from cadenza.status.folding import for_screen
-from cadenza.status.formats import counted, duration
+from cadenza.status.formats import counted, duration, for_screen
 from cadenza.status.progress import Progress
 
 
@@ -86,7 +85,7 @@ def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
 def warn_of_notes(session: Session, lines: Iterable[str]) -> None:
     """Warn of those lines of the plan that begin with ``"! "``, once in a process: a script with many runs says them once."""
     for line in lines:
-        if session.is_main and session.advises and line.startswith("! ") and line not in _WARNED_OF:
+        if session.driver.is_main and session.advises and line.startswith("! ") and line not in _WARNED_OF:
             _WARNED_OF.add(line)
             session.warn(line.removeprefix("! "))
 
@@ -96,7 +95,7 @@ _WARNED_OF: set[str] = set()
 
 def tell(session: Session, text: str) -> None:
     """Write a line to ``console.log``; show it to a person who watches the run, if a callback shows the progress."""
-    if not session.is_main:
+    if not session.driver.is_main:
         return
     if session.files is not None:
         session.files.add_text(text)
@@ -116,7 +115,7 @@ def warn_of_trained_weights(session: Session, before: Progress | None) -> None:
 
 def warn_of_no_checkpoint(session: Session, resume: object) -> None:
     """Warn that the run cannot be continued, as no callback writes checkpoints, or is new although another one may be meant."""
-    if not session.is_main or not session.advises:
+    if not session.driver.is_main or not session.advises:
         return
     files = session.files
     if resume and files is not None and files.previous is None and (meant := meant_instead(files.path)):
@@ -133,7 +132,7 @@ def warn_of_no_checkpoint(session: Session, resume: object) -> None:
 def warn_of_loader(session: Session) -> None:
     """Warn of a loader that can be read once, and of one that cannot continue inside an epoch although the run is saved."""
     progress, loader = session.progress, session.loader
-    if not session.is_main or not session.advises:
+    if not session.driver.is_main or not session.advises:
         return
     if is_read_once(loader) and progress.max_steps is None and progress.max_tokens is None and progress.max_epochs != 1:
         session.warn(
@@ -168,7 +167,7 @@ def tell_of_compilation(session: Session, before: int, began: float) -> None:
 
 def note_never_fired(session: Session) -> None:
     """Record the listeners that were not called in a run that is over."""
-    evaluated = any("evaluation" in decision.data for decision in session.decisions)
+    evaluated = any("evaluation" in decision.data for decision in session.run.decisions)
     for who, reason in never_fired(session.hooks, session.progress, evaluated):
         session.decide("never fired", reason, who=who)
 

@@ -306,6 +306,8 @@ class Cursor:
         """Whether the loader has no more batches in this epoch."""
         self.at_boundary: bool = True
         """Whether the run is between two steps, after all hooks of the last one, and of the epoch if it is over."""
+        self.replay: bool = False
+        """Whether the batches before the position are read and dropped, if the loader cannot start there."""
         self.permuted: int = PERMUTED
         """The largest number of samples with the order of ``torch.randperm``; see `resumable`."""
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
+    from cadenza.hooks.dispatch import Fault as Fault
     from cadenza.hooks.dispatch import Hooks as Hooks
-    from cadenza.hooks.faults import Fault as Fault
-    from cadenza.hooks.held_weights import HeldWeights as HeldWeights
-    from cadenza.hooks.held_weights import HoldsWeights as HoldsWeights
     from cadenza.hooks.listener import Listener as Listener
+    from cadenza.hooks.moments import HeldWeights as HeldWeights
+    from cadenza.hooks.moments import HoldsWeights as HoldsWeights
     from cadenza.hooks.order import Phase as Phase
     from cadenza.hooks.schedule import At as At
     from cadenza.hooks.schedule import Between as Between
@@ -26,10 +26,9 @@ else:
     __all__, __getattr__, __dir__ = contents(
         __name__,
         {
-            "cadenza.hooks.dispatch": "Hooks",
-            "cadenza.hooks.faults": "Fault",
-            "cadenza.hooks.held_weights": "HeldWeights HoldsWeights",
+            "cadenza.hooks.dispatch": "Fault Hooks",
             "cadenza.hooks.listener": "Listener",
+            "cadenza.hooks.moments": "HeldWeights HoldsWeights",
             "cadenza.hooks.order": "Phase",
             "cadenza.hooks.schedule": "At Between Every First Last Schedule When",
             "cadenza.hooks.subscription": "on periodic",

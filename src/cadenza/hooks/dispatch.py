@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from threading import get_ident
@@ -14,13 +15,12 @@ from weakref import proxy
 from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, notes_of
 from cadenza.hooks.counting import counting_of
 from cadenza.hooks.fan_out import ACTING, Calls, Failed, Scene, fan_out, profiled_fan_out
-from cadenza.hooks.faults import Closer, Ending, Fault, Unwinding
 from cadenza.hooks.listener import Listener, Trigger, restore, state_of
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of
 from cadenza.hooks.schedule import Schedule, has_function, lengths_in
-from cadenza.profiling.spans import TIMED_MOMENTS, Profiler
-from cadenza.status.progress import Progress
+from cadenza.profiling.spans import TIMED_MOMENTS, Profiler, Timings
+from cadenza.status.progress import Counters, Progress
 from cadenza.status.shown import brief
 
 if TYPE_CHECKING:
@@ -35,6 +35,76 @@ def hooks_of(run: Run) -> Hooks:
 def unwinding(run: Run) -> BaseException | None:
     """Return the error that is being raised while a moment fires; None if there is none."""
     return run._session.hooks.unwinding
+
+
+# -- errors in hooks, and functions that callbacks register for later ------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error in a hook that disabled its callback, or in a sink that is tried again. The run continued.
+
+    ``run.faults`` lists it.
+
+    >>> from cadenza import Callback
+    >>> from cadenza.testing import tiny_run
+    >>> class Broken(Callback):
+    ...     on_fault = "disable"
+    ...     def on_step_end(self, run):
+    ...         raise OSError("the disk is full")
+    >>> [fault] = tiny_run(callbacks=[Broken()]).faults
+    >>> fault.callback, fault.moment, fault.at.step, fault.error
+    ('Broken', 'on_step_end', 1, OSError('the disk is full'))
+    """
+
+    callback: str
+    """The name of the callback in the run."""
+    moment: str
+    """The name of the moment, such as ``on_step_end``."""
+    error: Exception
+    """The error. Its traceback is in the warning and in ``console.log``: frames would keep the model in memory."""
+    at: Counters
+    """The counters at the time of the error."""
+    retried: bool = False
+    """Whether it is a sink that is tried again. Otherwise the callback is disabled."""
+
+    def __str__(self) -> str:
+        effect = "is tried again" if self.retried else "is disabled"
+        return f"{self.callback} failed in {self.moment} at {self.at} and {effect}: {self.error!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Closer:
+    """A function that a hook registered for the next step boundary, or for the end of the run."""
+
+    listener: Listener | None
+    """The hook that registered it; None: the run itself."""
+    close: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.close()
+
+
+class Unwinding:
+    """A context in which an error is being raised out of a run. With None it changes nothing.
+
+    It is a class, because a generator would replace a StopIteration in the block by another error.
+    """
+
+    __slots__ = ("_error", "_outer", "_scene")
+
+    def __init__(self, scene: Scene, error: BaseException | None) -> None:
+        self._scene, self._error = scene, error
+
+    def __enter__(self) -> None:
+        self._outer = self._scene.unwinding
+        self._scene.unwinding = self._error or self._outer
+
+    def __exit__(self, *_: object) -> None:
+        self._scene.unwinding = self._outer
+
+
+# -- the dispatch ----------------------------------------------------------------------------------
 
 
 class Hooks(Callback):
@@ -71,6 +141,8 @@ class Hooks(Callback):
         self.fired: set[Moment] = set()
         self.profiler: Profiler | None = None
         """The profiler of a run with a profile."""
+        self.timings: Timings | None = None
+        """What it has measured, when it is over."""
         self.triggers: dict[tuple[tuple[str, ...], Hashable], Trigger] = {}
         """The schedules of the run, by the moments and the schedule."""
         self._lengths: tuple[int | None, ...] = ()
@@ -206,17 +278,15 @@ class Hooks(Callback):
             for trigger in self.triggers.values() if before else ():
                 trigger.change_length(at)
 
-    def next_call(self, at: Progress, *, late: bool) -> float:
-        """Return the number of complete steps at the next call of a listener that concerns all ranks; infinite if none.
+    def next_call(self, at: Progress) -> float:
+        """Return the number of complete steps at the next call that concerns all ranks; infinite if none follows.
 
-        With `late`, only those count that may log or make requests after a batch is announced. Otherwise also schedules that
-        are functions, which may read counters that the ranks exchange.
+        Such are the calls of listeners that are not silent, and of schedules that are functions: they may read any counter.
         """
         following = math.inf
-        for moment in _LATE if late else _IN_STEPS:
-            for listener in self.by_moment.get(moment) or ():
-                if not listener.silent or (not late and _has_own_code(listener.schedule)):
-                    following = min(following, 0 if listener.trigger is None else listener.trigger.next_step(at))
+        for listener in chain.from_iterable(self.by_moment.get(moment, ()) for moment in _IN_STEPS):
+            if not listener.silent or (listener.schedule is not None and lengths_in(listener.schedule) is None):
+                following = min(following, 0 if listener.trigger is None else listener.trigger.next_step(at))
         return following
 
     def may_skip(self, moment: Moment) -> bool:
@@ -272,9 +342,11 @@ class Hooks(Callback):
         with self.unwinding_of(error):
             getattr(self, moment.__name__)(run, *values)
 
-    def ending(self, moment: Moment, run: Run, *values: Any) -> Ending:
+    def ending(self, moment: Moment, run: Run, *values: Any) -> ExitStack:
         """Return a context that fires a moment when its block ends, also after an error in it."""
-        return Ending(self.end, moment, run, *values)
+        stack = ExitStack()
+        stack.push(lambda kind, error, traceback: self.end(error, moment, run, *values))
+        return stack
 
     def unwinding_of(self, error: BaseException | None) -> Unwinding:
         """Return a context in which errors of hooks are added as notes to `error`, which is being raised."""
@@ -365,11 +437,6 @@ class Hooks(Callback):
                         listener.span = self.profiler.loop  # its row keeps the calls until now
 
 
-def _has_own_code(schedule: Schedule | None) -> bool:
-    """Return whether a schedule calls code of its own, which may read any counter."""
-    return schedule is not None and lengths_in(schedule) is None
-
-
 def _elsewhere(of: Scene) -> Scene:
     """Return the scene of a thread that does not train the run. Its context may be a copy: asyncio makes copies for threads."""
     acting = ACTING.get()
@@ -386,8 +453,6 @@ def _is_in_step(moment: Moment) -> bool:
 
 _IN_STEPS: list[Moment] = [*filter(_is_in_step, moments_of(Callback).values())]
 """The moments of a step on all ranks, which declare that they count steps or batches."""
-_LATE: list[Moment] = [one for one in _IN_STEPS if one not in (Callback.on_step_start, Callback.on_batch_start)]
-"""Those after the start of its batches."""
 
 
 def _is_wrong_argument(error: Exception, where: str) -> bool:

@@ -74,7 +74,8 @@ class Calls:
         """Take the listeners that are due at the firing that begins."""
         asked, due, at = [], [], run.progress
         for counter, waiting in self._asked.items():
-            while waiting and waiting[0][0] <= COUNTERS[counter].read(at):
+            reached = COUNTERS[counter].read(at)
+            while waiting and waiting[0][0] <= reached:
                 asked.append(heappop(waiting))
         if not asked and len(self.listeners) == len(self._always):
             return

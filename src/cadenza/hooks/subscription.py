@@ -45,7 +45,15 @@ def on(
     print: on_step_end (every 150 steps)
     """
     check_declared(moment)
-    schedule = _schedule(moment, every, at, when)
+    names = [name for name, value in (("every", every), ("at", at), ("when", when)) if value is not None]
+    if len(names) > 1:
+        raise ValueError(
+            f"expected one of every=, at= and when=; got {' and '.join(names)}. Keep one, or compose schedules: every=A & B."
+        )
+    given: Interval | None = every if at is None else at if isinstance(at, At) else At(at)
+    if when is not None:
+        given = When(when, alone=True)
+    schedule = None if given is None else Schedule.parse(given, counting_of(moment).unit)
 
     def subscribe(function: Callable[P, object]) -> Subscription:
         return Subscription(moment, function, schedule)
@@ -167,17 +175,3 @@ class Subscription(Callback):
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.moment.__name__}" + (f" ({self.schedule})" if self.schedule else "")
-
-
-def _schedule(
-    moment: Moment, every: Interval | None, at: int | str | At | None, when: Callable[[Run], bool] | None
-) -> Schedule | None:
-    names = [name for name, value in (("every", every), ("at", at), ("when", when)) if value is not None]
-    if len(names) > 1:
-        raise ValueError(
-            f"expected one of every=, at= and when=; got {' and '.join(names)}. Keep one, or compose schedules: every=A & B."
-        )
-    if when is not None:
-        return When(when, alone=True)
-    given = every if at is None else at if isinstance(at, At) else At(at)
-    return None if given is None else Schedule.parse(given, counting_of(moment).unit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,14 +20,9 @@ class Limited:
         self.count: int = count
 
     def __iter__(self) -> Iterator[Any]:
-        # Not islice, which would read one batch more than it yields.
         batches = iter(self.loader)
         try:
-            for _ in range(self.count):
-                try:
-                    yield next(batches)
-                except StopIteration:
-                    return
+            yield from islice(batches, self.count)
         finally:
             end_workers(batches)
 

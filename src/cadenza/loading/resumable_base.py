@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -128,11 +129,7 @@ class LimitedLoader(ResumableLoader):
         return self._inner.obstacle
 
     def batches(self, epoch: int, skip: int) -> Iterator[Any]:
-        batches = self._inner.batches(epoch, skip)
-        for _ in range(self._count - skip):  # not islice, which would read one batch more than it yields
-            if (batch := next(batches, END)) is END:
-                return
-            yield batch
+        yield from islice(self._inner.batches(epoch, skip), max(self._count - skip, 0))
 
     def size_of(self, batch: Any) -> int:
         return self._inner.size_of(batch)

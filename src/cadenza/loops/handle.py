@@ -318,8 +318,8 @@ def _check_native(callback: object, instead: str) -> None:
 # -- callbacks that join and leave a run, at a step boundary, in one process -----------------------
 
 
-def _attach(session: Session, callback: BaseCallback, *, who: str) -> str:
-    """Call the hooks of a callback from now on. Return its name.
+def _attach(session: Session, callback: BaseCallback, *, who: str) -> None:
+    """Call the hooks of a callback from now on.
 
     It is prepared as at the start of a run: ``on_setup``, ``on_fit_start`` and, inside an epoch, ``on_epoch_start`` are called.
     Points of its schedules that the run has passed are not due any more. After an error in this, it is detached again.
@@ -347,11 +347,10 @@ def _attach(session: Session, callback: BaseCallback, *, who: str) -> str:
         _forget(session, name)
         raise
     session.decide("attached", f"{name} is called from now on", who=who, data={"callback": name})
-    return name
 
 
-def _detach(session: Session, callback: BaseCallback, *, who: str) -> str:
-    """Call the hooks of a callback no more. Return its name.
+def _detach(session: Session, callback: BaseCallback, *, who: str) -> None:
+    """Call the hooks of a callback no more.
 
     What has begun for it ends: ``on_epoch_end`` is called inside an epoch, then ``on_fit_end``, then what it registered with
     `Run.at_end`. ``run.outcome`` is None then.
@@ -378,7 +377,6 @@ def _detach(session: Session, callback: BaseCallback, *, who: str) -> str:
     finally:
         _forget(session, name)
     session.decide("detached", f"{name} is called no more", who=who, data={"callback": name})
-    return name
 
 
 def _listeners(hooks: Hooks, name: str, moment: Moment | None = None) -> list[Listener]:

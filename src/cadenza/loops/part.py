@@ -20,7 +20,7 @@ from cadenza.checkpoint import resuming
 from cadenza.checkpoint.resuming import Start, chosen_on_all_ranks
 from cadenza.checkpoint.snapshot import config_of
 from cadenza.drivers import Driver
-from cadenza.engine import start_checks
+from cadenza.engine import boundary, start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
 from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import OVER, Training
@@ -36,7 +36,7 @@ from cadenza.loading import num_batches
 from cadenza.loading.loaders import check_loader
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
 from cadenza.loading.settings import loader_hints, with_batch_size
-from cadenza.loops.foreign import before_fit, beforehand
+from cadenza.loops.foreign import adapted_list, before_fit, beforehand
 from cadenza.loops.steps import end_abandoned
 from cadenza.optim import optimizers as updates
 from cadenza.optim.optimizers import Optimizers
@@ -95,6 +95,7 @@ class Recipe:
 
     def _hooks(self) -> Hooks:
         """Return a dispatch of the callbacks that are in the list now."""
+        self.callbacks = adapted_list(self.callbacks)  # with those of other systems that were added to it
         return Hooks(self.callbacks)
 
     @property
@@ -189,7 +190,7 @@ class Recipe:
         session.extra_parameters.begin(session.run)
         session.given.check(session.run)
         session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
-        session.open_loader()
+        boundary.open_loader(session)
         start_checks.check_schedules(session)
         start_checks.check_computes(session)
         start_checks.check_evaluation_loaders(session)

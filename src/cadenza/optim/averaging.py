@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from cadenza.drivers.sharding import is_sharded, locals_of
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.held_weights import HeldWeights
-from cadenza.hooks.moments import Callback
+from cadenza.hooks.moments import Callback, HeldWeights
 from cadenza.optim.held_weights import holders_in
 from cadenza.optim.model_state import buffers_of, fitted, plain_name, set_buffer, state_of
 from cadenza.status.decisions import COMPLETE, decide

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cadenza.drivers.sharding import local
 from cadenza.errors import CallbackError, nearest
 from cadenza.hooks.dispatch import Hooks
-from cadenza.hooks.held_weights import HeldWeights, HoldsWeights
+from cadenza.hooks.moments import HeldWeights, HoldsWeights
 from cadenza.optim.model_state import buffers_of, load_into, set_buffer, state_of
 
 if TYPE_CHECKING:

@@ -78,7 +78,6 @@ class NewRecords:
         """Yield the new records. An incomplete last line is left for the next call."""
         if not self.path.exists():
             return
-        parse = _parser()
         with open_regular(self.path) as file:
             file.seek(self._offset - len(self._end))
             if file.read(len(self._end)) != self._end:  # it was cut, and may have grown again
@@ -87,12 +86,10 @@ class NewRecords:
                 if not line.endswith(b"\n"):
                     break
                 self._offset, self._end = self._offset + len(line), line
-                try:
-                    record = _record(_row(line, parse))
-                except _WRONG:
+                record = record_in(line)
+                if record is None:
                     self.broken += 1
-                    continue
-                if record.step > self._known:
+                elif record.step > self._known:
                     self._last = record.step
                     yield record
 
@@ -118,7 +115,7 @@ def read_decisions(path: Path, *, broken: list[int] | None = None) -> Iterator[D
 def record_in(line: bytes | str) -> Record | None:
     """Return the record of one line; None if it cannot be read."""
     try:
-        return _record(_row(line, json.loads))
+        return _record(_row(line, _parser()))
     except _WRONG:
         return None
 

@@ -1,4 +1,4 @@
-"""Axes of charts: their ends, round numbers on them, and labels that differ and fit. script/axes.js has the same."""
+"""Axes of charts: limits, round ticks, and distinct labels that fit. script/axes.js implements the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cadenza.status.formats import short
 CHARACTER = 7
 """The width of a digit in a label, in pixels, rounded up."""
 _DIGITS = 7
-"""Labels that need more digits to differ are distances from the first one."""
+"""Labels that need more digits than this are shown as offsets from the first label."""
 
 
 class Scale:
@@ -22,7 +22,7 @@ class Scale:
         self.low: float = low
         self.high: float = high
         self.start: float = start
-        self._half = (high / 2 - low / 2) or 1.0  # halves, since the distance of two numbers may be no number
+        self._half = (high / 2 - low / 2) or 1.0  # halved, since the difference of two floats may overflow
         self._pixels = end - start
 
     def __call__(self, value: float) -> str:
@@ -30,9 +30,10 @@ class Scale:
 
 
 def padded(low: float, high: float) -> tuple[float, float]:
-    """Return the ends of an axis, a little outside of the values. A line of equal values is in the middle."""
+    """Return the limits of an axis, slightly beyond the values. A constant line is centred."""
     spread = high / 2 - low / 2
-    room = spread * 0.1 if spread > 5e-10 * max(abs(low), abs(high)) else abs(high) * 0.1 or 1.0  # less is rounding
+    # smaller differences are rounding errors
+    room = spread * 0.1 if spread > 5e-10 * max(abs(low), abs(high)) else abs(high) * 0.1 or 1.0
     largest = sys.float_info.max
     return max(low - room, -largest), min(high + room, largest)
 
@@ -55,7 +56,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def labels(values: Sequence[float]) -> tuple[list[str], str]:
-    """Return a label for each tick, all different, and the number that they are added to; that is empty where none is needed.
+    """Return a label for each tick, all different, and the offset that they are relative to, empty if none is needed.
 
     >>> labels([0.0, 500.0, 1000.0]), labels([1.0000001, 1.0000002])
     ((['0', '500', '1k'], ''), (['+0', '+1e-7'], '1.0000001'))
@@ -70,5 +71,5 @@ def labels(values: Sequence[float]) -> tuple[list[str], str]:
 
 
 def room_for(texts: Sequence[str]) -> int:
-    """Return the width in pixels that the labels of a vertical axis need, with the gap to the axis."""
+    """Return the width in pixels of a vertical axis's labels, including the gap to the axis."""
     return max(44, CHARACTER * max(map(len, texts), default=0) + 12)

@@ -1,4 +1,4 @@
-"""The best value of a metric. ``run.json`` and the decisions say which direction is better; the name of a metric does not."""
+"""The best value of a metric. The direction is read from ``run.json`` and the decisions, never guessed from the name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cadenza.report.story import Story
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best value of a metric, and which callback watched it."""
+    """The best value of a metric and the callback that watched it."""
 
     step: int
     value: float
@@ -35,16 +35,16 @@ def best_of(story: Story, name: str) -> Best | None:
     return Best(step, value, who, mode)
 
 
-def kept_in(story: Story) -> dict[str, dict[str, Any]]:
-    """Return, by the result, the best checkpoint that `Checkpoint` kept: value, step, checkpoint.
+def best_checkpoints(story: Story) -> dict[str, dict[str, Any]]:
+    """Return, for each result, the best checkpoint kept by `Checkpoint`: value, step, checkpoint.
 
-    At the end of a run one decision has them all; of a run that was killed, those about each save are known.
+    A decision at the end of a run lists them all. For a killed run, the decisions about each save are used.
     """
     kept: dict[str, dict[str, Any]] = {}
     for decision in story.decisions:
         facts = decision.data.get("best") if decision.what in ("saved", "best kept") else None
-        for one in facts if isinstance(facts, list) else []:
-            if isinstance(one, Mapping) and isinstance(name := one.get("monitor"), str):
-                checkpoint = one.get("checkpoint", decision.data.get("checkpoint"))
-                kept[name] = {"value": one.get("value"), "step": one.get("step"), "checkpoint": checkpoint}
+        for fact in facts if isinstance(facts, list) else []:
+            if isinstance(fact, Mapping) and isinstance(name := fact.get("monitor"), str):
+                checkpoint = fact.get("checkpoint", decision.data.get("checkpoint"))
+                kept[name] = {"value": fact.get("value"), "step": fact.get("step"), "checkpoint": checkpoint}
     return kept

@@ -1,4 +1,4 @@
-"""Curves as SVG, which need no script: on paper, in a mail, in a notebook. The script draws them as wide as the screen."""
+"""Curves as SVG that need no script, for paper, mail and notebooks. The page's script redraws them at screen width."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cadenza.status.markup import Html, element
 
 WIDTH, HEIGHT = 480, 210
 RIGHT, TOP, BOTTOM = 14, 12, 26
-"""Of the chart and its margins, in pixels; script/charts.js has the same."""
+"""Size and margins of a chart, in pixels; script/charts.js has the same values."""
 DOTS = 40
-"""A curve of at most this many points shows each of them."""
+"""A curve with at most this many points marks each point."""
 CROWD = 20
-"""A chart of more curves has no marks, and of noisy series their means alone."""
+"""A chart with more curves has no marks, and shows only the means of noisy series."""
 
 COLOURS, MARKS, DASHES = 8, 4, 3
 
@@ -28,7 +28,7 @@ class Line:
     """One run in a chart."""
 
     run: int
-    """Its number, which gives the colour, the mark and the dashes."""
+    """Its index, which selects colour, mark and dashes."""
     points: Series
     """Its values, thinned."""
     mean: Series | None = None
@@ -36,12 +36,12 @@ class Line:
 
 
 def look(run: int) -> str:
-    """Return the classes that give a run its look. The first 12 runs differ without colour, the first 24 with it."""
+    """Return a run's CSS classes. The first 12 runs are distinct without colour, the first 24 with colour."""
     return f"c{run % COLOURS} m{run % MARKS} d{run // MARKS % DASHES}"
 
 
 def chart(name: str, lines: Sequence[Line], number: int, span: tuple[int, int]) -> Html:
-    """Return a chart of one name over a span of steps: one curve per run, axes, title and description."""
+    """Return a chart of one value over a span of steps: one curve per run, axes, title and description."""
     shown = [line.mean if line.mean and len(lines) > CROWD else line.points for line in lines]
     finite = [value for series in shown for value in series.values if math.isfinite(value)]
     up = Scale(*padded(min(finite, default=0.0), max(finite, default=1.0)), HEIGHT - BOTTOM, TOP)
@@ -52,7 +52,7 @@ def chart(name: str, lines: Sequence[Line], number: int, span: tuple[int, int]) 
     return element(
         "svg",
         element("title", name, id=f"title-{number}"),
-        element("desc", described([line.points for line in lines]), id=f"desc-{number}"),
+        element("desc", alternative_text([line.points for line in lines]), id=f"desc-{number}"),
         element("g", *_heights(heights, texts, base, across, up), *_steps(across), class_="grid", aria_hidden="true"),
         element("g", *curves, class_="curves"),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
@@ -62,12 +62,12 @@ def chart(name: str, lines: Sequence[Line], number: int, span: tuple[int, int]) 
 
 
 def widened(span: tuple[int, int]) -> tuple[float, float]:
-    """Return a span of steps; around a single step, one that has it in its middle."""
+    """Return a span of steps, widened around a single step so that the step is centred."""
     return (span[0] - 0.5, span[1] + 0.5) if span[0] == span[1] else span
 
 
-def described(lines: Sequence[Series]) -> str:
-    """Return a text about a chart, for screen readers."""
+def alternative_text(lines: Sequence[Series]) -> str:
+    """Return the text description of a chart for screen readers."""
     first, last = (pick(series.steps[end] for series in lines) for pick, end in ((min, 0), (max, -1)))
     finite = [value for series in lines for value in series.values if math.isfinite(value)]
     extent = f"from {precise(min(finite))} to {precise(max(finite))}" if finite else "none of them finite"
@@ -76,7 +76,7 @@ def described(lines: Sequence[Series]) -> str:
 
 
 def sparkline(series: Series, width: int = 150, height: int = 28) -> Html:
-    """Return a small curve for a line of text, in its colour."""
+    """Return a small inline curve in the run's colour."""
     series = thinned(series, 40)
     finite = [value for value in series.values if math.isfinite(value)]
     low, high = padded(min(finite, default=0.0), max(finite, default=1.0))
@@ -94,7 +94,8 @@ def drawn(series: Series, across: Scale, up: Scale) -> str:
             pen = False
             continue
         lone = not pen and not (i + 1 < len(series) and math.isfinite(series.values[i + 1]))
-        parts.append(f"{'L' if pen else 'M'}{across(step)},{up(value)}{'h0' if lone else ''}")  # h0: a dot, by its round cap
+        # h0: drawn as a dot by the round cap
+        parts.append(f"{'L' if pen else 'M'}{across(step)},{up(value)}{'h0' if lone else ''}")
         pen = True
     return "".join(parts)
 
@@ -128,7 +129,7 @@ def _heights(values: Sequence[float], texts: Sequence[str], base: str, across: S
     left, bottom = across.start, HEIGHT - BOTTOM
     for value, text in zip(values, texts, strict=True):
         y = up(value)
-        if float(y) <= bottom - 8:  # else it would touch the axis below
+        if float(y) <= bottom - 8:  # otherwise it would touch the axis below
             yield element("path", d=f"M{left},{y}H{WIDTH - RIGHT}")
             yield _label(text, left - 7, y, "y")
     if base:
@@ -145,7 +146,7 @@ def _steps(across: Scale) -> Iterable[Html]:
     yield _label("step", taken, bottom + 17, "unit")
     for step, text in zip(steps, texts, strict=True):
         half = CHARACTER * len(text) / 2
-        middle = min(float(across(step)), WIDTH - half)  # the last label does not run past the chart
+        middle = min(float(across(step)), WIDTH - half)  # so that the last label stays inside the chart
         if middle - half > taken + 4:
             yield element("path", d=f"M{across(step)},{bottom}v4", class_="axis")
             yield _label(text, f"{middle:.1f}".removesuffix(".0"), bottom + 17, "x")

@@ -1,4 +1,4 @@
-"""The charts of the page by group, the controls above them, and their data for the script."""
+"""The charts of the page by group, their controls, and their data for the script."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from cadenza.status.markup import Html, element, joined
 
 NO_RECORDS = "This run has no records. Add LogTraining(...) or Evaluate(...) to its callbacks."
 MEAN_POINTS = 120
-"""Of the mean of a noisy series, at most."""
+"""Maximum points of the mean of a noisy series."""
 FOLDED = 4
-"""If the page has more charts than `MANY`, the groups after this one are folded."""
+"""If the page has more than `MANY` charts, the groups after this number are folded."""
 MANY = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The series of one run, and what the page shows of it."""
+    """The series of one run and its display data."""
 
     run: int
     whole: Series
@@ -33,15 +33,13 @@ class Curve:
 
 def curves_of(stories: Sequence[Story]) -> dict[str, list[Curve]]:
     """Return the series of all runs by name."""
-    names = dict.fromkeys(name for story in stories for name in story.series)
-    return {
-        name: [Curve(i, one, noisy(one)) for i, story in enumerate(stories) if (one := story.series.get(name)) is not None]
-        for name in names
-    }
+    runs = [story.series for story in stories]
+    names = dict.fromkeys(name for series in runs for name in series)
+    return {name: [Curve(i, run[name], noisy(run[name])) for i, run in enumerate(runs) if name in run] for name in names}
 
 
 def charts(stories: Sequence[Story], curves: dict[str, list[Curve]], points: int) -> tuple[Html, str]:
-    """Return the charts by group, and their data for the script; of about so many points in all."""
+    """Return the charts by group and their data for the script, with about `points` points in total."""
     runs = [{"name": story.name, "look": look(i)} for i, story in enumerate(stories)]
     if not curves:
         return element("p", NO_RECORDS, class_="note"), _json({"runs": runs})
@@ -65,7 +63,7 @@ def spanned(stories: Sequence[Story]) -> tuple[int, int]:
 
 
 def _line(curve: Curve, points: int, *, crowded: bool) -> Line:
-    """Return a curve of about so many points; in a crowd, the mean of a noisy one has most of them."""
+    """Return a curve of about `points` points. On a crowded chart, most of them go to the mean of a noisy series."""
     if not curve.noisy:
         return Line(curve.run, thinned(curve.whole, min(1000, points // 2)))
     for_mean = min(MEAN_POINTS, points // 2 if crowded else points // 3)
@@ -111,13 +109,13 @@ def _counted(full: Sequence[Curve], lines: Sequence[Line]) -> str:
 
 
 def _data(line: Line) -> dict[str, object]:
-    """Return a series for the script. A noisy series brings its mean."""
+    """Return a series for the script, with its mean if it is noisy."""
     data = {"run": line.run, **_coded(line.points)}
     return data if line.mean is None else {**data, "mean": _coded(line.mean)}
 
 
 def _coded(series: Series) -> dict[str, object]:
-    """Return steps as differences, which are short, and values with the digits that a chart can show."""
+    """Return steps as differences (shorter) and values rounded to the digits that a chart can show."""
     steps, digits = list(series.steps), _digits(series)
     return {
         "x": [*steps[:1], *(after - before for before, after in pairwise(steps))],
@@ -126,7 +124,7 @@ def _coded(series: Series) -> dict[str, object]:
 
 
 def _digits(series: Series) -> int:
-    """Return six digits, or as many as show a range that is small beside its values."""
+    """Return six digits, or more if the range is small relative to the values."""
     finite = [value for value in series.values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     spread = high / 2 - low / 2
@@ -187,7 +185,7 @@ def _tools(several: bool, count: int) -> list[Html | None]:
 
 
 def swatch(run: int) -> Html:
-    """Return the sample of a run's look: its line and its mark."""
+    """Return a legend swatch of a run: its line and its mark."""
     line = element("path", d="M1,6H21", class_=f"line {look(run)}")
     spot = element("path", d=mark(run, 11, 6), class_=f"marks {look(run)}")
     return element("svg", line, spot, viewBox="0 0 22 12", class_="swatch", aria_hidden="true")

@@ -17,19 +17,19 @@ _MODES = {"max": "higher is better", "min": "lower is better"}
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class EvaluationResults:
     """The results of a run's evaluations."""
 
     names: Sequence[str]
     rows: Mapping[int, Mapping[str, float]]
     """By step: the values by name."""
     epochs: Mapping[int, int]
-    """By step: the epochs completed then."""
+    """By step: the completed epochs."""
     bests: Mapping[str, Best]
 
 
-def judged(story: Story) -> Judged:
-    """Return the results of a run's evaluations, as its decisions hold them."""
+def evaluation_results(story: Story) -> EvaluationResults:
+    """Return the results of a run's evaluations from its decisions."""
     rows: dict[int, dict[str, float]] = {}
     epochs: dict[int, int] = {}
     for decision in story.decisions:
@@ -38,11 +38,11 @@ def judged(story: Story) -> Judged:
             epochs[decision.when.step] = decision.when.epoch
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     bests = {name: best for name in names if (best := best_of(story, name))}
-    return Judged(names, dict(sorted(rows.items())), epochs, bests)
+    return EvaluationResults(names, dict(sorted(rows.items())), epochs, bests)
 
 
 def _results(decision: Decision) -> dict[str, float]:
-    """Return the results in a decision; empty if it is not about an evaluation, or a version before 0.2 wrote it."""
+    """Return the results in a decision; empty if it is not about an evaluation or was written before version 0.2."""
     results = decision.data.get("results")
     try:
         return {name: float(value) for name, value in results.items()} if isinstance(results, Mapping) else {}
@@ -51,8 +51,8 @@ def _results(decision: Decision) -> dict[str, float]:
 
 
 def table(story: Story, most: int) -> Html | None:
-    """Return the evaluations of a run as a table of about `most` rows at most; None without evaluations."""
-    found = judged(story)
+    """Return the evaluations of a run as a table of at most about `most` rows; None without evaluations."""
+    found = evaluation_results(story)
     if not found.rows:
         return None
     marks = {name: _marks(found, name) for name in found.names}
@@ -80,7 +80,7 @@ def none(stories: Sequence[Story]) -> Html:
     return element("p", old if evaluated else "No evaluation took place.", class_="note")
 
 
-def _marks(found: Judged, name: str) -> dict[int, str]:
+def _marks(found: EvaluationResults, name: str) -> dict[int, str]:
     """Return the marks of a column by step: the best value, or the lowest and the highest."""
     if (best := found.bests.get(name)) is not None:
         return {best.step: "best"}
@@ -101,7 +101,7 @@ def _kept(steps: list[int], marked: set[int], most: int) -> list[int]:
 _SIGNS = {"best": " ★", "min": " ▾", "max": " ▴"}
 
 
-def _cell(found: Judged, name: str, step: int, marks: Mapping[str, Mapping[int, str]]) -> Html:
+def _cell(found: EvaluationResults, name: str, step: int, marks: Mapping[str, Mapping[int, str]]) -> Html:
     value = found.rows[step].get(name)
     if value is None:
         return element("td", "-", class_="none")

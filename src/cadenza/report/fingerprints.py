@@ -18,7 +18,7 @@ KINDS = {
     "buffers": "the buffer {!r}",
     "weights": "the weight {!r}",
 }
-"""What a row has checksums of, by name, in the order in which a step computes it; and how a message names it."""
+"""The checksummed parts of a row, in the order in which a step computes them, with the name that messages use."""
 
 Row = dict[str, Any]
 
@@ -28,8 +28,8 @@ def read_fingerprints(path: Path, *, broken: list[int] | None = None) -> dict[in
 
     Args:
         path: The file.
-        broken: The numbers of lines that cannot be read are appended to it. An incomplete last line is not one of them:
-            the run still writes it, or was killed.
+        broken: The numbers of unreadable lines are appended to it, except an incomplete last line: it is still being written,
+            or the run was killed.
     """
     return dict(sorted({row["step"]: row for row in read_rows(path, _checked, broken=broken)}.items()))
 
@@ -42,28 +42,28 @@ def _checked(row: Any) -> Row:
 
 
 @dataclass(frozen=True)
-class Parting:
-    """How far two runs are equal."""
+class FirstDifference:
+    """The comparison of two runs' fingerprints."""
 
     equal: int
     """The number of steps with equal fingerprints before the first difference."""
     step: int | None
     """The first step with a difference; None if there is none."""
     kind: str
-    """What differs first in that step: one of `KINDS`; empty if nothing does."""
+    """The first differing part of that step, one of `KINDS`; empty if nothing differs."""
     name: str
     """Its name, such as that of a weight."""
     only: tuple[Sequence[int], Sequence[int]]
-    """The steps of which only the first, and only the second run has a fingerprint."""
-    alone: str
-    """Which run alone has it, ``"first"`` or ``"second"``; empty if both have it."""
+    """The steps that have a fingerprint only in the first and only in the second run."""
+    only_in: str
+    """``"first"`` or ``"second"`` if only that run has it; empty if both have it."""
     layouts: tuple[str, str]
     """The ranks of both runs, such as ``2 ranks, sharded``."""
 
     @property
     def comparable(self) -> bool:
-        """Whether the checksums are of the same tensors: not if the shards are others."""
-        return self.layouts[0] == self.layouts[1] or not any("sharded" in one for one in self.layouts)
+        """Whether the checksums cover the same tensors. False if the shards differ."""
+        return self.layouts[0] == self.layouts[1] or not any("sharded" in layout for layout in self.layouts)
 
     def __str__(self) -> str:
         first, second = self.layouts
@@ -71,17 +71,17 @@ class Parting:
         if not self.comparable:
             return f"not comparable: the weights are in other shards{notes}"
         if self.step is None:
-            told = f"{counted(self.equal, 'step')} equal" if self.equal else "no step in common"
+            text = f"{counted(self.equal, 'step')} equal" if self.equal else "no step in common"
         else:
             name = KINDS[self.kind].format(self.name).strip()
-            owner = f", which only the {self.alone} has" if self.alone else ""
-            told = f"the runs part at step {self.step:,}: {name}{owner}; {counted(self.equal, 'step')} before it equal"
+            owner = f", which only the {self.only_in} has" if self.only_in else ""
+            text = f"the runs part at step {self.step:,}: {name}{owner}; {counted(self.equal, 'step')} before it equal"
             if first != second:
                 notes += ". Other numbers of ranks add gradients in another order, so the last bits may differ"
         for which, steps in zip(("first", "second"), self.only, strict=True):
             if steps:
-                told += f"; only the {which} has {_listed(steps)}"
-        return told + notes
+                text += f"; only the {which} has {_listed(steps)}"
+        return text + notes
 
 
 def _listed(steps: Sequence[int]) -> str:
@@ -90,8 +90,8 @@ def _listed(steps: Sequence[int]) -> str:
     return f"{counted(len(steps), 'step')} from {steps[0]:,} to {steps[-1]:,}"
 
 
-def parting(first: Mapping[int, Row], second: Mapping[int, Row]) -> Parting | None:
-    """Compare the fingerprints of two runs, step by step; None if one of them has none.
+def first_difference(first: Mapping[int, Row], second: Mapping[int, Row]) -> FirstDifference | None:
+    """Compare the fingerprints of two runs step by step; None if a run has none.
 
     >>> row = {"step": 1, "ranks": 1, "shards": False, "batch": {}, "outputs": {}, "gradients": {"w": "0a"}, "buffers": {},
     ...        "weights": {"w": "0b"}}
@@ -110,9 +110,9 @@ def parting(first: Mapping[int, Row], second: Mapping[int, Row]) -> Parting | No
         if found is not None:
             kind, name = found
             present = name in first[step][kind], name in second[step][kind]
-            alone = "" if all(present) else "first" if present[0] else "second"
-            return Parting(equal, step, kind, name, only, alone, layouts)
-    return Parting(len(common), None, "", "", only, "", layouts)
+            only_in = "" if all(present) else "first" if present[0] else "second"
+            return FirstDifference(equal, step, kind, name, only, only_in, layouts)
+    return FirstDifference(len(common), None, "", "", only, "", layouts)
 
 
 def _layout(rows: Mapping[int, Row]) -> str:

@@ -1,4 +1,4 @@
-"""The report as one HTML file without external parts. Its size is limited, however long the runs are."""
+"""The report as a self-contained HTML file of limited size, regardless of the length of the runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cadenza.status.markup import Html, element, joined
 from cadenza.version import __version__
 
 LIMIT = 3_000_000
-"""Bytes of a page of many runs."""
+"""Maximum bytes of a page of many runs."""
 ONE_RUN = 1_000_000
-"""Bytes of a page of one run without pictures; each other run may add `ANOTHER`."""
+"""Maximum bytes of a page of one run without pictures; each further run may add `ANOTHER`."""
 ANOTHER = 50_000
 STYLES = ("colours", "page", "charts", "tables", "screens")
 SCRIPTS = ("numbers", "axes", "view", "charts", "pointing", "controls", "tables", "parallel", "pictures", "theme", "start")
@@ -30,7 +30,7 @@ class Budget:
     """How much the page shows."""
 
     points: int
-    """Points of all curves together."""
+    """Total points of all curves."""
     rows: int = 300
     """Rows of a table that grows with the run."""
     charts: int = 600
@@ -46,7 +46,7 @@ def page(stories: Sequence[Story]) -> str:
     """Return runs as one HTML page of less than `LIMIT` bytes; of one run without pictures, less than `ONE_RUN`.
 
     Args:
-        stories: The runs, from `story_at` or `story_of`. Each needs a name of its own; see `name_distinctly`.
+        stories: The runs, from `story_at` or `story_of`. Their names must be distinct; see `name_distinctly`.
 
     >>> from cadenza.report import story_of
     >>> from cadenza.testing import tiny_run
@@ -115,7 +115,7 @@ def _files(folder: str, names: Sequence[str], ending: str) -> str:
 def _document(title: str, body: Html, data: str) -> str:
     style, script = _files("style", STYLES, "css"), f'"use strict";\n{_files("script", SCRIPTS, "js")}'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # The page loads nothing and runs this one script alone. The browser enforces it.
+    # The browser enforces that the page loads nothing and runs only this script.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; media-src data:"
     return f"""<!doctype html>
 <html lang="en" class="no-script">

@@ -1,4 +1,4 @@
-"""The logged pictures, sounds, histograms and texts, from the files in the run directory, up to a number of bytes."""
+"""Logged pictures, sounds, histograms and texts, read from the run directory up to a size limit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cadenza.status.formats import counted, precise
 from cadenza.status.markup import Html, element, joined
 
 BYTES = 1_000_000
-"""Of all media in the page."""
+"""Maximum bytes of all media in the page."""
 ONE = 120_000
-"""Of one picture; a larger one is made smaller."""
-_LARGEST = 20_000_000  # bytes of a file that is opened
+"""Maximum bytes of one picture; larger ones are scaled down."""
+_LARGEST = 20_000_000  # maximum bytes of a file to open
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -36,13 +36,13 @@ class Medium:
 
 @dataclass(slots=True)
 class Chosen:
-    """The media of one name that the page shows, by run; each a step and its markup."""
+    """The media of one name on the page, by run: (step, markup) tuples."""
 
     shown: dict[int, list[tuple[int, Html]]] = field(default_factory=dict)
 
 
 def media_of(stories: Sequence[Story]) -> dict[str, dict[int, list[Medium]]]:
-    """Return the files by name and run, in the order of their steps; without steps that a continued run has not reached."""
+    """Return the files by name and run, ordered by step. Steps that a resumed run has not reached again are left out."""
     found: dict[str, dict[int, list[Medium]]] = {}
     for run, story in enumerate(stories):
         for name, step, path in media_in(story.media) if story.media else ():
@@ -52,7 +52,7 @@ def media_of(stories: Sequence[Story]) -> dict[str, dict[int, list[Medium]]]:
 
 
 def section(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:
-    """Return the media by name, those of all runs side by side, with a slider over their steps; None without any."""
+    """Return the media by name, all runs side by side, with a slider over the steps; None without media."""
     found = media_of(stories)
     if not found:
         return None
@@ -65,7 +65,7 @@ def section(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:
             continue
         room -= len(shown)
         chosen[name].shown.setdefault(medium.run, []).append((medium.step, shown))
-    parts = [_named(name, one, stories, swatches) for name, one in chosen.items() if one.shown]
+    parts = [_named(name, picture, stories, swatches) for name, picture in chosen.items() if picture.shown]
     note = (
         f"{counted(left_out, 'file')} left out: too large for this page, or damaged. The media folder of the run has all files."
     )
@@ -73,14 +73,14 @@ def section(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:
 
 
 def _by_turns(found: Mapping[str, Mapping[int, Sequence[Medium]]]) -> Iterator[tuple[str, Medium]]:
-    """Yield the last of each name and run, then the first of each, then those between: the page has room for some."""
+    """Yield the last of each name and run, then the first of each, then the rest, as the page has limited room."""
     rows = [(name, _spread(media)) for name, by_run in found.items() for media in by_run.values()]
     for turn in zip_longest(*([(name, medium) for medium in media] for name, media in rows)):
-        yield from (one for one in turn if one is not None)
+        yield from (picture for picture in turn if picture is not None)
 
 
 def _spread(media: Sequence[Medium]) -> list[Medium]:
-    """Return the last, the first, the middle one, then the middles of the gaps."""
+    """Return the last, the first, the middle, then repeatedly the middles of the gaps."""
     order, parts = dict.fromkeys([len(media) - 1, 0]), [(0, len(media) - 1)]
     for low, high in parts:
         if high - low > 1:
@@ -97,8 +97,8 @@ def _named(name: str, chosen: Chosen, stories: Sequence[Story], swatches: Sequen
     for run, shown in sorted(chosen.shown.items()):
         last = max(step for step, _ in shown)
         items = [
-            element("div", one, element("p", f"step {step:,}", class_="count"), data_step=step, hidden=step != last)
-            for step, one in sorted(shown, key=lambda pair: pair[0])
+            element("div", item, element("p", f"step {step:,}", class_="count"), data_step=step, hidden=step != last)
+            for step, item in sorted(shown, key=lambda pair: pair[0])
         ]
         head = element("figcaption", swatches[run], stories[run].name) if several else None
         runs.append(element("figure", head, *items, class_="media"))
@@ -121,7 +121,7 @@ def _shown(medium: Medium, name: str) -> Html | None:
         with open_regular(medium.path, follow=False) as file:
             content = file.read(_LARGEST + 1)
         return _SHOWS[medium.path.suffix](content, name) if len(content) <= _LARGEST else None
-    except (OSError, ValueError, TypeError, LookupError, SyntaxError):  # pillow raises any of them
+    except (OSError, ValueError, TypeError, LookupError, SyntaxError):  # pillow may raise any of these
         return None
 
 
@@ -133,13 +133,13 @@ def _picture(content: bytes, name: str) -> Html | None:
         content = _smaller(content, width, height)
     if not content or len(content) > ONE or not 0 < width < 1 << 16 or not 0 < height < 1 << 16:
         return None
-    times = max(1, min(160 // width, 320 // height))  # small pictures are shown larger, with sharp pixels
+    times = max(1, min(160 // width, 320 // height))  # scale small pictures up with sharp pixels
     look = "sharp" if times > 1 else None
     return element("img", src=_uri("image/png", content), alt=name, width=width * times, height=height * times, class_=look)
 
 
 def _smaller(content: bytes, width: int, height: int) -> bytes:
-    """Return a picture of about half the size, as often as needed; empty if pillow is not installed or the file is damaged."""
+    """Return a picture, halved in size as often as needed; empty if pillow is not installed or the file is damaged."""
     try:
         from PIL import Image
     except ImportError:
@@ -169,7 +169,7 @@ def _text(content: bytes, name: str) -> Html:
 
 def _histogram(content: bytes, name: str) -> Html | None:
     data = json.loads(content)
-    counts, edges = [float(one) for one in data["counts"]], [float(one) for one in data["edges"]]
+    counts, edges = [float(number) for number in data["counts"]], [float(number) for number in data["edges"]]
     if not 0 < len(counts) <= 512 or len(edges) != len(counts) + 1 or not all(map(math.isfinite, [*counts, *edges])):
         return None
     wide, most = 240 / len(counts), max(*counts, 1.0)
@@ -180,9 +180,9 @@ def _histogram(content: bytes, name: str) -> Html | None:
         element("text", precise(edges[0]), x=0, y=95),
         element("text", precise(edges[-1]), x=240, y=95, text_anchor="end"),
     ]
-    told = f"{name}: {counted(int(sum(counts)), 'value')} from {precise(edges[0])} to {precise(edges[-1])}"
+    label = f"{name}: {counted(int(sum(counts)), 'value')} from {precise(edges[0])} to {precise(edges[-1])}"
     return element(
-        "svg", element("path", d=bars), *ends, viewBox="0 0 240 100", role="img", aria_label=told, class_="histogram"
+        "svg", element("path", d=bars), *ends, viewBox="0 0 240 100", role="img", aria_label=label, class_="histogram"
     )
 
 

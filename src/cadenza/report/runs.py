@@ -1,4 +1,4 @@
-"""The table of several runs: the arguments that differ, beside the best values. The script also draws it as parallel axes."""
+"""The comparison table of runs: differing arguments and best values. The script also draws it as parallel axes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.report.evaluations import judged
+from cadenza.report.evaluations import evaluation_results
 from cadenza.report.settings import differing, settings_of
 from cadenza.report.story import Story
 from cadenza.status.formats import counted, precise
 from cadenza.status.markup import Html, element, joined
 
 CARDS = 6
-"""More runs than this have no cards: the table tells how they ended."""
+"""With more runs than this, there are no cards; the table shows the outcomes."""
 METRICS, ARGUMENTS = 16, 24
-"""The most columns of a kind."""
+"""Maximum columns of a kind."""
 REGION = {"class_": "wide", "tabindex": "0", "role": "region", "aria_label": "runs"}
 
 
@@ -25,22 +25,22 @@ class Column:
 
     name: str
     kind: str
-    """``"argument"``, ``"metric"``, or ``"fact"`` for how the run went."""
+    """``"argument"``, ``"metric"``, or ``"fact"`` for the outcome, duration and the like."""
     values: Sequence[object]
     mode: str = ""
     """``"min"`` or ``"max"`` if all runs agree which is better."""
 
 
 def columns_of(stories: Sequence[Story]) -> list[Column]:
-    """Return what the runs reached, the best value of each watched metric and the last of others, and what differs."""
+    """Return the columns: facts of the runs, best values of watched metrics, last values of others, and differing arguments."""
     settings = [settings_of(story.info) for story in stories]
     names = differing(settings)[:ARGUMENTS]
-    arguments = [Column(name, "argument", [one.get(name) for one in settings]) for name in names]
+    arguments = [Column(name, "argument", [setting.get(name) for setting in settings]) for name in names]
     return [*_facts(stories), *_metrics(stories)[:METRICS], *arguments]
 
 
 def table(stories: Sequence[Story], swatches: Sequence[Html]) -> Html | None:
-    """Return one row for each run, sortable; None for a single run."""
+    """Return a sortable table with one row per run; None for a single run."""
     if len(stories) < 2:
         return None
     columns = columns_of(stories)
@@ -67,15 +67,15 @@ def _facts(stories: Sequence[Story]) -> list[Column]:
 
 
 def _metrics(stories: Sequence[Story]) -> list[Column]:
-    found = [judged(story) for story in stories]
+    found = [evaluation_results(story) for story in stories]
     columns = []
-    for name in dict.fromkeys(name for one in found for name in one.names):
-        modes = {one.bests[name].mode if name in one.bests else "" for one in found if name in one.names}
+    for name in dict.fromkeys(name for run in found for name in run.names):
+        modes = {run.bests[name].mode if name in run.bests else "" for run in found if name in run.names}
         if len(modes) == 1 and (mode := modes.pop()):
-            values = [one.bests[name].value if name in one.bests else None for one in found]
+            values = [run.bests[name].value if name in run.bests else None for run in found]
             columns.append(Column(f"{name}, best", "metric", values, mode))
         else:
-            lasts = [[row[name] for row in one.rows.values() if name in row][-1:] for one in found]
+            lasts = [[row[name] for row in run.rows.values() if name in row][-1:] for run in found]
             columns.append(Column(f"{name}, last", "metric", [last[0] if last else None for last in lasts]))
     return columns or [
         Column(
@@ -86,8 +86,8 @@ def _metrics(stories: Sequence[Story]) -> list[Column]:
 
 
 def _best(column: Column) -> set[int]:
-    """Return the numbers of the runs that have the best value of a column."""
-    known = [one for one in column.values if isinstance(one, float) and math.isfinite(one)]
+    """Return the indices of the runs with the best value of a column."""
+    known = [value for value in column.values if isinstance(value, float) and math.isfinite(value)]
     if not column.mode or not known:
         return set()
     best = max(known) if column.mode == "max" else min(known)

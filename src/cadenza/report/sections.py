@@ -1,4 +1,4 @@
-"""The sections of the report beside the curves."""
+"""The sections of the report other than curves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cadenza.report.story import Kept, Story
+from cadenza.report.story import StoredCheckpoint, Story
 from cadenza.status.decisions import Decision
 from cadenza.status.formats import counted, duration, local_date, shown_date, size
 from cadenza.status.markup import Html, element, joined
 
 FEW = 3
-"""More runs than these have their parts folded."""
+"""With more runs than this, the parts of each run are folded."""
 PROFILE_HINT = "This run has no profile. Add Profile() to its callbacks to see the time of each part here."
 
 
@@ -47,11 +47,11 @@ def checkpoints(story: Story) -> Html:
     return element("div", table, element("p", hint, class_="note"))
 
 
-def _checkpoint(kept: Kept) -> list[object]:
+def _checkpoint(kept: StoredCheckpoint) -> list[object]:
     name, manifest = element("code", kept.name), kept.manifest
     if not manifest:
         return [name, "", "", "", "", element("span", kept.problem, class_="fault"), ""]
-    from cadenza.checkpoint.store.manifest import bytes_in  # imported here: it needs torch
+    from cadenza.checkpoint.store.manifest import bytes_in  # imported here because it needs torch
 
     marks = {"not exact": not manifest.get("exact"), "not finite": not manifest.get("finite", True)}
     marks["weights only"] = bool(manifest.get("weights_only"))
@@ -62,22 +62,22 @@ def _checkpoint(kept: Kept) -> list[object]:
 
 
 def profile(story: Story) -> Html:
-    """Return the times by phase, and by callback and moment."""
+    """Return the times by phase, and by callback and hook."""
     measured = story.profile
     if not measured:
         return element("p", PROFILE_HINT, class_="note")
     try:
         wall, steps = float(measured["wall_s"]), int(measured["steps"])
-        phases = [[one["name"], int(one["calls"]), float(one["seconds"])] for one in measured["phases"]]
+        phases = [[phase["name"], int(phase["calls"]), float(phase["seconds"])] for phase in measured["phases"]]
         ranks = [
             [
-                one["part"],
-                f"rank {int(one['slowest'])}",
-                *(duration(float(one[key])) for key in ("seconds", "mean_s", "least_s")),
+                rank["part"],
+                f"rank {int(rank['slowest'])}",
+                *(duration(float(rank[key])) for key in ("seconds", "mean_s", "least_s")),
             ]
-            for one in measured.get("ranks", ())
+            for rank in measured.get("ranks", ())
         ]
-        hooks = [[one["callback"], one["moment"], int(one["calls"]), float(one["seconds"])] for one in measured["callbacks"]]
+        hooks = [[row["callback"], row["moment"], int(row["calls"]), float(row["seconds"])] for row in measured["callbacks"]]
     except (LookupError, TypeError, ValueError) as error:
         return element("p", f"profile.json cannot be read: {error!r}", class_="fault")
     phases.sort(key=lambda row: -row[-1])
@@ -113,15 +113,15 @@ def _bar(fraction: float) -> Html:
 
 
 def decisions(story: Story, most: int) -> Html:
-    """Return faults, then a summary by author, then the newest decisions."""
+    """Return faults, a summary by author, and the newest decisions."""
     if not story.decisions:
         return element("p", "The run took no decision.", class_="note")
     faults = [
-        element("p", element("b", f"{one.who} {one.what}"), f" at {one.when}: {one.why}", class_="fault")
-        for one in story.faults
+        element("p", element("b", f"{fault.who} {fault.what}"), f" at {fault.when}: {fault.why}", class_="fault")
+        for fault in story.faults
     ]
     newest = story.decisions[-most:]
-    rows: list[list[object]] = [[f"{one.when.epoch:,}", f"{one.when.step:,}", one.what, one.who, one.why] for one in newest]
+    rows: list[list[object]] = [[f"{act.when.epoch:,}", f"{act.when.step:,}", act.what, act.who, act.why] for act in newest]
     left_out = len(story.decisions) - len(newest)
     summary = f"all {len(story.decisions):,}" if not left_out else f"the last {len(newest):,} of {len(story.decisions):,}"
     each = element(
@@ -132,8 +132,8 @@ def decisions(story: Story, most: int) -> Html:
 
 def _summed(all_of_them: Sequence[Decision]) -> Html:
     kinds: dict[tuple[str, str], list[Decision]] = {}
-    for one in all_of_them:
-        kinds.setdefault((one.what, one.who), []).append(one)
+    for decision in all_of_them:
+        kinds.setdefault((decision.what, decision.who), []).append(decision)
     rows: list[list[object]] = [
         [what, who, f"{len(group):,}", f"{group[-1].when.step:,}", group[-1].why] for (what, who), group in kinds.items()
     ]
@@ -143,11 +143,11 @@ def _summed(all_of_them: Sequence[Decision]) -> Html:
 def environment(stories: Sequence[Story], swatches: Sequence[Html]) -> Html:
     """Return the content of ``run.json`` side by side. Rows that differ between runs are marked."""
     columns = [_flat(story.info) for story in stories]
-    names = list(dict.fromkeys(name for one in columns for name in one))
+    names = list(dict.fromkeys(name for column in columns for name in column))
     several, many = len(stories) > 1, len(stories) > FEW
     rows = []
     for name in names:
-        cells = [one.get(name, "") for one in columns]
+        cells = [column.get(name, "") for column in columns]
         alike = several and len(set(cells)) == 1
         differs = several and not alike and name not in ("id", "started", "ended", "command")
         sign = element("span", " ≠", title="differs", aria_label="differs", role="img", class_="sign") if differs else None
@@ -163,7 +163,7 @@ def environment(stories: Sequence[Story], swatches: Sequence[Html]) -> Html:
 
 
 def _flat(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a nested mapping as one level of texts, without the plan, which has a section of its own."""
+    """Flatten a nested mapping to strings, without the plan, which has a separate section."""
     flat: dict[str, str] = {}
     for name, value in info.items():
         if name in ("plan", "outcome") or value is None or value == []:
@@ -179,9 +179,9 @@ def _as_text(name: str, value: Any) -> str:
     if name in ("started", "ended"):
         return shown_date(value)
     if isinstance(value, list):
-        return (" " if name == "command" else "; ").join(_as_text("", one) for one in value)[:2000]
+        return (" " if name == "command" else "; ").join(_as_text("", item) for item in value)[:2000]
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_as_text('', one)}" for key, one in value.items())
+        return ", ".join(f"{key} {_as_text('', item)}" for key, item in value.items())
     return (value if isinstance(value, str) else json.dumps(value))[:2000]
 
 
@@ -192,9 +192,9 @@ def plan(story: Story) -> Html | None:
 
 
 def for_each(stories: Sequence[Story], swatches: Sequence[Html], show: Callable[[Story], Html | None]) -> Html | None:
-    """Return one part for each run that has one; equal parts are shown once.
+    """Return one part per run, where present; equal parts are shown once.
 
-    With several runs, each part has the names of its runs as heading. The parts of many runs are folded.
+    With multiple runs, each part is headed by the names of its runs. The parts of many runs are folded.
     """
     parts = [(joined([swatch, story.name]), show(story)) for story, swatch in zip(stories, swatches, strict=True)]
     named: dict[Html, list[Html]] = {}
@@ -209,13 +209,13 @@ def for_each(stories: Sequence[Story], swatches: Sequence[Html], show: Callable[
 
 
 def _listed(names: Sequence[Html]) -> list[object]:
-    listed: list[object] = [one for name in names[:4] for one in (name, ", ")]
+    listed: list[object] = [part for name in names[:4] for part in (name, ", ")]
     del listed[-1]
     return [*listed, f" and {len(names) - 4} more"] if len(names) > 4 else listed
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]], figures: set[int]) -> Html:
-    """Return a table that scrolls if the page is too narrow. `figures` are the indices of the columns of numbers."""
+    """Return a table that scrolls on narrow pages. `figures` are the indices of numeric columns."""
     classes = ["figure" if i in figures else None for i in range(len(head))]
     top = element("tr", *(element("th", name, scope="col", class_=kind) for name, kind in zip(head, classes, strict=True)))
     body = [element("tr", *(element("td", c, class_=kind) for c, kind in zip(row, classes, strict=True))) for row in rows]

@@ -1,4 +1,4 @@
-"""The trainer's arguments in ``run.json`` as one level of names and values, to compare runs by them."""
+"""The trainer's arguments in ``run.json``, flattened to names and values for comparisons of runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def settings_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each argument of a run by its name; an optimizer's settings have its name in lower case before them.
+    """Return each argument of a run by name; the settings of an optimizer are prefixed with its lower-case name.
 
     >>> settings_of({"arguments": {"optimizer": [{"name": "SGD", "lr": 0.1}], "seed": 1, "callbacks": ["Ema", "Limit"]}})
     {'optimizer': 'SGD', 'optimizer.lr': 0.1, 'seed': 1, 'callbacks': 'Ema, Limit'}
@@ -17,33 +17,36 @@ def settings_of(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names that have different values, or that only some have, in the order of the first that has them."""
-    names = dict.fromkeys(name for one in settings for name in one)
+    """Return the names with values that differ or are missing in some runs, in order of first appearance."""
+    names = dict.fromkeys(name for run in settings for name in run)
     missing = object()
-    return [name for name in names if any(one.get(name, missing) != settings[0].get(name, missing) for one in settings[1:])]
+    return [name for name in names if any(run.get(name, missing) != settings[0].get(name, missing) for run in settings[1:])]
 
 
 def text_of(value: Any) -> str:
-    """Return a value of `settings_of` as text; None as ``-``. Floats keep all digits: two that differ look different."""
+    """Return a value of `settings_of` as text; None as ``-``.
+
+    Floats keep all digits, so that different values look different.
+    """
     return "-" if value is None else str(value)
 
 
 def _flat(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for name, one in value.items():
-        if isinstance(one, Mapping):
-            flat |= _named(one, prefix + str(name))
-        elif isinstance(one, list) and one and all(isinstance(part, Mapping) for part in one):
-            for number, part in enumerate(one, 1):
+    for name, setting in value.items():
+        if isinstance(setting, Mapping):
+            flat |= _named(setting, prefix + str(name))
+        elif isinstance(setting, list) and setting and all(isinstance(part, Mapping) for part in setting):
+            for number, part in enumerate(setting, 1):
                 flat |= _named(part, f"{prefix}{name}" + (f"#{number}" if number > 1 else ""))
-        elif isinstance(one, list):
-            flat[prefix + str(name)] = ", ".join(map(str, one))
+        elif isinstance(setting, list):
+            flat[prefix + str(name)] = ", ".join(map(str, setting))
         else:
-            flat[prefix + str(name)] = one
+            flat[prefix + str(name)] = setting
     return flat
 
 
 def _named(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a mapping with a ``name``, such as an optimizer, under its own name, and its other entries below that."""
+    """Flatten a mapping with a ``name``, such as an optimizer: the name itself, and the other entries below it."""
     head = {name: value["name"]} if "name" in value else {}
-    return head | _flat({key: one for key, one in value.items() if key != "name"}, f"{name}.")
+    return head | _flat({key: item for key, item in value.items() if key != "name"}, f"{name}.")

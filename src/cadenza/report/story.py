@@ -1,4 +1,4 @@
-"""The data of a run in one plain form: read from its directory, or from the live run."""
+"""The data of a run in plain form, read from its directory or from the live run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FAULTS = ("alerted", "disabled", "failed", "not sent", "not saved", "not pruned
 
 @dataclass(slots=True)
 class Series:
-    """All values of one name, in the order of their steps."""
+    """All values of one name, ordered by step."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -50,12 +50,12 @@ class Series:
 
     @property
     def not_finite(self) -> int:
-        """How many values are NaN or infinite."""
+        """The number of NaN and infinite values."""
         return len(self) - sum(map(math.isfinite, self.values))
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredCheckpoint:
     """A checkpoint of the run. If its manifest cannot be read, `manifest` is empty and `problem` says why."""
 
     name: str
@@ -65,7 +65,7 @@ class Kept:
 
 @dataclass(slots=True)
 class Story:
-    """One run."""
+    """The data of one run."""
 
     name: str
     """The name of the run in the report."""
@@ -73,12 +73,12 @@ class Story:
     """The content of ``run.json``."""
     series: dict[str, Series] = field(default_factory=dict)
     reached: Counters = field(default_factory=Counters)
-    """The last counters that are known."""
+    """The last known counters."""
     seen: float | None = None
     """The time of the last record, in seconds since 1970."""
     decisions: Sequence[Decision] = ()
     """The decisions of the run."""
-    checkpoints: Sequence[Kept] = ()
+    checkpoints: Sequence[StoredCheckpoint] = ()
     """The checkpoints of the run directory."""
     profile: Mapping[str, Any] | None = None
     """The content of ``profile.json``."""
@@ -89,7 +89,7 @@ class Story:
 
     @property
     def outcome(self) -> Outcome | None:
-        """How it ended; None if it has not ended, or was killed."""
+        """The outcome; None while the run is in progress, or after a kill."""
         return outcome_in(self.info)
 
     @property
@@ -99,7 +99,7 @@ class Story:
 
     @property
     def ending(self) -> str:
-        """A sentence about its end."""
+        """A sentence that describes the end of the run."""
         if self.outcome is not None:
             return f"{self.outcome.kind}: {self.outcome.reason}"
         last = "no record yet" if self.seen is None else f"last record {local_date(self.seen)}"
@@ -107,22 +107,22 @@ class Story:
 
     @property
     def watched(self) -> Iterator[tuple[str, str, str]]:
-        """The name and the mode of each metric that a callback watched, and the callback: at the start, and in decisions."""
-        found = [(one.get("callback"), one) for one in _mappings(self.info.get("monitors"))]
+        """Name, mode and callback of each watched metric, from the start of the run and from decisions."""
+        found = [(monitor.get("callback"), monitor) for monitor in _mappings(self.info.get("monitors"))]
         # See `Monitor.best_data`. Monitors of adapters are known from decisions only. Version 0.1 wrote neither.
-        found += [(decision.who, one) for decision in self.decisions for one in _mappings(decision.data.get("best"))]
-        for who, one in found:
-            if one.get("mode") in ("max", "min") and isinstance(name := one.get("monitor"), str):
-                yield name, str(one["mode"]), str(who)
+        found += [(decision.who, best) for decision in self.decisions for best in _mappings(decision.data.get("best"))]
+        for who, facts in found:
+            if facts.get("mode") in ("max", "min") and isinstance(name := facts.get("monitor"), str):
+                yield name, str(facts["mode"]), str(who)
 
     @property
     def faults(self) -> list[Decision]:
-        """The decisions about callbacks that an error disabled, and about checkpoints and records that were not written."""
+        """Decisions about callbacks disabled by an error, and about checkpoints and records that were not written."""
         return [decision for decision in self.decisions if decision.what in _FAULTS]
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds from the start to the end or to the last record, pauses before a resume included."""
+        """Seconds from the start to the end or the last record, including pauses before a resume."""
         started, ended = parsed_date(self.info.get("started")), parsed_date(self.info.get("ended"))
         if started is None:
             return None
@@ -175,14 +175,14 @@ def story_at(path: Path, *, names: Collection[str] | None = None, checkpoints: b
     known = [decision.when for decision in story.decisions[-1:]] + [at for at in [final_counters(story.info)] if at]
     story.reached = max([story.reached, *known], key=lambda at: (at.batch, at.step, at.epoch))
     if checkpoints and (path / "checkpoints").is_dir():
-        from cadenza.checkpoint.store import Store  # imported here: it needs torch, and who reads only the rest does not
+        from cadenza.checkpoint.store import Store  # imported here because it needs torch, which is not needed otherwise
 
         story.checkpoints = list(_kept(Store(path / "checkpoints")))
     return story
 
 
 def story_of(run: Run) -> Story:
-    """Return the data of a live run, without what only its directory holds."""
+    """Return the data of a live run, without data that only its directory holds."""
     series = {}
     for name in run.history.names:
         steps, values = zip(*run.history[name], strict=True)
@@ -194,7 +194,7 @@ def story_of(run: Run) -> Story:
 
 
 def name_distinctly(stories: Sequence[Story], paths: Sequence[Path]) -> None:
-    """Prefix runs of equal names with as many parts of their paths as make the names distinct."""
+    """Prefix runs of equal names with as many path components as make the names distinct."""
     whole = [path.resolve() for path in paths]
     depth, longest = 1, max(len(path.parts) for path in whole) - 1  # without the root
     while len({story.name for story in stories}) < len({*whole}) and depth < longest:
@@ -204,7 +204,7 @@ def name_distinctly(stories: Sequence[Story], paths: Sequence[Path]) -> None:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def _json_in(path: Path, problems: list[str]) -> dict[str, Any] | None:
@@ -218,11 +218,11 @@ def _json_in(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 def outcome_in(info: Mapping[str, Any]) -> Outcome | None:
     """Return the outcome in the content of a ``run.json``; None if it holds none."""
-    told = info.get("outcome")
-    if not isinstance(told, Mapping) or not told.get("kind"):
+    outcome = info.get("outcome")
+    if not isinstance(outcome, Mapping) or not outcome.get("kind"):
         return None
-    kind: Any = str(told["kind"])  # that of a newer version may have another name
-    return Outcome(kind, str(told.get("reason", "")))
+    kind: Any = str(outcome["kind"])  # a newer version may use another name
+    return Outcome(kind, str(outcome.get("reason", "")))
 
 
 def final_counters(info: Mapping[str, Any]) -> Counters | None:
@@ -260,7 +260,7 @@ def _read_metrics(path: Path, story: Story, names: Collection[str] | None) -> No
 
 
 def _put_in_order(series: Series) -> None:
-    """Sort by step, for files that were joined by hand. Values of one step keep their order."""
+    """Sort by step, for files that were concatenated manually. Values of the same step keep their order."""
     if any(map(operator.gt, series.steps, islice(series.steps, 1, None))):
         pairs = sorted(series.points, key=lambda pair: pair[0])
         series.steps, series.values = array("q", [step for step, _ in pairs]), array("d", [value for _, value in pairs])
@@ -271,9 +271,9 @@ def _report_broken(name: str, broken: Sequence[int], story: Story) -> None:
         story.problems.append(f"{counted(len(broken), 'line')} of {name} cannot be read, the first is line {broken[0]}")
 
 
-def _kept(store: Store) -> Iterator[Kept]:
+def _kept(store: Store) -> Iterator[StoredCheckpoint]:
     for saved in store.saved():
         try:
-            yield Kept(saved.name, store.manifest(saved))
+            yield StoredCheckpoint(saved.name, store.manifest(saved))
         except CheckpointError as error:
-            yield Kept(saved.name, {}, str(error).removeprefix(f"{saved.name}: "))
+            yield StoredCheckpoint(saved.name, {}, str(error).removeprefix(f"{saved.name}: "))

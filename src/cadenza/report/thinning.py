@@ -1,4 +1,4 @@
-"""Long series thinned to the visible resolution, with their extreme values kept; and the mean of noisy ones."""
+"""Downsampling of long series that keeps extreme values, and the smoothed mean of noisy series."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cadenza.report.story import Series
 
 Numbers = numpy.ndarray[Any, numpy.dtype[Any]]
 FEWEST = 30
-"""Finite values that a series must have to be called noisy."""
+"""Minimum number of finite values of a noisy series."""
 
 
 def thinned(series: Series, buckets: int) -> Series:
     """Return the first and the last point, and at most three points in each of `buckets` equal intervals of steps.
 
-    These are the lowest, the highest, and one that is not finite, where the curve has a gap.
+    These are the lowest, the highest, and a non-finite one, where the curve has a gap.
 
     >>> from array import array
     >>> spike = Series(array("q", range(1000)), array("d", [0.0] * 500 + [9.0] + [0.0] * 499))
@@ -43,7 +43,7 @@ def thinned(series: Series, buckets: int) -> Series:
 
 
 def noisy(series: Series) -> bool:
-    """Return whether the values scatter around a curve, so that their mean shows more than a line through each of them.
+    """Return whether the values scatter around a curve, so that a smoothed mean shows more than the raw line.
 
     A series is noisy if a quarter of its values are turning points (two thirds are in pure noise), and its changes from value
     to value are not small: the ratio of von Neumann, half of their mean square by the variance, is above 0.01 (in noise, 1).
@@ -69,14 +69,14 @@ def noisy(series: Series) -> bool:
 
 
 def window(count: int) -> int:
-    """Return how many values the mean of a noisy series of `count` finite values takes in: a 20th of them, 5 or more; odd."""
+    """Return the smoothing window of a noisy series of `count` finite values: odd, a 20th of them, at least 5."""
     return max(5, count // 20) | 1
 
 
 def trend(series: Series, most: int) -> Series:
     """Return the mean of the finite values around each point, at no more than `most` points. See `window`.
 
-    The mean is centred, so it does not lag behind the values as an exponential one does. At both ends it has fewer values.
+    The mean is centred, so unlike an exponential mean it does not lag. At both ends it averages fewer values.
     """
     steps, values = _arrays(series)
     finite = numpy.isfinite(values)
@@ -99,7 +99,7 @@ def _series(steps: Numbers, values: Numbers) -> Series:
 
 
 def _starts(series: Series, buckets: int) -> Numbers:
-    """Return the index of the first point in each interval that has any."""
+    """Return the index of the first point in each non-empty interval."""
     steps, _ = _arrays(series)
     interval = (series.steps[-1] - series.steps[0] + 1) / buckets
     bucket = numpy.minimum((steps - steps[0]) / interval, buckets - 1).astype(numpy.int64)

@@ -29,8 +29,7 @@ from cadenza.sinks.progress_renderers import (
     draws_on,
     in_notebook,
 )
-from cadenza.status.folding import for_screen
-from cadenza.status.formats import amount, clock, number, plural
+from cadenza.status.formats import amount, clock, for_screen, number, plural
 
 if TYPE_CHECKING:
     from cadenza.hooks.moments import BaseCallback

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from cadenza.status.folding import encodable
-from cadenza.status.formats import counted, plural
+from cadenza.status.formats import counted, encodable, plural
 
 if TYPE_CHECKING:
     from rich.text import Text

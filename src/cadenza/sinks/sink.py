@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from uuid import uuid4
 
 from cadenza.errors import CadenzaError, MissingExtraError
-from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.faults import Fault
+from cadenza.hooks.dispatch import Fault, hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.records.record import drawn
 from cadenza.records.writer import Channel, Rows, writer_of

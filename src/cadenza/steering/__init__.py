@@ -10,6 +10,8 @@ from cadenza.lazy import contents
 if TYPE_CHECKING:
     from cadenza.steering.run_reader import RunReader as RunReader
     from cadenza.steering.run_reader import read_run as read_run
+    from cadenza.steering.sending import tell as tell
+    from cadenza.steering.steering import Steering as Steering
 
     __all__: list[str]
 else:
@@ -17,5 +19,7 @@ else:
         __name__,
         {
             "cadenza.steering.run_reader": "RunReader read_run",
+            "cadenza.steering.sending": "tell",
+            "cadenza.steering.steering": "Steering",
         },
     )

@@ -9,7 +9,7 @@ from copy import deepcopy
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,10 +212,12 @@ def check_resumed(factory: Factory, folder: Path, ignore: Sequence[str]) -> None
     Raises:
         AssertionError: They differ. The message names the attributes with other values.
     """
-    whole, again = (_whole(factory(), folder / f"whole{number}", ignore) for number in (1, 2))
+    whole, again = (_ended(factory(), folder / f"whole{number}", ignore) for number in (1, 2))
     if first_difference(whole.results, again.results, "runs") is not None:
         return  # two equal runs differ: nothing can be said about a third one
-    resumed = _resumed(factory, folder / "cut", ignore)
+    with suppress(Cut):
+        _trainer(factory(), folder / "cut", Cutter(_CUT)).fit()
+    resumed = _ended(factory(), folder / "cut", ignore, resume=True)
     changed = {
         name: (value, resumed.attributes.get(name))
         for name, value in whole.attributes.items()
@@ -293,11 +295,13 @@ def evaluated() -> Evaluate:
     return Evaluate(tiny_loader(2))
 
 
-class _Ended:
+class _Ended(NamedTuple):
     """The results of a run, and the attributes of the callback before the first step and after the last."""
 
-    def __init__(self, name: str, results: dict[str, Any], callback: BaseCallback, at_start: dict[str, Any]) -> None:
-        self.name, self.results, self.attributes, self.at_start = name, results, attributes_of(callback), at_start
+    name: str
+    results: dict[str, Any]
+    at_start: dict[str, Any]
+    attributes: dict[str, Any]
 
 
 def attributes_of(callback: BaseCallback) -> dict[str, Any]:
@@ -322,24 +326,16 @@ def _trainer(callback: BaseCallback, folder: Path, *more: BaseCallback) -> Any:
     return tiny_trainer(callbacks=callbacks, directory=folder, seed=0, **_RUN)
 
 
-def _whole(callback: BaseCallback, folder: Path, ignore: Sequence[str]) -> _Ended:
+def _ended(callback: BaseCallback, folder: Path, ignore: Sequence[str], *, resume: bool = False) -> _Ended:
+    """Run to the end: from the beginning, or from the step at which an earlier run in the folder was cut."""
     at_start: dict[str, Any] = {}
 
     def note(run: Run) -> None:
         at_start.update(attributes_of(callback) if not run.progress.step else {})
 
     trainer = _trainer(callback, folder, on(Callback.on_epoch_start)(note))
-    run = trainer.fit()
-    return _Ended(hooks_of(run).name_of(callback), _compared(trainer, run, ignore), callback, at_start)
-
-
-def _resumed(factory: Factory, folder: Path, ignore: Sequence[str]) -> _Ended:
-    with suppress(Cut):
-        _trainer(factory(), folder, Cutter(_CUT)).fit()
-    callback = factory()
-    trainer = _trainer(callback, folder)
-    run = trainer.fit(resume="auto")
-    return _Ended(hooks_of(run).name_of(callback), _compared(trainer, run, ignore), callback, {})
+    run = trainer.fit(resume="auto" if resume else False)
+    return _Ended(hooks_of(run).name_of(callback), _compared(trainer, run, ignore), at_start, attributes_of(callback))
 
 
 def _compared(trainer: Any, run: Run, ignore: Sequence[str]) -> dict[str, Any]:

@@ -351,7 +351,7 @@ class Capsule(Callback):
             "not_loaded": None if step.not_loaded is None else _named(session, *step.not_loaded),
             "precision": session.precision.name,
             "torch": torch.__version__,
-            "decisions": [one.to_dict() for one in session.decisions[-3:]],
+            "decisions": [one.to_dict() for one in session.run.decisions[-3:]],
         }
         if not step.parts:
             facts["batches_left_out"] = "the loader failed with the first batch of the step"

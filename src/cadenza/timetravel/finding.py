@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from cadenza.engine import boundary
 from cadenza.engine.loop import Training, fit
 from cadenza.engine.memory import is_out_of_memory
 from cadenza.engine.session import Loops, Session, session_of
@@ -450,8 +451,8 @@ def _twin(session: Session, steps: int, callbacks: Sequence[Callback], loader: I
     twin.step.derived, twin.cursor.permuted = session.step.derived, session.cursor.permuted
     twin.extra_parameters = session.extra_parameters
     twin.module_flags.keeps_modes = session.module_flags.keeps_modes
-    twin.state.update(deepcopy(dict(session.state)))
+    twin.state.update(deepcopy(dict(session.run.state)))
     twin.progress.begin(Counters(), num_batches(loader, session.driver.data_shard()))
-    twin.open_loader()
+    boundary.open_loader(twin)
     twin.metrics.losses.quiet = True
     return twin

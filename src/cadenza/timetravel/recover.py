@@ -293,7 +293,7 @@ class Recover(Callback, Compared):
         folders = [str(one.store.files) for one in whole]
         whole_epochs = session.cursor.source.obstacle is not None
         look = partial(_newest_good, RecordedRun(directory), folders, step, whole_epochs=whole_epochs)
-        found: tuple[str, Counters] | None = session.driver.broadcast(look() if session.is_main else None)
+        found: tuple[str, Counters] | None = session.driver.broadcast(look() if session.driver.is_main else None)
         return found
 
     # -- leaving out -------------------------------------------------------------------------------

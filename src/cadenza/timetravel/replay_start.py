@@ -26,7 +26,10 @@ from cadenza.trainer import Trainer
 class ReplayStart(NamedTuple):
     """The start of a replay."""
 
-    before: Before
+    checkpoint: str
+    """The path of the checkpoint from which the run is repeated."""
+    recovery: Mapping[str, Any] | None
+    """The data of the rollbacks of the run if the step came after the first one: they hold the batches that were left out."""
     recorded: dict[int, dict[str, float]]
     """The recorded values after the checkpoint, by step and name."""
     folder: str
@@ -54,16 +57,17 @@ class ReplayStart(NamedTuple):
         if recorded.previous is None:
             raise DirectoryError(f"{str(path)!r} is not the directory of a run: expected a run.json in it.")
         _check_done(recorded.previous, path, step)
-        before = newest_before(recorded, step, elsewhere)
+        newest, skipped = newest_before(recorded, step, elsewhere)
+        done = newest.saved.step
         rows: dict[int, dict[str, float]] = {}
         for record in read_records(path / "metrics.jsonl"):
-            if record.step > before.step:
+            if record.step > done:
                 rows.setdefault(record.step, {}).update({name: float(value) for name, value in record.values.items()})
-        told = [f"a nearer checkpoint was skipped: {reason}" for reason in before.skipped]
-        last = max([before.step, *rows])
+        told = [f"a nearer checkpoint was skipped: {reason}" for reason in skipped]
+        last = max([done, *rows])
         if step > last + 1 and recorded.previous.get("progress") is None:
             told.append(f"whether the run did step {step} is not known: it is not over, and its last record is of step {last}.")
-        return ReplayStart(before, rows, tempfile.mkdtemp(prefix="cadenza-replay-"), told)
+        return ReplayStart(newest.path, _recovery_at(recorded, step), rows, tempfile.mkdtemp(prefix="cadenza-replay-"), told)
 
 
 def _check_trainer(trainer: object) -> None:
@@ -104,19 +108,8 @@ def _failed(rank: int, problem: str) -> Exception:
     return DistributedError(f"rank {rank} cannot repeat the run, so this rank cannot: {problem}")
 
 
-class Before(NamedTuple):
-    """A checkpoint before a step."""
-
-    path: str
-    step: int
-    skipped: tuple[str, ...]
-    """The reasons why nearer checkpoints cannot be used."""
-    recovery: Mapping[str, Any] | None
-    """The data of the rollbacks of the run if the step came after the first one: they hold the batches that were left out."""
-
-
-def newest_before(recorded: RecordedRun, step: int, elsewhere: Sequence[str] = ()) -> Before:
-    """Return the newest checkpoint on the present branch of a run that was written before a step. It is verified.
+def newest_before(recorded: RecordedRun, step: int, elsewhere: Sequence[str]) -> tuple[Entry, list[str]]:
+    """Return the newest checkpoint on the present branch of a run before a step, verified, and why nearer ones were skipped.
 
     Args:
         recorded: The run.
@@ -131,7 +124,7 @@ def newest_before(recorded: RecordedRun, step: int, elsewhere: Sequence[str] = (
     line += [one for one in RunSoFar(recorded, elsewhere).begun if Path(one.path).parent != recorded.checkpoints.absolute()]
     newest, skipped = first_usable((entry for entry in line if entry.saved.step < step), Entry.problem)
     if newest is not None:
-        return Before(newest.path, newest.saved.step, tuple(skipped), _recovery_at(recorded, step))
+        return newest, skipped
     later = [entry.name for entry in reversed(line) if entry.saved.step >= step]
     there = "; ".join([*skipped, *([f"later ones: {', '.join(later)}"] if later else [])])
     raise CheckpointError(

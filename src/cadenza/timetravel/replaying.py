@@ -70,7 +70,7 @@ class Replay:
             close_at_exit(self)
         self.batch: Any = None
         """The first batch of the next step, on the device. With accumulation, the step reads its other batches when it runs."""
-        self.checkpoint: str = start.before.path
+        self.checkpoint: str = start.checkpoint
         """The path of the checkpoint from which the run was repeated."""
         self.difference: Difference | None = None
         """The first recorded value that differs. None: all values that were compared are equal, to the bit."""
@@ -266,7 +266,7 @@ def replay_step(
     12 True None
     """
     start = ReplayStart.on_all_ranks(trainer, run, step)
-    witness = _Witness(step, start.before.recovery)
+    witness = _Witness(step, start.recovery)
     repeated = Replay(_separate(trainer, start, leave_out, witness), start, step, witness)
     try:
         repeated._begin(override, replay=replay)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from os import PathLike
@@ -165,10 +165,6 @@ class Located:
     def found(self) -> bool:
         """Whether something was not finite."""
         return any(one is not None for one in (self.weight, self.tensor, self.module, self.parameter))
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 def locate(

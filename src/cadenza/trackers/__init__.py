@@ -1,1 +1,4 @@
-"""What writes to trackers and other services. `cadenza.sinks` and `cadenza.callbacks` have the public names."""
+"""Sinks and callbacks for experiment trackers, hyperparameter search and alerts.
+
+`cadenza.sinks` and `cadenza.callbacks` have the public names.
+"""

@@ -17,7 +17,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.status.decisions import decide
 from cadenza.trackers.alert_rules import Function, Rule, Silence, parse_rule
-from cadenza.trackers.alert_targets import LEVELS, AlertMessage, Console, Courier, Level, Target, targets_of
+from cadenza.trackers.alert_targets import LEVELS, AlertMessage, AlertSender, Console, Level, Target, targets_of
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
@@ -30,17 +30,18 @@ _logger = logging.getLogger("cadenza")
 class Alert(Callback):
     """Send an alert when a condition on the records begins to hold: to the console, a command, a webhook or a function.
 
-    An alert is sent once, and again only after the condition has ceased to hold. A run that continues at a checkpoint and
-    repeats the same steps does not send it again. Each alert is a decision, ``"alerted"``, and a line of ``alerts.jsonl`` in
-    the directory of the run. A target that fails is tried three times and reported; it never stops the run.
+    An alert is sent once, and again only after the condition has ceased to hold. A run resumed from a checkpoint that repeats
+    the same steps does not send it again. Each alert is a decision, ``"alerted"``, and a line of ``alerts.jsonl`` in the
+    directory of the run. A target that fails is tried three times and reported; it never stops the run.
 
     The rule is a text or a function:
 
     - ``"train/loss > 10"``, also ``<``, ``>=``, ``<=``; ``"eval/acc < 0.5 for 3 records"``: in three records in a row.
     - ``"eval/loss rises 3 times"``, ``"eval/acc falls"``: from record to record, in a row.
     - ``"non-finite"``: any value is NaN or infinite; ``"train/loss non-finite"``: this one.
-    - ``"no record for 10 min"``, ``"no eval/loss for 2 h"``: a thread watches the time, also while the training hangs.
-    - A function of a `Record`, or of a `Record` and the `History`. It returns a text while its condition holds, else None.
+    - ``"no record for 10 min"``, ``"no eval/loss for 2 h"``: a thread watches the time, even while the training hangs.
+    - A function of a `Record`, or of a `Record` and the `History`. It returns a string while its condition holds, otherwise
+      None.
 
     Records without the name do not count. Rules are applied on the main process, to the means over all ranks.
 
@@ -52,14 +53,14 @@ class Alert(Callback):
         to: One target, or a list of targets. ``"console"``: the screen and ``console.log``. A URL: a POST request with the
             `AlertMessage` as JSON, which has its text as ``"text"``. A list of strings inside of the list: a command, run
             without a shell, with the text as its input and ``CADENZA_ALERT_TEXT``, ``CADENZA_ALERT_STEP``, ... in the
-            environment. A function of an `AlertMessage`. All but the console are called in a thread of their own, with a
-            timeout of 30 s for a command and a URL.
+            environment. A function of an `AlertMessage`. All targets except the console are called in a separate thread, with a
+            timeout of 30 s for commands and URLs.
         level: ``"info"``, ``"warning"`` or ``"error"``, for the targets.
         name: The name of the callback; None takes the name of the class.
 
     Raises:
         ScheduleError: The time in the rule cannot be read.
-        ValueError: The rule cannot be read, `level` is none of the three, or there is no target.
+        ValueError: The rule cannot be read, `level` is invalid, or there is no target.
         TypeError: `rule` or a target has a wrong type.
         MonitorError: In a run: an evaluation does not report the name.
 
@@ -94,7 +95,7 @@ class Alert(Callback):
 
     def _forget(self) -> None:
         self.rule.reset()
-        self._courier: Courier | None = None
+        self._sender: AlertSender | None = None
         self._sent: set[tuple[str, int, str]] = set()
         self._path: Path | None = None
         self._silent: deque[AlertMessage] = deque()
@@ -117,36 +118,36 @@ class Alert(Callback):
         if run.info.directory is not None:
             self._path = run.info.directory / _FILE
             self._sent = _sent_before(self._path)
-        self._courier = Courier([target for target in self.to if not isinstance(target, Console)])
+        self._sender = AlertSender([target for target in self.to if not isinstance(target, Console)])
         self._last_s, self._last_step = time.monotonic(), run.progress.step
-        run.at_end(partial(self._finish, run, self._courier))
+        run.at_end(partial(self._finish, run, self._sender))
         if isinstance(self.rule, Silence):
-            self._courier.watch(partial(self._look_at_silence, run, self.rule, self._courier))
+            self._sender.watch(partial(self._look_at_silence, run, self.rule, self._sender))
 
     def on_log(self, run: Run, record: Record) -> None:
-        if self._courier is None:  # the run is ending
+        if self._sender is None:  # the run is ending
             return
         self._check_name(run, record)
         if self.rule.name is None or self.rule.name in record.values:
             self._last_s, self._last_step = time.monotonic(), record.step
             if self._is_silent:
                 self._is_silent = False
-                self._courier.wake()
-        self._tell(run, self._courier)
+                self._sender.wake()
+        self._report_failures(run, self._sender)
         text = self.rule.look(record, run.history)
         if text is not None:
-            self._send(run, self._courier, self._message(run, text, record.step))
+            self._send(run, self._sender, self._message(run, text, record.step))
 
-    def _send(self, run: Run, courier: Courier, message: AlertMessage) -> None:
+    def _send(self, run: Run, sender: AlertSender, message: AlertMessage) -> None:
         self._decide(run, message)
         key = (message.alert, message.step, message.text)
-        if key in self._sent:  # before the run was continued
+        if key in self._sent:  # written before the resume
             return
         self._sent.add(key)
         self._keep(message)
         if any(isinstance(target, Console) for target in self.to):
             (run.print if message.level == "info" else run.warn)(_line(message))
-        courier.send(message)
+        sender.send(message)
 
     def _message(self, run: Run, text: str, step: int) -> AlertMessage:
         info = run.info
@@ -168,13 +169,14 @@ class Alert(Callback):
         decide(run, "alerted", message.text, who=self._owner, data=data)
 
     def _keep(self, message: AlertMessage) -> None:
-        """Write the alert to the directory. The file is not cut when the run continues: it says what was sent."""
+        """Write the alert to the directory. A resume does not truncate the file: it is the log of sent alerts."""
         if self._path is not None:
-            with suppress(OSError), self._path.open("a", encoding="utf-8") as file:  # the alert itself is more important
+            # sending the alert matters more than writing this file
+            with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(message.to_dict()) + "\n")
 
-    def _look_at_silence(self, run: Run, rule: Silence, courier: Courier) -> float | None:
-        """Send an alert if there was no record for too long. Called in the thread; the training may hang."""
+    def _look_at_silence(self, run: Run, rule: Silence, sender: AlertSender) -> float | None:
+        """Send an alert if no record has arrived for too long. Called in the watcher thread, since the training may hang."""
         left = (rule.silence_s or 0.0) - (time.monotonic() - self._last_s)
         if left > 0:
             return left
@@ -184,22 +186,22 @@ class Alert(Callback):
             self._keep(message)
             if any(isinstance(target, Console) for target in self.to):
                 _logger.warning("%s", _line(message))
-            courier.send(message)
-            self._silent.append(message)  # the decisions belong to the thread of the training
+            sender.send(message)
+            self._silent.append(message)  # only the training thread may write decisions
         return None
 
-    def _tell(self, run: Run, courier: Courier) -> None:
+    def _report_failures(self, run: Run, sender: AlertSender) -> None:
         while self._silent:
             self._decide(run, self._silent.popleft())
-        while courier.failures:
-            failure = courier.failures.popleft()
+        while sender.failures:
+            failure = sender.failures.popleft()
             decide(run, "not sent", failure, who=self._owner)
             run.warn(f"{self._owner}: {failure}")
 
-    def _finish(self, run: Run, courier: Courier) -> None:
-        self._courier = None
-        courier.finish()
-        self._tell(run, courier)
+    def _finish(self, run: Run, sender: AlertSender) -> None:
+        self._sender = None
+        sender.finish()
+        self._report_failures(run, sender)
         if self.rule.name is not None and not self._seen and run.history.names:
             run.warn(
                 f"{self._owner} watches {self.rule.name!r}, and no record had it.{nearest(self.rule.name, run.history.names)} "
@@ -213,7 +215,7 @@ class Alert(Callback):
             self._seen = True
             return
         group = f"{name.partition('/')[0]}/"
-        alike = sorted(one for one in record.values if one.startswith(group))
+        alike = sorted(known for known in record.values if known.startswith(group))
         if alike and group[:-1] in run.evaluations:
             raise MonitorError(
                 f"{self._owner} watches {name!r}, but the evaluation {group[:-1]!r} reported only {alike}."
@@ -229,11 +231,11 @@ def _line(message: AlertMessage) -> str:
 
 
 def _sent_before(path: Path) -> set[tuple[str, int, str]]:
-    """Return the alerts that earlier processes of the run have sent."""
+    """Return the alerts sent by earlier processes of the run."""
     sent = set()
     with suppress(FileNotFoundError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, LookupError, TypeError):  # a kill may have cut the last line
+            with suppress(ValueError, LookupError, TypeError):  # a killed process may have left an incomplete last line
                 row = json.loads(line)
                 sent.add((str(row["alert"]), int(row["step"]), str(row["text"])))
     return sent

@@ -27,12 +27,12 @@ FORMS = (
 
 
 class Rule(ABC):
-    """A condition on records. `look` returns a text when it begins to hold: once, until it has ceased to hold."""
+    """A condition on records. `look` returns a text when it begins to hold: not again until it has stopped holding."""
 
     name: str | None = None
-    """The watched name; None if the rule is about all names."""
+    """The watched name; None if the rule covers all names."""
     silence_s: float | None = None
-    """The time in seconds without a record of `name` after which the rule holds; None for rules on the values."""
+    """Seconds without a record of `name` after which the rule holds; None for rules on values."""
 
     def __init__(self, source: object) -> None:
         self.source: object = source
@@ -45,7 +45,7 @@ class Rule(ABC):
         return self.source if isinstance(self.source, str) else brief(self.source)
 
     def reset(self) -> None:
-        """Forget the records: another run begins."""
+        """Reset the state for a new run."""
         self.holds: bool = False
 
     def look(self, record: Record, history: History) -> str | None:
@@ -101,7 +101,7 @@ class Comparison(Rule):
 
 
 class Trend(Rule):
-    """A value rises or falls from record to record, some times in a row. NaN is left out."""
+    """A value rises or falls in `count` consecutive records. NaN is skipped."""
 
     def __init__(self, source: str, name: str, way: str, times: int) -> None:
         self.way: str = way
@@ -141,7 +141,7 @@ class NonFinite(Rule):
 
 
 class Silence(Rule):
-    """There is no record for some time, or none with a value of a name. A thread watches it; see `Alert`."""
+    """No record, or no record with a value of `name`, has arrived for some time. A thread checks this; see `Alert`."""
 
     def __init__(self, source: str, name: str | None, silence_s: float, shown: str) -> None:
         super().__init__(source)
@@ -158,12 +158,12 @@ class Silence(Rule):
 
 
 class Own(Rule):
-    """A function of a record, or of a record and the history, that returns a text while its condition holds, else None."""
+    """A function of a record, or of a record and the history. It returns a string while its condition holds."""
 
     def __init__(self, function: Function) -> None:
         super().__init__(function)
         try:
-            wanted = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+            wanted = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
         except (TypeError, ValueError):  # a function of C code
             wanted = []
         if len(wanted) > 2:
@@ -190,8 +190,8 @@ def parse_rule(rule: object) -> Rule:
     """Read a rule of `Alert`.
 
     Raises:
-        TypeError: It is neither a text nor a function.
-        ValueError: It is a text of none of the known forms, which the message lists.
+        TypeError: It is neither a string nor a function.
+        ValueError: The string has none of the known forms. The message lists them.
 
     >>> parse_rule("eval/acc < 0.5 for 3 records").limit
     0.5

@@ -1,4 +1,4 @@
-"""The targets of `Alert`: the console, a command, a webhook or a function; and the thread that sends to them."""
+"""Targets of `Alert` (console, command, webhook, function) and the thread that sends to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Level = Literal["info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("info", "warning", "error")
 _TIMEOUT_S = 30.0
 _PAUSES_S = (1.0, 4.0)  # before the second and the third attempt
-_END_S = 10.0  # so long the end of a run waits for the last alerts
+_END_S = 10.0  # how long the end of a run waits for pending alerts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class AlertMessage:
     """
 
     text: str
-    """The text: what happened, and the values."""
+    """What happened, with the values."""
     level: Level
     """``"info"``, ``"warning"`` or ``"error"``."""
     step: int
-    """The step of the record; of the last record, if there is no new one."""
+    """The step of the record, or of the last record if there is no new one."""
     rule: str
     """The rule as it was written, or the name of the function."""
     alert: str
@@ -55,12 +55,12 @@ class AlertMessage:
     """Its directory; empty without one."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data: the JSON of a webhook, and a line of ``alerts.jsonl``."""
+        """Return the message as plain data, for the JSON of a webhook and for ``alerts.jsonl``."""
         return asdict(self)
 
 
 class Target(ABC):
-    """Takes alerts somewhere. `send` may block: it is called in a thread of its own."""
+    """A destination of alerts. `send` may block: it is called in a separate thread."""
 
     @abstractmethod
     def send(self, message: AlertMessage) -> None:
@@ -72,7 +72,7 @@ class Target(ABC):
 
 
 class Console(Target):
-    """The screen and ``console.log``. `Alert` writes to them in the thread of the training."""
+    """The screen and ``console.log``. `Alert` writes to them in the training thread."""
 
     def __repr__(self) -> str:
         return "'console'"
@@ -82,7 +82,10 @@ class Console(Target):
 
 
 class Command(Target):
-    """A program and its arguments, run without a shell. The text is its input, the rest is in the environment."""
+    """A program and its arguments, run without a shell.
+
+    The program reads the text from stdin and the other fields from the environment.
+    """
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.arguments: list[str] = [*arguments]
@@ -108,7 +111,7 @@ class Command(Target):
 
 
 class Webhook(Target):
-    """A URL that gets the message as JSON in a POST request. The URL is a secret of many services, so it is never shown."""
+    """A URL that gets the message as JSON in a POST request. Many services treat the URL as a secret, so it is never shown."""
 
     def __init__(self, url: str) -> None:
         self.url: str = url
@@ -140,7 +143,7 @@ def targets_of(to: object) -> list[Target]:
     """Return the targets of `Alert`: one, or a list of them.
 
     Raises:
-        TypeError: One of them is none of the known kinds, which the message lists.
+        TypeError: A target has an unknown type. The message lists the known ones.
         ValueError: There is none.
 
     >>> targets_of(["console", ["mail", "-s", "an alert", "me"], "https://example.org/hooks/secret"])
@@ -149,28 +152,29 @@ def targets_of(to: object) -> list[Target]:
     several = to if isinstance(to, Sequence) and not isinstance(to, str) else [to]
     if not several:
         raise ValueError('to must have at least one target; got none. Write to=["console"].')
-    return [_target(one) for one in several]
+    return [_target(target) for target in several]
 
 
-def _target(one: object) -> Target:
-    if isinstance(one, Target):
-        return one
-    if one == "console":
+def _target(target: object) -> Target:
+    if isinstance(target, Target):
+        return target
+    if target == "console":
         return Console()
-    if isinstance(one, str) and urlsplit(one).scheme in ("http", "https") and urlsplit(one).hostname:
-        return Webhook(one)
-    if isinstance(one, Sequence) and not isinstance(one, str) and one and all(isinstance(part, str) for part in one):
-        return Command(one)
-    if callable(one):
-        return Called(one)
+    if isinstance(target, str) and urlsplit(target).scheme in ("http", "https") and urlsplit(target).hostname:
+        return Webhook(target)
+    command = target if isinstance(target, Sequence) and not isinstance(target, str) else ()
+    if command and all(isinstance(part, str) for part in command):
+        return Command(command)
+    if callable(target):
+        return Called(target)
     raise TypeError(
         'a target must be "console", a URL that begins with "https://", a command as a list of arguments inside of the list, '
-        f'such as to=["console", ["mail", "-s", "alert", "me"]], or a function of an AlertMessage; got {one!r}'
+        f'such as to=["console", ["mail", "-s", "alert", "me"]], or a function of an AlertMessage; got {target!r}'
     )
 
 
-class Courier:
-    """A thread that sends alerts to slow targets, and calls a function at a time in the future. It starts when it is needed."""
+class AlertSender:
+    """A thread that sends alerts to slow targets and calls a function at a later time. It is started on first use."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = targets
@@ -180,10 +184,10 @@ class Courier:
         self._thread: Thread | None = None
         self._watch: Callable[[], float | None] | None = None
         self.failures: deque[str] = deque()
-        """Sentences about targets that could not be reached, for the thread of the training."""
+        """Messages about unreachable targets, for the training thread."""
 
     def watch(self, look: Callable[[], float | None]) -> None:
-        """Call `look` again and again in the thread. It returns the time in seconds until the next call; None: after `wake`."""
+        """Call `look` repeatedly in the thread. It returns the seconds until its next call, or None to wait for `wake`."""
         self._watch = look
         self._start()
 
@@ -200,7 +204,7 @@ class Courier:
         self._start()
 
     def finish(self) -> None:
-        """Send the messages that wait, and end the thread; wait for it for some seconds."""
+        """Send pending messages and end the thread, waiting a few seconds at most."""
         if self._thread is None:
             return
         with self._changed:
@@ -210,7 +214,7 @@ class Courier:
         if self._thread.is_alive():
             left = len(self._waiting) + 1
             self.failures.append(f"{counted(left, 'alert')} could not be sent within {_END_S:g} s after the end of the run")
-        self._thread = self._watch = None  # the function may hold a run
+        self._thread = self._watch = None  # release the function, which may hold a run
 
     def _start(self) -> None:
         if self._thread is None:
@@ -237,11 +241,11 @@ class Courier:
         for pause_s in (*_PAUSES_S, None):
             try:
                 target.send(message)
-            except Exception as error:  # of a target: never a reason to stop a run
+            except Exception as error:  # a failing target never stops a run
                 if pause_s is None:
                     self.failures.append(f"an alert of step {message.step} did not reach {target!r}: {_reason(error)}")
                     return
-                self._ending.wait(pause_s)  # at the end of the run, the next attempt is made at once
+                self._ending.wait(pause_s)  # at the end of the run, retry without a delay
             else:
                 return
 

@@ -35,17 +35,18 @@ _RECORDED_BY_CADENZA = (
 class Comet(Sink):
     """Send numbers, media and the run's arguments to Comet, or to an archive with ``mode="offline"``.
 
-    Each record has its step. Its time is the time when the sink wrote it. The arguments of the trainer become the parameters.
-    The outcome is ``outcome`` among the others. Comet has one active experiment per process: if another one is active, this
-    sink warns once, the training continues, and it is tried again; see `Sink`. The same happens without an API key or a server.
+    Each record has its step. Its timestamp is the time at which the sink wrote it. The arguments of the trainer become the
+    parameters. The outcome is logged as ``outcome``. Comet has one active experiment per process: if another one is
+    active, this sink warns once, the training continues, and the sink retries; see `Sink`. The same happens without an API key
+    or a server.
 
-    A run that continues also continues its experiment. Offline, it makes one more archive, without the values of earlier
-    archives. Online, it sends the values after its checkpoint again.
+    A resumed run continues its experiment. Offline, it writes an additional archive without the values of earlier archives.
+    Online, it sends the values after its checkpoint again.
 
     With multiple ranks: only the main process opens, writes and closes it.
 
     Args:
-        project: The name of the project. None takes ``COMET_PROJECT_NAME``, else the default of Comet.
+        project: The name of the project. None takes ``COMET_PROJECT_NAME``, otherwise Comet's default.
         run_name: The name of the experiment. None takes the name of the directory of the run.
         workspace: The account or team.
         mode: ``"online"`` or ``"offline"``. None: ``COMET_START_ONLINE``, else online.
@@ -91,7 +92,7 @@ class Comet(Sink):
         self._media = MediaBox(self.remarks.append)
         folder = own_folder(info.base / self.directory, sink="Comet")
         comet_ml = _imported()
-        active = comet_ml.get_running_experiment()  # also one that has ended
+        active = comet_ml.get_running_experiment()  # including an experiment that has ended
         if active is not None and active.alive:
             raise RuntimeError("Comet has one active experiment per process, and another one is active. Call its end() first.")
         set_online = comet_ml.get_config("comet.start.online")
@@ -119,7 +120,7 @@ class Comet(Sink):
 
     def write(self, records: Sequence[Record]) -> None:
         experiment = self._experiment
-        if not experiment.alive:  # it would ignore all calls
+        if not experiment.alive:  # an ended experiment ignores all calls
             raise RuntimeError("the experiment was ended by other code")
         for record in records:
             for name, value in record.values.items():

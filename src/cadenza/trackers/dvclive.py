@@ -32,8 +32,8 @@ class Dvclive(Sink):
 
     ``plots/metrics/<name>.tsv`` has each value at its step, ``metrics.json`` the last values and the outcome, ``params.yaml``
     the arguments of the trainer, and ``dvc.yaml`` names these files to DVC. The sink does not use the network, and does not
-    change your Git or DVC repository; ``dvc exp save`` does, when you call it. A run that continues replaces the values after
-    its checkpoint.
+    change your Git or DVC repository; ``dvc exp save`` does, when you call it. A resumed run replaces the values after its
+    checkpoint.
 
     With multiple ranks: only the main process opens, writes and closes it.
 
@@ -100,7 +100,7 @@ class Dvclive(Sink):
             _describe(live)
 
     def _name(self, name: str) -> str:
-        """Return the name of a file without its ending. It differs from the names of folders and of DVCLive's own columns."""
+        """Return a file name without suffix that collides with no folder and no column of DVCLive."""
         if name not in self._names:
             parts = re.sub(r'[<>:"\\|?*\x00-\x1f]', "_", name).split("/")
             allowed = "/".join(part[:_NAME] for part in parts if part not in ("", ".", "..")) or "_"
@@ -139,7 +139,7 @@ def _folder(own: Path | None, info: RunInfo) -> Path:
 
 
 def _files(folder: Path, *, keep: bool) -> Any:
-    """Return an object of DVCLive that only writes files.
+    """Return a `Live` that only writes files.
 
     `Live` itself makes the Git repository around the working directory a DVC repository, and may send to DVC Studio.
     """
@@ -167,7 +167,10 @@ def _streams_kept() -> Iterator[None]:
 
 
 def _last_after_cut(folder: Path, step: int) -> dict[str, tuple[int, float]]:
-    """Delete the values after a step, which are written again. Return the last step and value of each name that are left."""
+    """Delete the values after a step, since they will be written again.
+
+    Return the last remaining step and value of each name.
+    """
     last = {}
     for file in sorted((folder / "plots" / "metrics").rglob("*.tsv")):
         with file.open(encoding="utf-8", newline="") as lines:
@@ -180,6 +183,6 @@ def _last_after_cut(folder: Path, step: int) -> dict[str, tuple[int, float]]:
                 int(rows[-1][0]),
                 float(rows[-1][1]),
             )
-    for name in ("metrics.json", "params.yaml"):  # a kill may have left a part of one; both are written again
+    for name in ("metrics.json", "params.yaml"):  # a killed process may have left an incomplete file; both are written again
         (folder / name).unlink(missing_ok=True)
     return last

@@ -41,15 +41,15 @@ class Mlflow(Sink):
     """Send numbers, `Image`, `Figure`, `Text` and the run's arguments to an MLflow server, or to a database file.
 
     Each value has its step and time. The arguments of the trainer become the params, with names such as ``optimizer.0.lr``. A
-    run that continues also continues its MLflow run, and does not write existing values again.
+    resumed run continues its MLflow run and does not write existing values again.
 
     With `tracking_uri`, ``mlflow.set_tracking_uri(...)`` or ``MLFLOW_TRACKING_URI``, the MLflow run is the active run of the
     thread of the training, so that ``mlflow.log_metric(...)`` in a callback adds to it, unless an MLflow run of the script is
     active, or the script has set another URI: they are not affected. Then the server is opened before the first step.
     Otherwise, the writer thread opens the server or database, so that the training starts at once.
 
-    If it cannot be reached, there is one warning, the training continues, and the sink is tried again; see `Sink`. The
-    telemetry of MLflow is off, unless ``MLFLOW_DISABLE_TELEMETRY`` is set to another value.
+    If it cannot be reached, there is one warning, the training continues, and the sink retries; see `Sink`. MLflow's telemetry
+    is off unless ``MLFLOW_DISABLE_TELEMETRY`` is set to another value.
 
     With multiple ranks: only the main process opens, writes and closes it.
 
@@ -85,7 +85,7 @@ class Mlflow(Sink):
         self.tags: dict[str, str] = dict(tags or {})
         self.config: dict[str, Any] = dict(config or {})
         self._link: _Link | None = None
-        self._lends_uri = False  # for the time of the run, because the script has none
+        self._lends_uri = False  # for the duration of the run, because the script has no active run
         self._left_out: set[str] = set()
 
     def open(self, info: RunInfo) -> None:
@@ -120,13 +120,13 @@ class Mlflow(Sink):
                     self.remarks.append(f"{name!r} of step {record.step} is not an Image, Figure or Text, and is left out")
 
     def close(self, outcome: Outcome | None) -> None:
-        if self._link is None and self._tried:  # it could not be opened
+        if self._link is None and self._tried:  # the server could not be opened
             return
         link, self._link = self._opened(), None
         link.end("KILLED" if outcome is None else _STATUS[outcome.kind])
 
     def abandon(self) -> None:
-        self._link = None  # to end the run on a server that does not answer would take minutes
+        self._link = None  # ending the run on an unresponsive server would take minutes
 
     def _tracking_uri(self, info: RunInfo) -> str:
         uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -140,7 +140,7 @@ class Mlflow(Sink):
         return f"sqlite:///{info.directory.resolve() / 'mlflow.db'}"
 
     def _activate(self, run: Run, run_id: str) -> None:
-        """Make an MLflow run the active one of this thread until the run ends, unless the script has one."""
+        """Make an MLflow run this thread's active run until training ends, unless the script has an active run."""
         import mlflow
 
         if mlflow.active_run() is not None or "MLFLOW_RUN_ID" in os.environ:
@@ -188,7 +188,7 @@ class _Link:
         self.client: MlflowClient = MlflowClient(tracking_uri=uri)
         known = self.client.get_experiment_by_name(experiment)
         self.experiment: str = (
-            known.experiment_id if known else self.client.create_experiment(experiment, artifact_location=_beside(uri))
+            known.experiment_id if known else self.client.create_experiment(experiment, artifact_location=_media_directory(uri))
         )
         self.run = ""
         self._continued = False
@@ -204,7 +204,7 @@ class _Link:
             self.run = self.client.create_run(self.experiment, run_name=name or None, tags=dict(tags)).info.run_id
 
     def configure(self, params: Mapping[str, str]) -> Iterator[str]:
-        """Write the params that MLflow does not have yet. Yield a remark for each existing one with another value."""
+        """Write the params that MLflow lacks. Yield a message for each existing param with another value."""
         from mlflow.entities import Param
 
         there = self.client.get_run(self.run).data.params if self._continued else {}
@@ -216,7 +216,7 @@ class _Link:
                 yield f"{name} is {value} now, and MLflow keeps the first value, {there[name]}"
 
     def log(self, rows: Sequence[tuple[str, float, int, int]]) -> None:
-        """Write rows of name, value, time in ms, step. Single requests would take a hundred times as long."""
+        """Write rows of (name, value, time in ms, step) in batches; single requests take a hundred times as long."""
         from mlflow.entities import Metric
 
         metrics = [Metric(*row) for row in rows if not (self._continued and self._has(row[0], row[3], row[1]))]
@@ -240,7 +240,7 @@ class _Link:
         self.client.set_terminated(self.run, status)
 
     def _has(self, name: str, step: int, value: float) -> bool:
-        """Return whether MLflow already has a value: a continued run repeats the steps after its checkpoint."""
+        """Return whether MLflow already has a value, since a resumed run repeats the steps after its checkpoint."""
         if name not in self._there:
             history = self.client.get_metric_history(self.run, name)
             self._there[name] = {(metric.step, _comparable(metric.value)) for metric in history}
@@ -248,8 +248,8 @@ class _Link:
 
 
 def _import(uri: str) -> None:
-    """Import the parts of MLflow in the thread of the training, where their warnings can be filtered."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # mlflow reads it at its import and at each call
+    """Import MLflow's modules in the training thread, where their warnings can be filtered."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # mlflow reads it on import and on each call
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The ``noload`` loader strategy", DeprecationWarning)
         import_module("mlflow.entities")
@@ -265,7 +265,7 @@ def _is_current(uri: str) -> bool:
 
 
 def _lend(uri: str) -> bool:
-    """Let the functions of MLflow write to a URI, if the script has set none; return whether it has not."""
+    """Point MLflow's functions to a URI if the script has set none. Return whether it was set here."""
     _import(uri)
     import mlflow
 
@@ -279,7 +279,7 @@ def _lend(uri: str) -> bool:
 def _take_back(uri: str | None) -> None:
     import mlflow
 
-    if mlflow.get_tracking_uri() == uri:  # else the script has set one since
+    if mlflow.get_tracking_uri() == uri:  # otherwise the script has set one since
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type]  # it removes the URI
 
 
@@ -292,7 +292,7 @@ def _selected() -> str | None:
 
 
 def _deactivate(run_id: str) -> None:
-    """Remove an MLflow run from the active ones. ``mlflow.end_run`` would wait minutes for a server that does not answer."""
+    """Remove an MLflow run from the active ones. ``mlflow.end_run`` would wait minutes for an unresponsive server."""
     from mlflow.tracking.fluent import _active_run_stack
 
     active = _active_run_stack.get()  # type: ignore[no-untyped-call]
@@ -307,8 +307,8 @@ def _knock(uri: str) -> None:
         requests.get(uri, timeout=10)
 
 
-def _beside(uri: str) -> str | None:
-    """Return the directory of media: that of a database file, else None for the default of the server."""
+def _media_directory(uri: str) -> str | None:
+    """Return the media directory: the one next to a database file, or None for the server's default."""
     file = _file(uri)
     return None if file is None else str(file.parent / "mlartifacts")
 
@@ -322,7 +322,7 @@ def _milliseconds(record: Record) -> int:
 
 
 def _comparable(value: float) -> float | None:
-    """Return a value that equals itself and is in the range of the databases of MLflow."""
+    """Return a value that is not NaN and fits the range of MLflow's databases."""
     return None if math.isnan(value) else min(max(value, -sys.float_info.max), sys.float_info.max)
 
 
@@ -332,11 +332,11 @@ def _allowed(name: str) -> str:
 
 
 def _flat(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names such as ``optimizer.0.lr`` and their values; a list of plain values stays one value."""
+    """Yield names such as ``optimizer.0.lr`` with their values; a list of plain values stays a single value."""
     for key, value in arguments.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
-            yield from _flat({f"{key}.{index}": one for index, one in enumerate(value)}, prefix)
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            yield from _flat({f"{key}.{index}": item for index, item in enumerate(value)}, prefix)
         else:
             yield f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Stop a trial of Optuna that its pruner gives up."""
+"""Stop a run when Optuna's pruner prunes its trial."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from cadenza.run import Run
     from cadenza.status.decisions import Outcome
 
-PRUNED = "pruned by Optuna"  # a user attribute of the trial, with the reason
+PRUNED = "pruned by Optuna"  # user attribute of the trial that holds the reason
 
 
 class OptunaPruning(Callback):
-    """Report each evaluation to a trial of Optuna, and stop the run if the study's pruner decides so.
+    """Report each evaluation to a trial of Optuna, and stop the run if the study's pruner prunes the trial.
 
-    A pruned run ends as any stopped run does: hooks are called, files are closed, and the decision is recorded. End your
+    A pruned run ends like any stopped run: hooks are called, files are closed, and the decision is recorded. End your
     objective with `result`, which then raises ``optuna.TrialPruned``. ``fit`` does not raise it. If the objective returns a
     number instead, Optuna records the trial as complete, and the next run of the study warns. The user attribute
     ``"pruned by Optuna"`` of a pruned trial has the reason.
 
-    With multiple ranks: communicates at the setup. Only the main process reports to the trial; its request stops all ranks.
+    With multiple ranks: communicates during setup. Only the main process reports to the trial; its request stops all ranks.
 
     Args:
         trial: The trial that your objective gets. On multiple ranks, only the main process needs it: pass None on the others,
             or a ``TorchDistributedTrial`` on all.
-        monitor: The result to report, such as ``"eval/acc"``, a function of the results, or a pair with the mode.
-        mode: ``"max"`` or ``"min"``: which way is better. None takes the direction of the study.
+        monitor: The result to report, such as ``"eval/acc"``, a function of the results, or a tuple of result and mode.
+        mode: ``"max"`` or ``"min"``: which direction is better. None takes the direction of the study.
         per: The counter to report as Optuna's step: completed ``"step"`` or ``"epoch"``. Choose ``"epoch"`` if trials have
             different numbers of steps in an epoch. Only the first evaluation at each number is reported.
         name: The name of this callback in the plan, errors and saved state.
@@ -102,7 +102,7 @@ class OptunaPruning(Callback):
         self.monitor.reset()
         trials = _trials_of(self.trial)
         self._reported = set(trials[self.trial.number].intermediate_values) if trials else set()
-        complete = [str(one.number) for one in trials if one.state.name == "COMPLETE" and PRUNED in one.user_attrs]
+        complete = [str(trial.number) for trial in trials if trial.state.name == "COMPLETE" and PRUNED in trial.user_attrs]
         if complete:
             run.warn(
                 f"Optuna records {counted(len(complete), 'trial')} as complete that the pruner stopped: "
@@ -123,14 +123,14 @@ class OptunaPruning(Callback):
         if run.is_main and self._prunes(value, at := getattr(run.progress, self.per)):
             data = {"trial": self.trial.number, "value": value, self.per: at, "pruned": True}
             name = f"{self.monitor.name!r} of trial {self.trial.number}"
-            run.stop(f"{PRUNED}: {name} is {value:g} at {self.per} {at}", data=data)  # one rank is enough for all
+            run.stop(f"{PRUNED}: {name} is {value:g} at {self.per} {at}", data=data)  # a stop on any rank stops all
 
     def on_fit_end(self, run: Run) -> None:
         if run.is_main and run.outcome is not None and _is_pruned(run, run.outcome):
             self.trial.set_user_attr(PRUNED, run.outcome.reason)
 
     def _prunes(self, value: float, at: int) -> bool:
-        """Report a value to Optuna, unless the trial has one for this step, and return what the pruner decides."""
+        """Report a value to Optuna unless the trial has one for this step. Return the pruner's decision."""
         if at not in self._reported:
             self._reported.add(at)
             self.trial.report(value, at)
@@ -149,7 +149,8 @@ class OptunaPruning(Callback):
         outcome = run.outcome
         if outcome is not None and _is_pruned(run, outcome):
             raise optuna.TrialPruned(outcome.reason)
-        if not math.isfinite(self.monitor.best) and self.monitor.name in run.history:  # fit found a run that is over
+        # the run was already complete when fit was called
+        if not math.isfinite(self.monitor.best) and self.monitor.name in run.history:
             for _, value in run.history[self.monitor.name]:
                 self.monitor.gets_better(value)
         return self.monitor.best if math.isfinite(self.monitor.best) else math.nan
@@ -162,10 +163,10 @@ class OptunaPruning(Callback):
 
 
 def _checked(trial: Any) -> Any:
-    """Return the trial that reports; None on the other ranks."""
+    """Return the trial to report to; None on the other ranks."""
     from optuna.trial import BaseTrial
 
-    if type(trial).__name__ == "TorchDistributedTrial":  # it communicates in each call; only its own trial is needed
+    if type(trial).__name__ == "TorchDistributedTrial":  # it communicates in each call; only the wrapped trial is needed
         trial = trial._delegate
     if trial is not None and not isinstance(trial, BaseTrial):
         raise TypeError(f"trial must be the trial that Optuna passes to the objective; got {trial!r}")
@@ -186,16 +187,15 @@ def _mode_of(trial: Any) -> Mode | None:
 
 
 def _trials_of(trial: Any) -> list[Any]:
-    """Return the trials of the study. `trial` may be one that continues, or that inherited values."""
+    """Return the trials of the study. `trial` may be resumed, or may have inherited values."""
     study = getattr(trial, "study", None)
     return [] if study is None else list(study.get_trials(deepcopy=False))
 
 
 def _is_pruned(run: Run, outcome: Outcome) -> bool:
-    """Return whether OptunaPruning made the stop of a run, which may have been over when it was started."""
+    """Return whether OptunaPruning stopped a run, possibly before this process started."""
     decisions = list(run.decisions)
-    if run.info.directory is not None and not any(one.what == "stopped" for one in decisions):
+    if run.info.directory is not None and not any(decision.what == "stopped" for decision in decisions):
         decisions = list(read_decisions(run.info.directory / "decisions.jsonl"))
-    return any(
-        one.what == outcome.kind == "stopped" and one.why == outcome.reason and "pruned" in one.data for one in decisions
-    )
+    stops = [decision for decision in decisions if decision.what == outcome.kind == "stopped"]
+    return any(stop.why == outcome.reason and "pruned" in stop.data for stop in stops)

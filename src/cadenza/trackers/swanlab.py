@@ -26,10 +26,10 @@ _MODES = ("online", "offline", "local", "disabled")
 class Swanlab(Sink):
     """Send numbers, `Image`, `Figure`, `Audio`, `Text` and the run's arguments to SwanLab, or a local file.
 
-    Each record has its step. Its time is the time when SwanLab received it. SwanLab has one run per process: if another run is
-    active, or the list has a second `Swanlab`, there is one warning, the training continues, and this sink is tried again; see
-    `Sink`. The same happens without an account or a server, because the sink never asks for a login. Records that SwanLab
-    cannot write to its disk are lost; SwanLab prints a message about them.
+    Each record has its step. Its timestamp is the time at which SwanLab received it. SwanLab has one run per process: if
+    another run is active, or the list has a second `Swanlab`, there is one warning, the training continues, and this sink
+    retries; see `Sink`. The same happens without an account or a server, because the sink never asks for a login. Records that
+    SwanLab cannot write to its disk are lost; SwanLab prints a message about them.
 
     With multiple ranks: only the main process opens, writes and closes it.
 
@@ -103,7 +103,7 @@ class Swanlab(Sink):
             "resume": "allow" if info.id else None,
             "settings": settings,
         }
-        # In another thread: in the main thread SwanLab handles SIGINT, and must also be finished there.
+        # In another thread: in the main thread SwanLab installs a SIGINT handler and must also be finished there.
         with ThreadPoolExecutor(1, "cadenza-swanlab") as aside:
             self._run = aside.submit(swanlab.init, **arguments).result()
 

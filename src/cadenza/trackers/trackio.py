@@ -1,4 +1,4 @@
-"""Write records for Trackio."""
+"""Send records to Trackio."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Trackio(Sink):
     """Write numbers, media and the run's arguments to the local database of Trackio, for ``trackio show``.
 
-    The database lies in ``TRACKIO_DIR``, else in the cache of Hugging Face. Each record has its step. Its time is the time when
-    Trackio wrote it, up to a second later. An active Trackio run of the script is not affected. A run that continues keeps its
-    name, and replaces the records after its checkpoint.
+    The database is in ``TRACKIO_DIR``, otherwise in the Hugging Face cache. Each record has its step. Its timestamp is the time
+    at which Trackio wrote it, up to a second later. An active Trackio run of the script is not affected. A resumed run keeps
+    its name and replaces the records after its checkpoint.
 
     With multiple ranks: only the main process opens, writes and closes it.
 
@@ -65,7 +65,7 @@ class Trackio(Sink):
 
         self._media = MediaBox(self.remarks.append)
         own_name = f"{info.name}-{info.id[:8]}" if info.directory else None  # many runs have a directory named "run"
-        # Trackio keeps the active run in a context variable, and init would end it. An empty context hides the run of the user.
+        # Trackio keeps the active run in a context variable, and init would end it. An empty context hides the user's run.
         self._run = Context().run(
             trackio.init,
             self.project or Path.cwd().name or "cadenza",
@@ -116,7 +116,7 @@ def _as_trackio_has_it(medium: Media) -> Any:
 
 
 def _database_of(run: Any) -> Path | None:
-    """Return the database file of a run; None if its rows go to a server or a shared folder first."""
+    """Return the database file of a run; None if its rows are first sent to a server or a shared folder."""
     from trackio.sqlite_storage import SQLiteStorage
     from trackio.utils import get_storage_mode
 
@@ -133,7 +133,7 @@ def _rows_in(database: Path, run_id: str) -> int:
 
 
 def _rows_after_cut(database: Path, run_id: str, step: int) -> int:
-    """Delete the rows of a run after a step, which are written again. Return the number of rows left."""
+    """Delete the rows of a run after a step, since they will be written again. Return the number of remaining rows."""
     if database.exists():
         with closing(sqlite3.connect(database, timeout=30)) as connection, connection:
             connection.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (run_id, step))

@@ -37,15 +37,15 @@ _FINISH_S = 100  # less than `Sink.patience_s`, so that wandb can still report w
 class Wandb(Sink):
     """Send numbers, media and the run's arguments to Weights & Biases, or to a file with ``mode="offline"``.
 
-    Each record has its step and time. The arguments of the trainer are the configuration. A run that continues keeps its id;
+    Each record has its step and time. The arguments of the trainer are the configuration. A resumed run keeps its id;
     the server keeps the first values that it received for a step.
 
     The wandb run is the current one, so that ``wandb.log(...)`` in a callback adds to it, unless a wandb run of the script is
-    active, which is not affected. ``wandb.log`` counts steps of its own. Where it is ahead, a record goes to the next step of
-    wandb, with its own step as the value ``step``: wandb ignores earlier steps.
+    active, which is not affected. ``wandb.log`` has its own step counter. If that is ahead, a record is written at wandb's next
+    step with its step as the value ``step``, because wandb ignores earlier steps.
 
-    The sink never asks for a login. Without an account or a server there is one warning, the training continues, and
-    the sink is tried again; see `Sink`.
+    The sink never asks for a login. Without an account or a server there is one warning, the training continues, and the sink
+    retries; see `Sink`.
 
     With multiple ranks: only the main process opens, writes and closes it.
 
@@ -113,7 +113,7 @@ class Wandb(Sink):
                 entity=self.entity,
                 mode=self.mode,
                 config={**info.arguments, **self.config},
-                allow_val_change=True,  # a continued run may have other limits
+                allow_val_change=True,  # a resumed run may have other limits
                 tags=self.tags or None,
                 group=self.group,
                 dir=_made(self.directory, info),
@@ -136,7 +136,7 @@ class Wandb(Sink):
                 self._log(row, record.step)
 
     def _log(self, row: dict[str, Any], step: int) -> None:
-        """Write a row at its step or, once ``wandb.log`` of other code is ahead of it, at the next step of wandb."""
+        """Write a row at its step or, once other code has logged past it with ``wandb.log``, at wandb's next step."""
         assert self._run is not None, "open comes first"
         if not self._ahead and self._run.step > step:
             self._ahead = True
@@ -180,17 +180,17 @@ def _as_wandb_has_it(medium: Media, folder: str) -> Any:
 
 
 _ids: set[str] = set()
-"""The ids of active runs in this process. wandb takes each id only once at a time, even in several projects."""
+"""The ids of active runs in this process. wandb accepts each id once at a time, even across projects."""
 
 
 def _free(run_id: str) -> str:
-    """Return the id for a sink: the id of the run for the first sink, and the id with a number for each other one."""
+    """Return the id for a sink: the run's id for the first sink, with a number appended for each further one."""
     others = (f"{run_id}-{number}" for number in count(2))
-    return next(one for one in chain([run_id], others) if not one or one not in _ids)
+    return next(candidate for candidate in chain([run_id], others) if not candidate or candidate not in _ids)
 
 
 def _made(own: Path | None, info: RunInfo) -> str | None:
-    """Make and return the directory of files, because wandb silently takes another if it cannot write. None: its default."""
+    """Create and return the directory of files; wandb would silently choose another if it cannot write. None: its default."""
     if own is None and info.directory is None:
         return None
     return str(own_folder(info.base / (own or ""), sink="Wandb"))

@@ -40,7 +40,7 @@ from cadenza.errors import (
 )
 from cadenza.files.disk import Unflushed
 from cadenza.status.branches import Branch, Saved, owner_of
-from cadenza.status.folding import printable
+from cadenza.status.formats import printable
 from cadenza.version import __version__
 
 if TYPE_CHECKING:

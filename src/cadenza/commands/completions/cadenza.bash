@@ -6,7 +6,7 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_cadenza_checkpoint_subparsers=(list verify show export prune)
-_shtab_cadenza_subparsers=(demo plan compat runs watch ask step why compare report replay checkpoint capsule completion)
+_shtab_cadenza_subparsers=(demo plan compat runs watch ask tell step why compare report replay checkpoint capsule completion)
 
 _shtab_cadenza_demo_option_strings=(-h --help --directory)
 _shtab_cadenza_plan_option_strings=(-h --help --calendar --resume --since --json)
@@ -14,6 +14,7 @@ _shtab_cadenza_compat_option_strings=(-h --help --json)
 _shtab_cadenza_runs_option_strings=(-h --help --sort --reverse --metric --state --json)
 _shtab_cadenza_watch_option_strings=(-h --help --every --once --json)
 _shtab_cadenza_ask_option_strings=(-h --help --last --whole --json)
+_shtab_cadenza_tell_option_strings=(-h --help --reason --wait --json)
 _shtab_cadenza_step_option_strings=(-h --help --rank --json)
 _shtab_cadenza_why_option_strings=(-h --help --all --json)
 _shtab_cadenza_compare_option_strings=(-h --help --all --metric --json)
@@ -36,6 +37,7 @@ _shtab_cadenza_compat_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_cadenza_runs_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_watch_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_ask_pos_0_COMPGEN=_shtab_compgen_dirs
+_shtab_cadenza_tell_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_step_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_why_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_compare_pos_0_COMPGEN=_shtab_compgen_dirs
@@ -54,10 +56,11 @@ _shtab_cadenza_checkpoint_prune_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_capsule_pos_0_COMPGEN=_shtab_compgen_dirs
 
 _shtab_cadenza_ask_pos_1_choices=(status plan why why-not metric samples config health)
+_shtab_cadenza_tell_pos_1_choices=(stop pause resume save evaluate set note attach)
 _shtab_cadenza_replay___to_choices=(comet csv dvclive mlflow swanlab tensorboard trackio wandb)
 _shtab_cadenza_checkpoint_pos_0_choices=(list verify show export prune)
 _shtab_cadenza_completion_pos_0_choices=(bash zsh)
-_shtab_cadenza_pos_0_choices=(demo plan compat runs watch ask step why compare report replay checkpoint capsule completion)
+_shtab_cadenza_pos_0_choices=(demo plan compat runs watch ask tell step why compare report replay checkpoint capsule completion)
 
 _shtab_cadenza_demo__h_nargs=0
 _shtab_cadenza_demo___help_nargs=0
@@ -83,6 +86,10 @@ _shtab_cadenza_ask__h_nargs=0
 _shtab_cadenza_ask___help_nargs=0
 _shtab_cadenza_ask___whole_nargs=0
 _shtab_cadenza_ask___json_nargs=0
+_shtab_cadenza_tell_pos_2_nargs='*'
+_shtab_cadenza_tell__h_nargs=0
+_shtab_cadenza_tell___help_nargs=0
+_shtab_cadenza_tell___json_nargs=0
 _shtab_cadenza_step__h_nargs=0
 _shtab_cadenza_step___help_nargs=0
 _shtab_cadenza_step___json_nargs=0

@@ -22,6 +22,7 @@ _shtab_cadenza_commands() {
     report:'Write runs as one HTML page that needs no network: curves, evaluations, checkpoints, times, decisions, environment.'
     runs:'Print a table of the runs below a folder: state, the best value of each metric that a callback watched (without one, the last results of the evaluations), the trainer'"'"'s arguments that differ, steps, time. A terminal that is too narrow shows fewer columns; a pipe and --json get all.'
     step:'Name the samples that each rank read in a step, from run.json alone: run.info.samples(step) in Python. The run may be over, killed or going on, and may have been resumed on other numbers of ranks. For loaders without indices, the position is printed, and the reason.'
+    tell:'Tell a run to do something at its next step boundary, on all ranks at the same step. The run must have Steering() in its callbacks, or CADENZA_STEERING=1 in its environment, and belong to the same user. Exit code 0: it is done; 1: it is refused, and the reason is printed; 3: the run has come to no step boundary in time, and the act still waits.'
     watch:'Follow a run in the terminal until it ends: progress, throughput, newest values with their curves, decisions, checkpoints. The command only reads the run'"'"'s directory. Without a terminal, or without the package rich, it prints one line for each record. Exit code 0: the run finished or stopped; 1: it failed, was killed, interrupted or preempted; 130: Ctrl-C ended the command, not the run.'
     why:'Say why a run took a decision, from its decisions.jsonl: as run.why(...) in Python. Exit code 0: there is an answer; 1: the run decided nothing of this kind.'
   )
@@ -220,6 +221,19 @@ _shtab_cadenza_step_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_cadenza_step_defaults_added=0
 
+_shtab_cadenza_tell_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--reason[why, for the decision that the run records]:TEXT:"
+  "--wait[wait so long for the result\; 5 if left out]:SECONDS:"
+  "--json[print one line of JSON\; its form has a version, see the page Ask and steer a run]"
+  ":the directory of a run that goes on:_files -/"
+  ":stop, pause, resume, save, evaluate, set, note, attach:(stop pause resume save evaluate set note attach)"
+  "(*)::of set, NAME\=VALUE and group\=NAME\; of note, a text\; of attach, module\:Callback:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_cadenza_tell_defaults_added=0
+
 _shtab_cadenza_watch_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--every[how often to look\; 1 if left out]:SECONDS:"
@@ -273,6 +287,7 @@ _shtab_cadenza() {
         report) _arguments -C -s $_shtab_cadenza_report_options ;;
         runs) _arguments -C -s $_shtab_cadenza_runs_options ;;
         step) _arguments -C -s $_shtab_cadenza_step_options ;;
+        tell) _arguments -C -s $_shtab_cadenza_tell_options ;;
         watch) _arguments -C -s $_shtab_cadenza_watch_options ;;
         why) _arguments -C -s $_shtab_cadenza_why_options ;;
       esac

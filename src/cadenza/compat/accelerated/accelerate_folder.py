@@ -31,15 +31,15 @@ from cadenza.optim.optimizers import load_state
 GUIDE = "docs/guides/from-pytorch-accelerated.md, 'Training states of the original'"
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""The files that may hold the weights, in the order in which they are looked for."""
+"""The files that may hold the weights, in search order."""
 
 SHARDED = ("pytorch_model_fsdp*", "pytorch_model", "optimizer_0", "zero_to_fp32.py")
-"""What FSDP and DeepSpeed write instead. Their formats are not read."""
+"""Files written by FSDP and DeepSpeed instead. Their formats are not supported."""
 
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The beginning of a torch file that is not a zip archive, as torch wrote it before 1.6."""
 
-_NUMPY: list[Any] = [  # the parts of NumPy's arrays and numbers: data, no code
+_NUMPY: list[Any] = [  # constructors of NumPy arrays and scalars: data, not code
     encode,
     np.ndarray,
     np.dtype,
@@ -57,7 +57,7 @@ class AccelerateState:
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     schedulers: list[dict[str, Any]]
-    """Every state that may be the scheduler's. The original writes the same one several times."""
+    """Every state that may belong to the scheduler. The original writes the same state several times."""
     scaler: dict[str, Any] | None
     rng_state: RNGState | None
     """None if the folder has no file for this rank."""
@@ -71,17 +71,17 @@ class AccelerateState:
     def updates(self, updates_per_epoch: int | None) -> int | None:
         """Return the number of updates of the training; None if it is unknown.
 
-        The scheduler, `WSDCheckpointCallback` and some optimizers count updates. A count outside of the epoch is not used: an
-        earlier training was counted too.
+        The scheduler, `WSDCheckpointCallback` and some optimizers count updates. A count outside the epoch is ignored, because
+        it includes an earlier training.
         """
         counts: list[int] = []
         for state in self.schedulers:
             counts += [state["num_updates"] + 1] if "num_updates" in state else []
             counts += [state["last_epoch"]] if "last_epoch" in state else []
         counts += [self.metadata["step"]] if "checkpoint_type" in self.metadata else []
-        counts += [int(one["step"]) for one in self.optimizer["state"].values() if "step" in one]
+        counts += [int(state["step"]) for state in self.optimizer["state"].values() if "step" in state]
         each = updates_per_epoch or 0
-        return next((one for one in counts if (self.epoch - 1) * each <= one <= self.epoch * each), None)
+        return next((count for count in counts if (self.epoch - 1) * each <= count <= self.epoch * each), None)
 
     def finished_epochs(self, updates_per_epoch: int | None, batches_per_epoch: int | None) -> int:
         """Return the number of complete epochs. An epoch in which the state was saved does not count."""
@@ -101,10 +101,10 @@ class AccelerateState:
         self._load(model, optimizer, scheduler, lambda state: scheduler.load_state_dict(state))
 
     def resume(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, updates: int | None) -> None:
-        """Restore the same to continue the training. `updates` is its number of updates; None if it is unknown.
+        """Restore the same state to continue the training. `updates` is its number of updates; None if it is unknown.
 
         Raises:
-            CheckpointMismatchError: As for `load`.
+            CheckpointMismatchError: As in `load`.
             ScheduleError: A `WSDLrScheduler` cannot continue, because the number of updates is unknown.
         """
         if not isinstance(scheduler, WSDLrScheduler):
@@ -124,7 +124,7 @@ class AccelerateState:
             load_scheduler(state)
 
     def _state_of(self, scheduler: Any) -> dict[str, Any] | None:
-        """Return the saved state of the scheduler: of those with the most keys in common, the last."""
+        """Return the saved state of the scheduler: the last of those with the most keys in common."""
         if scheduler is None:
             if self.schedulers:
                 raise CheckpointMismatchError(
@@ -163,7 +163,7 @@ def read(folder: str | os.PathLike[str], rank: int) -> AccelerateState:
     if several := _files(path, "model_1.*", "optimizer_1.bin"):
         raise CheckpointFormatError(
             f"{os.fspath(folder)!r} holds the states of several models or optimizers; expected one of each, got also "
-            f"{[one.name for one in several]}. Load them in a script of your own; see {GUIDE}."
+            f"{[path.name for path in several]}. Load them in a script of your own; see {GUIDE}."
         )
     saved = _files(path, "scheduler*.bin", "custom_checkpoint_*.pkl")
     random_states, scaler, metadata = (
@@ -173,7 +173,7 @@ def read(folder: str | os.PathLike[str], rank: int) -> AccelerateState:
         folder=os.fspath(folder),
         model=_weights(path),
         optimizer=torch_file(path / "optimizer.bin"),
-        schedulers=[torch_file(one) for one in sorted(saved, key=lambda one: (len(one.name), one.name))],
+        schedulers=[torch_file(path) for path in sorted(saved, key=lambda path: (len(path.name), path.name))],
         scaler=torch_file(scaler) if scaler.exists() else None,
         rng_state=_rng_state(random_states) if random_states.exists() else None,
         metadata=torch_file(metadata) if metadata.exists() else {},
@@ -181,13 +181,13 @@ def read(folder: str | os.PathLike[str], rank: int) -> AccelerateState:
 
 
 def _files(folder: str | os.PathLike[str], *patterns: str) -> list[Path]:
-    return [one for pattern in patterns for one in Path(folder).glob(pattern)]
+    return [path for pattern in patterns for path in Path(folder).glob(pattern)]
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
     found = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
     if found is None:
-        names = sorted(one.name for one in _files(folder, *SHARDED))
+        names = sorted(file.name for file in _files(folder, *SHARDED))
         raise CheckpointFormatError(
             f"{str(folder)!r} holds no weights that can be read; expected one of {', '.join(WEIGHTS)}; got {names or 'none'}. "
             f"Convert what FSDP or DeepSpeed wrote; see {GUIDE}."
@@ -201,7 +201,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
         raise CheckpointDamagedError(f"{str(found)!r} is not an index of weights: {error!r}") from None
     if outside := [name for name in names if Path(name).name != name]:
         raise CheckpointFormatError(f"{str(found)!r} names files outside of its folder, which are not read: {outside}")
-    return {name: tensor for one in names for name, tensor in reads(folder / one).items()}
+    return {name: tensor for file_name in names for name, tensor in reads(folder / file_name).items()}
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
@@ -216,7 +216,7 @@ def torch_file(path: Path) -> Any:
 
     Raises:
         FileNotFoundError: There is no such file.
-        CheckpointFormatError: It holds something else, and can only be read by executing code in it.
+        CheckpointFormatError: It holds other objects and can only be read by executing code.
         CheckpointDamagedError: It is damaged.
     """
     try:
@@ -269,7 +269,7 @@ def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any], folder: str) -> d
         if name not in weights and weight.numel() and weight.data_ptr() in by_storage:
             weights[name] = by_storage[weight.data_ptr()]  # safetensors files hold one of several tied weights
     tensors = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
-    shapes, others = ({name: tuple(one.shape) for name, one in part.items()} for part in (tensors, own))
+    shapes, others = ({name: tuple(tensor.shape) for name, tensor in part.items()} for part in (tensors, own))
     if shapes != others:
         names = [name for name in {**others, **shapes} if shapes.get(name) != others.get(name)]
         raise CheckpointMismatchError(

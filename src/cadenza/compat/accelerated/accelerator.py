@@ -27,7 +27,7 @@ _INSTEAD = {
     "state": "use num_processes, process_index and device",
     "set_trigger check_trigger": "raise StopTrainingError: it stops all processes",
 }
-"""Other names of ``accelerate.Accelerator``, and what to use instead."""
+"""Unsupported names of ``accelerate.Accelerator`` and their replacements."""
 
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -38,10 +38,10 @@ class Accelerator:
     Args:
         driver: Runs tensors and processes; None chooses one, as the native trainer does.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; None reads ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
-        cpu: Train on the CPU, also if there is a GPU.
+        cpu: Train on the CPU even if there is a GPU.
 
     Raises:
-        ValueError: `mixed_precision` is none of the three.
+        ValueError: `mixed_precision` is invalid.
     """
 
     def __init__(self, driver: Driver | None = None, *, mixed_precision: str | None = None, cpu: bool = False) -> None:
@@ -133,7 +133,7 @@ class Accelerator:
         return torch.cat([part.to(self.device) if part.ndim else part.to(self.device).reshape(1) for part in parts])
 
     def gather_for_metrics(self, value: Any) -> Any:
-        """Return the same as `gather`: no sample is evaluated twice, so none has to be dropped."""
+        """Same as `gather`: no sample is evaluated twice, so none needs to be dropped."""
         return self.gather(value)
 
     def reduce(self, tensor: Tensor, reduction: Literal["sum", "mean"] = "sum") -> Tensor:
@@ -143,14 +143,14 @@ class Accelerator:
     def pad_across_processes(self, tensor: Tensor, dim: int = 0, pad_index: float = 0) -> Tensor:
         """Return `tensor` with `pad_index` appended along `dim`, so that all processes have the same size there."""
         size = max(self.driver.gather(tensor.shape[dim]))
-        shape = [size - tensor.shape[dim] if one == dim % tensor.ndim else length for one, length in enumerate(tensor.shape)]
+        shape = [size - tensor.shape[dim] if axis == dim % tensor.ndim else length for axis, length in enumerate(tensor.shape)]
         return torch.cat([tensor, tensor.new_full(shape, pad_index)], dim)
 
     # -- the model and its update ------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
         """Return the objects, with each module moved to the device. The native trainer wraps the model when a run starts."""
-        placed = [one.to(self.device) if isinstance(one, nn.Module) else one for one in objects]
+        placed = [item.to(self.device) if isinstance(item, nn.Module) else item for item in objects]
         return placed[0] if len(placed) == 1 else tuple(placed)
 
     def unwrap_model(self, model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
@@ -160,7 +160,7 @@ class Accelerator:
         return inner if keep_torch_compile or not isinstance(original, nn.Module) else original
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return a context in the precision of the run. The hooks of the trainer that compute a loss run in it."""
+        """Return a context in the precision of the run. The trainer's loss hooks run inside it."""
         precision = self.precision
         if not isinstance(precision, Autocast):
             return nullcontext()

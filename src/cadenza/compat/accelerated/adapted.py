@@ -17,9 +17,10 @@ from cadenza.compat.accelerated.events import (
     Events,
     StopTrainingError,
 )
-from cadenza.compat.accelerated.face import STATE, TrainerFace, restore_state, state_of
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.native import NativeRunView
+from cadenza.compat.accelerated.trainer_api import STATE, TrainerApi, restore_state, state_of
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.adapter.view import OfRun, Weak
 from cadenza.engine.loop import Training
 from cadenza.engine.session import session_of
@@ -40,9 +41,9 @@ class AdaptedRun(OfRun):
         facade: Whether the adapter's trainer started the run.
     """
 
-    trainer: Weak[TrainerFace] = Weak()
+    trainer: Weak[TrainerApi] = Weak()
 
-    def __init__(self, run: Run, trainer: TrainerFace, *, facade: bool) -> None:
+    def __init__(self, run: Run, trainer: TrainerApi, *, facade: bool) -> None:
         super().__init__(run)
         session = session_of(run)
         self.trainer = trainer
@@ -51,7 +52,7 @@ class AdaptedRun(OfRun):
         self.training: bool = bool(run.optimizers)
         """Whether this run trains; false for ``Trainer.evaluate``."""
         self.stopped: bool = False
-        """Whether the training was stopped. From then on only the events of the stop and the end are called."""
+        """Whether the training was stopped. After that, only the events of the stop and the end are called."""
         self.requested: bool = False
         """Whether a callback on this rank requested the stop."""
         self.reason: str = ""
@@ -62,22 +63,20 @@ class AdaptedRun(OfRun):
         self.starting: bool = False
         """Whether the adapter's trainer calls ``on_train_epoch_start`` now."""
         self.steps: Training | None = None
-        """What does the steps of the current epoch. Only the adapter's trainer sets it."""
+        """Runs the steps of the current epoch. Only the adapter's trainer sets it."""
         self.stepped = False
-        """Whether the steps of the current epoch were done. Only the adapter's trainer sets it."""
+        """Whether the steps of the current epoch have run. Only the adapter's trainer sets it."""
         self.loader: Iterable[Any] | None = trainer._train_dataloader
         """The training loader of the adapter's trainer that the run reads, perhaps limited."""
         self.output: Any = None
         """The result of the trainer's ``calculate_eval_batch_loss`` for the current batch."""
         self.own_passes = False
         """Whether the trainer's own ``_perform_forward_and_backward_passes`` calls ``on_train_step_end``."""
-        readers = [
-            one for one in session.hooks.callbacks.values() if isinstance(one, AcceleratedCallback) and one.reads_history()
-        ]
+        readers = [callback for callback in callbacks_of(session.run, AcceleratedCallback) if callback.reads_history()]
         self.first: AcceleratedCallback | None = None if facade or not readers else readers[0]
-        """The callback that keeps the run history of a native run and fires what comes before the events of the others."""
+        """The callback that keeps the run history of a native run and fires the work due before the others' events."""
         self.last: AcceleratedCallback | None = None if facade or not readers else readers[-1]
-        """The callback that fires what comes after the events of the others."""
+        """The callback that fires the work due after the others' events."""
         session.adapters[KEY] = self
 
     @staticmethod
@@ -94,13 +93,13 @@ class AdaptedRun(OfRun):
             self._call(name, partial(getattr(callback, name), self.trainer), keywords, callback.on_fault)
 
     def deliver_to_all(self, name: str, keywords: Callable[[], Mapping[str, Any]]) -> None:
-        """Call an event with the ``call_event`` of the handler, which has a method of its own."""
+        """Call an event through the handler's overridden ``call_event``."""
         if self._admits(name):
             self._call(name, partial(self.trainer.callback_handler.call_event, name, self.trainer), keywords)
 
     @property
     def by_handler(self) -> bool:
-        """Whether the handler's class overrides ``call_event``: then it gets every event, for all callbacks at once."""
+        """Whether the handler's class overrides ``call_event``. It then receives every event once for all callbacks."""
         return type(self.trainer.callback_handler).call_event is not CallbackHandler.call_event
 
     def call_all(self, name: str) -> None:
@@ -136,7 +135,7 @@ class AdaptedRun(OfRun):
         if self.broken or (self.stopped and not event.after_stop) or not self.trainer.callback_handler._enabled:
             return False
         error = unwinding(self.run)
-        # In pytorch-accelerated nothing is called after an error.
+        # pytorch-accelerated calls nothing after an error
         return not (name.endswith("_end") and error is not None and not isinstance(error, EvaluationStopped))
 
     def call_hook(self, hook: Callable[..., Any], *arguments: Any) -> Any:
@@ -154,7 +153,7 @@ class AdaptedRun(OfRun):
             raise
 
     def stop(self, error: StopTrainingError) -> None:
-        """Stop the training now: from here on only the events of the stop and the end of the run are called.
+        """Stop the training now. After this, only the events of the stop and the end of the run are called.
 
         In a native run on multiple ranks, events are called until all ranks have agreed: a hook may contain a collective.
         """
@@ -177,7 +176,7 @@ class AdaptedRun(OfRun):
             self.stopped = True
 
     def close_for_a_stop(self) -> None:
-        """Note that the run carries out a stop, whoever requested it."""
+        """Record that the run is stopping, whoever requested it."""
         self.stopped = True
 
     # -- the run history ---------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ class AdaptedRun(OfRun):
             return "evaluation_loss"
         return f"{evaluation.name}_loss" if self.session.cursor.in_epoch else f"{evaluation.name}_loss_epoch"
 
-    # -- done once in a native run, by the first or the last callback ---------------------------------------
+    # -- once per native run, by the first or the last callback ---------------------------------------
 
     def open_epoch(self) -> None:
         """Start an epoch."""
@@ -219,7 +218,7 @@ class AdaptedRun(OfRun):
         listeners = hooks.by_moment.get(Callback.on_epoch_start, ())
         self.starting = True
         try:
-            hooks.call([one for one in listeners if isinstance(one, EpochStart)], self.run)
+            hooks.call([listener for listener in listeners if isinstance(listener, EpochStart)], self.run)
         finally:
             self.starting = False
 
@@ -242,7 +241,7 @@ class AdaptedRun(OfRun):
     def save(self, checkpoint: Any) -> None:
         """Add the state of this adapter to a checkpoint. Every rank must call this."""
         state = {"in_epoch": self.in_epoch, **state_of(self.trainer)}
-        if self.session.sync.together:  # not after an error on one rank
+        if self.session.sync.together:  # skipped after an error on one rank
             state["losses"] = self.run.driver.gather(state["loss"])
         checkpoint.extra[STATE] = state
 

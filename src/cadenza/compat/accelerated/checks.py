@@ -15,7 +15,7 @@ from cadenza.compat.accelerated.tracking import RunHistory
 
 
 def check_parts(model: object, optimizer: object, *, training: bool) -> None:
-    """Check the parts of a trainer when a run starts: until then they may be set.
+    """Check the parts of a trainer at the start of a run, since they may be set until then.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -35,7 +35,7 @@ def check_accelerator(accelerator: object, kind: type) -> None:
     """Check the result of ``_create_accelerator``.
 
     Raises:
-        TypeError: It is no `Accelerator` of this adapter.
+        TypeError: It is not an `Accelerator` of this adapter.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -53,7 +53,7 @@ LOOPS = {
     "for code between epochs",
     "_run_evaluation": "the native trainer runs in it. Override evaluation_run_start and evaluation_run_end",
 }
-"""Methods that an override must call with ``super()``, and what to use instead."""
+"""Methods that an override must call with ``super()``, and the alternatives to overriding them."""
 
 
 def check_overrides(kind: type, base: type) -> None:
@@ -63,15 +63,15 @@ def check_overrides(kind: type, base: type) -> None:
         TypeError: The functions of a class that overrides one of them do not contain its name.
     """
     for owner in kind.__mro__[: kind.__mro__.index(base)]:
-        functions = [unwrap(one) for one in vars(owner).values() if isinstance(one, FunctionType)]
-        called = {name for one in functions for name in _names(one.__code__)}
+        functions = [unwrap(attribute) for attribute in vars(owner).values() if isinstance(attribute, FunctionType)]
+        called = {name for function in functions for name in _names(function.__code__)}
         for name, advice in LOOPS.items():
             if isinstance(vars(owner).get(name), FunctionType) and name not in called:
                 raise TypeError(f"{owner.__name__}.{name} must call super().{name}(...): {advice}.")
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function and those inside of it use."""
+    """Yield the names used by a function and its nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -156,7 +156,7 @@ def check_enough(samples: int | None, total_batch_size: int | None) -> None:
 
 
 def report_uneven(samples: int | None, total_batch_size: int | None, processes: int, report: Callable[[str], object]) -> None:
-    """Report if the last batches of an evaluation differ between processes."""
+    """Warn if the last batches of an evaluation differ between processes."""
     if samples is None or not total_batch_size:
         return
     rest = samples % total_batch_size

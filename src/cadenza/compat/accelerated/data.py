@@ -1,4 +1,4 @@
-"""Loaders as pytorch-accelerated makes them."""
+"""Loaders as created by pytorch-accelerated."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def kwargs_for(defaults: Mapping[str, Any], given: Mapping[str, Any] | None) -> 
     """Return the arguments of a loader. Each argument in `given` replaces a default.
 
     Raises:
-        TypeError: `defaults` or `given` is no mapping.
+        TypeError: `defaults` or `given` is not a mapping.
     """
-    for one in (defaults, {} if given is None else given):
-        if not isinstance(one, Mapping):
-            raise TypeError(f"the arguments of a loader must be a mapping of names to values; got {one!r}")
+    for arguments in (defaults, {} if given is None else given):
+        if not isinstance(arguments, Mapping):
+            raise TypeError(f"the arguments of a loader must be a mapping of names to values; got {arguments!r}")
     given = dict(given or {})
     kept = dict(defaults)
     if "sampler" in given or "batch_sampler" in given:
@@ -27,10 +27,10 @@ def kwargs_for(defaults: Mapping[str, Any], given: Mapping[str, Any] | None) -> 
 
 
 def check_dataset(dataset: Any) -> None:
-    """Check that a loader can be made of a data set.
+    """Check that a loader can be created for a data set.
 
     Raises:
-        TypeError: `dataset` is a loader, or no data set.
+        TypeError: `dataset` is a loader, or not a data set.
     """
     if dataset is None or isinstance(dataset, int | float | str):
         raise TypeError(f"expected a data set, with __getitem__ and __len__ or with __iter__; got {dataset!r}")

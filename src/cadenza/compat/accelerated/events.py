@@ -42,7 +42,10 @@ class Events(Callback, declares=True):
 
 
 class EpochStart(Listener):
-    """Delivers ``on_train_epoch_start``. The adapter's trainer calls it later than its moment: inside ``_run_train_epoch``."""
+    """Delivers ``on_train_epoch_start``.
+
+    The adapter's trainer calls it later than the native hook, inside ``_run_train_epoch``.
+    """
 
     __slots__ = ()
 
@@ -51,12 +54,12 @@ class AcceleratedCallback(BaseCallback):
     """The base class of all callbacks of this adapter."""
 
     def reads_history(self) -> bool:
-        """Return whether it overrides an event in which metrics can be read, so that a native run must keep them."""
+        """Return whether it overrides an event that can read metrics, so that a native run must keep them."""
         return False
 
 
 class EvaluationStopped(Exception):  # noqa: N818  # not an error: it leaves an evaluation
-    """Leaves an evaluation in which the training was stopped."""
+    """Raised to leave an evaluation in which the training was stopped."""
 
 
 Keywords = Callable[..., dict[str, Any]]
@@ -86,12 +89,12 @@ def _eval_epoch(run: Run, evaluation: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event: its native moment, if there is one, and the keywords that a callback gets besides the trainer."""
+    """An event: its native hook, if any, and the keyword arguments passed to callbacks along with the trainer."""
 
     moment: Moment | None
     keywords: Keywords = _nothing
     stops: bool = True
-    """Whether a `StopTrainingError` in it stops the training. Otherwise it is an ordinary error."""
+    """Whether a `StopTrainingError` in it stops the training. Otherwise it propagates as an error."""
     after_stop: bool = False
     """Whether it is also called after a stop."""
 
@@ -117,12 +120,12 @@ EVENTS: Mapping[str, Event] = {
 
 
 def as_batch_output(outputs: Any, batch: Any) -> Any:
-    """Return the outputs of a native run with ``model_outputs`` and ``batch_size``, which they may lack."""
+    """Return the outputs of a native run, with ``model_outputs`` and ``batch_size`` added if missing."""
     return outputs if "model_outputs" in outputs and "batch_size" in outputs else BatchOutput(outputs, batch)
 
 
 class BatchOutput(MutableMapping[str, Any]):
-    """A view on the outputs of a native run. A write changes those outputs.
+    """A view of the outputs of a native run. Writes change those outputs.
 
     ``model_outputs`` is their entry ``predictions`` or ``logits``; ``batch_size`` is the first dimension of the batch.
 

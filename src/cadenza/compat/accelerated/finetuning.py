@@ -13,7 +13,7 @@ advise(__name__)
 
 
 BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""The layers that ``freeze_batch_norms`` is about."""
+"""The layers affected by ``freeze_batch_norms``."""
 
 
 class Layer(NamedTuple):
@@ -114,7 +114,7 @@ class ModelFreezer:
         for index, layer in self._layers():
             if not first <= index <= last or (_module_is_batch_norm(layer) and not self.freeze_bn):
                 continue
-            parameters = [one for one in layer.parameters(recurse=False) if one.requires_grad != trainable]
+            parameters = [parameter for parameter in layer.parameters(recurse=False) if parameter.requires_grad != trainable]
             for parameter in parameters:
                 parameter.requires_grad = trainable
             if parameters:

@@ -1,4 +1,4 @@
-"""Native callbacks before and after those of a trainer: its hooks, and the evaluation of each epoch."""
+"""Native callbacks placed before and after those of a trainer, which call its hooks and evaluate after each epoch."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ class FirstCallback(Callback):
         adapted = AdaptedRun.of(run)
         adapted.call_hook(self.trainer.optimizer_zero_grad)
         # The hook may keep gradients, but the native loop drops all of them.
-        self._kept = [(one, one.grad) for one in parameters_of(adapted.session.step.updating) if one.grad is not None]
+        parameters = parameters_of(adapted.session.step.updating)
+        self._kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
 
     def on_after_zero_grad(self, run: Run) -> None:
         for parameter, gradient in self._kept:
@@ -243,8 +244,8 @@ class LastCallback(Callback):
             adapted.deliver_to_all(name, lambda: EVENTS[name].keywords(run, *arguments))
             return
         if self._late[0] != handler.callbacks:
-            members = {id(one) for one in adapted.session.hooks.callbacks.values()}
-            late = [one for one in handler if id(one) not in members and isinstance(one, AcceleratedCallback)]
+            members = {id(callback) for callback in adapted.session.hooks.callbacks.values()}
+            late = [late for late in handler if id(late) not in members and isinstance(late, AcceleratedCallback)]
             self._late = ([*handler.callbacks], late)
         for callback in self._late[1]:
             adapted.deliver(name, callback, lambda: EVENTS[name].keywords(run, *arguments))

@@ -43,7 +43,7 @@ class CallbackHandler:
         """Add several callbacks at the end.
 
         Raises:
-            TypeError: They are no iterable.
+            TypeError: They are not iterable.
         """
         if not isinstance(callbacks, Iterable):
             raise TypeError(f"callbacks must be a tuple or list of callbacks; got {callbacks!r}. Write callbacks=(...,)")
@@ -59,7 +59,7 @@ class CallbackHandler:
         added = adapt(added) if base_of(added) is not None else added
         if not isinstance(added, BaseCallback):
             raise CallbackError(f"expected an instance or a subclass of TrainerCallback; got {callback!r}")
-        if isinstance(added, AcceleratedCallback) and any(type(one) is type(added) for one in self.callbacks):
+        if isinstance(added, AcceleratedCallback) and any(type(callback) is type(added) for callback in self.callbacks):
             raise ValueError(
                 f"{type(added).__name__} is already in the list; got a second one beside {', '.join(self.callback_list)}. "
                 "Pass one callback of each class, or an instance of a subclass."
@@ -73,12 +73,12 @@ class CallbackHandler:
     @property
     def callback_list(self) -> list[str]:
         """The names of the callbacks' classes."""
-        return [type(getattr(one, "callback", one)).__name__ for one in self.callbacks]
+        return [type(getattr(callback, "callback", callback)).__name__ for callback in self.callbacks]
 
     def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method named `event` of every callback that has it, in order: a custom event, or one of the table.
+        """Call the method named `event` of every callback that has it, in order. It may be a custom event.
 
-        An error in such a method is raised, an AttributeError included.
+        Errors in such a method propagate, including AttributeError.
         """
         for callback in tuple(self.callbacks) if self._enabled else ():
             method = getattr(callback, event, None)
@@ -89,7 +89,7 @@ class CallbackHandler:
         return iter(tuple(self.callbacks))
 
     def __contains__(self, callback: object) -> bool:
-        return any(one is callback for one in self.callbacks)
+        return any(known is callback for known in self.callbacks)
 
     def __len__(self) -> int:
         return len(self.callbacks)

@@ -10,18 +10,18 @@ from torch import nn
 from cadenza.callbacks.learning_rate import LearningRate
 from cadenza.compat.accelerated.accelerator import Accelerator
 from cadenza.compat.accelerated.events import AcceleratedCallback
-from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker
+from cadenza.compat.accelerated.trainer_api import TrainerApi
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.adapter.view import OfRun
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of
 from cadenza.run import Run
 
 
-class NativeRunView(TrainerFace):
-    """A view on a native run. It has no hooks to override. Attributes that a callback sets on it are visible to the others."""
+class NativeRunView(TrainerApi):
+    """A view of a native run without hooks to override. Attributes that a callback sets on it are visible to the others."""
 
     def __init__(self, run: Run) -> None:
         self._of_run = OfRun(run)
@@ -32,9 +32,8 @@ class NativeRunView(TrainerFace):
             self.optimizer: torch.optim.Optimizer = run.optimizers[0]
         self.run_history: InMemoryRunHistory = InMemoryRunHistory()
         self.callback_handler: CallbackHandler = CallbackHandler(())
-        for callback in session.hooks.callbacks.values():
-            if isinstance(callback, AcceleratedCallback):
-                self.callback_handler.callbacks.append(callback)  # a native list may hold several callbacks of one class
+        # not through the constructor: a native list may hold several callbacks of one class
+        self.callback_handler.callbacks += callbacks_of(run, AcceleratedCallback)
         self._accelerator = Accelerator(run.driver)
         self._loss_tracker = LossTracker()
 
@@ -46,9 +45,7 @@ class NativeRunView(TrainerFace):
     @property
     def scheduler(self) -> Any:
         """The scheduler of the first `LearningRate` in the list; None if there is none."""
-        return next(
-            (one.scheduler for one in hooks_of(self.native_run).callbacks.values() if isinstance(one, LearningRate)), None
-        )
+        return next((callback.scheduler for callback in callbacks_of(self.native_run, LearningRate)), None)
 
     @property
     def _train_dataloader(self) -> Any:  # type: ignore[override]  # an attribute in the base class is a property here
@@ -57,7 +54,7 @@ class NativeRunView(TrainerFace):
     @property
     def _eval_dataloader(self) -> Any:  # type: ignore[override]  # as above
         """The loader of the first evaluation; None if there is none."""
-        return next((one.loader for one in self.native_run.evaluations.values()), None)
+        return next((evaluation.loader for evaluation in self.native_run.evaluations.values()), None)
 
     @property
     def run_config(self) -> TrainerRunConfig:  # type: ignore[override]  # as above

@@ -11,18 +11,18 @@ from torch.optim import Optimizer
 
 from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.compat.accelerated.data import inputs_and_targets
-from cadenza.compat.accelerated.face import TrainerFace
 from cadenza.compat.accelerated.placeholders import replace_trainer_placeholder_values
 from cadenza.compat.accelerated.train_epoch import run_train_epoch
+from cadenza.compat.accelerated.trainer_api import TrainerApi
 from cadenza.compat.accelerated.utils import worker_init_fn
 
 
 def overrides(trainer: Overridable, method: Callable[..., Any]) -> bool:
-    """Return whether a trainer has a method of its own in place of this method of `Overridable`."""
+    """Return whether a trainer overrides this method of `Overridable`."""
     return getattr(getattr(trainer, method.__name__), "__func__", None) is not method
 
 
-class Overridable(TrainerFace):
+class Overridable(TrainerApi):
     """The steps of a run as small methods; see `Trainer`."""
 
     create_scheduler_fn: Callable[[Optimizer], Any] | None
@@ -34,7 +34,7 @@ class Overridable(TrainerFace):
     _items_factor = 1
     """`_loss_factor` of the current batch."""
 
-    # -- to override: setting up --------------------------------------------------------------------------
+    # -- to override: setup --------------------------------------------------------------------------
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return the default arguments of the training loader."""
@@ -123,14 +123,14 @@ class Overridable(TrainerFace):
     def _run_train_epoch(self, train_dl: Iterable[Any]) -> bool:
         """Train for an epoch. Return whether the limit of steps is reached. Every process must call this.
 
-        An override must call this method once: the native loop does the steps here. It calls `train_epoch_start` and
+        An override must call this method once: the native loop runs the steps here. It calls `train_epoch_start` and
         ``on_train_epoch_start`` before, and `train_epoch_end` and ``on_train_epoch_end`` after them.
 
         Args:
             train_dl: The trainer's ``_train_dataloader``. To change it, set this attribute before the epoch.
 
         Raises:
-            RuntimeError: No training is in progress, or the steps of this epoch were done.
+            RuntimeError: No training is in progress, or the steps of this epoch have already run.
             ValueError: `train_dl` is another loader.
             StopTrainingError: The training was stopped. The trainer expects it.
         """
@@ -139,7 +139,7 @@ class Overridable(TrainerFace):
     def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
         """Compute the loss of a batch, call ``on_train_step_end``, and add the gradients.
 
-        If a subclass overrides it, the native loop calls it for each batch. Otherwise the native loop does these steps.
+        If a subclass overrides it, the native loop calls it for each batch. Otherwise the native loop performs them.
 
         Args:
             batch: On the device.

@@ -1,4 +1,4 @@
-"""Values of a run that are unknown when its scheduler is described."""
+"""Placeholders for values of a run that are unknown when its scheduler is specified."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TrainerPlaceholderValues(Enum):
     @classmethod
     def placeholder_set(cls) -> set[str]:
         """Return the names of all placeholders."""
-        return {one.name for one in cls}
+        return {member.name for member in cls}
 
 
 def replace_trainer_placeholder_values(trainer: Any, instance: Callable[..., Any]) -> Callable[..., Any]:

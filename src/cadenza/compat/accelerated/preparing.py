@@ -1,4 +1,4 @@
-"""What a trainer makes before a run: methods that are private in the original, and that its users override."""
+"""Setup steps before a run: methods that are private in the original but that users override."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Preparing(Overridable):
         return handler
 
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
-        """Move the user's own module to the device. A driver wraps it later, at the start of the run.
+        """Move the user's own module to the device. The driver wraps it later, at the start of the run.
 
         An override may replace `model`, `optimizer`, `_train_dataloader` and `_eval_dataloader`.
         """
@@ -57,7 +57,7 @@ class Preparing(Overridable):
             raise TypeError("create_eval_dataloader must return a loader; got None. Add the return statement")
         for loader in (self._train_dataloader, self._eval_dataloader):
             if isinstance(loader, DataLoader) and not hasattr(loader, "device"):
-                loader.device = self.device  # as a loader of accelerate has it
+                loader.device = self.device  # as loaders of accelerate provide it
 
     def _create_run_config(
         self,
@@ -70,7 +70,7 @@ class Preparing(Overridable):
         """Return the settings of a run, which the training uses. All arguments are passed by name.
 
         Args:
-            per_device_batch_size: The batch size of a loader that does not say it.
+            per_device_batch_size: The batch size of a loader that does not provide it.
             num_epochs: The number of epochs.
             gradient_accumulation_steps: The number of batches in an update.
             max_num_train_steps: The largest number of updates; None is no limit.

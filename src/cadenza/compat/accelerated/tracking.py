@@ -14,7 +14,7 @@ from cadenza.errors import nearest
 
 
 class RunHistory(ABC):
-    """Metrics by name, and the number of the current epoch, from 1. Subclass it to store them elsewhere."""
+    """Metrics by name, and the number of the current epoch, from 1. Subclass it to store them in another backend."""
 
     @abstractmethod
     def get_metric_names(self) -> set[str]:
@@ -143,7 +143,7 @@ def plain_history(history: RunHistory) -> dict[str, Any]:
     names = sorted(history.get_metric_names())
     return {
         "epoch": history.current_epoch,
-        "metrics": {name: [plain(value) for value in history.get_metric_values(name)] for name in names},
+        "metrics": {name: [as_python_number(value) for value in history.get_metric_values(name)] for name in names},
     }
 
 
@@ -159,7 +159,7 @@ def restore_history(history: RunHistory, state: Mapping[str, Any]) -> None:
     history._set_epoch(state["epoch"])
 
 
-def plain(value: Any) -> Any:
+def as_python_number(value: Any) -> Any:
     """Return a numpy scalar as a Python number, which needs no pickle; other values unchanged."""
     is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
     return value.item() if is_scalar and not isinstance(value, Tensor) else value
@@ -238,4 +238,4 @@ def loss_of_rank(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> 
         return states[rank]
     if rank:
         return LossTracker().state_dict()
-    return {**states[0], "total": sum(one["total"] for one in states), "count": sum(one["count"] for one in states)}
+    return {**states[0], "total": sum(state["total"] for state in states), "count": sum(state["count"] for state in states)}

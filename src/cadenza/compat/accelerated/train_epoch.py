@@ -7,7 +7,8 @@ from typing import Any
 
 from cadenza.compat.accelerated.adapted import AdaptedRun
 from cadenza.compat.accelerated.events import StopTrainingError
-from cadenza.compat.accelerated.face import TrainerFace
+from cadenza.compat.accelerated.trainer_api import TrainerApi
+from cadenza.engine import boundary
 from cadenza.engine.loop import Training, train_epoch
 from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import unwinding
@@ -20,7 +21,7 @@ INSTEAD = (
 )
 
 
-def fit(trainer: TrainerFace, run_epoch: Callable[[Any], object], training: Training) -> None:
+def fit(trainer: TrainerApi, run_epoch: Callable[[Any], object], training: Training) -> None:
     """Train, with ``_run_train_epoch`` of a trainer, which is `run_epoch`, around the steps of each epoch.
 
     Raises:
@@ -39,9 +40,9 @@ def fit(trainer: TrainerFace, run_epoch: Callable[[Any], object], training: Trai
 
 
 def run_train_epoch(
-    trainer: TrainerFace, train_dl: Iterable[Any], start: Callable[[], object], end: Callable[[], object]
+    trainer: TrainerApi, train_dl: Iterable[Any], start: Callable[[], object], end: Callable[[], object]
 ) -> bool:
-    """Do an epoch, with the hooks `start` and `end` of the trainer; see `Overridable._run_train_epoch`."""
+    """Run an epoch with the trainer's hooks `start` and `end`; see `Overridable._run_train_epoch`."""
     run = trainer.native_run
     if run is None or run.outcome is not None or not run.optimizers:
         raise RuntimeError("_run_train_epoch needs a training in progress; got a trainer without one. Call train")
@@ -60,7 +61,7 @@ def run_train_epoch(
         adapted.stepped = True
         _use_loader(trainer, session)  # a hook may have replaced it
         train_epoch(adapted.steps)
-        session.cursor.leave_boundary()  # a state that is saved from here on contains the evaluation of the epoch
+        session.cursor.leave_boundary()  # states saved after this include the evaluation of the epoch
     if is_live(adapted):
         adapted.call_hook(end)
     adapted.agree()
@@ -77,14 +78,14 @@ def is_live(adapted: AdaptedRun) -> bool:
     return not adapted.stopped and not adapted.broken and unwinding(adapted.run) is None
 
 
-def _use_loader(trainer: TrainerFace, session: Session) -> None:
+def _use_loader(trainer: TrainerApi, session: Session) -> None:
     """Read the trainer's ``_train_dataloader``, if a hook or a callback has replaced it since the last epoch."""
     loader = trainer._train_dataloader
     adapted = AdaptedRun.of(session.run)
     if loader is None or loader is adapted.loader or session.progress.batch_in_epoch:
         return
     adapted.loader = session.loader = loader
-    session.open_loader()
+    boundary.open_loader(session)
     batches = num_batches(loader, session.driver.data_shard())
     if batches is not None:
         session.progress.correct(batches)

@@ -34,7 +34,6 @@ from cadenza.compat.accelerated.checks import (
 )
 from cadenza.compat.accelerated.data import check_dataset, kwargs_for
 from cadenza.compat.accelerated.events import StopTrainingError
-from cadenza.compat.accelerated.face import training_state
 from cadenza.compat.accelerated.first_and_last import FirstCallback, LastCallback
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.overridable import Overridable, overrides
@@ -43,6 +42,7 @@ from cadenza.compat.accelerated.preparing import Callbacks, Preparing
 from cadenza.compat.accelerated.run_config import TrainerRunConfig
 from cadenza.compat.accelerated.tracking import InMemoryRunHistory, LossTracker, RunHistory
 from cadenza.compat.accelerated.train_epoch import fit
+from cadenza.compat.accelerated.trainer_api import training_state
 from cadenza.compat.accelerated.utils import LIMIT_BATCHES_ENV_VAR, remove_padding, worker_init_fn
 from cadenza.engine.loop import Training
 from cadenza.engine.session import Session
@@ -261,7 +261,7 @@ class Trainer(Preparing):
     # -- the two runs ----------------------------------------------------------------------------------------------
 
     def _run_training(self) -> None:
-        """Train with the settings of `run_config`. An override must call this method: the native trainer runs here."""
+        """Train with the settings of `run_config`. An override must call this method, which runs the native trainer."""
         config = self.run_config
         if config is None:
             raise TypeError("_create_run_config must return a TrainerRunConfig; got None. Add the return statement")
@@ -291,7 +291,7 @@ class Trainer(Preparing):
         session.progress.begin(at, batches)
         self.run_history._set_epoch(epochs + 1)
         counts: dict[str, Any] = {"saved": [], "step": at.batch, "last_checkpoint_step": state.metadata.get("step")}
-        for callback in self.callback_handler:  # the folder has no states of callbacks
+        for callback in self.callback_handler:  # the folder holds no callback states
             if isinstance(callback, SaveTrainingStateCallback | WSDCheckpointCallback):
                 callback.load_state_dict(counts)
         if state.rng_state is not None:
@@ -307,7 +307,7 @@ class Trainer(Preparing):
     def _native(self, front: FirstCallback, loader: Any, **lengths: Any) -> _NativeTrainer:
         native = _NativeTrainer(
             self.model,
-            _none if self.optimizer is None else self.optimizer,  # an evaluation needs none
+            _none if self.optimizer is None else self.optimizer,  # an evaluation needs no optimizer
             loader,
             front.compute_train,
             precision=self._accelerator.native_precision,
@@ -316,7 +316,7 @@ class Trainer(Preparing):
             progress=False,
             **lengths,
         )
-        native.face = self
+        native.trainer = self
         return native
 
 
@@ -327,7 +327,7 @@ def _none(parameters: object) -> list[Optimizer]:
 class _NativeTrainer(NativeTrainer):
     """The native trainer of a run."""
 
-    face: Trainer
+    trainer: Trainer
     """The trainer of the adapter."""
     restore: Callable[[Session], None] | None = None
     """Restores a state that is not a native checkpoint."""
@@ -338,7 +338,7 @@ class _NativeTrainer(NativeTrainer):
             self.restore(session)
 
     def _do_steps(self, training: Training) -> None:
-        fit(self.face, self.face._run_train_epoch, training)
+        fit(self.trainer, self.trainer._run_train_epoch, training)
 
     def new_run(self) -> Run:
         """Return a run without training, as the native `evaluate` creates it."""
@@ -369,4 +369,4 @@ class TrainerWithTimmScheduler(Trainer):
 
 
 _STEPS = {Trainer.scheduler_step: "step", TrainerWithTimmScheduler.scheduler_step: "step_update"}
-"""By ``scheduler_step`` of a trainer, the method of the scheduler that it calls."""
+"""Maps each trainer's ``scheduler_step`` to the scheduler method that it calls."""

@@ -45,7 +45,7 @@ def local_process_zero_first(func: Callable[P, Result]) -> Callable[P, Result]:
         try:
             return func(*args, **kwargs)
         finally:
-            _wait()  # also after an error: the others would wait forever
+            _wait()  # even after an error, or the other processes would wait forever
 
     return wrapper
 
@@ -198,7 +198,7 @@ class ModelEma(Average):
             self._update(model, self.update_fn)
 
     def set(self, model: nn.Module) -> None:
-        """Replace the average by the current weights of `model`."""
+        """Replace the average with the current weights of `model`."""
         self._update(model, lambda average, current: current)
 
     @torch.no_grad()

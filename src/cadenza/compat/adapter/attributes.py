@@ -12,7 +12,7 @@ from cadenza.compat.adapter.packing import packed, unpacked
 from cadenza.errors import StateError
 
 _HOLDERS = (list, tuple, dict, set, frozenset, deque)
-"""Containers: one that a checkpoint cannot hold may have data among its values."""
+"""Containers. One that a checkpoint cannot hold may still contain data."""
 
 
 def plain_attributes(thing: object) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def _plain(thing: object) -> Iterator[tuple[str, Any]]:
 
 
 def changed_since(before: Mapping[str, Any], thing: object) -> dict[str, Any]:
-    """Return the plain attributes that differ from `before`. Arguments of the constructor stay as they are in the new run."""
+    """Return the plain attributes that differ from `before`. Constructor arguments keep the values of the new run."""
     return differing(before, plain_attributes(thing))
 
 
@@ -54,11 +54,11 @@ def left_out(thing: object, plain: Mapping[str, Any]) -> dict[str, tuple[int, in
     return {name: (id(value), len(value)) for name, value in others.items() if isinstance(value, _HOLDERS)}
 
 
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    return type(one) is type(other) and (one == other or (one != one and other != other))
+def _equal(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.dtype == other.dtype and value.device == other.device and torch.equal(value, other)
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return type(value) is type(other) and len(value) == len(other) and all(map(_equal, value, other))
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return value.keys() == other.keys() and all(_equal(value[key], other[key]) for key in value)
+    return type(value) is type(other) and (value == other or (value != value and other != other))

@@ -1,4 +1,4 @@
-"""What the callbacks of one system receive: the classes of the views, by the names of the arguments."""
+"""The objects that callbacks of a system receive: classes of views by argument name."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from cadenza.errors import nearest
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the callbacks of one system receive. ``cadenza.compat.SYSTEM.surface`` holds it as ``DESCRIPTION``."""
+    """The objects that callbacks of a system receive. ``cadenza.compat.SYSTEM.surface`` holds it as ``DESCRIPTION``."""
 
     events: Mapping[str, Event]
     """The events of the system."""
 
     arguments: Mapping[str, type[Any] | None]
-    """The arguments of the events by the names that the base class gives them: the class of the view, or None for an object
-    of the user's own, such as the model, of which any attribute may be read."""
+    """The arguments of the events by the names that the base class gives them: the class of the view, or None for a user object
+    such as the model, on which any attribute may be read.
+    """
 
     attributes: Mapping[str, type[Any] | None] = field(default_factory=dict)
     """The same for attributes that the base class sets on the callback, such as ``self.model`` of Keras."""
 
     parts: Mapping[str, type[Any]] = field(default_factory=dict)
-    """Classes of views by the attribute that returns them, such as ``ModelView.optimizer``, where its annotation does not
-    say."""
+    """Classes of views by the attribute that returns them, such as ``ModelView.optimizer``, if not given by its annotation."""
 
     never: frozenset[str] = frozenset()
-    """Conditions that do not hold in a native run, as source."""
+    """Source of conditions that are false in a native run."""
 
     state: tuple[str, ...] = ("state_dict", "load_state_dict")
     """The methods that save and restore a callback."""
 
     refused: Callable[[type[Any]], str] = lambda kind: ""
-    """Returns the reason why a class cannot run in a native list; an empty string for all others."""
+    """Returns why a class cannot run in a native list; an empty string if it can."""
 
     def is_never(self, test: ast.expr) -> bool:
-        """Return whether a condition, or a part of it that must hold, does not hold in a native run."""
+        """Return whether a condition, or a required part of it, is false in a native run."""
         parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
-        return any(ast.unparse(one) in self.never for one in parts)
+        return any(ast.unparse(part) in self.never for part in parts)
 
 
 @cache
@@ -56,9 +56,9 @@ def description_of(system: str) -> Description:
 
 
 def provides(view: type[Any], name: str) -> bool | None:
-    """Return whether a view has an attribute; None if that depends on an object of the user's own, such as the model.
+    """Return whether a view has an attribute; None if that depends on a user object such as the model.
 
-    A view that computes its names has a class method ``_provides(name)``.
+    A view with computed names has a class method ``_provides(name)``.
     """
     if (computed := getattr(view, "_provides", None)) is not None:
         return bool(computed(name))
@@ -69,17 +69,17 @@ def provides(view: type[Any], name: str) -> bool | None:
 
 
 def sets(view: type[Any], name: str) -> bool | None:
-    """Return whether callbacks may set an attribute of a view: one with a setter, or with a plain value."""
+    """Return whether callbacks may set an attribute of a view, which has a setter or is a plain value."""
     found = getattr(view, name, None)
     return False if isinstance(found, property) and found.fset is None else provides(view, name)
 
 
 def advice_for(view: type[Any], name: str, does: str = "reads") -> str:
-    """Return a sentence on what to use instead of an attribute; an empty string if there is none.
+    """Return a sentence that names the replacement of an attribute; an empty string if there is none.
 
-    A view of which the user may give attributes has a class method ``_advice(name)``.
+    A view with user-provided attributes has a class method ``_advice(name)``.
     """
-    known = [one for one in dir(view) if not one.startswith("_")] if issubclass(view, View) else []
+    known = [name for name in dir(view) if not name.startswith("_")] if issubclass(view, View) else []
     said = getattr(view, "absent", {}).get(name) or nearest(name, known).strip()
     may_give = getattr(view, "_advice", None) if does != "sets" else None
     return str(said or (may_give(name) if may_give else ""))
@@ -87,13 +87,13 @@ def advice_for(view: type[Any], name: str, does: str = "reads") -> str:
 
 @cache
 def part_of(view: type[Any], name: str) -> type[Any] | None:
-    """Return the class of the view that an attribute or a method returns, from its annotation; None if that is no view."""
+    """Return the class of the view that an attribute or a method returns, from its annotation; None if it is not a view."""
     return _view(_returned(view, name))
 
 
 @cache
 def element_of(view: type[Any], name: str) -> type[Any] | None:
-    """Return the class of the views in the list that an attribute returns, from its annotation; None if it is no such list."""
+    """Return the class of the views in the list that an attribute returns, from its annotation; None if there is none."""
     kind = _returned(view, name)
     return _view(get_args(kind)[0]) if get_origin(kind) in (list, Sequence) else None
 

@@ -1,4 +1,4 @@
-"""One event of another system, and the native moment that calls it."""
+"""An event of another system and the native hook that calls it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class Event:
 
     Args:
         moment: The native moment that calls it; None if a native run never calls it.
-        make: ``make(adapter, hook)`` returns the function that the moment calls. It takes the arguments of the moment, and
-            calls `hook` with those of the other system. Its cost is part of each step: at most three interpreter calls.
-        note: For the plan and the guide: what differs from the other system, or why the event is never called.
+        make: ``make(adapter, hook)`` returns the function that the moment calls. It takes the arguments of the native hook and
+            calls `hook` with those of the other system. Since it runs in each step, it should make at most three interpreter
+            calls.
+        note: A note for the plan and the guide: a difference from the other system, or why the event is never called.
     """
 
     moment: Moment | None

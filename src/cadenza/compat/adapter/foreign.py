@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cadenza.compat.adapter.attributes import changed_since, left_out, plain_attributes, put_back
 from cadenza.compat.adapter.event import Event
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from cadenza.hooks.dispatch import Hooks
     from cadenza.run import Run
 
+Kind = TypeVar("Kind")
+
 
 class ForeignCallback(AdaptedCallback):
     """An adapter with a table of the events of its system, and with the state of the callback in checkpoints.
@@ -32,12 +34,12 @@ class ForeignCallback(AdaptedCallback):
     """The events of the other system by name, in the order of a run."""
 
     removed: ClassVar[Mapping[str, str]] = {}
-    """Events that the other system does not have any more, by the event that replaces them."""
+    """Events that the other system has removed, and their replacements."""
 
     def __init__(self, callback: Any, base: type[Any]) -> None:
         super().__init__(callback, base)
         self._at_start = {}
-        self._told: set[str] = set()
+        self._warned_of: set[str] = set()
 
     @property
     def _at_start(self) -> dict[str, Any]:
@@ -50,9 +52,9 @@ class ForeignCallback(AdaptedCallback):
         self._others_known: dict[str, Any] | None = None
 
     def beforehand(self, name: str, hooks: Hooks) -> tuple[list[str], list[str]]:
-        """Return lines for the plan, and warnings for the start of a run: only of that which fails at each call of an event.
+        """Return lines for the plan and warnings for the start of a run. Warnings cover only uses that fail on every call.
 
-        The source of the class is read; nothing of it is called.
+        Only the source of the class is read; no method is called.
         """
         warnings = self._never_called(name)
         notes = [f"! {text}" for text in warnings]
@@ -64,16 +66,17 @@ class ForeignCallback(AdaptedCallback):
         return notes, warnings
 
     def surface(self, hooks: Hooks) -> Surface | None:
-        """Return what the callback uses of a run, from its source; None if that is not described for its system."""
-        from cadenza.compat.adapter.surface.surface import surface_of  # imported here: few runs need it
+        """Return the parts of a run that the callback's source uses; None if its system has no description."""
+        from cadenza.compat.adapter.surface.surface import surface_of  # imported here because few runs need it
 
         return surface_of(self.callback)
 
     def _never_called(self, name: str) -> list[str]:
-        """Return a warning for each method that is named almost like an event, or was one, and is none."""
+        """Return a warning for each method with a name close to an event's, or that was an event in an earlier version."""
         kind = type(self.callback)
         own = kind.__mro__[: kind.__mro__.index(self.base)]
-        methods = {method for one in own for method, value in vars(one).items() if method.startswith("on_") and callable(value)}
+        members = {name: value for class_ in own for name, value in vars(class_).items()}
+        methods = {name for name, value in members.items() if name.startswith("on_") and callable(value)}
         unknown = sorted(methods - {*self.events, *dir(self.base)})
         found = (never_called(name, method, self.system, self.events, self.removed) for method in unknown)
         return [text for text in found if text]
@@ -114,16 +117,16 @@ class ForeignCallback(AdaptedCallback):
         return plain_attributes(self.callback)
 
     def warn_of_left_out(self) -> None:
-        """Warn once of each container that changed since the first checkpoint, and that a checkpoint cannot hold.
+        """Warn once about each changed container that a checkpoint cannot hold.
 
-        What hooks at the start of a run put into a container, they put there again after a resume.
+        Changes made by hooks at the start of a run are ignored, because these hooks run again after a resume.
         """
         found = left_out(self.callback, self.plain())
         if self._others_known is None:
             self._others_known = found
         for name, known in found.items():
-            if self._others_known.get(name) != known and name not in self._told:
-                self._told.add(name)
+            if self._others_known.get(name) != known and name not in self._warned_of:
+                self._warned_of.add(name)
                 warnings.warn(
                     f"checkpoints leave out {type(self.callback).__name__}.{name}, which changed in the run: it holds objects "
                     "that cannot be saved. After a resume the attribute is that of a new instance.",
@@ -136,14 +139,19 @@ class ForeignCallback(AdaptedCallback):
 
 def foreign_callbacks(run: Run, system: str) -> list[ForeignCallback]:
     """Return the callbacks of one system in a run, in order."""
-    return [one for one in hooks_of(run).callbacks.values() if isinstance(one, ForeignCallback) and one.system == system]
+    return [callback for callback in callbacks_of(run, ForeignCallback) if callback.system == system]
+
+
+def callbacks_of(run: Run, kind: type[Kind]) -> list[Kind]:
+    """Return the callbacks of one class in a run, in order."""
+    return [callback for callback in hooks_of(run).callbacks.values() if isinstance(callback, kind)]
 
 
 def listed(callbacks: object) -> list[Any]:
-    """Return the callbacks that a trainer was given as a list.
+    """Return the callbacks of a trainer as a list.
 
     Raises:
-        CallbackError: They are no iterable, such as a single callback.
+        CallbackError: They are not iterable, such as a single callback.
     """
     if base_of(callbacks) is not None or isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         raise not_a_list(callbacks)
@@ -156,6 +164,6 @@ def _function(callback: object, name: str) -> object:
 
 
 def never_called(name: str, method: str, system: str, events: Iterable[str], removed: Mapping[str, str]) -> str:
-    """Return a warning for a method that is named almost like an event, or was one; empty for another method."""
+    """Return a warning for a method with a name close to an event's, or of a removed event; empty for other methods."""
     text = f" Did you mean {removed[method]!r}?" if method in removed else nearest(method, events, cutoff=0.75)
     return text and f"{name}.{method} is never called: it is no event of {system}.{text}"

@@ -1,4 +1,4 @@
-"""Gradients of the last update, for hooks that read them after it: Keras and Lightning drop them at the next batch."""
+"""Gradients of the last update for hooks that run after it. Keras and Lightning drop them at the next batch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """Keeps the gradients of the last update, and shows them in events that come after it."""
+    """Keeps the gradients of the last update and restores them for later events."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
     def listeners(self) -> list[Listener]:
-        """Return the listeners that keep the gradients, and drop them at the next batch."""
+        """Return the listeners that keep the gradients and drop them at the next batch."""
         return inner([Listener(Callback.on_before_zero_grad, self._keep), Listener(Callback.on_batch_start, self._drop)])
 
     def _keep(self, run: Run) -> None:
-        self._kept = [(one, one.grad) for one in run.model.parameters() if one.grad is not None]
+        self._kept = [(parameter, parameter.grad) for parameter in run.model.parameters() if parameter.grad is not None]
 
     def _drop(self, run: Run, batch: Any) -> None:
         self._kept = []
@@ -49,16 +49,16 @@ class Gradients:
 
 
 def reads_gradients(foreign: object, base: type[Any]) -> bool:
-    """Return whether code of an object names ``grad``: in its class, up to `base`, or in a function that it holds."""
-    kinds = [one for one in type(foreign).__mro__ if issubclass(one, base) and one is not base]
-    held = [value for one in (*map(vars, kinds), vars(foreign)) for value in one.values()]
+    """Return whether code of an object mentions ``grad``, in its class up to `base` or in a function that it holds."""
+    kinds = [kind for kind in type(foreign).__mro__ if issubclass(kind, base) and kind is not base]
+    held = [value for namespace in (*map(vars, kinds), vars(foreign)) for value in namespace.values()]
     codes = (getattr(value, "__code__", None) for value in held)
-    return any("grad" in (*one.co_names, *one.co_consts) for code in codes if code is not None for one in _inner(code))
+    return any("grad" in (*inner.co_names, *inner.co_consts) for code in codes if code is not None for inner in _inner(code))
 
 
 def _inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code and those of the functions in it."""
+    """Yield a code object and those nested in it."""
     yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _inner(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _inner(constant)

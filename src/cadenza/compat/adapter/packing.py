@@ -1,4 +1,4 @@
-"""Values of callbacks in the form of checkpoints: each type that a checkpoint does not have is a dict with one marked key."""
+"""Encodes values of callbacks for checkpoints. A type that checkpoints do not support becomes a dict with one marked key."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from cadenza.errors import StateError
 from cadenza.status.plain import is_built_of_tensors
 
-np: Any = sys.modules.get("numpy")  # torch imports it where it is installed
+np: Any = sys.modules.get("numpy")  # torch imports numpy if it is installed
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype)
-_FACTORIES = {one.__name__: one for one in (list, dict, set, int, float, str, tuple, deque, Counter)}
+_FACTORIES = {factory.__name__: factory for factory in (list, dict, set, int, float, str, tuple, deque, Counter)}
 _OF_RUNS = {"cadenza", "transformers", "lightning", "pytorch_lightning", "keras", "torch"}
-"""Packages of which dataclasses are left out: they are parts of the run, such as its arguments, which each run makes."""
+"""Packages with excluded dataclasses: parts of the run such as its arguments, which every run creates."""
 _MADE_OF_TEXT = "US"
 _MADE_OF_TIME = "Mm"
 
@@ -47,15 +47,15 @@ def packed(value: Any) -> Any:
     if kind is dict:
         if len(value) == 1 and next(iter(value)) in _BY_MARK:
             return {_DICT: _pairs(value)}
-        return {_key(key): packed(one) for key, one in value.items()}
-    for one in _FORMS:
-        if one.has(value):
-            return {one.mark: one.pack(value)}
+        return {_key(key): packed(item) for key, item in value.items()}
+    for form in _FORMS:
+        if form.has(value):
+            return {form.mark: form.pack(value)}
     raise StateError(f"a {kind.__name__} cannot be saved")
 
 
 def unpacked(value: Any, present: Any = None) -> Any:
-    """Return the value that `packed` was given.
+    """Return the original value of `packed`.
 
     Args:
         value: The result of `packed`.
@@ -69,7 +69,7 @@ def unpacked(value: Any, present: Any = None) -> Any:
         (mark, content), *_ = value.items()
         if mark in _BY_MARK:
             return _BY_MARK[mark].unpack(content, present)
-    return {key: unpacked(one) for key, one in value.items()}
+    return {key: unpacked(item) for key, item in value.items()}
 
 
 class _Form(NamedTuple):
@@ -90,11 +90,11 @@ def _key(key: Any) -> Any:
 
 
 def _pairs(value: Any) -> list[Any]:
-    return [[packed(key), packed(one)] for key, one in value.items()]
+    return [[packed(key), packed(item)] for key, item in value.items()]
 
 
 def _from_pairs(pairs: Any) -> dict[Any, Any]:
-    return {unpacked(key): unpacked(one) for key, one in pairs}
+    return {unpacked(key): unpacked(item) for key, item in pairs}
 
 
 # -- NumPy -------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def _unpack_torch_generator(content: Any, present: Any) -> Any:
     return found
 
 
-# -- types of the user -------------------------------------------------------------------------------------
+# -- user-defined types -------------------------------------------------------------------------------------
 
 
 def _path_of(kind: type[Any]) -> str:
@@ -187,7 +187,7 @@ def _is_dataclass(value: Any) -> bool:
     kind = type(value)
     if not isinstance(getattr(kind, "__dataclass_fields__", None), dict) or not _can_be_found(value):
         return False
-    return _OF_RUNS.isdisjoint(one.__module__.partition(".")[0] for one in kind.__mro__)
+    return _OF_RUNS.isdisjoint(base.__module__.partition(".")[0] for base in kind.__mro__)
 
 
 def _unpack_dataclass(content: Any, present: Any) -> Any:
@@ -314,11 +314,11 @@ _FORMS = (
         _is_dataclass,
         lambda value: (
             _path_of(type(value)),
-            {one.name: packed(getattr(value, one.name)) for one in fields(value) if hasattr(value, one.name)},
+            {field.name: packed(getattr(value, field.name)) for field in fields(value) if hasattr(value, field.name)},
         ),
         _unpack_dataclass,
     ),
 )
 """In the order in which they are tried."""
 
-_BY_MARK = {one.mark: one for one in _FORMS}
+_BY_MARK = {form.mark: form for form in _FORMS}

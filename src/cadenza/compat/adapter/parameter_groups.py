@@ -1,4 +1,4 @@
-"""Parameter groups that callbacks add to optimizers, and ``requires_grad`` that they change."""
+"""Changes by callbacks to parameter groups and ``requires_grad``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Signature = list[list[list[int]]]
 
 def signature(optimizers: Sequence[Optimizer]) -> Signature:
     """Return the identities of the parameters, by optimizer and group."""
-    return [[[id(one) for one in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
+    return [[[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
 
 
 def groups_of(run: Run) -> list[list[dict[str, Any]]]:
@@ -29,15 +29,15 @@ def groups_of(run: Run) -> list[list[dict[str, Any]]]:
 
 
 def regroup(run: Run, saved: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Give the optimizers the groups that `groups_of` returned, so that their saved states fit. Present groups stay."""
+    """Add the groups returned by `groups_of` to the optimizers, so that saved states fit. Existing groups are kept."""
     named = dict(run.model.named_parameters())
     names = {id(parameter): name for name, parameter in named.items()}
     for optimizer, groups in zip(run.optimizers, saved, strict=False):
         if any(name not in named for group in groups for name in group["params"]):
-            continue  # of another model: the checkpoint is refused later, with a message
+            continue  # belongs to another model; the checkpoint is rejected later with a message
         present = optimizer.param_groups[:]
         pairs = zip(present, groups, strict=False)
-        same = [[names.get(id(one)) for one in own["params"]] == group["params"] for own, group in pairs]
+        same = [[names.get(id(parameter)) for parameter in own["params"]] == group["params"] for own, group in pairs]
         kept = next((index for index, fits in enumerate(same) if not fits), len(same))
         if kept < len(present) or kept < len(groups):
             del optimizer.param_groups[kept:]
@@ -59,7 +59,7 @@ class Trainable:
 
 
 def _flags(model: nn.Module) -> list[bool]:
-    return [one.requires_grad for one in model.parameters()]
+    return [parameter.requires_grad for parameter in model.parameters()]
 
 
 class _Options:
@@ -68,5 +68,5 @@ class _Options:
 
 
 def _described(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    options = {name: unpacked(one) for name, one in plain_attributes(_Options(group)).items()}
-    return {**options, "params": [names.get(id(one), "") for one in group["params"]]}
+    options = {name: unpacked(attribute) for name, attribute in plain_attributes(_Options(group)).items()}
+    return {**options, "params": [names.get(id(parameter), "") for parameter in group["params"]]}

@@ -1,23 +1,23 @@
-"""Requests of callbacks of other systems that a native run has no verb for."""
+"""Requests from foreign callbacks that a native `Run` has no method for."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from cadenza.callbacks.evaluate import Evaluate
-from cadenza.hooks.dispatch import hooks_of
+from cadenza.compat.adapter.foreign import callbacks_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
 
 
 def evaluate_now(run: Run) -> int:
-    """Run each `Evaluate` of the list now, whatever its schedule; return how many there are. Every rank must call this.
+    """Run each `Evaluate` of the list now, regardless of its schedule, and return their number. Every rank must call this.
 
-    Call it in a listener of its own, which does nothing else: after a preemption signal in the evaluation, the resumed run
+    Call it in a separate listener that does nothing else, because after a preemption signal in the evaluation the resumed run
     calls the listener again.
     """
-    found = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Evaluate)]
-    for one in found:
-        one.evaluate(run)
-    return len(found)
+    evaluates = callbacks_of(run, Evaluate)
+    for evaluate in evaluates:
+        evaluate.evaluate(run)
+    return len(evaluates)

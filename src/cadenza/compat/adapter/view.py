@@ -1,4 +1,4 @@
-"""Objects of another system that its callbacks receive. An attribute that a view does not have is an error with advice."""
+"""Views: objects that foreign callbacks receive. A missing attribute raises an error with advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Weak(Generic[T]):
-    """An attribute that does not keep its value alive. Reading it raises `ReferenceError` if nothing else refers to it."""
+    """An attribute that holds a weak reference. Reading it raises `ReferenceError` if the object no longer exists."""
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
         self._name = name
@@ -39,10 +39,10 @@ class Weak(Generic[T]):
 
 
 def existing(value: T | None) -> T:
-    """Return what a weak reference refers to.
+    """Return the referent of a weak reference.
 
     Raises:
-        ReferenceError: Nothing else refers to it any more.
+        ReferenceError: It no longer exists.
     """
     if value is None:
         raise ReferenceError("the run of this object is over, and nothing refers to it. Keep the run or the trainer.")
@@ -50,11 +50,11 @@ def existing(value: T | None) -> T:
 
 
 class OfRun:
-    """A part of a run that does not keep the run alive: callbacks, and users, may hold it for longer."""
+    """A part of a run that does not keep the run alive, since callbacks and users may outlive it."""
 
     def __init__(self, run: Run) -> None:
         self.held: Callable[[], Session | None] = ref(session_of(run))
-        """Returns the session; None when nothing refers to the run any more."""
+        """Returns the session; None once the run no longer exists."""
 
     @property
     def session(self) -> Session:
@@ -72,17 +72,17 @@ class OfRun:
 
 
 class View:
-    """An object of another system, made of a run.
+    """An object of another system, backed by a run.
 
-    A subclass has a property for each attribute that a run provides, with a setter where the other system lets callbacks set
-    it. Its own attributes start with an underscore.
+    A subclass has a property for each attribute that a run provides, with a setter if the other system allows setting it.
+    Internal attributes start with an underscore.
     """
 
     title: ClassVar[str]
     """The name of the object in the code of the other system, such as ``trainer``."""
 
     absent: ClassVar[Mapping[str, str]] = {}
-    """Attributes of the original that a run does not provide, and a sentence that says what to use instead."""
+    """Attributes of the original that a run does not provide, each with a sentence that names the replacement."""
 
     def __init__(self, run: Run) -> None:
         self._of_run = OfRun(run)
@@ -92,7 +92,7 @@ class View:
         return self._of_run.run
 
     def _reader(self) -> str:
-        """Return the name of the callback that uses an attribute now."""
+        """Return the name of the callback that is currently using an attribute."""
         session = self._of_run.held()
         return (None if session is None else session.hooks.current_owner()) or "the script"
 
@@ -110,17 +110,17 @@ def refuse(run: Run | None, view: Any, name: str, does: str, title: str = "", *,
     """Raise the error for an attribute that a view does not provide.
 
     Args:
-        run: The run, of which the current hook uses the attribute; None for a `View`, which knows it.
+        run: The run with the hook that uses the attribute; None for a `View`, which knows its run.
         view: An object with ``title`` and ``absent`` in its class.
         name: The attribute.
         does: ``"reads"`` or ``"sets"``.
-        title: What the other system calls the object; by default ``view.title``.
-        advice: What to use instead, if neither ``absent`` nor a similar name says it.
+        title: The object's name in the other system; by default ``view.title``.
+        advice: The replacement, if neither ``absent`` nor a similar name provides it.
     """
     kind, title = type(view), title or type(view).title
     if name.startswith("__"):  # of a protocol, such as copying
         raise AttributeError(name)
-    similar = "" if hasattr(kind, name) else nearest(name, [one for one in dir(kind) if not one.startswith("_")]).strip()
+    similar = "" if hasattr(kind, name) else nearest(name, [name for name in dir(kind) if not name.startswith("_")]).strip()
     advice = kind.absent.get(name) or similar or advice
     who = view._reader() if isinstance(view, View) else (run and hooks_of(run).current_owner()) or "the script"
     what = "only lets be read" if does == "sets" and hasattr(kind, name) else "does not provide"

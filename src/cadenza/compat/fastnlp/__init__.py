@@ -4,6 +4,6 @@ from cadenza.compat.absent import advise
 from cadenza.compat.fastnlp.core import *  # noqa: F403  # its __all__ is the list
 from cadenza.compat.fastnlp.envs import *  # noqa: F403  # likewise
 
-__version__ = "1.0.1"  # of the fastNLP that this adapter follows
+__version__ = "1.0.1"  # the version of fastNLP that this adapter follows
 
 advise(__name__)

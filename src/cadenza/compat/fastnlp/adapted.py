@@ -25,15 +25,15 @@ class AdaptedRun(OfRun):
     """A native run with fastNLP's trainer and counters."""
 
     early_stop: EarlyStopException | None = None
-    """The exception of a hook that ends the training. After it only ``on_exception`` and ``on_train_end`` are called."""
+    """The exception of a hook that ends the training. After it, only ``on_exception`` and ``on_train_end`` are called."""
     requested: EarlyStopException | None = None
     """The exception of a hook on this rank."""
     agreed = False
     """Whether all ranks have exchanged their requests for the stop."""
     broken: Moment | None = None
-    """The moment at which a hook failed. No other hook of it is called, and the counters do not change."""
+    """The moment at which a hook failed. Its remaining hooks are skipped, and the counters do not change."""
     updating = False
-    """Whether the last counted batch waits for its update. It does not count for fastNLP yet."""
+    """Whether the last counted batch still awaits its update. fastNLP does not count it yet."""
     indices: list[int] | None = None
     """The indices of the current batch in the data set."""
     counts: bool = True
@@ -53,7 +53,7 @@ class AdaptedRun(OfRun):
     rng_state: RNGState | None = None
     """The RNG state of the training during an evaluation."""
     window: AccumulationWindow | None = None
-    """The accumulation window that waits for its update."""
+    """The accumulation window that awaits its update."""
     outputs: Any = None
     """The outputs of the current batch if they are not a mapping."""
 
@@ -92,7 +92,7 @@ class AdaptedRun(OfRun):
 
     @property
     def over(self) -> bool:
-        """Whether only the events of the end are still called."""
+        """Whether only the final events are still called."""
         return self.early_stop is not None or self.broken is not None
 
     def count(self) -> None:
@@ -114,14 +114,14 @@ class AdaptedRun(OfRun):
             self.counts = before
 
     def close_epoch(self) -> None:
-        """Count an epoch that a limit of the run has shortened."""
+        """Count an epoch that was shortened by a limit of the run."""
         state = self.trainer.trainer_state
         if not self.over and state.batch_idx_in_epoch and self.run.progress.finished:
             state.cur_epoch_idx += 1
             state.batch_idx_in_epoch = 0
 
     def take_stop(self, stop: EarlyStopException) -> None:
-        """End the training at the request of a hook. On multiple ranks, hooks are called until `agree`."""
+        """End the training at the request of a hook. On multiple ranks, hooks are still called until `agree`."""
         self.requested = self.requested or stop
         if self.run.driver.world_size == 1:
             self.early_stop = stop

@@ -1,4 +1,4 @@
-"""Callbacks and trainers written for fastNLP 0.5, which has another API than 1.0: refused, with what became of each part."""
+"""Rejects callbacks and trainers written for the API of fastNLP 0.5, with the replacement of each part."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ P = ParamSpec("P")
 _FACTS = facts_of("fastnlp", "api_of_0_5.toml")
 
 HOOKS: Mapping[str, str] = _FACTS["hooks"]
-"""What became of the hooks of 0.5; the last two are those of alpha versions of 1.0."""
+"""Replacements of the hooks of 0.5; the last two are from alpha versions of 1.0."""
 
 _ALPHA = "on_validate_"
 
 NAMES = tuple(hook.partition("(")[0] for hook in HOOKS)
 
 PROPERTIES: Mapping[str, str] = _FACTS["properties"]
-"""What became of the properties of a callback."""
+"""Replacements of the properties of a callback."""
 
 ARGUMENTS: Mapping[str, str] = _FACTS["arguments"]
-"""What became of the arguments of the trainer. The others have kept their names: ``metrics`` is now a dict by name."""
+"""Replacements of the trainer's arguments. The others kept their names; ``metrics`` is now a dict by name."""
 
 _POSITIONS = ("train_data", "model", "optimizer", "loss", "batch_size", "sampler", "drop_last", "update_every", "num_workers")
 
 _SHARED = {"on_train_begin": 0, "on_train_end": 0, "on_exception": 1}
-"""The hooks of both versions, and the number of their arguments in 0.5."""
+"""Hooks that exist in both versions, with their number of arguments in 0.5."""
 
 
 def refuse(callbacks: object, arguments: Iterable[str] = ()) -> None:
-    """Raise one `TypeError` with what became of each hook of 0.5 in callbacks, and of each argument of its trainer."""
+    """Raise a `TypeError` that lists the replacements of all hooks and trainer arguments of 0.5 in use."""
     listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     kinds = dict.fromkeys(type(callback) for callback in listed if isinstance(callback, ManagedCallback))
     hooks = [(kind.__name__, hook) for kind in kinds for hook in _hooks_of(kind)]
@@ -55,7 +55,7 @@ def refuse(callbacks: object, arguments: Iterable[str] = ()) -> None:
 
 
 def missing(owner: object, name: str) -> AttributeError:
-    """Return the error for an attribute that a callback does not have, with what became of those of 0.5."""
+    """Return the error for a missing attribute of a callback, with the replacement if it is one of 0.5."""
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
     if (now := PROPERTIES.get(f"self.{name}")) is not None:
         text += f", which callbacks of fastNLP 0.5 had. Use {now.replace('`', '')}"
@@ -63,7 +63,7 @@ def missing(owner: object, name: str) -> AttributeError:
 
 
 def refusing(constructor: Callable[P, None]) -> Callable[P, None]:
-    """Let the constructor of the trainer raise the error of `refuse` for ``Trainer(train_data, model, loss=..., ...)``."""
+    """Make the trainer's constructor raise the error of `refuse` for ``Trainer(train_data, model, loss=..., ...)``."""
 
     @wraps(constructor)
     def checked(*given: P.args, **named: P.kwargs) -> None:
@@ -78,7 +78,7 @@ def refusing(constructor: Callable[P, None]) -> Callable[P, None]:
 
 
 def is_hook(name: str, found: object) -> bool:
-    """Return whether an attribute of a callback is a hook of 0.5. A method of its name with an argument `trainer` is not."""
+    """Return whether an attribute of a callback is a hook of 0.5. A method of this name with an argument `trainer` is not."""
     if name in _SHARED:
         return _takes_no_trainer(found, _SHARED[name])
     if name not in NAMES or found is None:
@@ -97,5 +97,5 @@ def _takes_no_trainer(hook: object, count: int) -> bool:
     if not inspect.isfunction(hook):
         return False
     names = [*signature_of(hook).parameters.values()]
-    plain = all(one.kind is one.POSITIONAL_OR_KEYWORD for one in names)
-    return plain and len(names) == 1 + count and all(one.name != "trainer" for one in names[1:])
+    plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in names)
+    return plain and len(names) == 1 + count and all(parameter.name != "trainer" for parameter in names[1:])

@@ -163,9 +163,9 @@ def _write(path: Path, content: Any) -> None:
     refuse_shards(content, "fastNLP's checkpoint")
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("wb") as stream:
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as stream:
         stream.write(buffer.getbuffer())
         stream.flush()
         os.fsync(stream.fileno())
-    beside.replace(path)
+    temporary.replace(path)

@@ -199,7 +199,7 @@ def _is_event(adapted: AdaptedRun, moment: Moment, given: tuple[Any, ...]) -> bo
     if moment is Callback.on_batch_end or moment is Callback.on_step_end:
         return adapted.completes_batch(moment)
     if moment is Callback.on_epoch_end:
-        return not run.progress.batch_in_epoch or run.progress.finished  # an epoch that was left early is not complete
+        return not run.progress.batch_in_epoch or run.progress.finished  # an epoch that ended early is not complete
     if moment in _EVALUATIONS:
         evaluation: Evaluation = given[0]
         if adapted.own and adapted.trainer.evaluator is not None:
@@ -228,11 +228,11 @@ _ENDS = {
 
 
 DEFAULT = "eval"
-"""The name of a native evaluation without a name of its own."""
+"""The name of a native evaluation that has no name."""
 
 
 class NamedResults(dict[str, Any]):
-    """The results of an evaluation by fastNLP's names; a look-up by a native name finds them too.
+    """The results of an evaluation by fastNLP's names. Native names work as keys too.
 
     ``eval/acc/f1`` is ``f1#acc``, and ``dev/acc/f1`` is ``f1#acc#dev``.
 
@@ -245,7 +245,7 @@ class NamedResults(dict[str, Any]):
         self._native, self._name = evaluation.results, evaluation.name
         self._others = set(names) - {evaluation.name}
         suffix = [] if self._name == DEFAULT else [self._name]
-        super().__init__({"#".join([*_reversed_parts(one), *suffix]): value for one, value in self._native.items()})
+        super().__init__({"#".join([*_reversed_parts(name), *suffix]): value for name, value in self._native.items()})
 
     def __missing__(self, key: str) -> Any:
         return self._native[key]
@@ -261,7 +261,7 @@ class NamedResults(dict[str, Any]):
         if monitor in self:
             return False
         names = {*self._others, self._name}
-        owner = next((one for one in names if monitor.startswith(f"{one}/") or monitor.endswith(f"#{one}")), DEFAULT)
+        owner = next((name for name in names if monitor.startswith(f"{name}/") or monitor.endswith(f"#{name}")), DEFAULT)
         return owner in self._others
 
 

@@ -42,26 +42,26 @@ class KerasCallback(ForeignCallback):
     system: ClassVar[str] = "keras"
     events: ClassVar[Mapping[str, Event]] = EVENTS
 
-    after: Relation = (Phase.EVALUATE, Phase.SAVE)  # so that the last checkpoint is older than what on_train_end does
+    after: Relation = (Phase.EVALUATE, Phase.SAVE)  # so that the last checkpoint precedes the effects of on_train_end
 
     def __init__(self, callback: Any, base: type[Any]) -> None:
         super().__init__(callback, base)
         own = classes.names(callback)
         self.shows_progress: bool = "ProgbarLogger" in own or "tqdm.TqdmCallback" in classes.titles(callback)
         self.keras: KerasRun | Any = None
-        """What the callbacks of the current run share."""
+        """The state shared by the callbacks of the current run."""
         self._loaded: Mapping[str, Any] | None = None
         self._kept: set[str] = set()
 
     @classmethod
     def companions(cls, callbacks: list[Any]) -> list[Any]:
-        """Return the list with the members of each `keras.callbacks.CallbackList` in its place."""
+        """Replace each `keras.callbacks.CallbackList` in the list with its members."""
         found: list[Any] = []
-        for one in callbacks:
-            if isinstance(one, cls) and classes.titles(one.callback)[0].endswith("keras.CallbackList"):
-                found += cls.companions([cls(member, one.base) for member in one.callback.callbacks])
+        for callback in callbacks:
+            if isinstance(callback, cls) and classes.titles(callback.callback)[0].endswith("keras.CallbackList"):
+                found += cls.companions([cls(member, callback.base) for member in callback.callback.callbacks])
             else:
-                found.append(one)
+                found.append(callback)
         return found
 
     def plain(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class KerasCallback(ForeignCallback):
             if event.moment and event.make
         ]
         called += [
-            EventListener(Callback.on_batch_end, one.function, event=one.event) for one in called if one.event in BATCH_ENDS
+            EventListener(Callback.on_batch_end, each.function, event=each.event) for each in called if each.event in BATCH_ENDS
         ]
         setup = [
             Listener(Callback.on_setup, self._set_up),
@@ -118,7 +118,7 @@ class KerasCallback(ForeignCallback):
         return event if gradients is None or not after_update else gradients.shown(event)
 
     def _tracking(self) -> list[Listener]:
-        """Return the listeners that act for all callbacks of the run: only those of the first callback do."""
+        """Return the listeners that act for all callbacks of the run. Only the first callback's are used."""
         listeners = [
             Listener(Callback.on_epoch_start, partial(_first, self, KerasRun.begin_epoch)),
             Listener(Callback.on_batch_end, self._add_batch),
@@ -129,12 +129,12 @@ class KerasCallback(ForeignCallback):
             Listener(Callback.on_save, partial(_first, self, KerasRun.save)),
             Listener(Callback.on_load, partial(_first, self, KerasRun.load)),
         ]
-        for one in listeners:
-            one.shared = True
+        for listener in listeners:
+            listener.shared = True
         return listeners
 
     def _add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
-        """Do nothing: `_set_up` replaces this in the listener of the first callback, and removes the other listeners."""
+        """Do nothing. `_set_up` replaces this in the first callback's listener and removes the other listeners."""
 
     # -- the start of a run -------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class KerasCallback(ForeignCallback):
         self._introduce(run, keras.params())
 
     def _check_rates(self, run: Run) -> None:
-        others = [name for one in run.optimizers if (name := rate_setter(run, one)) is not None]
+        others = [name for optimizer in run.optimizers if (name := rate_setter(run, optimizer)) is not None]
         if others:
             raise AdapterError(
                 f"{self.name} and {others[0]} set the learning rate of the same optimizer. Keep one of the two. A Warmup(...) "
@@ -164,38 +164,38 @@ class KerasCallback(ForeignCallback):
             )
 
     def _introduce(self, run: Run, params: dict[str, Any]) -> None:
-        """Give the callback its model and its parameters, or take its events away if only the main process calls it."""
+        """Set the callback's model and parameters, or disable its events if only the main process calls it."""
         own = classes.names(self.callback)
         sharded = any(map(is_sharded, run.model.parameters())) and bool(own & classes.WRITES_WEIGHTS)
         if sharded:
             saving.make_folder(run, self.callback)
         if not run.is_main and classes.is_main_only(self.callback):
             left = set().union(*(classes.EVERYWHERE.get(name, ()) for name in own))
-            for one in self._event_listeners(run):
-                if sharded and one.event != "on_train_end":
-                    one.call = partial(_joining, one.function)
-                elif one.event not in left:
-                    one.call = _nothing
+            for listener in self._event_listeners(run):
+                if sharded and listener.event != "on_train_end":
+                    listener.call = partial(_joining, listener.function)
+                elif listener.event not in left:
+                    listener.call = _nothing
         self.callback.set_model(self.keras.view)
         self.callback.set_params(params)
 
     def _event_listeners(self, run: Run) -> list[EventListener]:
         hooks = hooks_of(run)
-        found = [one for listeners in hooks.by_moment.values() for one in listeners if isinstance(one, EventListener)]
-        return [one for one in found if one.owner == hooks.name_of(self)]
+        listeners = [listener for listeners in hooks.by_moment.values() for listener in listeners]
+        return [each for each in listeners if isinstance(each, EventListener) and each.owner == hooks.name_of(self)]
 
     def _is_silent(self, run: Run) -> bool:
         return not run.is_main and classes.is_main_only(self.callback)
 
     def _attach(self, run: Run, evaluation: Evaluation) -> None:
-        """Begin an evaluation, which may be a run of its own."""
+        """Begin an evaluation, which may be a separate run."""
         if self.keras is None or not self.keras.is_of(run):
             self.keras = KerasRun.of(run)
             self._introduce(run, self.keras.params(evaluation))
         self.keras.begin_evaluation(evaluation)
 
     def _start(self, run: Run) -> None:
-        """Call ``on_train_begin``, and put back the state of a checkpoint, which Keras's callbacks reset there."""
+        """Call ``on_train_begin``, then restore the state of a checkpoint, which Keras's callbacks reset in that event."""
         self._leave_batches(run)
         state = self._loaded
         resumed = state is not None or run.progress.step > 0
@@ -215,15 +215,15 @@ class KerasCallback(ForeignCallback):
         """Remove the listeners for batches inside accumulation windows if each step of the run has one batch."""
         session = self.keras.session
         if session.step.most == 1 and "lightning" not in session.adapters:  # in which callbacks may change the windows
-            for one in self._event_listeners(run):
-                if one.moment is Callback.on_batch_end:
-                    session.hooks.remove(one.moment, one.function)
+            for listener in self._event_listeners(run):
+                if listener.moment is Callback.on_batch_end:
+                    session.hooks.remove(listener.moment, listener.function)
 
     def _close(self, run: Run) -> None:
         classes.close_file(self.callback)
 
     def repeat(self, event: Any, *arguments: Any) -> None:
-        """Call an event that the checkpoint has behind it: callbacks make objects there that no checkpoint holds."""
+        """Repeat an event that preceded the checkpoint, since callbacks create objects in it that no checkpoint holds."""
         with self.keras.repeating():
             before = _attributes(self.callback)
             event(*arguments)
@@ -246,7 +246,7 @@ class KerasCallback(ForeignCallback):
 
 
 def _attributes(callback: Any) -> dict[str, Any]:
-    """Return copies of the attributes that a checkpoint can hold. Events at the start set learning rates again, as objects."""
+    """Return copies of the attributes that a checkpoint can hold. Events at the start recreate learning rates as objects."""
     return plain_attributes(_Plain({name: plain_inside(value) for name, value in vars(callback).items()}))
 
 
@@ -262,10 +262,10 @@ def _nothing(*_: Any) -> None:
 
 
 def _joining(event: Any, run: Run, *arguments: Any) -> None:
-    """Call an event of a callback that saves a sharded model, on another rank than the main process."""
+    """Call an event of a callback that saves a sharded model, on a rank other than the main process."""
     try:
         event(run, *arguments)
-    except FileExistsError:  # the main process made the folder at the same time, and waits for the weights
+    except FileExistsError:  # the main process created the folder concurrently and waits for the weights
         saving.whole_weights(run)
 
 

@@ -1,4 +1,4 @@
-"""Classes of callbacks for Keras that need more than the table of events."""
+"""Classes of Keras callbacks that need special handling."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ TRACKERS: frozenset[str] = frozenset(
 """Packages with callbacks that write or print: only the main process calls them."""
 
 EVERYWHERE: Mapping[str, frozenset[str]] = {"BackupAndRestore": frozenset({"on_train_begin"})}
-"""Events of `MAIN_ONLY` classes that every rank calls: those that read weights."""
+"""Events of `MAIN_ONLY` classes that every rank calls because they read weights."""
 
 WRITES_WEIGHTS: frozenset[str] = frozenset({"ModelCheckpoint", "BackupAndRestore"})
-"""Classes that every rank calls if the model is sharded, since a rank has only a part of the weights."""
+"""Classes that every rank calls if the model is sharded, since each rank holds only part of the weights."""
 
 REFUSED: Mapping[str, str] = {
     "OrbaxCheckpoint": "keras.callbacks.OrbaxCheckpoint saves the state of a compiled Keras model with its Keras optimizer; "
@@ -37,20 +37,20 @@ REFUSED: Mapping[str, str] = {
     "TensorBoard": "keras.callbacks.TensorBoard writes its files with the package tensorflow, which is not installed. Add "
     "cadenza.sinks.TensorBoard() to callbacks: it needs the package tensorboard alone.",
 }
-"""Classes of Keras that cannot run here, and what to use instead."""
+"""Unsupported classes of Keras and their replacements."""
 
 NOT_STATE: frozenset[str] = frozenset({"_model", "params", "min_delta"})
-"""Attributes that are made again in each run. Keras changes the sign of ``min_delta`` when it finds the direction."""
+"""Attributes that are recreated in each run. Keras flips the sign of ``min_delta`` once it knows the direction."""
 
 
 def titles(callback: object) -> list[str]:
     """Return the package and the name of each class of a callback, or of a class, such as ``keras.CSVLogger``."""
     kind = callback if isinstance(callback, type) else type(callback)
-    return [f"{one.__module__.partition('.')[0]}.{one.__name__}" for one in kind.__mro__]
+    return [f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__]
 
 
 def names(callback: object) -> set[str]:
-    """Return the names of those classes of a callback that are Keras's own."""
+    """Return the names of a callback's base classes that belong to Keras."""
     return {title.partition(".")[2] for title in titles(callback) if title.startswith(("keras.", "tf_keras."))}
 
 
@@ -77,7 +77,7 @@ def file_size(callback: Any) -> int | None:
 
 
 def close_file(callback: Any) -> None:
-    """Close the file of a CSVLogger, which it does itself only at an ``on_train_end``."""
+    """Close the file of a CSVLogger, which closes it only in ``on_train_end``."""
     if file_size(callback) is not None:
         callback.csv_file.close()
 

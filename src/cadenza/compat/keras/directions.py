@@ -1,4 +1,4 @@
-"""``model.metrics``: the running means, and whether larger values are better, as callbacks with ``mode="auto"`` ask for it."""
+"""``model.metrics``: the running means and directions of metrics, for callbacks with ``mode="auto"``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DOWN = ("loss", "error", "mae", "mse", "rmse", "perplexity")
 
 
 class Directed:
-    """A metric by the names that Keras gives to its parts."""
+    """A metric with Keras's attributes."""
 
     def __init__(self, name: str, direction: str, value: Any = None) -> None:
         self.name: str = name
@@ -22,26 +22,25 @@ class Directed:
         self._value = value
 
     def result(self) -> Any:
-        """Return the mean in the epoch so far; None of a metric that only evaluations have."""
+        """Return the mean in the epoch so far; None for a metric that exists only in evaluations."""
         return self._value
 
 
 def directed_metrics(run: Run, means: Mapping[str, Any]) -> list[Any]:
-    """Return the loss and Keras's container of metrics, with those of the evaluations and the names in the outputs.
+    """Return the loss and Keras's container of metrics, including evaluation metrics and the names in the outputs.
 
     The direction is ``higher_is_better`` of the metric or, without it, follows from the name: ``accuracy`` and ``auc`` are
-    better if larger, ``mae`` and ``error`` if smaller. Names that say neither are left out: Keras then asks for a ``mode``.
+    better if larger, ``mae`` and ``error`` if smaller. Other names are left out, so that Keras asks for a ``mode``.
     """
-    known = {
-        name: getattr(one, "higher_is_better", None) for each in run.evaluations.values() for name, one in each.metrics.items()
-    }
+    metrics = {name: metric for evaluation in run.evaluations.values() for name, metric in evaluation.metrics.items()}
+    known = {name: getattr(metric, "higher_is_better", None) for name, metric in metrics.items()}
     for name in means:
         known.setdefault(name, None)
     known.pop("loss", None)
     directed = [
         Directed(name, "up" if better else "down", means.get(name))
-        for name, one in known.items()
-        if (better := _better(name, one)) is not None
+        for name, value in known.items()
+        if (better := _better(name, value)) is not None
     ]
     utils = sys.modules.get("keras.src.trainers.compile_utils")
     kind = getattr(utils, "MetricsList", None)
@@ -51,9 +50,9 @@ def directed_metrics(run: Run, means: Mapping[str, Any]) -> list[Any]:
     return [Directed("loss", "down", means.get("loss")), *([] if container is None else [container])]
 
 
-def _better(name: str, told: bool | None) -> bool | None:
-    if isinstance(told, bool):
-        return told
+def _better(name: str, direction: bool | None) -> bool | None:
+    if isinstance(direction, bool):
+        return direction
     parts = name.lower().replace("-", "_").replace("/", "_").split("_")
     if any(part.startswith(_UP) for part in parts):
         return True

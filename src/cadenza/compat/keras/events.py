@@ -19,17 +19,17 @@ Hook = Callable[..., Any]
 
 
 class HasRun(Protocol):
-    """The parts of an adapter that events use."""
+    """The part of an adapter used by events."""
 
     keras: Any
-    """What the callbacks of the current run share."""
+    """The state shared by the callbacks of the current run."""
 
     def repeat(self, event: Hook, *arguments: Any) -> None:
-        """Call an event that the checkpoint has behind it."""
+        """Repeat an event that preceded the checkpoint."""
 
 
 def _given(adapter: HasRun, hook: Hook) -> Callable[[Run], None]:
-    """Return a function that does nothing: the adapter gives ``model`` and ``params`` to every callback itself."""
+    """Return a function that does nothing, because the adapter sets ``model`` and ``params`` on every callback."""
     return lambda run: None
 
 
@@ -133,7 +133,7 @@ def _predict_batch_end(adapter: HasRun, hook: Hook) -> Callable[[Run, Evaluation
 
 def _arrays(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _arrays(one) for key, one in value.items()}
+        return {key: _arrays(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_arrays, value))
     return to_numpy(value) if hasattr(value, "detach") else value
@@ -170,7 +170,7 @@ EVENTS: Mapping[str, Event] = {
 """The events by name, in the order of a run."""
 
 ALIASES: Mapping[str, str] = {"on_batch_begin": "on_train_batch_begin", "on_batch_end": "on_train_batch_end"}
-"""Older names. A class that overrides both decides in the newer one whether the older one is called, as in Keras."""
+"""Older names. If a class overrides both, the newer method decides whether the older one is called, as in Keras."""
 
 BATCH_ENDS: frozenset[str] = frozenset({"on_train_batch_end", "on_batch_end"})
 """Events at the end of a batch."""
@@ -181,4 +181,4 @@ TRACKED: frozenset[str] = frozenset(
         *("on_train_begin", "on_train_end"),
     }
 )
-"""Events with numbers of the training."""
+"""Events with training metrics."""

@@ -1,4 +1,4 @@
-"""``model.predict`` and ``model.evaluate`` inside a callback: on this rank alone, without events."""
+"""``model.predict`` and ``model.evaluate`` inside a callback: on this rank only, without events."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 _VALIDATION = ("val", "eval", "valid", "validation")
-"""The names of evaluations of which the results get the prefix ``val_``: the first of these that the run has."""
+"""The names of evaluations with results prefixed by ``val_``. The first that the run has is used."""
 
 
 def validation_of(run: Run) -> Evaluation | None:
-    """Return the evaluation of which the results get the prefix ``val_``; None if the run has no evaluation."""
+    """Return the evaluation with results prefixed by ``val_``; None if the run has no evaluation."""
     found = run.evaluations
     return next((found[name] for name in _VALIDATION if name in found), next(iter(found.values()), None))
 
@@ -35,35 +35,38 @@ def validation_of(run: Run) -> Evaluation | None:
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Return a context in which a module is in evaluation mode."""
-    modes = [(one, one.training) for one in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for one, training in modes:
-            one.training = training
+        for submodule, training in modes:
+            submodule.training = training
 
 
 def placed(run: Run, value: Any) -> Any:
-    """Return arrays and tensors on the device of the run. Floating-point numbers get the format of the weights, as in Keras."""
-    dtype = next((one.dtype for one in run.model.parameters() if one.is_floating_point()), torch.float32)
+    """Return arrays and tensors on the device of the run.
 
-    def move(one: Any) -> Any:
-        if not isinstance(one, Tensor) and not hasattr(one, "__array__"):
-            return one
-        tensor = torch.as_tensor(one)
+    Floating-point numbers are cast to the dtype of the weights, as in Keras.
+    """
+    dtype = next((parameter.dtype for parameter in run.model.parameters() if parameter.is_floating_point()), torch.float32)
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor) and not hasattr(value, "__array__"):
+            return value
+        tensor = torch.as_tensor(value)
         return tensor.to(run.device, dtype if tensor.is_floating_point() else None)
 
     return pytree.tree_map(move, value)
 
 
 def predict(run: Run, model: Callable[[Any], Any], x: Any, batch_size: int | None = None, steps: int | None = None) -> Any:
-    """Return the outputs for arrays, tensors, lists or dicts of them, or a loader, as arrays of NumPy."""
+    """Return the outputs for arrays, tensors, lists or dicts of them, or a loader, as NumPy arrays."""
     session = session_of(run)
     with undisturbed(session):
         batches = islice(_batches(x, batch_size), steps)
-        inputs = (one[0] if _is_loader(x) and isinstance(one, list | tuple) else one for one in batches)
-        outputs = [pytree.tree_flatten(model(placed(run, one))) for one in inputs]
+        inputs = (batch[0] if _is_loader(x) and isinstance(batch, list | tuple) else batch for batch in batches)
+        outputs = [pytree.tree_flatten(model(placed(run, tensor))) for tensor in inputs]
     leaves = [torch.cat([leaf.detach() for leaf in same]) for same in zip(*(leaves for leaves, _ in outputs), strict=True)]
     return pytree.tree_unflatten([to_numpy(leaf) for leaf in leaves], outputs[0][1])
 
@@ -76,8 +79,8 @@ def evaluate(run: Run, x: Any, y: Any = None, batch_size: int | None = None, ste
     evaluation = Evaluation(batches, metrics=metrics, compute=compute)
     with undisturbed(session):
         tally, computed = Tally(SingleDriver(session.driver.device), evaluation), computing(session, evaluation)
-        for one in batches:
-            batch = placed(run, one)
+        for data in batches:
+            batch = placed(run, data)
             outputs = computed(batch)
             evaluation.batch += 1
             tally.add(batch, outputs)
@@ -98,5 +101,5 @@ def _batches(x: Any, batch_size: int | None) -> Iterator[Any]:
     if not all(getattr(leaf, "shape", ()) for leaf in leaves):  # lists of numbers are one array
         leaves, form = pytree.tree_flatten(torch.as_tensor(x))
     tensors = [torch.as_tensor(leaf) for leaf in leaves]
-    for parts in zip(*(one.split(batch_size or 32) for one in tensors), strict=True):
+    for parts in zip(*(tensor.split(batch_size or 32) for tensor in tensors), strict=True):
         yield pytree.tree_unflatten(list(parts), form)

@@ -1,4 +1,4 @@
-"""``model`` of Keras's callbacks if the run trains a model of Keras, and the choice between the two views."""
+"""``model`` of Keras's callbacks if the run trains a Keras model, and the choice between the two views."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class KerasModelView(ModelView):
-    """``model`` of a callback if the run trains a model of Keras with the torch backend.
+    """``model`` of a callback if the run trains a Keras model with the torch backend.
 
-    Weights, layers, files and other attributes are those of that model. The training, ``optimizer`` and ``metrics`` are those
-    of the run.
+    Weights, layers, files and other attributes are those of that model. The training state, ``optimizer`` and ``metrics`` are
+    those of the run.
     """
 
     absent: ClassVar[Mapping[str, str]] = {
@@ -53,7 +53,7 @@ class KerasModelView(ModelView):
         return self._keras.get_layer(name, index)
 
     def get_weights(self) -> list[Any]:
-        return [array.copy() for array in self._keras.get_weights()]  # those of Keras share memory with the weights
+        return [array.copy() for array in self._keras.get_weights()]  # Keras's arrays share memory with the weights
 
     def set_weights(self, weights: Iterable[Any]) -> None:
         if self._may_set():
@@ -67,7 +67,7 @@ class KerasModelView(ModelView):
         self._keras.summary(print_fn=print_fn or self._run.print, **others)
 
     def save(self, filepath: Any, overwrite: bool = True, **others: Any) -> None:
-        """Write the file of Keras: architecture and weights. The state of the run's optimizer is in its checkpoints."""
+        """Write Keras's file of architecture and weights. The optimizer state is in the run's checkpoints."""
         if self._run.is_main:
             self._keras.save(filepath, overwrite=overwrite, **others)
 
@@ -87,6 +87,6 @@ class KerasModelView(ModelView):
 
 
 def model_view(run: Run, means: Callable[[], dict[str, Any]]) -> ModelView:
-    """Return the view for a run: of its module, or of its model of Keras."""
-    is_keras = any(f"{one.__module__.partition('.')[0]}.{one.__name__}" == "keras.Model" for one in type(run.model).__mro__)
+    """Return the view for a run, of its module or of its Keras model."""
+    is_keras = any(f"{base.__module__.partition('.')[0]}.{base.__name__}" == "keras.Model" for base in type(run.model).__mro__)
     return (KerasModelView if is_keras else ModelView)(run, means)

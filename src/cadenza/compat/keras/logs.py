@@ -1,4 +1,4 @@
-"""The ``logs`` of Keras's events: running means of an epoch. They leave the device when a callback reads them."""
+"""The ``logs`` of Keras's events: running means of an epoch. They are copied to the host when a callback reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WEIGHTS = frozenset({"weight", "samples"})
 
 
 class Means:
-    """Weighted means of the numbers in the outputs of batches, in float32 as in Keras. Adding a batch does not wait."""
+    """Weighted means of the numbers in batch outputs, in float32 as in Keras. Adding a batch does not synchronize."""
 
     __slots__ = ("totals", "weights")
 
@@ -25,11 +25,11 @@ class Means:
         self.weights: dict[str, Any] = {}
 
     def add(self, outputs: dict[str, Any], batch: Any, samples: int | None) -> None:
-        """Add the numbers in the outputs of a batch. This is part of each step, so it calls little.
+        """Add the numbers in the outputs of a batch. Called in each step, so it makes few calls.
 
         Args:
             outputs: The outputs. ``weight`` or ``samples`` in them is the weight of the batch.
-            batch: The batch. Its size is the weight if nothing else says it.
+            batch: The batch. Its size is the weight by default.
             samples: The number of samples that the loader has counted; None if it does not count.
         """
         weight: Any = samples
@@ -50,14 +50,14 @@ class Means:
                 value = value if value.dtype is torch.float32 else value.float()
             elif not isinstance(value, int | float):
                 continue
-            if name in totals:  # sums are new tensors, so that logs of earlier batches keep theirs
+            if name in totals:  # create new tensors, so that logs of earlier batches keep their sums
                 totals[name], weights[name] = totals[name] + value * weight, weights[name] + weight
             else:
                 totals[name], weights[name] = value * weight, weight
 
     def logs(self) -> Logs:
         """Return the means so far."""
-        logs = Logs(self.totals)  # names now, since C code such as that of json looks at the length
+        logs = Logs(self.totals)  # create the names now, since C code such as json reads the length
         logs.sums = dict(self.totals), dict(self.weights)
         return logs
 
@@ -68,7 +68,7 @@ class Means:
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Continue with these sums."""
         for name in self.__slots__:
-            sums = {key: one.to(device) if isinstance(one, Tensor) else one for key, one in state[name].items()}
+            sums = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in state[name].items()}
             setattr(self, name, sums)
 
     def add_all(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -92,10 +92,10 @@ def _lazy(name: str) -> Callable[..., Any]:
 
 
 class Logs(dict[str, Any]):
-    """A dict of floats that is filled when a value of it is first used: only then the host waits for the device."""
+    """A dict of floats that is filled on first use, when the host waits for the device."""
 
     sums: tuple[dict[str, Any], dict[str, Any]] | None = None
-    """The sums and the weights of which the means are not taken yet."""
+    """The sums and weights of means that are not computed yet."""
 
     def _fill(self) -> None:
         if self.sums is not None:
@@ -115,7 +115,7 @@ class Logs(dict[str, Any]):
         locals()[_name] = _lazy(_name)
     del _name
 
-    __hash__ = None  # as of a dict
+    __hash__ = None  # as for a dict
 
     def copy(self) -> dict[str, Any]:
         """Return a plain dict."""

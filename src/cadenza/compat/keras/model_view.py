@@ -27,15 +27,15 @@ _KERAS = "It belongs to a model of Keras; the model of this run is a plain nn.Mo
 
 
 class _Weights(View):
-    """What a model and its layers have in common: weights by name."""
+    """The common part of a model and its layers: weights by name."""
 
     def __init__(self, run: Run, module: nn.Module) -> None:
         super().__init__(run)
         self._module: nn.Module = module
         self._repeats: bool = False
-        """Whether a resumed run repeats an event that the checkpoint has behind it: then weights and rates stay."""
+        """Whether a resumed run repeats an event that preceded the checkpoint. Weights and rates then keep their values."""
         self._setters: dict[str, None] = {}
-        """The callbacks that have set weights or rates since the last time that the ranks compared them."""
+        """The callbacks that have set weights or rates since the ranks last compared them."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in type(self).absent or not hasattr(self._module, name):
@@ -43,20 +43,20 @@ class _Weights(View):
         return getattr(self._module, name)
 
     def __call__(self, *inputs: Any, training: bool | None = None, **keywords: Any) -> Any:
-        """Call the user's own module: with ``training=True`` in its mode, otherwise in evaluation mode, as in Keras."""
-        given = [inference.placed(self._run, one) for one in inputs]
+        """Call the user's module, with ``training=True`` in its current mode, otherwise in evaluation mode, as in Keras."""
+        given = [inference.placed(self._run, tensor) for tensor in inputs]
         with nullcontext() if training else inference.evaluation_mode(self._module):
             return self._module(*given, **keywords)
 
     def _may_set(self) -> bool:
-        """Return whether weights and rates can be set now. The callback that asks is remembered: it sets them."""
+        """Return whether weights and rates can be set now. The calling callback is recorded as a setter."""
         if not self._repeats:
             self._setters[hooks_of(self._run).current_owner() or "the script"] = None
         return not self._repeats
 
     def _tensors(self) -> dict[str, Tensor]:
         found = self._module.state_dict(keep_vars=True)
-        return {name: one for name, one in found.items() if isinstance(one, Tensor)}
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
     @property
     def name(self) -> str:
@@ -75,8 +75,8 @@ class _Weights(View):
 
     @property
     def trainable_variables(self) -> list[Any]:
-        """Those of the `weights` that get a gradient."""
-        return [one for one in self.weights if one.trainable]
+        """The `weights` that require a gradient."""
+        return [weight for weight in self.weights if weight.trainable]
 
     @property
     def trainable_weights(self) -> list[Any]:
@@ -85,8 +85,8 @@ class _Weights(View):
 
     @property
     def non_trainable_variables(self) -> list[Any]:
-        """Those of the `weights` that get no gradient, such as the statistics of BatchNorm."""
-        return [one for one in self.weights if not one.trainable]
+        """The `weights` without a gradient, such as the statistics of BatchNorm."""
+        return [weight for weight in self.weights if not weight.trainable]
 
     @property
     def non_trainable_weights(self) -> list[Any]:
@@ -95,13 +95,13 @@ class _Weights(View):
 
     @property
     def trainable(self) -> bool:
-        """Whether a parameter gets a gradient."""
-        return any(one.requires_grad for one in self._module.parameters())
+        """Whether any parameter requires a gradient."""
+        return any(parameter.requires_grad for parameter in self._module.parameters())
 
     @property
     def dtype(self) -> str:
-        """The name of the format of the weights, such as ``float32``."""
-        return next((one.dtype for one in self.weights), "float32")
+        """The dtype of the weights, such as ``float32``."""
+        return next((weight.dtype for weight in self.weights), "float32")
 
     @property
     def built(self) -> bool:
@@ -120,7 +120,7 @@ class _Weights(View):
 
     def count_params(self) -> int:
         """Return the number of all weights: parameters and buffers."""
-        return sum(one.numel() for one in self._tensors().values())
+        return sum(tensor.numel() for tensor in self._tensors().values())
 
 
 class LayerView(_Weights):
@@ -150,7 +150,7 @@ class LayerView(_Weights):
 
 
 class ModelView(_Weights):
-    """``model`` of a callback. An attribute that is not listed here is that of the user's own module, if it has one."""
+    """``model`` of a callback. Other attributes are those of the user's module."""
 
     title: ClassVar[str] = "model"
     absent: ClassVar[Mapping[str, str]] = {
@@ -192,7 +192,7 @@ class ModelView(_Weights):
 
     @property
     def stop_training(self) -> bool:
-        """Whether a callback has set it. Setting it is ``run.stop`` after the batch, with the callback as its author."""
+        """Whether a callback has set it. Setting it calls ``run.stop`` after the batch, with the callback as author."""
         return self._stops
 
     @stop_training.setter
@@ -207,12 +207,12 @@ class ModelView(_Weights):
 
     @property
     def optimizer(self) -> Any:
-        """A view of the optimizer, with ``learning_rate`` and ``iterations``; of several, with ``optimizers``."""
+        """A view of the optimizer with ``learning_rate`` and ``iterations``, or of multiple ones with ``optimizers``."""
         return self._optimizer
 
     @property
     def history(self) -> Any:
-        """The callback `keras.callbacks.History` of the list; without one, a History of the run, as ``fit`` adds it."""
+        """The `keras.callbacks.History` in the list, or a History added by the run, as ``fit`` does."""
         return self._history()
 
     @history.setter
@@ -227,7 +227,7 @@ class ModelView(_Weights):
 
     @property
     def metrics(self) -> list[Any]:
-        """The names of metrics and whether larger is better, for ``mode="auto"`` of Keras's callbacks."""
+        """The names and directions of metrics, for ``mode="auto"`` of Keras's callbacks."""
         return directed_metrics(self._run, self._means())
 
     @property
@@ -242,7 +242,7 @@ class ModelView(_Weights):
 
     @property
     def _initial_epoch(self) -> int:
-        """The epoch from 0 in which the run begins. `keras.callbacks.BackupAndRestore` sets it."""
+        """The epoch in which the run begins, from 0. `keras.callbacks.BackupAndRestore` sets it."""
         return self._run.progress.epoch
 
     @_initial_epoch.setter
@@ -262,13 +262,13 @@ class ModelView(_Weights):
         layers = self.layers
         if index is not None:
             return layers[index]
-        found = [one for one in layers if one.name == name]
+        found = [layer for layer in layers if layer.name == name]
         if not found:
-            raise ValueError(f"no layer is named {name!r}; the children of the module are {[one.name for one in layers]}")
+            raise ValueError(f"no layer is named {name!r}; the children of the module are {[layer.name for layer in layers]}")
         return found[0]
 
     def predict(self, x: Any, batch_size: int | None = None, verbose: Any = 0, steps: int | None = None, **others: Any) -> Any:
-        """Return the outputs for arrays, tensors or a loader as arrays of NumPy: in evaluation mode, on this rank alone."""
+        """Return the outputs for arrays, tensors or a loader as arrays of NumPy: in evaluation mode, on this rank only."""
         return inference.predict(self._run, self, x, batch_size, steps)
 
     def predict_on_batch(self, x: Any) -> Any:
@@ -286,9 +286,9 @@ class ModelView(_Weights):
         return_dict: bool = False,
         **others: Any,
     ) -> Any:
-        """Return the loss for inputs and targets, or for a loader; with other results, a list, or a dict: on this rank alone.
+        """Return the loss for inputs and targets, or for a loader, on this rank only; with more results, a list or a dict.
 
-        It computes what the `Evaluate` of the ``val_`` names computes, with its metrics. No event is called.
+        It uses the metrics of the `Evaluate` with ``val_`` names. No event is called.
         """
         if others.get("sample_weight") is not None:
             refuse(self._run, self, "evaluate(sample_weight=...)", "calls", advice=_LOADER)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cadenza.compat.adapter.view import View, refuse
-from cadenza.compat.keras.variables import Number, Variable, plain
+from cadenza.compat.keras.variables import Number, Variable, value_of
 from cadenza.errors import AdapterError
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.averaging import Averaging
@@ -33,7 +33,7 @@ _OPTIONS = {
     "beta_1": "betas",
     "beta_2": "betas",
 }
-"""Options of Keras's optimizers, and their names in the parameter groups of torch."""
+"""Options of Keras's optimizers and their names in torch's parameter groups."""
 
 
 class OptimizerView(View):
@@ -68,14 +68,14 @@ class OptimizerView(View):
 
     @property
     def name(self) -> str:
-        """The name of its class in small letters, and a number from the second optimizer on."""
+        """The lower-case class name, with a number appended from the second optimizer on."""
         return self._name
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of the first parameter group, without the factor of a `Warmup`: a number with ``assign``.
+        """The learning rate of the first parameter group, without the factor of a `Warmup`, as a number with ``assign``.
 
-        A callback may set it. The rates of the other groups keep their ratio to the first one.
+        A callback may set it. The rates of the other groups keep their ratio to the first.
         """
         optimizer = self._optimizer
         return Number("learning_rate", lambda: float(optimizer.param_groups[0]["lr"]), self._set_learning_rate)
@@ -114,7 +114,7 @@ class OptimizerView(View):
 
     @property
     def weight_decay(self) -> Any:
-        """The weight decay of the first parameter group. A callback may set it, for all groups."""
+        """The weight decay of the first parameter group. Setting it applies to all groups."""
         return self._optimizer.param_groups[0].get("weight_decay")
 
     @weight_decay.setter
@@ -153,7 +153,7 @@ class OptimizerView(View):
             betas = list(group.get("betas", ()))
             if key == "betas":
                 betas[name == "beta_2"] = float(value)
-            group[key] = tuple(betas) if key == "betas" else plain(value)
+            group[key] = tuple(betas) if key == "betas" else value_of(value)
 
     def _option(self, name: str) -> str | None:
         """Return the name of an option in the parameter groups; None if they have none."""
@@ -166,13 +166,16 @@ class OptimizerView(View):
 
     def get_config(self) -> dict[str, Any]:
         """Return the name and the options of the first parameter group."""
-        options = {key: one for key, one in self._optimizer.param_groups[0].items() if key != "params"}
-        plain = {key: float(one) if isinstance(one, Tensor) and not one.ndim else one for key, one in options.items()}
-        return {"name": self._name, "learning_rate": float(plain.pop("lr")), **plain}
+        options = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
+        options |= {key: float(value) for key, value in options.items() if isinstance(value, Tensor) and not value.ndim}
+        return {"name": self._name, "learning_rate": float(options.pop("lr")), **options}
 
 
 class OptimizersView(OptimizerView):
-    """``model.optimizer`` of a run with several optimizers, as Keras's ``MultiOptimizer``. It reads and sets the first one."""
+    """``model.optimizer`` of a run with several optimizers, like Keras's ``MultiOptimizer``.
+
+    It reads and sets the first optimizer.
+    """
 
     @property
     def optimizers(self) -> list[OptimizerView]:
@@ -182,7 +185,7 @@ class OptimizersView(OptimizerView):
 
 def optimizer_view(run: Run, may_set: Any) -> OptimizerView:
     """Return the view of the optimizers of a run."""
-    if not run.optimizers:  # of trainer.evaluate and trainer.predict
+    if not run.optimizers:  # a run of trainer.evaluate or trainer.predict
         return OptimizerView(run, None, "none", may_set)
     first = named_views(run, may_set)[0]
     several = len(run.optimizers) > 1
@@ -190,7 +193,7 @@ def optimizer_view(run: Run, may_set: Any) -> OptimizerView:
 
 
 def named_views(run: Run, may_set: Any) -> list[OptimizerView]:
-    """Return a view of each optimizer, with different names."""
+    """Return a view of each optimizer, with distinct names."""
     counts: dict[str, int] = {}
     views = []
     for optimizer in run.optimizers:
@@ -202,7 +205,7 @@ def named_views(run: Run, may_set: Any) -> list[OptimizerView]:
 
 @contextmanager
 def rates_kept(run: Run) -> Iterator[None]:
-    """Return a context after which the groups have the learning rates of before."""
+    """Return a context that restores the learning rates of the groups."""
     before = [(group, float(group["lr"])) for optimizer in run.optimizers for group in optimizer.param_groups]
     yield
     for group, rate in before:
@@ -224,7 +227,7 @@ def _set_rate(run: Run, optimizer: Optimizer, name: str, rate: float) -> None:
     for group in groups:
         own = float(group["lr"])
         set_option(group, "lr", rate if own == old or not old else own * (rate / old))
-    if not run.progress.batch_in_epoch:  # a schedule that sets the rate in each batch would fill the list
+    if not run.progress.batch_in_epoch:  # otherwise a schedule that sets the rate in each batch would fill the list
         data = {"optimizer": name, "old": old, "new": rate}
         decide(run, "learning rate set", f"{name}: from {old:g} to {rate:g}", data=data)
 
@@ -232,15 +235,15 @@ def _set_rate(run: Run, optimizer: Optimizer, name: str, rate: float) -> None:
 def rate_setter(run: Run, optimizer: Optimizer) -> str | None:
     """Return the name of the native callback that steps a schedule of this optimizer; None if there is none."""
     found = hooks_of(run).callbacks.items()
-    return next((name for name, one in found if isinstance(one, SetsRates) and one.drives(optimizer)), None)
+    return next((name for name, callback in found if isinstance(callback, SetsRates) and callback.drives(optimizer)), None)
 
 
 def _averaging(run: Run) -> Averaging | None:
-    return next((one for one in hooks_of(run).callbacks.values() if isinstance(one, Averaging)), None)
+    return next((callback for callback in hooks_of(run).callbacks.values() if isinstance(callback, Averaging)), None)
 
 
 def _pairs(run: Run, may_set: Any) -> list[tuple[Variable, Variable]]:
-    """Return the weights that are averaged, each with its average; none before the first average."""
+    """Return the averaged weights, each with its average; empty before the first average."""
     averaging = _averaging(run)
     average = None if averaging is None else averaging.average
     if average is None or not average.updates:

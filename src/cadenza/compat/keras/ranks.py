@@ -1,4 +1,4 @@
-"""What the ranks of a run with Keras callbacks exchange: the logs of batches, and whether they set the same values."""
+"""Communication between ranks for Keras callbacks: batch logs and consistency of the values that they set."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from cadenza.records.scalars import as_number
 def agreed_logs(session: Session, means: Means, names: list[str] | None) -> tuple[list[str], Logs]:
     """Return the names in the logs and the means over the batches of all ranks. Every rank must call this, after each batch.
 
-    So each rank calls its callbacks with the same numbers, and they decide alike. The host does not wait for the device.
+    All ranks call their callbacks with the same numbers, so they make the same decisions. The host does not wait for the
+    device.
 
     Args:
         session: The session of the run.
         means: The means of this rank.
-        names: Those of the epoch, which the first call of an epoch finds: with None.
+        names: The names in the epoch's logs. None in the first call of an epoch, which determines them.
     """
     if names is None:
         names = [*dict.fromkeys(chain(*session.driver.gather([*means.totals])))]
@@ -41,7 +42,7 @@ def check_equal(session: Session, setters: dict[str, None]) -> None:
 
     Args:
         session: The session of the run.
-        setters: The callbacks that have set some since the last check. This empties it.
+        setters: The callbacks that have set values since the last check. It is cleared.
 
     Raises:
         AdapterError: The values of two ranks differ.
@@ -54,12 +55,12 @@ def check_equal(session: Session, setters: dict[str, None]) -> None:
         return
     _compare("learning rates", [found for found, _ in everyone], names)
     if not any(map(is_sharded, session.module.parameters())):
-        sums = [float(one.detach().double().sum()) for one in session.module.parameters()]
+        sums = [float(parameter.detach().double().sum()) for parameter in session.module.parameters()]
         _compare("weights", session.driver.gather(sums), names)
 
 
 def _compare(what: str, values: list[list[float]], names: Iterable[str]) -> None:
-    rank = next((rank for rank, one in enumerate(values) if repr(one) != repr(values[0])), None)
+    rank = next((rank for rank, value in enumerate(values) if repr(value) != repr(values[0])), None)
     if rank is None:
         return
     shown = f": {values[0]} on rank 0, {values[rank]} on rank {rank}" if what == "learning rates" else ""

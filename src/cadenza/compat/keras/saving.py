@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def save(run: Run, path: Any, *, overwrite: bool = True) -> None:
-    """Write the weights and the states of the optimizers, with ``torch.save``, under exactly this name. The file appears whole.
+    """Write the weights and the states of the optimizers, with ``torch.save``, under exactly this name. The write is atomic.
 
-    ``torch.load(path, weights_only=True)`` returns ``{"model": state_dict, "optimizers": [state_dict, ...]}``. A name that ends
-    in ``.safetensors`` gets the weights alone, in that format. Of a sharded model every rank must call this; the main process
-    writes.
+    ``torch.load(path, weights_only=True)`` returns ``{"model": state_dict, "optimizers": [state_dict, ...]}``. With a name that
+    ends in ``.safetensors``, only the weights are written, in that format. For a sharded model every rank must call this; the
+    main process writes.
     """
     target = Path(os.fspath(path))
     if target.is_dir():
@@ -35,7 +35,7 @@ def save(run: Run, path: Any, *, overwrite: bool = True) -> None:
     part = target.with_name(f".{target.name}.part")
     try:
         if target.suffix == ".safetensors":
-            from safetensors.torch import save_file  # imported here: few runs need it
+            from safetensors.torch import save_file  # imported here because few runs need it
 
             save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, part)
         else:
@@ -46,7 +46,7 @@ def save(run: Run, path: Any, *, overwrite: bool = True) -> None:
 
 
 def make_folder(run: Run, callback: Any) -> None:
-    """Create the folder of a ModelCheckpoint or BackupAndRestore that all ranks call: else they would do it at the same time.
+    """Create the folder of a ModelCheckpoint or BackupAndRestore that all ranks call, to avoid concurrent creation.
 
     Every rank must call this.
     """
@@ -57,12 +57,12 @@ def make_folder(run: Run, callback: Any) -> None:
 
 
 def whole_weights(run: Run) -> dict[str, Tensor]:
-    """Return the weights, of a sharded model too. Every rank must call this."""
+    """Return the weights, gathered if the model is sharded. Every rank must call this."""
     return {name: whole(tensor) for name, tensor in run.model.state_dict().items() if isinstance(tensor, Tensor)}
 
 
 def load(run: Run, path: Any) -> None:
-    """Read a file that `save` has written, or a state dict that ``torch.save`` has written. Every rank must call this."""
+    """Read a file written by `save`, or a state dict written by ``torch.save``. Every rank must call this."""
     target = Path(os.fspath(path))
     if target.suffix == ".safetensors":
         from safetensors.torch import load_file
@@ -72,7 +72,7 @@ def load(run: Run, path: Any) -> None:
         content = torch.load(target, map_location="cpu", weights_only=True)
     weights = content["model"] if set(content) == {"model", "optimizers"} else content
     own = run.model.state_dict()
-    placed = {name: laid_out(one, own[name]) if is_sharded(own.get(name)) else one for name, one in weights.items()}
+    placed = {name: laid_out(weight, own[name]) if is_sharded(own.get(name)) else weight for name, weight in weights.items()}
     run.model.load_state_dict(placed)
     states = content["optimizers"] if weights is not content else []
     if states and len(states) == len(run.optimizers):
@@ -81,6 +81,6 @@ def load(run: Run, path: Any) -> None:
 
 
 def _optimizer_states(run: Run) -> list[dict[str, Any]]:
-    """Return the states of the optimizers; none of them if they are sharded."""
-    sharded = any(is_sharded(one) for one in run.model.parameters())
+    """Return the states of the optimizers; empty if they are sharded."""
+    sharded = any(is_sharded(parameter) for parameter in run.model.parameters())
     return [] if sharded else [optimizer.state_dict() for optimizer in run.optimizers]

@@ -1,4 +1,4 @@
-"""What all Keras callbacks of a run have in common: the view, the epoch, the logs, and the request to stop."""
+"""State shared by all Keras callbacks of a run: view, epoch, logs and stop request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import proxy, ref
 
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.compat.adapter.attributes import plain_attributes, put_back
-from cadenza.compat.adapter.foreign import foreign_callbacks
+from cadenza.compat.adapter.foreign import callbacks_of, foreign_callbacks
 from cadenza.compat.adapter.view import OfRun
 from cadenza.compat.keras import classes
 from cadenza.compat.keras.inference import validation_of
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 KEY = "keras"
 POSITION = Progress.position_reader()
 _BEFORE_A_BATCH = (Callback.on_setup, Callback.on_fit_start, Callback.on_epoch_start, Callback.on_batch_start)
-"""Moments in which ``stop_training`` has no effect before the next batch: Keras looks at it after a batch."""
+"""Hooks in which ``stop_training`` takes effect only after the next batch, when Keras reads it."""
 
 
 class KerasRun(OfRun):
-    """The state that the adapters of one run share.
+    """The state shared by the adapters of a run.
 
     Args:
         run: The run.
@@ -61,12 +61,12 @@ class KerasRun(OfRun):
         self.epoch: int = run.progress.epoch
         """The current epoch, from 0."""
         self.seen: int = 0
-        """The number of batches that are done in this epoch."""
+        """The number of completed batches in this epoch."""
         self.inside: bool = False
-        """Whether the last batch is inside an accumulation window: its end is called before the update."""
+        """Whether the last batch is inside an accumulation window, so that its end event precedes the update."""
         self.means: Means = Means()
         self.skipped: Means = Means()
-        """The means of batches without an update, for the logs of an epoch that has no others."""
+        """The means of batches without an update, for the logs of an epoch without updates."""
         self.logs: dict[str, Any] = {}
         """The running means after the last batch."""
         self.epoch_logs: dict[str, Any] = {}
@@ -74,7 +74,7 @@ class KerasRun(OfRun):
         self.results: dict[str, Any] = {}
         """The results of evaluations in this epoch, by Keras's names."""
         self.tests: bool = False
-        """Whether the current evaluation is no prediction."""
+        """Whether the current evaluation is not a prediction."""
         self.test_batch: int = 0
         self.test_means: Means = Means()
         self.test_logs: dict[str, Any] = {}
@@ -88,17 +88,17 @@ class KerasRun(OfRun):
         self._agreed_means: Means | None = None
         self._recorded_epoch: int | None = None
         self.cut: bool = False
-        """Whether the epoch was cut short, and its end is called at the end of the run."""
+        """Whether the epoch was cut short, so that its end event is called at the end of the run."""
         callbacks: list[Any] = foreign_callbacks(run, KEY)
-        self.first: Callable[[], Any] = next((ref(one) for one in callbacks if one.tracks), lambda: None)
-        """Returns the callback of which the listeners act for all of them."""
+        self.first: Callable[[], Any] = next((ref(callback) for callback in callbacks if callback.tracks), lambda: None)
+        """Returns the callback with the listeners that act for all callbacks."""
         self.recorded: History = History(callbacks, self.view)
-        self.wants_logs: bool = any(one.ends_batches for one in callbacks)
+        self.wants_logs: bool = any(callback.ends_batches for callback in callbacks)
         self.several: bool = session.driver.world_size > 1
 
     @classmethod
     def of(cls, run: Run) -> KerasRun:
-        """Return that of a run."""
+        """Return the shared state of a run."""
         adapters = session_of(run).adapters
         if KEY not in adapters:
             adapters[KEY] = cls(run)
@@ -106,7 +106,7 @@ class KerasRun(OfRun):
         return found
 
     def params(self, evaluation: Evaluation | None = None) -> dict[str, Any]:
-        """Return ``params`` of the callbacks. Without a limit of epochs, ``epochs`` follows from that of the steps."""
+        """Return ``params`` of the callbacks. Without a limit of epochs, ``epochs`` is derived from the limit of steps."""
         if evaluation is not None:
             return {"verbose": 1, "epochs": 1, "steps": length_of(evaluation.loader)}
         progress = self.progress
@@ -132,16 +132,16 @@ class KerasRun(OfRun):
             self.means, self.skipped, self.results = Means(), Means(), {}
 
     def add_batch(self, run: Run, batch: Any, outputs: Outputs) -> None:
-        """Add the numbers of a batch to the means. This is part of each step, so it calls little.
+        """Add the numbers of a batch to the means. Called in each step, so it makes few calls.
 
-        If a callback reads them after each batch, all ranks get the means of all.
+        If a callback reads them after each batch, all ranks get the means over all ranks.
         """
         if self.scene.unwinding is not None:
             return
         self.seen += 1
         step = self.step
         if outputs:
-            skips = step.skipping or step.dropped  # as `discarded`, without a call in each batch
+            skips = step.skipping or step.dropped  # same as `discarded`, without a call in each batch
             means = self.skipped if skips else self.means
             # the window has the loss without its graph, but not that of a skipped batch
             own = dict(outputs) if skips else {**outputs, "loss": step.window.losses[-1]}
@@ -159,27 +159,28 @@ class KerasRun(OfRun):
         self.inside = window.seen < window.size and self.seen != batches
 
     def end_epoch(self) -> None:
-        """Make the logs of an epoch that ended: the means over all ranks, then the results of evaluations in it."""
+        """Build the logs of a completed epoch: the means over all ranks, then the results of its evaluations."""
         if not self.closes():
             return
         own = means = self.means if self.means.totals else self.skipped
         if self.several:
             check_equal(self.session, self.view._setters)
             means = Means()
-            for one in self.session.driver.gather_data(own.state_dict()):
-                means.add_all(one, self.session.driver.device)
+            for state in self.session.driver.gather_data(own.state_dict()):
+                means.add_all(state, self.session.driver.device)
         self.epoch_logs = {**means.logs(), **self.results}
         self._recorded_epoch = self.epoch
         self.cut = self.progress.epoch == self.epoch
 
     def end_cut_epoch(self) -> None:
-        """Call ``on_epoch_end`` of an epoch that was cut short, now that the last checkpoint is written.
+        """Call ``on_epoch_end`` for an epoch that was cut short, after the last checkpoint is written.
 
-        A run that continues from it finishes the epoch, and calls the event then: the checkpoint must be older than this call.
+        A run resumed from that checkpoint finishes the epoch and then calls the event, so the checkpoint must precede this
+        call.
         """
         if self.cut and self.closes():
             self.cut, hooks = False, hooks_of(self.run)
-            ends = [one for one in hooks.by_moment[Callback.on_epoch_end] if getattr(one, "event", "") == "on_epoch_end"]
+            ends = [hook for hook in hooks.by_moment[Callback.on_epoch_end] if getattr(hook, "event", "") == "on_epoch_end"]
             hooks.call(ends, self.run)
         self.record_epoch()
 
@@ -190,14 +191,14 @@ class KerasRun(OfRun):
             self.recorded.add(epoch, self.epoch_logs)
 
     def closes(self) -> bool:
-        """Return whether a section ends well: not by an error or a signal, after which the run continues later."""
+        """Return whether a section ended without an error or a signal, after which the run may be resumed."""
         outcome = self.run.outcome
         return self.scene.unwinding is None and (outcome is None or outcome.kind in COMPLETE)
 
     # -- stop_training ------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Request the end of the run, or do it after the next batch: Keras looks at ``stop_training`` only then."""
+        """Request the end of the run now, or after the next batch, when Keras reads ``stop_training``."""
         listener = self.scene.listener
         self.stopper = "the script" if listener is None else listener.owner
         if listener is not None and listener.moment not in _BEFORE_A_BATCH:
@@ -210,7 +211,7 @@ class KerasRun(OfRun):
         self.session.sync.requests.ask_stop(self._stop_decision)
 
     def withdraw_stop(self) -> bool:
-        """Withdraw the request for ``stop_training = False`` in the same moment; return False if it is too late."""
+        """Withdraw the request on ``stop_training = False`` in the same hook; return False if it is too late."""
         requests = self.session.sync.requests
         if self.stopper is None:
             if self.run.outcome is not None or requests.stop is None or requests.stop is not self._stop_decision:
@@ -225,10 +226,10 @@ class KerasRun(OfRun):
         stop = self.session.sync.requests.stop
         if stop is None or stop.data.get("system") != KEY or self.progress.epoch > self.epoch or not self.closes():
             return
-        for one in [one for one in hooks_of(self.run).callbacks.values() if isinstance(one, Evaluate)]:
-            every = one.every
+        for callback in callbacks_of(self.run, Evaluate):
+            every = callback.every
             if type(every) is Every and every.only_epochs and (self.epoch + 1) % int(every.count) == 0:
-                one.evaluate(self.run)
+                callback.evaluate(self.run)
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -238,7 +239,7 @@ class KerasRun(OfRun):
         self.test_means, self.test_logs, self.test_batch = Means(), {}, 0
 
     def add_test_batch(self, evaluation: Evaluation, batch: Any, outputs: Outputs) -> None:
-        """Add the numbers of a batch to the means of an evaluation, once for all callbacks."""
+        """Add the numbers of a batch to the evaluation's means, once for all callbacks."""
         if self.test_batch != evaluation.batch:
             self.test_batch, means = evaluation.batch, self.test_means
             means.add(outputs, batch, evaluation.samples)
@@ -246,7 +247,7 @@ class KerasRun(OfRun):
             logs.sums = dict(means.totals), dict(means.weights)
 
     def add_results(self, evaluation: Evaluation) -> None:
-        """Take the results of an evaluation into the logs of the epoch."""
+        """Add the results of an evaluation to the logs of the epoch."""
         if evaluation.complete and evaluation.name in self.run.evaluations:
             prefix = "val" if evaluation is validation_of(self.run) else evaluation.name
             self.results.update({f"{prefix}_{name}": value for name, value in plain_results(evaluation).items()})
@@ -255,7 +256,7 @@ class KerasRun(OfRun):
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Return a context for an event that the checkpoint has behind it: weights and learning rates stay."""
+        """Return a context for repeating an event that preceded the checkpoint. It keeps weights and learning rates."""
         with rates_kept(self.run):
             self.view._repeats = True
             try:
@@ -273,15 +274,15 @@ class KerasRun(OfRun):
         checkpoint.extra[KEY] = {**state, "history": self.recorded.state_dict()}
 
     def load(self, loaded: Any) -> None:
-        """Restore what `save` added. On another number of ranks, the first one continues the means of all."""
+        """Restore what `save` added. If the number of ranks differs, the first rank continues the means of all."""
         state: Mapping[str, Any] | None = loaded.state.get("extra", {}).get(KEY)
         if state is None:
             return
         driver, ranks = self.session.driver, state["ranks"]
         same = len(ranks) == driver.data_world_size
         self.means = Means()
-        for one in [ranks[driver.data_rank]] if same else ranks if driver.rank == 0 else []:
-            self.means.add_all(one, self.session.driver.device)
+        for means in [ranks[driver.data_rank]] if same else ranks if driver.rank == 0 else []:
+            self.means.add_all(means, self.session.driver.device)
         self.epoch, self.epoch_logs, self.results = state["epoch"], dict(state["logs"]), dict(state["results"])
         self.recorded.load_state_dict(state.get("history", {}))
 
@@ -298,7 +299,7 @@ def plain_results(evaluation: Evaluation) -> dict[str, Any]:
 
 
 class History:
-    """A `keras.callbacks.History` of the run, if its list has none. It is in ``model.history``.
+    """The run's `keras.callbacks.History` in ``model.history``, used if the list has none.
 
     Args:
         callbacks: The adapters of the run.
@@ -306,12 +307,12 @@ class History:
     """
 
     def __init__(self, callbacks: Iterable[Any], view: Any) -> None:
-        own = [one.callback for one in callbacks if "History" in classes.names(one.callback)]
+        own = [callback.callback for callback in callbacks if "History" in classes.names(callback.callback)]
         self.added: Any = None
         if own:
-            view._history = ref(own[-1])  # of which the view is the model
+            view._history = ref(own[-1])  # the view is its model
             return
-        package = next((sys.modules.get(one.base.__module__.partition(".")[0]) for one in callbacks), None)
+        package = next((sys.modules.get(callback.base.__module__.partition(".")[0]) for callback in callbacks), None)
         if (kind := getattr(getattr(package, "callbacks", None), "History", None)) is not None:
             self.added = view.history = kind()
             self.added.set_model(proxy(view))

@@ -1,4 +1,4 @@
-"""What a callback of Keras receives, for `cadenza.compat.adapter.surface`."""
+"""The objects that Keras callbacks receive, for `cadenza.compat.adapter.surface`."""
 
 from __future__ import annotations
 

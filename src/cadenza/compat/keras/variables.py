@@ -14,7 +14,7 @@ from cadenza.drivers.sharding import laid_out, whole
 
 
 def to_numpy(tensor: Tensor) -> Any:
-    """Return a copy as an array of NumPy; of bfloat16 in float32, since NumPy has no such format. Every rank must call this."""
+    """Return a copy as an array of NumPy; bfloat16 becomes float32, since NumPy lacks it. Every rank must call this."""
     host = whole(tensor).to("cpu", copy=True)
     return host.float().numpy() if host.dtype is torch.bfloat16 else host.numpy()
 
@@ -34,7 +34,7 @@ def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
 
     def method(self: Value, *others: Any) -> Any:
         own = self.value
-        given = [_like(own, plain(one)) for one in others]
+        given = [_like(own, value_of(other)) for other in others]
         return act(*given, own) if reflected else act(own, *given)
 
     method.__name__ = f"__{'r' if reflected else ''}{name.strip('_')}__"
@@ -42,9 +42,9 @@ def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
 
 
 class Value:
-    """A value that is read again each time that it is used, with the operators of Keras's variables.
+    """A value that is read on each use, with the operators of Keras's variables.
 
-    Functions of torch and of ``keras.ops`` take it as they take a tensor.
+    Functions of torch and ``keras.ops`` accept it as a tensor.
     """
 
     @property
@@ -90,7 +90,7 @@ class Value:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        return function(*pytree.tree_map(plain, arguments), **pytree.tree_map(plain, keywords or {}))
+        return function(*pytree.tree_map(value_of, arguments), **pytree.tree_map(value_of, keywords or {}))
 
     def __getitem__(self, index: Any) -> Any:
         return self.value[index]
@@ -147,7 +147,7 @@ class Number(Value):
         return str(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return bool(self.value == plain(other))
+        return bool(self.value == value_of(other))
 
     def __hash__(self) -> int:
         return hash(self.value)
@@ -170,22 +170,22 @@ class Number(Value):
 
     def assign(self, value: Any) -> Number:
         """Set the number."""
-        self._write(plain(value))
+        self._write(value_of(value))
         return self
 
 
 class Variable(Value):
-    """A weight of the model, with the names that Keras gives to a variable.
+    """A weight of the model with the attributes of a Keras variable.
 
     Args:
         path: Its name in ``state_dict``.
         value: The tensor of the model.
-        may_set: Returns whether `assign` has an effect: not while a resumed run repeats an event.
+        may_set: Returns whether `assign` has an effect. It has none while a resumed run repeats an event.
     """
 
     def __init__(self, path: str, value: Tensor, may_set: Callable[[], bool]) -> None:
         self.path: str = path.replace(".", "/")
-        """Its name with slashes, as Keras writes it."""
+        """Its slash-separated name, as in Keras."""
         self.name: str = path.rpartition(".")[2]
         """The last part of its path."""
         self._tensor = value
@@ -206,7 +206,7 @@ class Variable(Value):
 
     @property
     def dtype(self) -> str:
-        """The name of its format, such as ``float32``."""
+        """The name of its dtype, such as ``float32``."""
         return str(self._tensor.dtype).removeprefix("torch.")
 
     @property
@@ -226,18 +226,18 @@ class Variable(Value):
 
 
 def plain_inside(value: Any) -> Any:
-    """Return lists and dicts with the present values of the numbers in them; anything else as given."""
+    """Return lists and dicts with their numbers replaced by current values; anything else unchanged."""
     is_number = isinstance(value, Number)
-    return value if is_number else pytree.tree_map(lambda one: one.value if isinstance(one, Number) else one, value)
+    return value if is_number else pytree.tree_map(lambda leaf: leaf.value if isinstance(leaf, Number) else leaf, value)
 
 
-def plain(value: Any) -> Any:
-    """Return the tensor or the number of a `Value`; anything else as given."""
+def value_of(value: Any) -> Any:
+    """Return the tensor or the number of a `Value`; anything else unchanged."""
     return value.value if isinstance(value, Value) else value
 
 
 def _like(own: Any, other: Any) -> Any:
-    """Return the other operand: an array or a list as a tensor on the device of `own`, if that is one."""
+    """Return the other operand; an array or list becomes a tensor on the device of `own`, if that is a tensor."""
     is_array = isinstance(other, list) or hasattr(other, "__array__")
     return torch.as_tensor(other, device=own.device) if is_array and isinstance(own, Tensor) else other
 

@@ -1,4 +1,4 @@
-"""What a native trainer takes from callbacks of Lightning before a run: the accumulation, and frozen parameters."""
+"""Effects of Lightning callbacks before a native run: accumulation and frozen parameters."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _NAME = "GradientAccumulationScheduler"
 
 
 def is_scheduler(callback: Any) -> bool:
-    """Return whether a callback only changes the accumulation by a mapping of epochs, so that its hooks need no call."""
+    """Return whether a callback only sets the accumulation per epoch, so that its hooks need not be called."""
     if not is_lightning(callback, _NAME):
         return False
-    base = next(one for one in type(callback).__mro__ if one.__name__ == _NAME)
+    base = next(base for base in type(callback).__mro__ if base.__name__ == _NAME)
     own = ("get_accumulate_grad_batches", "on_train_epoch_start", "on_train_start")
     return all(getattr(type(callback), name) is getattr(base, name) for name in own)
 
 
 class _OfScheduler(dict[int | str, int]):
-    """The accumulation that a callback has set."""
+    """The accumulation set by a callback."""
 
 
 def scheduled(callback: Any, accumulate: Any) -> Accumulate:
     """Return the argument ``accumulate`` of a native trainer with this callback.
 
     Raises:
-        ValueError: `accumulate` is given as well, or another such callback has set it.
+        ValueError: `accumulate` is given as well, or another callback has set it.
     """
     points = {int(epoch): int(batches) for epoch, batches in sorted(callback.scheduling.items())}
     mapping = _OfScheduler({(f"{epoch} epochs" if epoch else 0): batches for epoch, batches in points.items()})
@@ -42,9 +42,9 @@ def scheduled(callback: Any, accumulate: Any) -> Accumulate:
 
 
 def freeze_early(callback: Any, model: object) -> None:
-    """Freeze what a subclass of ``BaseFinetuning`` freezes, before the optimizers are made, as Lightning does.
+    """Call ``freeze_before_training`` of ``BaseFinetuning`` subclasses before the optimizers are created, as Lightning does.
 
-    Its ``setup`` comes later here. Its call of ``freeze_before_training`` has no effect.
+    ``setup`` runs later here, and its call of ``freeze_before_training`` has no effect.
     """
     if is_lightning(callback, "BaseFinetuning"):
         vars(callback).pop(_FREEZE, None)

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 AFTER_UPDATE = frozenset({"on_train_batch_end", "on_train_epoch_end"})
-"""The events at which Lightning still has the gradients of the last update."""
+"""The events in which Lightning still provides the gradients of the last update."""
 
 MONITORING = ("EarlyStopping", "Checkpoint")
-"""The classes that Lightning calls after ``on_train_epoch_end`` of all others and of the LightningModule."""
+"""The classes with an ``on_train_epoch_end`` that Lightning calls after all others and the LightningModule."""
 
 
 class LightningCallback(ForeignCallback, Conductor):
@@ -60,9 +60,9 @@ class LightningCallback(ForeignCallback, Conductor):
     def __init__(self, callback: Any, base: type[Any]) -> None:
         super().__init__(callback, base)
         check_runs(callback)
-        self.shows_progress: bool = _shows_progress(callback)
+        self.shows_progress: bool = is_lightning(callback, "ProgressBar") and bool(getattr(callback, "is_enabled", True))
         self._monitors = any(is_lightning(callback, name) for name in MONITORING)
-        self.each_rank: bool = self._monitors  # each rank compares the values that it monitors, unless they are reduced
+        self.each_rank: bool = self._monitors  # each rank compares its monitored values unless they are reduced
         self.owed: tuple[int, int] | None = None
         """The completed steps, and the batches in a step, when the last batch of a step ended, until its
         ``on_train_batch_end`` is called."""
@@ -70,10 +70,10 @@ class LightningCallback(ForeignCallback, Conductor):
 
     @classmethod
     def companions(cls, callbacks: list[Any]) -> list[Any]:
-        """Return the list with those that write checkpoints last among the callbacks of Lightning, as Lightning orders them."""
-        slots = [index for index, one in enumerate(callbacks) if isinstance(one, cls)]
+        """Move callbacks that write checkpoints after the other Lightning callbacks, as Lightning does."""
+        slots = [index for index, callback in enumerate(callbacks) if isinstance(callback, cls)]
         ordered = list(callbacks)
-        for index, other in zip(slots, sorted(slots, key=lambda one: _writes(callbacks[one])), strict=True):
+        for index, other in zip(slots, sorted(slots, key=lambda slot: _writes(callbacks[slot])), strict=True):
             ordered[index] = callbacks[other]
         return ordered
 
@@ -105,7 +105,10 @@ class LightningCallback(ForeignCallback, Conductor):
         return [*self.conducting(), *keep, *own, *around_hooks(self)] if own else []
 
     def _moment_of(self, event: str) -> Moment | None:
-        """Return the moment of an event. Callbacks that monitor see what the module logs in ``on_train_epoch_end``."""
+        """Return the native hook of an event.
+
+        Monitoring callbacks see the values that the module logs in ``on_train_epoch_end``.
+        """
         if event == "on_train_epoch_end" and self._monitors:
             return LightningMoments.on_train_epoch_end_monitoring
         return self.events[event].moment
@@ -114,11 +117,11 @@ class LightningCallback(ForeignCallback, Conductor):
         if self.owed is None or run.progress.step <= self.owed[0]:
             return None
         hooks = hooks_of(run)
-        own = [one for one in hooks.by_moment.get(Callback.on_step_end, ()) if one.owner == hooks.name_of(self)]
-        return next((one for one in own if one.event == "on_train_batch_end"), None)
+        own = [hook for hook in hooks.by_moment.get(Callback.on_step_end, ()) if hook.owner == hooks.name_of(self)]
+        return next((listener for listener in own if listener.event == "on_train_batch_end"), None)
 
     def _mark(self, error: BaseException) -> None:
-        """Let no later hook of a callback of Lightning be called: native moments that end reach all callbacks."""
+        """Skip all later hooks of Lightning callbacks, since native hooks at the end still reach all callbacks."""
         self.trainer._broken = True
 
     def take(self, run: Run, view: TrainerView) -> None:
@@ -131,7 +134,7 @@ class LightningCallback(ForeignCallback, Conductor):
         self._at_start = plain_attributes(self.callback)
 
     def _attach_log(self, run: Run) -> None:
-        """Give the callback ``self.log`` and ``self.log_dict`` until the end of the run, as Lightning does."""
+        """Provide ``self.log`` and ``self.log_dict`` on the callback until the end of the run, as Lightning does."""
         own = vars(self.callback)
         for name in ("log", "log_dict"):
             if not hasattr(type(self.callback), name):
@@ -141,7 +144,7 @@ class LightningCallback(ForeignCallback, Conductor):
     # -- state ---------------------------------------------------------------------------------------
 
     def collect(self, hook: Callable[..., Any], snapshot: Any) -> None:
-        """Call ``on_save_checkpoint``, and save the entries that ``on_load_checkpoint`` will read."""
+        """Call ``on_save_checkpoint`` and save the entries for ``on_load_checkpoint``."""
         checkpoint = content_of(self.trainer._run, self.trainer)
         before = dict(checkpoint)
         hook(self.trainer, self.module, checkpoint)
@@ -159,7 +162,7 @@ class LightningCallback(ForeignCallback, Conductor):
     def state_dict(self) -> dict[str, Any]:
         own = _for_checkpoint(self.callback.state_dict()) if self._has_state() else super().state_dict()
         state: dict[str, Any] = {"states": {self.callback.state_key: own}} if own else {}
-        state |= {"kept": kept} if (kept := kept_of(self.callback)) else {}
+        state |= {"kept": kept} if (kept := unsaved_state(self.callback)) else {}
         return state | ({"run": changes} if (changes := saved_changes(self)) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -183,7 +186,7 @@ class LightningCallback(ForeignCallback, Conductor):
         elif self._has_state():
             self.callback.load_state_dict(unpacked(states[key]))
             if hasattr(self.callback, "_restarting"):
-                self.callback._restarting = False  # a BaseFinetuning: the parameter groups are there already
+                self.callback._restarting = False  # a BaseFinetuning; the parameter groups already exist
         else:
             super().load_state_dict(states[key])
 
@@ -196,10 +199,10 @@ class LightningCallback(ForeignCallback, Conductor):
 
 
 def _for_checkpoint(state: Any) -> Any:
-    """Return what a callback of Lightning gives to a checkpoint, in a form that Cadenza's can hold, if there is one."""
+    """Return a Lightning callback's entries for a checkpoint, encoded for Cadenza where possible."""
     try:
         return packed(state)
-    except StateError:  # an error when the checkpoint is written names the value
+    except StateError:  # the error on writing the checkpoint names the value
         return state
 
 
@@ -207,30 +210,26 @@ def _writes(adapter: LightningCallback) -> bool:
     return is_lightning(adapter.callback, "Checkpoint")
 
 
-def _shows_progress(callback: object) -> bool:
-    return is_lightning(callback, "ProgressBar") and bool(getattr(callback, "is_enabled", True))
-
-
 KEPT: Mapping[str, tuple[str, ...]] = {
     "ModelCheckpoint": ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
     "WeightAveraging": ("_latest_update_epoch",),
 }
-"""Attributes that Lightning loses when it resumes, by class."""
+"""Attributes that Lightning loses on resume, by class."""
 
 
-def kept_of(callback: Any) -> dict[str, Any]:
-    """Return the state of a callback that its own ``state_dict`` lacks."""
+def unsaved_state(callback: Any) -> dict[str, Any]:
+    """Return the state of a callback that is missing in its ``state_dict``."""
     names = [name for kind, kept in KEPT.items() if is_lightning(callback, kind) for name in kept]
     state = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
     if is_lightning(callback, "ModelPruning") and callback._original_layers:
-        state["layers"] = [one["data"].state_dict() for one in callback._original_layers.values()]
+        state["layers"] = [layer["data"].state_dict() for layer in callback._original_layers.values()]
         pairs = enumerate(_copies(callback))
         state["shared"] = [index for index, (copied, present) in pairs if copied.data_ptr() == present.data_ptr()]
     return state
 
 
 def put_kept(callback: Any, state: Mapping[str, Any]) -> None:
-    """Restore what `kept_of` returned."""
+    """Restore what `unsaved_state` returned."""
     for name, value in state.items():
         if name not in ("layers", "shared"):
             setattr(callback, name, value)
@@ -238,12 +237,12 @@ def put_kept(callback: Any, state: Mapping[str, Any]) -> None:
         for layer, weights in zip(callback._original_layers.values(), state["layers"], strict=True):
             layer["data"].load_state_dict(weights)
         for index, (copied, present) in enumerate(_copies(callback)):
-            if index in state["shared"]:  # the lottery ticket of Lightning makes them share their memory
+            if index in state["shared"]:  # Lightning's lottery ticket makes them share memory
                 copied.data = present.data
 
 
 def _copies(callback: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each first value that ``ModelPruning`` keeps, and the parameter that it puts it back into."""
+    """Yield each original value kept by ``ModelPruning`` with the parameter to restore."""
     for layer in callback._original_layers.values():
         for index, name in layer["names"]:
             module = callback._parameters_to_prune[index][0]
@@ -254,7 +253,7 @@ _SAME = "same as state_dict"
 
 
 def added(before: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that ``on_save_checkpoint`` changed. Weights that the checkpoint of the run holds are left out."""
+    """Return the entries that ``on_save_checkpoint`` changed. Weights that are already in the run's checkpoint are left out."""
     changed = {name: value for name, value in checkpoint.items() if name not in before or value is not before[name]}
     weights = before["state_dict"]
     same = [name for name, value in changed.items() if value is weights]
@@ -262,6 +261,6 @@ def added(before: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> dict[str,
 
 
 def put_together(checkpoint: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint that ``on_save_checkpoint`` made, for ``on_load_checkpoint``."""
+    """Return the checkpoint created by ``on_save_checkpoint`` for ``on_load_checkpoint``."""
     whole = {**checkpoint, **entries}
     return whole | dict.fromkeys(whole.pop(_SAME, ()), checkpoint["state_dict"])

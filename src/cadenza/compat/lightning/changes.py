@@ -1,4 +1,4 @@
-"""What callbacks of Lightning change together in a run: parameter groups, ``requires_grad``, masks, the length of windows."""
+"""Shared changes by Lightning callbacks: parameter groups, ``requires_grad``, pruning masks and window length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Changes(OfRun):
-    """The state of one run that its callbacks of Lightning change together. One per run.
+    """The state changed by the Lightning callbacks of a run. One instance per run.
 
     Args:
         run: The run, before any hook of Lightning.
@@ -29,7 +29,7 @@ class Changes(OfRun):
         self._window: int | None = None
 
     def resize(self, batches: int) -> None:
-        """Change the batches in a step from the next step on, as a callback asks with ``trainer.accumulate_grad_batches``."""
+        """Change the batches per step from the next step on, for ``trainer.accumulate_grad_batches``."""
         session = self.session
         before, self._window = session.step.window.size, batches
         if batches != before:
@@ -42,7 +42,7 @@ class Changes(OfRun):
         self._trainable.renew(self.run)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the states of callbacks: added parameter groups, and pruned parameters."""
+        """Return the additional state for a checkpoint: added parameter groups and pruned parameters."""
         state: dict[str, Any] = {}
         if signature(self.run.optimizers) != self._groups:
             state["groups"] = groups_of(self.run)
@@ -53,7 +53,7 @@ class Changes(OfRun):
         return state
 
     def expect(self, state: Mapping[str, Any]) -> None:
-        """Bring model and optimizers into the form that they had when `state` was saved, before their states are restored."""
+        """Restore the structure of model and optimizers from `state`, before their states are loaded."""
         if "groups" in state:
             regroup(self.run, state["groups"])
         modules = dict(self.run.model.named_modules())
@@ -62,7 +62,7 @@ class Changes(OfRun):
                 prune.identity(modules[name], tensor)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the pruned weights of the last forward pass, which the next pruning reads, and the length of windows."""
+        """Restore the window length and the pruned weights of the last forward pass, which the next pruning reads."""
         if "window" in state:
             self._window = state["window"]
             self.session.step.resize(state["window"])
@@ -73,7 +73,7 @@ class Changes(OfRun):
 
 
 def pruned_in(run: Run) -> list[list[Any]]:
-    """Return, for each mask of torch's pruning, the names of module and parameter, and the weight of the last forward pass."""
+    """Return module name, parameter name and last-forward weight for each of torch's pruning masks."""
     return [
         [name, hook._tensor_name, getattr(module, hook._tensor_name).detach()]
         for name, module in run.model.named_modules()

@@ -1,4 +1,4 @@
-"""What a native run does around the hooks of callbacks of Lightning that change it."""
+"""Handling of Lightning hooks that change the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHANGING = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "
 
 
 class Adapter(Protocol):
-    """The adapter of a callback of Lightning, as far as this module reads it."""
+    """The part of a Lightning adapter that this module reads."""
 
     callback: Any
     trainer: TrainerView
@@ -34,7 +34,7 @@ class Adapter(Protocol):
 
 
 def around_hooks(adapter: Adapter) -> list[Listener]:
-    """Return the listeners around the hooks of a callback that may change the run. They come after those of its hooks."""
+    """Return the listeners around the hooks of a callback that may change the run. They run after its hooks."""
     callback, overridden = adapter.callback, adapter.overridden()
     listeners = list[Listener]()
     if any(name in overridden for name in CHANGING):
@@ -56,7 +56,7 @@ def _record_prediction(adapter: Adapter, run: Run, evaluation: Evaluation, batch
     trainer = adapter.trainer
     if trainer._stage == "predict" and unwinding(run) is None:
         done = sum(map(len, trainer.predict_loop._predictions))
-        if done < evaluation.batch:  # another writer may have recorded it
+        if done < evaluation.batch:  # another callback may have recorded it
             trainer.predict_loop._record([*trainer._batch_of(evaluation, 1), 0][1], trainer._outputs_of(outputs))
 
 
@@ -78,7 +78,7 @@ def _after_start(adapter: Adapter, run: Run) -> None:
 
 
 def _make_schedule_again(adapter: Adapter) -> None:
-    """Let an average that continues inside an epoch make its schedule again. Its rates are those of the checkpoint already."""
+    """Let an average that resumes inside an epoch recreate its schedule. Its rates are already restored."""
     groups = [group for optimizer in adapter.trainer.optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
     adapter.callback.on_train_epoch_start(adapter.trainer, adapter.module)
@@ -92,16 +92,16 @@ def _skip_backward(adapter: Adapter, run: Run, outputs: object) -> None:
 
 
 def _swap_back(adapter: Adapter, run: Run, evaluation: object) -> None:
-    """Give the model its own weights again after an evaluation that an error or a signal ended."""
+    """Restore the model's weights after an evaluation was ended by an error or a signal."""
     if adapter.trainer._stage == "validate" and unwinding(run) is not None:
         adapter.callback.on_validation_epoch_end(adapter.trainer, adapter.module)
 
 
 def saved_changes(adapter: Adapter) -> dict[str, Any]:
-    """Return the state of `Changes`, if it is saved with this adapter: with the first one that may change the run."""
+    """Return the state of `Changes` if this adapter saves it, which is the first one that may change the run."""
     trainer = getattr(adapter, "trainer", None)
     if trainer is None or not trainer._fits:
         return {}
-    able = (one for one in foreign_callbacks(trainer._run, "lightning") if {*one.overridden()} & {*CHANGING})
+    able = (callback for callback in foreign_callbacks(trainer._run, "lightning") if {*callback.overridden()} & {*CHANGING})
     first: object = next(able, None)
     return trainer._changes.state() if first is adapter else {}

@@ -1,4 +1,4 @@
-"""Checkpoints that Lightning wrote: weights and plain facts, read without executing pickled code."""
+"""Reads weights and metadata of Lightning checkpoints without executing pickled code."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FACTS = ("epoch", "global_step", "pytorch-lightning_version", "hyper_parameters"
 
 
 def load_weights(module: nn.Module, path: str | PathLike[str], strict: bool = True) -> list[str]:
-    """Put the weights of a Lightning checkpoint into a module. Optimizers, counters and pickled objects are not read.
+    """Load the weights of a Lightning checkpoint into a module. Optimizers, counters and pickled objects are not read.
 
-    ``module.on_load_checkpoint`` is called with the content of the checkpoint before, as Lightning does.
+    ``module.on_load_checkpoint`` is called first with the content of the checkpoint, as in Lightning.
 
     Args:
         module: The ``LightningModule``, or any module with the same names.
@@ -51,9 +51,9 @@ def load_weights(module: nn.Module, path: str | PathLike[str], strict: bool = Tr
 
 
 def checkpoint_facts(path: str | PathLike[str]) -> dict[str, Any]:
-    """Return what a Lightning checkpoint says of itself: epoch, global_step, version, and the saved hyperparameters.
+    """Return the metadata of a Lightning checkpoint: epoch, global_step, version and saved hyperparameters.
 
-    Hyperparameters that are no plain values are not loaded: a text names their class.
+    Hyperparameters other than plain values are replaced with the name of their class.
 
     Args:
         path: The file.
@@ -80,7 +80,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
         content = _loaded(where)
     except pickle.UnpicklingError as error:
         raise CheckpointFormatError(_pickled(where, error)) from None
-    except Exception as error:  # of any kind: the file may hold anything
+    except Exception as error:  # any error: the file may hold anything
         raise CheckpointDamagedError(f"{str(where)!r} cannot be read, it is damaged or no checkpoint: {error}") from error
     if not isinstance(content, Mapping) or not isinstance(content.get("state_dict"), Mapping):
         raise CheckpointFormatError(
@@ -102,16 +102,16 @@ def _loaded(where: Path) -> Any:
         try:
             with torch.serialization.safe_globals(inert):
                 return torch.load(where, map_location="cpu", weights_only=True)
-        except Exception:  # of any kind, such as for a class derived from dict: the first error says more
+        except Exception:  # any error, such as for a subclass of dict; the first error is more useful
             pass
         raise
 
 
 class NotLoaded:
-    """An object of a pickle that was not made. It stands for each class and function that is no plain value."""
+    """A placeholder for a pickled class or function that was not loaded."""
 
     name: ClassVar[str]
-    """The class or function that the pickle names."""
+    """The name of the class or function."""
 
     def __new__(cls, *arguments: object, **keywords: object) -> NotLoaded:
         return super().__new__(cls)
@@ -122,20 +122,20 @@ class NotLoaded:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value of the facts, with the names of objects that were not loaded."""
+    """Return a metadata value with names in place of objects that were not loaded."""
     kind = value if isinstance(value, type) else type(value)
     if issubclass(kind, NotLoaded):
         return f"<{kind.name}, not loaded>"
     if isinstance(value, dict):
-        return {_shown(key): _shown(one) for key, one in value.items()}
+        return {_shown(key): _shown(item) for key, item in value.items()}
     return type(value)(map(_shown, value)) if type(value) in (list, tuple) else value
 
 
 def _names_in(where: Path) -> list[str]:
-    """Return the names of the classes and functions in a pickle that are no plain values; none if they are not known."""
+    """Return the names of non-plain classes and functions in a pickle; empty if unknown."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(where)))
-    except Exception:  # of any kind: the file may be hostile
+    except Exception:  # any error: the file may be malicious
         return []
 
 

@@ -1,4 +1,4 @@
-"""The conductor: the first adapter of a run, which fires the moments of Lightning for all of them."""
+"""The conductor: the first Lightning adapter of a run, which fires Lightning's hooks for all adapters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.adapter.requests import evaluate_now
 from cadenza.compat.lightning.moments import LightningMoments
 from cadenza.compat.lightning.trainer_view import TrainerView, trainer_view
@@ -35,24 +36,24 @@ ENDS: dict[str, tuple[Moment, Moment]] = {
 
 
 class Conductor(BaseCallback):
-    """A callback that can fire the moments of Lightning. In a run, the first of them does.
+    """A callback that can fire Lightning's hooks. The first one in a run does.
 
-    Lightning calls one hook of all callbacks before the next hook of the first one. A native moment that stands for two hooks,
-    such as ``on_eval_start``, cannot do that. So one callback fires `LightningMoments` in the order of Lightning. All of them
-    come after the evaluations of the list, because ``on_train_epoch_end`` follows the validation of its epoch.
+    Lightning calls one hook of all callbacks before the next hook of the first one. A native hook that maps to two Lightning
+    hooks, such as ``on_eval_start``, cannot do that, so one callback fires `LightningMoments` in Lightning's order. They all
+    run after the evaluations of the list, because ``on_train_epoch_end`` follows the validation of its epoch.
     """
 
     after: Relation = (Phase.EVALUATE, Phase.SCHEDULE)
 
     def conducts(self) -> bool:
-        """Return whether it has listeners, and so can be the conductor."""
+        """Return whether it has listeners and can therefore be the conductor."""
         return True
 
     def take(self, run: Run, view: TrainerView) -> None:
         """Prepare for a run, before any hook. Override this."""
 
     def owes(self, run: Run) -> Listener | None:
-        """Return the listener with ``on_train_batch_end`` of a step that is complete, if it was not called. Override this."""
+        """Return the listener with a pending ``on_train_batch_end`` of a completed step. Override this."""
         return None
 
     def conducting(self) -> list[Listener]:
@@ -72,8 +73,8 @@ class Conductor(BaseCallback):
             Listener(Callback.on_exception, self._interrupt),
             Listener(Callback.on_fit_end, self._end_fit),
         ]
-        for one in listeners:
-            one.shared = True
+        for listener in listeners:
+            listener.shared = True
         return inner(listeners)
 
     # -- called in every adapter; the first one acts ------------------------------------------------
@@ -84,9 +85,9 @@ class Conductor(BaseCallback):
         if view._conductor is None:
             able = _able(run)
             view._conductor = ref(able[0])
-            view._names = [hooks_of(run).name_of(one) for one in able]
-            for one in able:
-                one.take(run, view)
+            view._names = [hooks_of(run).name_of(listener) for listener in able]
+            for listener in able:
+                listener.take(run, view)
         return view if view._conductor() is self else None
 
     def _open(self, run: Run) -> None:
@@ -101,7 +102,10 @@ class Conductor(BaseCallback):
 
     @staticmethod
     def _start(run: Run, moment: Moment) -> None:
-        """Fire a moment at the start of a run. Its hooks freeze again in a run that continues: keep the restored flags."""
+        """Fire a hook at the start of a run.
+
+        In a resumed run, callbacks freeze parameters again, so keep the restored flags.
+        """
         session = session_of(run)
         continues = run.progress.batch > 0
         with session.module_flags.held(session.decide, "the trainer") if continues else nullcontext():
@@ -131,7 +135,7 @@ class Conductor(BaseCallback):
         if view := self._view(run):
             hooks = hooks_of(run)
             # An evaluation at the end of a step comes after the last batch of the step.
-            hooks.call([late for one in _able(run) if (late := one.owes(run)) is not None], run)
+            hooks.call([late for listener in _able(run) if (late := listener.owes(run)) is not None], run)
             view._stage = view._stage_of(evaluation)
             view._evaluation = evaluation
             view._metrics.sums = {}
@@ -158,7 +162,7 @@ class Conductor(BaseCallback):
             view._evaluated = run.progress.step
 
     def _evaluate_once_more(self, run: Run, reason: str) -> None:
-        """Evaluate when a callback of Lightning stops the run inside an epoch, as Lightning does."""
+        """Evaluate when a Lightning callback stops the run inside an epoch, as Lightning does."""
         view, progress = self._view(run), run.progress
         if view is None or session_of(run).sync.requests.signal is not None:
             return
@@ -169,7 +173,7 @@ class Conductor(BaseCallback):
 
     def _end_epoch(self, run: Run) -> None:
         view = self._view(run)
-        # A run that a signal ends inside an epoch goes on later: its epoch has not ended.
+        # a run ended by a signal inside an epoch is resumed later, so its epoch has not ended
         left = run.progress.batch_in_epoch and session_of(run).sync.requests.signal is not None
         if view and not left and not view._broken and unwinding(run) is None:
             if view._schedulers is not None:
@@ -192,7 +196,7 @@ class Conductor(BaseCallback):
     def _end_fit(self, run: Run) -> None:
         view = self._view(run)
         if view is None or unwinding(run) is not None or session_of(run).sync.requests.signal is not None:
-            return  # after an error, and when the run is to continue later, Lightning calls no end
+            return  # Lightning calls no end hooks after an error or if the run will be resumed
         hooks, view._over = hooks_of(run), True
         try:
             if view._trained:
@@ -205,14 +209,14 @@ class Conductor(BaseCallback):
 
     @staticmethod
     def _pass_on(run: Run, view: TrainerView, error: BaseException) -> None:
-        """Call ``on_exception`` of the callbacks of Lightning alone, for an error after which it is not fired."""
+        """Call ``on_exception`` only on Lightning callbacks, for an error after which it is not fired."""
         hooks = hooks_of(run)
         view._interrupted = view._broken = True
         listeners = hooks.by_moment.get(Callback.on_exception, ())
         with hooks.unwinding_of(error):
-            hooks.call([one for one in listeners if one.owner in view._names], run, error)
+            hooks.call([listener for listener in listeners if listener.owner in view._names], run, error)
 
 
 def _able(run: Run) -> list[Conductor]:
     """Return the callbacks of a run that can be the conductor."""
-    return [one for one in hooks_of(run).callbacks.values() if isinstance(one, Conductor) and one.conducts()]
+    return [callback for callback in callbacks_of(run, Conductor) if callback.conducts()]

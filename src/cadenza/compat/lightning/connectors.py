@@ -1,4 +1,4 @@
-"""The connectors of Lightning's ``Trainer`` that callbacks of other packages read."""
+"""The connectors of Lightning's ``Trainer`` that third-party callbacks read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cadenza.hooks.dispatch import hooks_of
 
 
 class AcceleratorConnectorView(PartView):
-    """What callbacks ask about processes and devices, such as the pruning callback of Optuna."""
+    """Processes and devices, as read by callbacks such as Optuna's pruning callback."""
 
     title: ClassVar[str] = "trainer._accelerator_connector"
     absent: ClassVar[Mapping[str, str]] = {"cluster_environment": "Read trainer.global_rank and trainer.world_size."}
@@ -31,7 +31,7 @@ class AcceleratorConnectorView(PartView):
 
 
 class CheckpointConnectorView(PartView):
-    """What callbacks ask for a checkpoint that they write themselves, such as that of MLflow."""
+    """Checkpoint contents for callbacks that write files themselves, such as MLflow's."""
 
     title: ClassVar[str] = "trainer._checkpoint_connector"
     absent: ClassVar[Mapping[str, str]] = {
@@ -40,12 +40,12 @@ class CheckpointConnectorView(PartView):
     }
 
     def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
-        """Return what ``trainer.save_checkpoint`` writes."""
+        """Return the content written by ``trainer.save_checkpoint``."""
         return lightning_checkpoint(self._run, self._trainer, weights_only=bool(weights_only))
 
 
 class LoggerConnectorView(PartView):
-    """What callbacks of Lightning itself read of ``trainer._logger_connector``."""
+    """The part of ``trainer._logger_connector`` that Lightning's callbacks read."""
 
     title: ClassVar[str] = "trainer._logger_connector"
 
@@ -55,7 +55,7 @@ class LoggerConnectorView(PartView):
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether the current step is logged: each ``log_every_n_steps``, and before a stop."""
+        """Whether the current step is logged: every ``log_every_n_steps`` steps and before a stop."""
         trainer = self._trainer
         evaluation = trainer._evaluation
         step = self._run.progress.step + 1 if evaluation is None else max(1, evaluation.batch)

@@ -1,4 +1,4 @@
-"""The part of ``trainer`` that says how far a run has come, and that stops it."""
+"""The part of ``trainer`` with counters and stop requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BATCH = (
 
 
 class RanksView(View):
-    """A view that says which process this is."""
+    """A view with the identity of this process."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -67,20 +67,20 @@ class CountersView(RanksView):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._progress, self._cursor = run.progress, session_of(run).cursor  # read after the run, too
+        self._progress, self._cursor = run.progress, session_of(run).cursor  # also read after the run
         self._own: dict[str, Any] = {}
         self._fits = bool(run.optimizers)
         self._stage = "train" if self._fits else "validate"
         self._evaluation: Evaluation | None = None
         self._interrupted = False
         self._epoch: int | None = None
-        """The epoch that was started last."""
+        """The epoch that started last."""
         self._asked: bool = False
         """Whether a callback of Lightning on this rank requested the stop."""
         self._evaluated: int = -1
         """The completed steps at the last evaluation."""
         self._over: bool = False
-        """Whether the hooks at the end of the fit are called."""
+        """Whether the hooks at the end of the fit are running."""
 
     # -- counters -----------------------------------------------------------------------------------
 
@@ -123,12 +123,12 @@ class CountersView(RanksView):
 
     @property
     def _in_batch(self) -> bool:
-        """Whether a hook of a batch or a step is called."""
+        """Whether a hook of a batch or a step is running."""
         return self._moment in _BATCH
 
     @property
     def _in_evaluation_batch(self) -> bool:
-        """Whether a hook of a batch of an evaluation is called."""
+        """Whether a hook of an evaluation batch is running."""
         return self._moment in _EVALUATION
 
     @property
@@ -136,7 +136,7 @@ class CountersView(RanksView):
         progress = self._run.progress
         done = progress.batch_in_epoch
         if not done and progress.batch and not session_of(self._run).cursor.in_epoch:
-            done = progress.batches_per_epoch or 0  # after an epoch, which is counted
+            done = progress.batches_per_epoch or 0  # after an epoch, which is already counted
         return done - session_of(self._run).step.counted
 
     @property
@@ -165,7 +165,7 @@ class CountersView(RanksView):
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether a signal is to end the run."""
+        """Whether a signal has requested the end of the run."""
         return session_of(self._run).sync.requests.signal is not None
 
     @property

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 Hook = Callable[..., Any]
 
 POSITION = Progress.position_reader()
-"""Reads a position with one call."""
+"""Returns a position with a single call."""
 
 
-def plain(adapter: Any, hook: Hook) -> Callable[..., None]:
-    """Call ``hook(trainer, pl_module)``."""
+def bare(adapter: Any, hook: Hook) -> Callable[..., None]:
+    """Call ``hook(trainer, pl_module)`` without further arguments."""
 
     def call(run: Run, *_: object) -> None:
         hook(adapter.trainer, adapter.module)
@@ -30,7 +30,7 @@ def plain(adapter: Any, hook: Hook) -> Callable[..., None]:
 
 
 def ending(adapter: Any, hook: Hook) -> Callable[..., None]:
-    """Call ``hook(trainer, pl_module)``, unless an earlier callback failed: native moments that end reach all callbacks."""
+    """Call ``hook(trainer, pl_module)`` unless an earlier callback failed: native hooks at the end reach all callbacks."""
 
     def call(run: Run, *_: object) -> None:
         trainer = adapter.trainer
@@ -51,7 +51,7 @@ def with_stage(adapter: Any, hook: Hook) -> Callable[..., None]:
 
 
 def epoch_start(adapter: Any, hook: Hook) -> Callable[..., None]:
-    """Call ``hook(trainer, pl_module)``, not again when a run continues inside an epoch."""
+    """Call ``hook(trainer, pl_module)``, except when a run resumes inside an epoch."""
 
     def call(run: Run) -> None:
         if not run.progress.resumed_in_epoch:
@@ -73,8 +73,8 @@ def batch_start(adapter: Any, hook: Hook) -> Callable[..., None]:
 def batch_end(adapter: Any, hook: Hook) -> Callable[..., None]:
     """Call ``hook(trainer, pl_module, outputs, batch, batch_idx)``. Both ``on_batch_end`` and ``on_step_end`` call it.
 
-    The last batch of a step waits for ``on_step_end``, which follows the update of the weights. The outputs are as Lightning
-    has them: the loss detached, and divided by the number of batches in a step.
+    The last batch of a step waits for ``on_step_end``, which follows the update of the weights. The outputs match Lightning's:
+    the loss is detached and divided by the number of batches per step.
     """
 
     def call(run: Run, *of_batch: Any) -> None:
@@ -185,19 +185,19 @@ _GRADIENTS = "called after the update; Lightning calls it before the next backwa
 EVENTS: Mapping[str, Event] = {
     "setup": Event(LightningMoments.on_stage_setup, with_stage),
     "on_load_checkpoint": Event(Callback.on_load, loading, "gets the entries of Lightning's own checkpoints that a run has"),
-    "on_fit_start": Event(LightningMoments.on_fit_begin, plain),
-    "on_sanity_check_start": Event(LightningMoments.on_sanity_check_start, plain, "no on_validation_* hook is called inside"),
+    "on_fit_start": Event(LightningMoments.on_fit_begin, bare),
+    "on_sanity_check_start": Event(LightningMoments.on_sanity_check_start, bare, "no on_validation_* hook is called inside"),
     "on_sanity_check_end": Event(LightningMoments.on_sanity_check_end, ending),
-    "on_train_start": Event(LightningMoments.on_train_start, plain),
+    "on_train_start": Event(LightningMoments.on_train_start, bare),
     "on_train_epoch_start": Event(Callback.on_epoch_start, epoch_start),
     "on_train_batch_start": Event(Callback.on_batch_start, batch_start),
     "on_before_backward": Event(Callback.on_before_backward, before_backward),
-    "on_after_backward": Event(Callback.on_after_backward, plain),
+    "on_after_backward": Event(Callback.on_after_backward, bare),
     "on_before_optimizer_step": Event(Callback.on_before_optimizer_step, each_optimizer),
     "on_before_zero_grad": Event(Callback.on_before_zero_grad, each_optimizer, _GRADIENTS),
     "on_train_batch_end": Event(Callback.on_batch_end, batch_end, "for the last batch of a step at on_step_end"),
-    "on_validation_start": Event(LightningMoments.on_validation_start, plain, _STAGES),
-    "on_validation_epoch_start": Event(LightningMoments.on_validation_epoch_start, plain),
+    "on_validation_start": Event(LightningMoments.on_validation_start, bare, _STAGES),
+    "on_validation_epoch_start": Event(LightningMoments.on_validation_epoch_start, bare),
     "on_validation_batch_start": Event(Callback.on_eval_batch_start, eval_batch_start("validate")),
     "on_validation_batch_end": Event(Callback.on_eval_batch_end, eval_batch_end("validate")),
     "on_validation_epoch_end": Event(LightningMoments.on_validation_epoch_end, ending),
@@ -207,14 +207,14 @@ EVENTS: Mapping[str, Event] = {
     "on_train_end": Event(LightningMoments.on_train_end, ending),
     "on_fit_end": Event(LightningMoments.on_fit_finish, ending),
     "on_exception": Event(Callback.on_exception, with_error),
-    "on_test_start": Event(LightningMoments.on_test_start, plain, 'of Trainer.evaluate(name="test")'),
-    "on_test_epoch_start": Event(LightningMoments.on_test_epoch_start, plain),
+    "on_test_start": Event(LightningMoments.on_test_start, bare, 'of Trainer.evaluate(name="test")'),
+    "on_test_epoch_start": Event(LightningMoments.on_test_epoch_start, bare),
     "on_test_batch_start": Event(Callback.on_eval_batch_start, eval_batch_start("test")),
     "on_test_batch_end": Event(Callback.on_eval_batch_end, eval_batch_end("test")),
     "on_test_epoch_end": Event(LightningMoments.on_test_epoch_end, ending),
     "on_test_end": Event(LightningMoments.on_test_end, ending),
-    "on_predict_start": Event(LightningMoments.on_predict_start, plain, "of Trainer.predict"),
-    "on_predict_epoch_start": Event(LightningMoments.on_predict_epoch_start, plain),
+    "on_predict_start": Event(LightningMoments.on_predict_start, bare, "of Trainer.predict"),
+    "on_predict_epoch_start": Event(LightningMoments.on_predict_epoch_start, bare),
     "on_predict_batch_start": Event(Callback.on_eval_batch_start, eval_batch_start("predict")),
     "on_predict_batch_end": Event(Callback.on_eval_batch_end, eval_batch_end("predict")),
     "on_predict_epoch_end": Event(LightningMoments.on_predict_epoch_end, ending),
@@ -236,4 +236,4 @@ REMOVED: Mapping[str, str] = {
     "on_batch_end": "on_train_batch_end",
     "on_keyboard_interrupt": "on_exception",
 }
-"""Hooks that Lightning 2 does not have, by the hook that replaces them."""
+"""Hooks removed in Lightning 2, with their replacements."""

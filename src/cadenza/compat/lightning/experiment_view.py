@@ -1,4 +1,4 @@
-"""``trainer.logger.experiment``: the methods of a ``SummaryWriter``. Their values go to the record of the run."""
+"""``trainer.logger.experiment``: the methods of a ``SummaryWriter``, which log to the run's records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cadenza.records.record import RESERVED, Audio, Figure, Histogram, Image, Me
 class ExperimentView(View):
     """The tracker of a logger: TensorBoard's ``SummaryWriter``, and ``log`` of other trackers.
 
-    Values belong to the record of the current step, which all sinks of the run write. ``global_step`` is ignored.
+    Values are added to the record of the current step, which all sinks of the run write. ``global_step`` is ignored.
     """
 
     title: ClassVar[str] = "trainer.logger.experiment"
@@ -83,7 +83,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _ordered(pixels: Any, given: str, wanted: str) -> Tensor:
-    """Return a tensor with its dimensions in another order; a missing one has the size 1."""
+    """Return a tensor with permuted dimensions; missing ones have size 1."""
     tensor, given = torch.as_tensor(pixels), given.upper()
     for name in wanted:
         if name not in given:

@@ -20,12 +20,12 @@ def library_of(base: type[Any]) -> str:
 
 
 def imported(module: str, name: str, package: str = "") -> Any:
-    """Return a name of a module of Lightning. A callback of Lightning exists, so importing costs little."""
+    """Return an object of a Lightning module. Importing is cheap, because a Lightning callback already exists."""
     return getattr(import_module(f"{package or library()}.{module}"), name)
 
 
 def set_rank(rank: int) -> None:
-    """Set the rank that ``rank_zero_only`` compares: hooks with this decorator then run on the main process alone."""
+    """Set the rank that ``rank_zero_only`` compares: hooks with this decorator then run only on the main process."""
     if module := sys.modules.get("lightning_utilities.core.rank_zero"):
         module.rank_zero_only.rank = rank
 
@@ -36,9 +36,9 @@ def is_lightning(thing: object, name: str) -> bool:
     >>> is_lightning({}, "ModelPruning")
     False
     """
-    return any(one.__name__ == name for one in classes_of_lightning(type(thing)))
+    return any(base.__name__ == name for base in classes_of_lightning(type(thing)))
 
 
 def classes_of_lightning(kind: type[Any]) -> list[type[Any]]:
-    """Return the classes of Lightning that `kind` is, or is derived from."""
-    return [one for one in kind.__mro__ if one.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
+    """Return the Lightning classes among `kind` and its bases."""
+    return [base for base in kind.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]

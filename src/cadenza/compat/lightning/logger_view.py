@@ -1,4 +1,4 @@
-"""``trainer.logger``: values go to the record of the run, and from there to all sinks."""
+"""``trainer.logger``: values are logged to the run's records and thus to all sinks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LoggerView(PartView):
         """Add values to the record of the current step. `step` is ignored."""
         for name, value in metrics.items():
             if isinstance(value, Mapping):
-                self.log_metrics({f"{name}/{part}": one for part, one in value.items()})
+                self.log_metrics({f"{name}/{part}": item for part, item in value.items()})
             elif name not in RESERVED:
                 self._run.log(name, _loggable(name, value))
 
@@ -84,7 +84,7 @@ class LoggerView(PartView):
 
 
 def _loggable(name: str, value: Any) -> Any:
-    """Return a value as a record takes it."""
+    """Convert a value to a type that records accept."""
     if isinstance(value, str):
         return Text(value)
     if isinstance(value, Media | int | float):

@@ -1,4 +1,4 @@
-"""``trainer.fit_loop`` and the other loops, as far as callbacks read them."""
+"""The parts of ``trainer.fit_loop`` and the other loops that callbacks read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENDS = (
     *(Callback.on_before_optimizer_step, Callback.on_after_optimizer_step, Callback.on_before_zero_grad),
     *(Callback.on_after_zero_grad, Callback.on_batch_end, Callback.on_step_end),
 )
-"""The moments at which the current batch is counted, but not completed in Lightning."""
+"""The hooks in which the current batch is counted but not yet completed in Lightning."""
 
 
 def counts(total: int, current: int, inside: tuple[int, int] = (0, 0), **others: Any) -> SimpleNamespace:
@@ -25,7 +25,7 @@ def counts(total: int, current: int, inside: tuple[int, int] = (0, 0), **others:
     Args:
         total: The number of batches that have begun in the run.
         current: The same in the epoch.
-        inside: Whether the last one is still to be processed, and to be completed: 0 or 1.
+        inside: Whether the last batch is not yet processed and not yet completed: 0 or 1.
         others: Other attributes.
     """
 
@@ -59,7 +59,7 @@ class EvaluationLoopView(PartView):
 
     @property
     def _has_run(self) -> bool:
-        return any(one.complete for one in self._run.evaluations.values())
+        return any(evaluation.complete for evaluation in self._run.evaluations.values())
 
 
 class PredictLoopView(EvaluationLoopView):
@@ -79,7 +79,7 @@ class PredictLoopView(EvaluationLoopView):
         if evaluation is None:
             return []
         known = evaluation.indices(self._run, evaluation.batch - 1, session_of(self._run).data_seed)
-        return [] if known is None else [int(one) for one in known]
+        return [] if known is None else [int(length) for length in known]
 
     @property
     def epoch_batch_indices(self) -> list[list[Any]]:
@@ -209,7 +209,7 @@ class FitLoopView(PartView):
 
     @property
     def max_batches(self) -> int | float:
-        """The batches of an epoch; infinite if not known. A number that is set is only read again."""
+        """The batches of an epoch; infinite if not known. A value set here is only returned on reads."""
         return self._trainer.num_training_batches + self._more_batches
 
     @max_batches.setter

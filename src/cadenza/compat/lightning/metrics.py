@@ -25,7 +25,7 @@ _JOINED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Metrics(OfRun):
-    """The newest values, under their native names and under those of Lightning: ``val_loss`` besides ``eval/loss``.
+    """The newest values under their native names and Lightning's names: ``val_loss`` besides ``eval/loss``.
 
     Args:
         run: The run.
@@ -34,7 +34,7 @@ class Metrics(OfRun):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.values: dict[str, Tensor] = {}
-        """One mapping for the whole run: callbacks may add values to it."""
+        """A single mapping for the whole run, to which callbacks may add values."""
         self.shown: dict[str, Any] = {}
         """The values for a progress bar."""
         self.batch: Any = None

@@ -1,4 +1,4 @@
-"""``pl_module`` of a model that is no LightningModule: a LightningModule with the parts of the model."""
+"""``pl_module`` for other models: a LightningModule with the parts of the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def module_of(trainer: Any, package: str) -> Any:
 
 
 def _attach(trainer: Any, model: Any) -> None:
-    """Give a LightningModule its trainer until the end of the run, for ``global_step``, ``current_epoch`` and ``log``."""
+    """Set a LightningModule's trainer until the end of the run, for ``global_step``, ``current_epoch`` and ``log``."""
     before = model._trainer
     model.trainer = trainer
     own = vars(model)
@@ -79,7 +79,7 @@ class ModuleFace:
 
     def __getattribute__(self, name: str) -> Any:
         if name in _ABSENT:
-            raise AttributeError(name)  # `__getattr__` follows, which asks the model
+            raise AttributeError(name)  # falls through to `__getattr__`, which reads the model
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
@@ -90,7 +90,7 @@ class ModuleFace:
         if name in _ABSENT and not hasattr(model, name):
             refuse(trainer._run, self, name, "reads")
         if name == "model" and not hasattr(model, name):
-            return model  # callbacks of other packages expect the network there
+            return model  # third-party callbacks expect the network in this attribute
         return getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -101,7 +101,7 @@ class ModuleFace:
             setattr(known[1], name, value)
 
     def predict_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call that of the model. A writer of predictions only reads its signature."""
+        """Call the model's ``predict_step``. A prediction writer only reads its signature."""
         own = getattr(self._cadenza[1], "predict_step", None)
         if own is None:
             raise AdapterError("the model has no predict_step: the compute of Trainer.predict(loader, compute=...) predicts.")
@@ -142,7 +142,7 @@ class ModuleFace:
 
     @property
     def dtype(self) -> Any:
-        return next((one.dtype for one in self.parameters() if one.is_floating_point()), None)
+        return next((parameter.dtype for parameter in self.parameters() if parameter.is_floating_point()), None)
 
     @property
     def logger(self) -> Any:

@@ -1,4 +1,4 @@
-"""The moments of Lightning that are not native. A conductor fires them, for all callbacks one hook after the other."""
+"""Lightning's hooks without a native equivalent. A conductor fires each for all callbacks before the next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LightningMoments(Callback, declares=True):
-    """The moments at which a `Conductor` calls all callbacks of Lightning, and a LightningModule after them."""
+    """The hooks that a `Conductor` fires on all Lightning callbacks and then on the LightningModule."""
 
     def on_stage_setup(self, run: Run, stage: str, /) -> None:
         """Called before a stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. It is ``setup``."""
@@ -32,7 +32,7 @@ class LightningMoments(Callback, declares=True):
         """Called after the evaluations at the end of an epoch."""
 
     def on_train_epoch_end_monitoring(self, run: Run, /) -> None:
-        """Called after that of the LightningModule, for callbacks that monitor a value. It is their ``on_train_epoch_end``."""
+        """``on_train_epoch_end`` of callbacks that monitor a value, called after the LightningModule's."""
 
     def on_train_end(self, run: Run, /) -> None:
         """Called after the last epoch."""

@@ -1,4 +1,4 @@
-"""The callbacks of Lightning that a native run does not run, or replaces: why, and with what. The guide has the same table."""
+"""Lightning callbacks that are not supported or have a native replacement, with the reason. The guide has the same table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cadenza.errors import AdapterError
 
 
 class Refused(NamedTuple):
-    """A callback class that a native run does not run."""
+    """An unsupported callback class."""
 
     why: str
     instead: str
@@ -27,19 +27,19 @@ REFUSED: Mapping[str, Refused] = {
         "cadenza.callbacks.FindLearningRate, in the same list",
     ),
 }
-"""By the name of the class. Their subclasses are refused as well."""
+"""By class name. Subclasses are rejected as well."""
 
 
 def refusal(kind: type) -> Refused | None:
-    """Return why a native run does not run callbacks of this class; None if it does.
+    """Return why callbacks of this class are not supported; None if they are.
 
     >>> refusal(dict)
     """
-    return next((REFUSED[one.__name__] for one in classes_of_lightning(kind) if one.__name__ in REFUSED), None)
+    return next((REFUSED[base.__name__] for base in classes_of_lightning(kind) if base.__name__ in REFUSED), None)
 
 
 def check_runs(callback: object) -> None:
-    """Raise `AdapterError` for a callback that a native run does not run."""
+    """Raise `AdapterError` for an unsupported callback."""
     refused = refusal(type(callback))
     if refused is not None:
         raise AdapterError(
@@ -54,7 +54,7 @@ WHOLE: Mapping[str, str] = {
     "WeightAveraging": "Use cadenza.callbacks.Ema, which averages shards.",
     "ModelPruning": "Use the driver 'ddp'.",
 }
-"""Classes that copy or prune whole weights, which no rank has with a driver that shards, and what to use instead."""
+"""Classes that copy or prune whole weights, which sharded models lack, and their replacements."""
 
 
 def check_sharding(callback: object, *, shards: bool) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint files of Lightning, of a native run: what ``trainer.save_checkpoint`` writes."""
+"""Lightning checkpoint files of a native run, written by ``trainer.save_checkpoint``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 _INSIDE_BATCH = (Callback.on_batch_end, Callback.on_step_end)
-"""The moments of ``on_train_batch_end``, at which Lightning has not counted the batch as completed."""
+"""The native hooks of ``on_train_batch_end``, in which Lightning has not counted the batch as completed."""
 
 _END_OF_EPOCH = (LightningMoments.on_train_epoch_end, LightningMoments.on_train_epoch_end_monitoring)
-"""The moments of ``on_train_epoch_end``."""
+"""The native hooks of ``on_train_epoch_end``."""
 
 
 def save_checkpoint(run: Run, trainer: Any, path: str | PathLike[str], *, weights_only: bool = False) -> None:
     """Write a checkpoint file that Lightning reads. Every rank must call this; the main process writes.
 
-    The file appears whole, or not at all. A run resumes exactly from the checkpoints of `cadenza.callbacks.Checkpoint` only.
+    The write is atomic. A run resumes exactly from the checkpoints of `cadenza.callbacks.Checkpoint` only.
 
     Args:
         run: The run.
@@ -55,11 +55,11 @@ def save_checkpoint(run: Run, trainer: Any, path: str | PathLike[str], *, weight
 
 
 def lightning_checkpoint(run: Run, trainer: Any, *, weights_only: bool = False) -> dict[str, Any]:
-    """Return what Lightning saves at this point of a run. Every rank must call this."""
+    """Return the content that Lightning saves at this point of a run. Every rank must call this."""
     module, checkpoint = trainer.lightning_module, content_of(run, trainer, weights_only=weights_only, gather=_on_one_rank)
     if not weights_only:
-        for one in foreign_callbacks(run, "lightning"):
-            one.callback.on_save_checkpoint(trainer, module, checkpoint)
+        for callback in foreign_callbacks(run, "lightning"):
+            callback.callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
     return checkpoint
 
@@ -83,11 +83,11 @@ def content_of(
         "loops": loops_of(run, trainer),
     }
     if not weights_only:
-        callbacks = [one.callback for one in foreign_callbacks(run, "lightning")]
-        states = {one.state_key: one.state_dict() for one in callbacks}
+        callbacks = [callback.callback for callback in foreign_callbacks(run, "lightning")]
+        states = {callback.state_key: callback.state_dict() for callback in callbacks}
         checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
-        checkpoint["optimizer_states"] = [gather(one.state_dict()) for one in run.optimizers]
-        checkpoint["lr_schedulers"] = [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs]
+        checkpoint["optimizer_states"] = [gather(optimizer.state_dict()) for optimizer in run.optimizers]
+        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         if scaler := session_of(run).precision.state_dict():
             checkpoint["MixedPrecision"] = scaler
     _add_hyper_parameters(checkpoint, trainer.lightning_module)
@@ -95,7 +95,7 @@ def content_of(
 
 
 def loops_of(run: Run, trainer: Any) -> dict[str, Any]:
-    """Return the counters of Lightning's loops: those that a run of Lightning has at this point of its training."""
+    """Return the counters of Lightning's loops at this point of the training."""
     progress, epoch, step = run.progress, trainer.current_epoch, trainer.global_step
     moment = None if (listener := hooks_of(run).here().listener) is None else listener.moment
     ended = progress.epoch > epoch  # the epoch of a native run is counted before its last hooks
@@ -106,7 +106,7 @@ def loops_of(run: Run, trainer: Any) -> dict[str, Any]:
     steps = -(-in_epoch // accumulate) if ended else in_epoch // accumulate
     last = ended or in_epoch == progress.batches_per_whole_epoch
     automatic = bool(getattr(trainer.lightning_module, "automatic_optimization", True))
-    scheduled = sum(max(0, getattr(one.scheduler, "_step_count", 1) - 1) for one in trainer.lr_scheduler_configs)
+    scheduled = sum(max(0, getattr(config.scheduler, "_step_count", 1) - 1) for config in trainer.lr_scheduler_configs)
     own, other = {"total": _counts(step), "current": _counts(steps)}, {"total": _counts(0), "current": _counts(0)}
     zeroed = {"total": _counts(step, 3), "current": _counts(steps, 3)}
     none = {"total": _counts(0, 4), "current": _counts(0, 4)}
@@ -161,13 +161,13 @@ def _on_one_rank(state: Any) -> Any:
     """Return a state with each sharded tensor whole. Every rank must call this if there are any."""
     if not any(map(is_sharded, pytree.tree_leaves(state))):
         return state
-    return pytree.tree_map_only(Tensor, lambda one: whole(one) if is_sharded(one) else one, dict(state))
+    return pytree.tree_map_only(Tensor, lambda tensor: whole(tensor) if is_sharded(tensor) else tensor, dict(state))
 
 
 def lightning_version() -> str:
     """Return the version of the installed package of Lightning."""
     packages = (sys.modules.get("lightning.pytorch"), sys.modules.get("pytorch_lightning"))
-    return str(next((one.__version__ for one in packages if one is not None), "2.0.0"))
+    return str(next((package.__version__ for package in packages if package is not None), "2.0.0"))
 
 
 def _write(checkpoint: Mapping[str, Any], target: str) -> None:
@@ -181,5 +181,5 @@ def _write(checkpoint: Mapping[str, Any], target: str) -> None:
         return
     path = Path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as beside:
-        torch.save(checkpoint, beside)
+    with replacing(path) as temporary:
+        torch.save(checkpoint, temporary)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class SchedulerList(list[Any]):
     """The schedulers of a run as Lightning's ``LRSchedulerConfig``.
 
-    `LearningRate` steps its scheduler as long as its entry is in the list. Entries that callbacks add are stepped here, at the
+    `LearningRate` steps its scheduler as long as its entry is in the list. Entries added by callbacks are stepped here at the
     end of epochs.
 
     Args:
@@ -30,22 +30,22 @@ class SchedulerList(list[Any]):
         self._of_run = OfRun(run)
         self._native: dict[str, tuple[Any, LearningRate]] = {}
         config = imported("utilities.types", "LRSchedulerConfig")
-        for name, one in hooks_of(run).callbacks.items():
-            if isinstance(one, LearningRate) and one.scheduler is not None:
-                plateau = isinstance(one.scheduler, ReduceLROnPlateau)
-                monitor = None if one.monitor is None else one.monitor.name
-                entry = config(one.scheduler, interval=one.unit, reduce_on_plateau=plateau, monitor=monitor)
-                self._native[name] = entry, one
+        for name, callback in hooks_of(run).callbacks.items():
+            if isinstance(callback, LearningRate) and callback.scheduler is not None:
+                plateau = isinstance(callback.scheduler, ReduceLROnPlateau)
+                monitor = None if callback.monitor is None else callback.monitor.name
+                entry = config(callback.scheduler, interval=callback.unit, reduce_on_plateau=plateau, monitor=monitor)
+                self._native[name] = entry, callback
         super().__init__(entry for entry, _ in self._native.values())
 
     def refreshed(self) -> SchedulerList:
-        """Return the list, with the present scheduler of each `LearningRate`: it may have made it again."""
-        for entry, one in self._native.values():
-            entry.scheduler = one.scheduler
+        """Return the list with the current scheduler of each `LearningRate`, which may have been recreated."""
+        for entry, native in self._native.values():
+            entry.scheduler = native.scheduler
         return self
 
     def drop_replaced(self) -> None:
-        """Stop each `LearningRate` that a callback took out of the list. Every rank must call this."""
+        """Stop each `LearningRate` that a callback removed from the list. Every rank must call this."""
         present = {id(entry) for entry in self}
         for name, (entry, _) in list(self._native.items()):
             if id(entry) not in present:
@@ -57,7 +57,7 @@ class SchedulerList(list[Any]):
                 decide(self._of_run.run, "schedule replaced", f"that of {name}", data={"callback": name})
 
     def step(self, epoch: int) -> None:
-        """Step the schedulers that callbacks have added, after the epoch with this index."""
+        """Step the schedulers added by callbacks, after the epoch with this index."""
         native = {id(entry) for entry, _ in self._native.values()}
         for entry in self:
             if id(entry) not in native and entry.interval == "epoch" and (epoch + 1) % entry.frequency == 0:

@@ -1,4 +1,4 @@
-"""The part of ``trainer`` that says how a run is set up: limits, loaders, devices, schedules."""
+"""The part of ``trainer`` with the setup of a run: limits, loaders, devices, schedules."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.callbacks.log_training import LogTraining
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.lightning.changes import Changes
 from cadenza.compat.lightning.counters import CountersView
 from cadenza.compat.lightning.library import imported, is_lightning
 from cadenza.compat.lightning.scheduler_list import SchedulerList
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.schedule import Every
 from cadenza.loading.loaders import length_of
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CallbackLists:
-    """What ``trainer`` says of its callbacks."""
+    """The callbacks of ``trainer``."""
 
     @property
     def callbacks(self) -> list[Any]:
@@ -30,7 +30,7 @@ class CallbackLists:
         raise NotImplementedError
 
     def _of_class(self, name: str) -> list[Any]:
-        return [one for one in self.callbacks if is_lightning(one, name)]
+        return [callback for callback in self.callbacks if is_lightning(callback, name)]
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
@@ -59,7 +59,7 @@ class CallbackLists:
 
 
 class SetupView(CallbackLists, CountersView):
-    """How a run is set up, with the names of Lightning's ``Trainer``."""
+    """The setup of a run under the names of Lightning's ``Trainer``."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -92,7 +92,7 @@ class SetupView(CallbackLists, CountersView):
 
     @property
     def num_training_batches(self) -> int | float:
-        """The batches of an epoch on this rank; infinite if not known."""
+        """The batches of an epoch on this rank; infinite if unknown."""
         batches = self._run.progress.batches_per_epoch
         return math.inf if batches is None else batches
 
@@ -118,11 +118,11 @@ class SetupView(CallbackLists, CountersView):
 
     def _batches(self, evaluation: Evaluation | None) -> list[int | float]:
         if evaluation is None:
-            return [math.inf if one.batches is None else one.batches for one in self._run.evaluations.values()]
+            return [math.inf if each.batches is None else each.batches for each in self._run.evaluations.values()]
         if not evaluation.sources:
             return [math.inf if evaluation.batches is None else evaluation.batches]
-        lengths = [length_of(one) for one in evaluation.sources.values()]
-        return [math.inf if one is None else one for one in lengths]
+        lengths = [length_of(source) for source in evaluation.sources.values()]
+        return [math.inf if length is None else length for length in lengths]
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -145,9 +145,9 @@ class SetupView(CallbackLists, CountersView):
     @property
     def log_every_n_steps(self) -> int:
         """The interval of `LogTraining` in steps; 1 without it."""
-        for one in hooks_of(self._run).callbacks.values():
-            if isinstance(one, LogTraining) and isinstance(one.every, Every) and one.every.unit == "step":
-                return int(one.every.count)
+        for log in callbacks_of(self._run, LogTraining):
+            if isinstance(log.every, Every) and log.every.unit == "step":
+                return int(log.every.count)
         return 1
 
     @property
@@ -180,7 +180,7 @@ class SetupView(CallbackLists, CountersView):
     @property
     def val_dataloaders(self) -> Any:
         """The loader of `Evaluate`; a list of several; None without one."""
-        loaders = [one.loader for one in self._run.evaluations.values()]
+        loaders = [evaluation.loader for evaluation in self._run.evaluations.values()]
         given = loaders[0] if len(loaders) == 1 else loaders or None
         return self._own.get("val_dataloaders", given)
 
@@ -249,7 +249,7 @@ class SetupView(CallbackLists, CountersView):
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin of Lightning that has the number format of the run."""
+        """The Lightning precision plugin for the dtype of the run."""
         if self.precision in ("bf16-mixed", "16-mixed"):
             return imported("plugins.precision", "MixedPrecision")(self.precision, self._run.device.type)
         return imported("plugins.precision", "Precision")()
@@ -281,9 +281,9 @@ class SetupView(CallbackLists, CountersView):
 def validation_interval(run: Run) -> tuple[int | float, int | None]:
     """Return ``val_check_interval`` and ``check_val_every_n_epoch`` of the first `Evaluate` in the list.
 
-    The second one is None unless it evaluates at the end of epochs. Without `Evaluate`: 1.0 and 1, as by default.
+    The second is None unless it evaluates at the end of epochs. Without `Evaluate`: 1.0 and 1, the defaults.
     """
-    found = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Evaluate)]
+    found = callbacks_of(run, Evaluate)
     if not found:
         return 1.0, 1
     every = found[0].every

@@ -86,7 +86,7 @@ def predict(
     which: Which | None = None,
     weights: str | None = None,
 ) -> list[Any]:
-    """Run ``predict_step``; return what it returned for each batch, on the host. Every rank must call this.
+    """Run ``predict_step`` and return its result for each batch, on the host. Every rank must call this.
 
     The batches of all ranks are in the order of the loader. Several loaders give a list each. The arguments and errors are
     those of `validate`.
@@ -128,7 +128,7 @@ def _run(
 
 
 def _attached(trainer: Trainer, stage: str) -> Attached:
-    attached = next((one.attached for one in trainer.callbacks if isinstance(one, LogStart)), None)
+    attached = next((callback.attached for callback in trainer.callbacks if isinstance(callback, LogStart)), None)
     if attached is None:
         raise TypeError(
             f"{stage} needs a trainer of Trainer.from_lightning; got one of a {type(trainer.model).__name__}. Use "

@@ -30,7 +30,7 @@ class StrategyView(PartView, RanksView):
         "model_sharded_context": "Give the sharded modules to cadenza.drivers.FsdpDriver.",
     }
 
-    # -- what it knows ------------------------------------------------------------------------------
+    # -- attributes ------------------------------------------------------------------------------
 
     @property
     def root_device(self) -> torch.device:
@@ -65,7 +65,7 @@ class StrategyView(PartView, RanksView):
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin that has the number format of the run."""
+        """The precision plugin for the dtype of the run."""
         return self._trainer.precision_plugin
 
     @property
@@ -90,7 +90,7 @@ class StrategyView(PartView, RanksView):
 
     @property
     def _alone(self) -> bool:
-        """Whether nothing is exchanged: on one rank, and after an error, when other ranks may not be there."""
+        """Whether communication is off: on a single rank, and after an error, when other ranks may be gone."""
         return self.world_size == 1 or unwinding(self._run) is not None
 
     def barrier(self, name: str | None = None) -> None:
@@ -109,7 +109,7 @@ class StrategyView(PartView, RanksView):
         Args:
             tensor: The value of this rank. Anything but a tensor is returned as given.
             group: The process group of the ranks. None: all ranks.
-            reduce_op: The operation, as a name or of torch. None is the mean.
+            reduce_op: The operation, as a name or a torch constant. None is the mean.
         """
         way = str(reduce_op or "mean").rpartition(".")[2].lower()
         if not isinstance(tensor, Tensor) or self._alone:
@@ -131,7 +131,7 @@ class StrategyView(PartView, RanksView):
         return gathered(group, tensor, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks decided so; with ``all=False`` whether any rank did."""
+        """Return whether the decision is true on all ranks; with ``all=False``, on any rank."""
         driver = self._run.driver
         if self._alone:
             return bool(decision)
@@ -196,6 +196,6 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)  # the gradient may be used elsewhere, too
+        total = gradients[0].clone(memory_format=torch.contiguous_format)  # the gradient may be used elsewhere as well
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None

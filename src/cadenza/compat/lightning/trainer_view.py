@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.compat.absent import facts_of
-from cadenza.compat.adapter.foreign import foreign_callbacks
+from cadenza.compat.adapter.foreign import callbacks_of, foreign_callbacks
 from cadenza.compat.lightning.connectors import (
     AcceleratorConnectorView,
     CheckpointConnectorView,
@@ -29,7 +29,6 @@ from cadenza.compat.lightning.saving import save_checkpoint
 from cadenza.compat.lightning.setup_view import SetupView
 from cadenza.compat.lightning.strategy_view import StrategyView
 from cadenza.engine.session import session_of
-from cadenza.hooks.dispatch import hooks_of
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
@@ -40,11 +39,11 @@ KEY = "lightning"
 """The key of the view in ``Session.adapters``."""
 
 STEP_OUTPUT = "step_output"
-"""In the outputs of a batch of an evaluation, what the step of a LightningModule returned."""
+"""The key of the LightningModule step's result in the outputs of an evaluation batch."""
 
 
 def trainer_view(run: Run) -> TrainerView:
-    """Return the ``trainer`` of a run: one for all callbacks."""
+    """Return the ``trainer`` of a run, shared by all callbacks."""
     adapters = session_of(run).adapters
     view = adapters.get(KEY)
     if view is None:
@@ -54,7 +53,7 @@ def trainer_view(run: Run) -> TrainerView:
 
 
 class TrainerView(SetupView):
-    """The ``trainer`` that hooks of Lightning get. A LightningModule has it as ``self.trainer``."""
+    """The ``trainer`` argument of Lightning's hooks, and ``self.trainer`` of a LightningModule."""
 
     title: ClassVar[str] = "trainer"
     absent: ClassVar[Mapping[str, str]] = facts_of("lightning", "advice.toml")["attributes"]
@@ -64,7 +63,7 @@ class TrainerView(SetupView):
         set_rank(run.driver.rank)
         self._begun = self._trained = False
         self._broken: bool = False
-        """Whether an error is propagating: Lightning then calls no hook but ``on_exception``."""
+        """Whether an error is propagating. Lightning then calls only ``on_exception``."""
         self._conductor: Callable[[], object] | None = None
         self._names: list[str] = []
         self._metrics = Metrics(run)
@@ -88,7 +87,7 @@ class TrainerView(SetupView):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """What ``pl_module.log(..., prog_bar=True)`` logged, and the loss if it is logged."""
+        """The values of ``pl_module.log(..., prog_bar=True)``, and the loss if it is logged."""
         latest = self._run.history.latest
         shown = {"train_loss": latest["train/loss"]} if "train/loss" in latest else {}
         return shown | {name: float(value) for name, value in self._metrics.shown.items()}
@@ -107,34 +106,34 @@ class TrainerView(SetupView):
 
     @property
     def validating(self) -> bool:
-        """Whether an evaluation is under way."""
+        """Whether an evaluation is in progress."""
         return self._stage == "validate"
 
     @property
     def testing(self) -> bool:
-        """Whether ``Trainer.evaluate(name="test")`` is under way."""
+        """Whether ``Trainer.evaluate(name="test")`` is in progress."""
         return self._stage == "test"
 
     @property
     def predicting(self) -> bool:
-        """Whether ``Trainer.predict`` is under way."""
+        """Whether ``Trainer.predict`` is in progress."""
         return self._stage == "predict"
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether a sanity check is under way."""
+        """Whether a sanity check is in progress."""
         return self._stage == "sanity_check"
 
     @property
     def evaluating(self) -> bool:
-        """Whether an evaluation, a test or a sanity check is under way."""
+        """Whether an evaluation, a test or a sanity check is in progress."""
         return self._stage in ("validate", "test", "sanity_check")
 
     # -- parts --------------------------------------------------------------------------------------
 
     @property
     def lightning_module(self) -> Any:
-        """The ``pl_module``: the model, or a view on it if it is no LightningModule."""
+        """The ``pl_module``: the model, or a view of it if it is not a LightningModule."""
         return self._module(library())
 
     @property
@@ -164,7 +163,7 @@ class TrainerView(SetupView):
 
     @property
     def loggers(self) -> list[LoggerView]:
-        """The records in a list, also without a directory: ``LearningRateMonitor`` and others need one."""
+        """The records in a list, even without a directory, because ``LearningRateMonitor`` and others need one."""
         return [self._logger]
 
     @property
@@ -181,7 +180,7 @@ class TrainerView(SetupView):
 
     @property
     def fit_loop(self) -> FitLoopView:
-        """The loop over epochs, as far as callbacks read and set it."""
+        """The part of the epoch loop that callbacks read and set."""
         return self._fit_loop
 
     @property
@@ -209,14 +208,13 @@ class TrainerView(SetupView):
 
     @property
     def profiler(self) -> Any:
-        """Lightning's profiler that measures nothing, as in Lightning by default. `Profile` in callbacks measures."""
+        """Lightning's default profiler, which measures nothing. Use `Profile` in callbacks to measure."""
         return imported("profilers", "PassThroughProfiler")()
 
     @property
     def num_sanity_val_steps(self) -> int:
         """The number of batches that `Evaluate` tries before the first epoch."""
-        found = [one.sanity_batches for one in hooks_of(self._run).callbacks.values() if isinstance(one, Evaluate)]
-        return max(found, default=0)
+        return max((evaluate.sanity_batches for evaluate in callbacks_of(self._run, Evaluate)), default=0)
 
     @property
     def overfit_batches(self) -> float:
@@ -237,14 +235,14 @@ class TrainerView(SetupView):
     def save_checkpoint(self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None) -> None:
         """Write a checkpoint file of Lightning. Every rank must call this.
 
-        The checkpoints of the run are those of `Checkpoint`; the run cannot continue from this file.
+        A run resumes only from the checkpoints of `Checkpoint`, not from this file.
         """
         save_checkpoint(self._run, self, filepath, weights_only=bool(weights_only))
 
     # -- for the adapter ----------------------------------------------------------------------------
 
     def provide(self, **values: Any) -> None:
-        """Set what a LightningModule knows better than the run, such as ``datamodule`` or ``lr_scheduler_configs``.
+        """Set attributes that a LightningModule provides, such as ``datamodule`` or ``lr_scheduler_configs``.
 
         ``global_step`` is a function; the others are values.
         """
@@ -255,7 +253,7 @@ class TrainerView(SetupView):
 
     def _module(self, package: str) -> Any:
         """Return the ``pl_module`` for callbacks of `package`."""
-        from cadenza.compat.lightning.module_view import module_of  # imported here: it is made with the class of Lightning
+        from cadenza.compat.lightning.module_view import module_of  # imported here because it needs Lightning's class
 
         if (module := self._modules.get(package)) is None:
             module = self._modules[package] = module_of(self, package)
@@ -273,7 +271,7 @@ class TrainerView(SetupView):
         return evaluation._number - 1, list(evaluation.sources).index(evaluation.source)
 
     def _outputs_of(self, outputs: Mapping[str, Any]) -> Any:
-        names = {*outputs}  # without those that are computed when they are read
+        names = {*outputs}  # without outputs that are computed on demand
         if STEP_OUTPUT in names:
             return outputs[STEP_OUTPUT]
         return outputs["predictions"] if self._stage == "predict" and "predictions" in names else outputs
@@ -286,4 +284,4 @@ class TrainerView(SetupView):
 
 def foreign(run: Run) -> list[Any]:
     """Return the callbacks of Lightning in the list, in order."""
-    return [one.callback for one in foreign_callbacks(run, KEY)]
+    return [callback.callback for callback in foreign_callbacks(run, KEY)]

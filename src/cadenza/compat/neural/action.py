@@ -26,7 +26,7 @@ EVENT_OF = {
     "on_epoch_end": "on_epoch_end",
     "on_action_end": "on_action_end",
 }
-"""For each hook, the event of the table at which it is called. An iteration is an update."""
+"""Maps each hook to the event of the table that calls it. An iteration is an update."""
 
 
 class Action:
@@ -51,7 +51,7 @@ class Action:
 
 
 class ActionCallback(BaseCallback):
-    """Your own code at six events. Override those you need, and call ``super().__init__()``."""
+    """Base class with six events. Override those you need and call ``super().__init__()``."""
 
     _action: Action | None = None
 

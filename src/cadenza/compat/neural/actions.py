@@ -1,4 +1,4 @@
-"""What a factory does with graphs: training, evaluation and inference."""
+"""Training, evaluation and inference of graphs by a factory."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Actions:
         """Return an optimizer for the weights of modules, or of the modules on which tensors depend."""
         things = [things_to_optimize] if isinstance(things_to_optimize, NmTensor | NeuralModule) else things_to_optimize
         parameters: list[nn.Parameter] = []
-        if not things or not all(isinstance(one, NmTensor | NeuralModule) for one in things):
+        if not things or not all(isinstance(thing, NmTensor | NeuralModule) for thing in things):
             raise ValueError(f"create_optimizer needs a list of neural modules or NmTensors; got {things_to_optimize!r}")
         for thing in things:
             module = model_of([thing]) if isinstance(thing, NmTensor) else thing
@@ -274,10 +274,10 @@ class Actions:
         self._inference.clear()
 
     def sync_all_processes(self, status: bool = True) -> None:
-        """Let all processes know whether one of them failed. Every rank must call this.
+        """Synchronize the failure status of all processes. Every rank must call this.
 
         Args:
-            status: Whether this process is well. With False, the caller reports its error and exits.
+            status: Whether this process succeeded. If False, the caller reports its error and exits.
 
         Raises:
             ValueError: Another process failed.
@@ -289,7 +289,7 @@ class Actions:
         return driver_of("auto", None if self._wanted is DeviceType.AllGpu else self._wanted.value)
 
     def loop_callbacks(self) -> list[BaseCallback]:
-        """Return native callbacks for work that the loop of this NeMo version does."""
+        """Return native callbacks for the work of this NeMo version's loop."""
         return []
 
     def _trainer(
@@ -303,7 +303,7 @@ class Actions:
         batches_per_step: int | None,
         stop_on_nan_loss: bool,
     ) -> Trainer:
-        losses: list[NmTensor] = [one for _, its in pairs for one in its] if pairs else list(tensors)
+        losses: list[NmTensor] = [tensor for _, its in pairs for tensor in its] if pairs else list(tensors)
         model = model_of(losses)
         if self._driver is not None:
             self._driver.find_unused_parameters = bool(pairs)  # each step uses the losses of one optimizer
@@ -384,7 +384,7 @@ def _checked(callbacks: Sequence[AnyCallback] | None, classes: Sequence[type[Bas
     if isinstance(callbacks, BaseCallback | str | Mapping) or not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks must be a list; got {callbacks!r}. Write callbacks=[...].")
     given: list[Any] = list(adapted(callbacks))
-    names = ", ".join(one.__name__ for one in classes)
+    names = ", ".join(class_.__name__ for class_ in classes)
     for index, callback in enumerate(given):
         if not isinstance(callback, BaseCallback):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The state of one run that NeMo's callbacks share: NeMo's counters, and tensors by name."""
+"""The state shared by NeMo's callbacks in a run: NeMo's counters, and tensors by name."""
 
 from __future__ import annotations
 
@@ -163,12 +163,12 @@ class AdaptedRun(OfRun):
         if self.graph is None or entry == LOSS:
             return None
         known = self.graph.tensors
-        return known.get(entry) or next((one for one in known.values() if one.user_name == entry), None)
+        return known.get(entry) or next((parameter for parameter in known.values() if parameter.user_name == entry), None)
 
     def _absent(self, name: str, values: Mapping[str, Any]) -> str:
         if name == LOSS and (self.graph is not None or not self.live):
             return "'loss' is available only from the end of a batch to the end of its step"
-        named = [] if self.graph is None else [one.user_name for one in self.graph.tensors.values() if one.user_name]
+        named = [] if self.graph is None else [tensor.user_name for tensor in self.graph.tensors.values() if tensor.user_name]
         known = [LOSS, *named] if self.graph else list(values)
         hint = " Call tensor.rename(name) first, or pass the NmTensor or its unique_name." if self.graph else ""
         return f"there is no tensor {name!r}.{nearest(name, known)} The known names are {known}.{hint}"
@@ -181,4 +181,4 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _depends_on(tensor: NmTensor, graph: Graph) -> bool:
     """Return whether a tensor depends on tensors of the graph."""
-    return any(one.unique_name in graph.tensors for call in calls_for([tensor]) for one in call.inputs.values())
+    return any(source.unique_name in graph.tensors for call in calls_for([tensor]) for source in call.inputs.values())

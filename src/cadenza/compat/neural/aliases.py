@@ -1,4 +1,4 @@
-"""The modules of NeMo that only repeat names of others: one table, from which both adapters of NeMo make them."""
+"""A table of NeMo's re-exporting modules, from which both NeMo adapters create them."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ OF_0_11: Mapping[str, Homes] = {
 
 
 def provide(package: str, aliases: Mapping[str, Homes]) -> None:
-    """Make the modules of a table, and put them where ``import`` and their parents find them. Parents stand before them."""
+    """Create the modules of a table and register them with ``import`` and their parents. Parents come first."""
     for path, homes in aliases.items():
         name = f"{package}.{path}"
         parent, _, last = name.rpartition(".")
         module = ModuleType(name, f"``nemo.{path}``.")
         module.__spec__ = ModuleSpec(name, None, is_package=any(other.startswith(f"{path}.") for other in aliases))
         module.__path__ = module.__spec__.submodule_search_locations or []
-        found = {one: home for home, names in homes.items() for one in _listed(home, names)}
+        found = {name: home for home, names in homes.items() for name in _listed(home, names)}
         vars(module)["__all__"] = sorted(found)
-        for one, home in found.items():
-            setattr(module, one, getattr(import_module(f"cadenza.compat.neural.{home}"), one))
+        for alias, home in found.items():
+            setattr(module, alias, getattr(import_module(f"cadenza.compat.neural.{home}"), alias))
         sys.modules[name] = module
         vars(sys.modules[parent]).setdefault(last, module)  # the function `deprecated` of `utils.decorators` stays
 

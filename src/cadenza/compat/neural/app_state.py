@@ -11,7 +11,7 @@ from cadenza.compat.neural.tensors import LIVE_MODULES, NeuralModule
 
 
 class Modules:
-    """The modules that exist now. Nothing here keeps a module alive."""
+    """The existing modules, held by weak references."""
 
     def __iter__(self) -> Iterator[NeuralModule]:
         return iter(sorted(LIVE_MODULES, key=lambda module: module.name))
@@ -47,7 +47,7 @@ class AppState:
 
     @property
     def modules(self) -> Modules:
-        """The modules that exist now."""
+        """The existing modules."""
         return Modules()
 
     @property

@@ -96,15 +96,15 @@ def axes_of(given: Sequence[str | AxisType]) -> tuple[AxisType, ...]:
     Raises:
         ValueError: One is neither, names and axes are mixed, or a list follows a dimension of a tensor.
     """
-    for one in given:
-        if not isinstance(one, str | AxisType):
-            raise ValueError(f"an axis must be a name such as 'B', or an AxisType; got {one!r}")
-    axes = [one for one in given if isinstance(one, AxisType)]
+    for axis in given:
+        if not isinstance(axis, str | AxisType):
+            raise ValueError(f"an axis must be a name such as 'B', or an AxisType; got {axis!r}")
+    axes = [axis for axis in given if isinstance(axis, AxisType)]
     if axes and len(axes) < len(given):
         raise ValueError(f"use names or AxisTypes for all axes; got {tuple(given)!r}")
-    if any(two.is_list and not one.is_list for one, two in pairwise(axes)):
+    if any(two.is_list and not axis.is_list for axis, two in pairwise(axes)):
         raise ValueError(f"axes that are lists must stand before those of the tensor; got {tuple(given)!r}")
-    return tuple(AxisType(AxisKind.from_str(one)) if isinstance(one, str) else one for one in given)
+    return tuple(AxisType(AxisKind.from_str(axis)) if isinstance(axis, str) else axis for axis in given)
 
 
 def compared(first: Sequence[AxisType] | None, second: Sequence[AxisType] | None) -> NeuralTypeComparisonResult:
@@ -119,7 +119,7 @@ def compared(first: Sequence[AxisType] | None, second: Sequence[AxisType] | None
         return NeuralTypeComparisonResult.INCOMPATIBLE
     any_of_first = [position for position, axis in enumerate(first) if axis.kind is AxisKind.Any]
     checked = slice(any_of_first[-1] + 1 if any_of_first else 0, None)
-    if all(one.fits(other) for one, other in zip(first[checked], second[checked], strict=True)):
+    if all(axis.fits(other) for axis, other in zip(first[checked], second[checked], strict=True)):
         return NeuralTypeComparisonResult.SAME
     sizes, others = ({axis.kind: axis.size for axis in axes} for axes in (first, second))
     if sizes.keys() != others.keys():

@@ -1,8 +1,8 @@
 """NeMo's checkpoint files: ``<Module>-STEP-<n>.pt`` for each module, and ``trainer-STEP-<n>.pt``.
 
-All files of a mark appear together. Each file is written under a temporary name. Then the trainer's file is renamed, which
-commits the mark, then the other files. The trainer's file holds checksums of the others. If a process was killed between the
-renames, the next reader completes them; a mark with wrong checksums is skipped.
+All files of a mark are committed together. Each file is written under a temporary name. Then the trainer's file is renamed,
+which commits the mark, then the other files. The trainer's file holds checksums of the others. If a process was killed between
+the renames, the next reader completes them; a mark with wrong checksums is skipped.
 
 Besides NeMo's keys the trainer's file has ``cadenza``: the checksums, and the state of the run for a bit-identical resume. NeMo
 ignores this key. Reading a file never executes pickled code.
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.store import Loaded
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.neural.adapted import AdaptedRun
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.logs import logging
@@ -35,7 +36,6 @@ from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.session import session_of
 from cadenza.errors import CheckpointMismatchError
 from cadenza.files.disk import flush
-from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.optimizers import load_state
 from cadenza.status.decisions import decide
 from cadenza.status.plain import decode, encode
@@ -87,13 +87,13 @@ class Folder:
         return None
 
     def _is_there(self, file: str, sums: Mapping[str, int] | None, name: str) -> bool:
-        path, beside = self.path / file, self.path / _beside(file)
+        path, temporary = self.path / file, self.path / _temporary(file)
         if sums is None:  # written by NeMo
             return path.is_file()
         if path.is_file() and zlib.crc32(path.read_bytes()) == sums.get(name):
             return True
-        if beside.is_file() and zlib.crc32(beside.read_bytes()) == sums.get(name):
-            beside.replace(path)  # the process was killed after it committed the mark
+        if temporary.is_file() and zlib.crc32(temporary.read_bytes()) == sums.get(name):
+            temporary.replace(path)  # the process was killed after it committed the mark
             return True
         return False
 
@@ -116,17 +116,17 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             for file, content in files.items():
-                with (self.path / _beside(file)).open("wb") as stream:
+                with (self.path / _temporary(file)).open("wb") as stream:
                     stream.write(content)
                     stream.flush()
                     os.fsync(stream.fileno())
             self._sync()
         except BaseException:
             for file in files:
-                (self.path / _beside(file)).unlink(missing_ok=True)
+                (self.path / _temporary(file)).unlink(missing_ok=True)
             raise
         for file in files:
-            (self.path / _beside(file)).replace(self.path / file)
+            (self.path / _temporary(file)).replace(self.path / file)
             self._sync()  # each before the next: the first rename commits all
 
     def _sync(self) -> None:
@@ -156,7 +156,7 @@ class Folder:
             (self.path / mark.file(name)).unlink(missing_ok=True)
 
 
-def _beside(file: str) -> str:
+def _temporary(file: str) -> str:
     return f".{file}.new"
 
 
@@ -176,8 +176,8 @@ def modules_of(run: Run) -> dict[str, nn.Module]:
     if graph is None:
         model = run.model
         return {type(model).__name__: model}
-    evaluations = [one.graph for one in hooks_of(run).callbacks.values() if isinstance(one, EvaluatorCallback)]
-    parts = dict.fromkeys(chain(graph.modules(), graph.others(), *(one.modules() for one in evaluations)))
+    evaluations = [evaluator.graph for evaluator in callbacks_of(run, EvaluatorCallback)]
+    parts = dict.fromkeys(chain(graph.modules(), graph.others(), *(evaluation.modules() for evaluation in evaluations)))
     return named(parts)
 
 
@@ -292,7 +292,7 @@ def _done(run: Run, mark: Mark, step: int, epoch: int) -> Counters:
     """Return the counters of a file that NeMo itself wrote.
 
     During a training the file has the index of the current step or epoch; at the end, the number of completed ones. The file
-    does not say which. After whole epochs the number of steps decides it.
+    does not indicate which. After whole epochs, the number of steps determines it.
     """
     done = step + (mark.kind == "STEP")
     batches = run.progress.batches_per_epoch

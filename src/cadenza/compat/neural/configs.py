@@ -15,7 +15,7 @@ from cadenza.status.shown import signature_of
 from cadenza.version import __version__
 
 PACKAGES = {"nemo": "cadenza.compat.nemo"}
-"""By the first part of a class's path in a file of NeMo: the package that has this class here."""
+"""Maps the top-level package of a class in NeMo's files to the package that provides it here."""
 
 
 class Configurable:
@@ -104,7 +104,7 @@ class Configurable:
             if section_name not in content:
                 raise ImportError(f"{config_file} has no section {section_name!r}.{nearest(section_name, content)}")
             content = content[section_name]
-        if missing := [one for one in ("header", "init_params") if one not in content]:
+        if missing := [section for section in ("header", "init_params") if section not in content]:
             raise ImportError(f"{config_file} has no section {missing[0]!r}; it has {list(content)}")
         cls._class_of(content)
         return content
@@ -137,9 +137,9 @@ class Configurable:
 def is_plain(value: object) -> bool:
     """Return whether a value consists of numbers, strings, booleans, None, lists and dicts."""
     if isinstance(value, list):
-        return all(is_plain(one) for one in value)
+        return all(is_plain(item) for item in value)
     if isinstance(value, dict):
-        return all(isinstance(name, str) and is_plain(one) for name, one in value.items())
+        return all(isinstance(name, str) and is_plain(item) for name, item in value.items())
     return value is None or type(value) in (str, int, float, bool)
 
 
@@ -147,10 +147,10 @@ def _given(kind: type, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) 
     signature = signature_of(kind.__init__)  # type: ignore[misc]  # it is called for this very class
     try:
         bound = signature.bind(None, *arguments, **keywords)
-    except TypeError:  # the call of the constructor says what is wrong; a copy has no arguments
+    except TypeError:  # the constructor's call reports the error; a copy has no arguments
         return {}
     bound.apply_defaults()
-    named = [one.name for one in signature.parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    named = [parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     return {name: bound.arguments[name] for name in named[1:]}
 
 

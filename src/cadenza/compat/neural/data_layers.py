@@ -109,7 +109,7 @@ class MultiDataset(Dataset[list[Any]]):
             raise ValueError(f"combination_mode must be a DataCombination; got {combination_mode!r}")
         self.datasets: list[Any] = list(datasets)
         self.combination_mode: DataCombination = combination_mode
-        lengths = [len(one) for one in self.datasets]
+        lengths = [len(dataset) for dataset in self.datasets]
         self._zipped = combination_mode is DataCombination.ZIP
         if self._zipped and len(set(lengths)) != 1:
             raise ValueError(f"DataCombination.ZIP needs data sets of equal lengths; got {lengths}")

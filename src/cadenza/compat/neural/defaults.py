@@ -8,7 +8,7 @@ from cadenza.compat.neural.kinds import DeviceType, Optimization, default_placem
 
 
 class Factory(Protocol):
-    """The part of a factory that modules read."""
+    """The attributes of a factory that modules read."""
 
     @property
     def placement(self) -> DeviceType:

@@ -40,7 +40,7 @@ class Values(dict[str, Any]):
     """
 
     def __init__(self, tensors: Sequence[NmTensor], workers: Sequence[Mapping[str, Any]], *, shared: bool) -> None:
-        super().__init__({tensor.unique_name: [one[tensor.unique_name] for one in workers] for tensor in tensors})
+        super().__init__({tensor.unique_name: [worker[tensor.unique_name] for worker in workers] for tensor in tensors})
         self[IS_FROM_DIST_EVAL] = shared
         self._unique = {tensor.name: tensor.unique_name for tensor in tensors}
 
@@ -220,7 +220,8 @@ class EvaluatorCallback(ActionCallback):
             everyone = run.driver.gather_data(own[index] if index < len(own) else None)
             if run.is_main:
                 names = [tensor.unique_name for tensor in self.eval_tensors]
-                workers = [dict(zip(names, moved(one, run.device), strict=True)) for one in everyone if one is not None]
+                present = [moved(values, run.device) for values in everyone if values is not None]
+                workers = [dict(zip(names, values, strict=True)) for values in present]
                 self.user_iter_callback(Values(self.eval_tensors, workers, shared=True), self._global)
 
     def _results(self) -> dict[str, float]:

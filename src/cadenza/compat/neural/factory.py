@@ -26,7 +26,7 @@ class NeuralModuleFactory(Actions):
         placement: The device; None takes the best one.
         cudnn_benchmark: Let cuDNN search for the fastest kernels. Not with `random_seed`.
         random_seed: Seeds all generators now, on every rank alike, as in NeMo.
-        set_default: Let new modules take their device from this factory.
+        set_default: Use this factory's device for new modules.
         log_dir: The work directory; None writes nothing.
         checkpoint_dir: The folder of checkpoints; None: ``checkpoints`` in the work directory.
         tensorboard_dir: The folder of event files; None: ``tensorboard`` in the work directory.
@@ -84,12 +84,12 @@ class NeuralModuleFactory(Actions):
 
     @staticmethod
     def set_default_factory(factory: NeuralModuleFactory) -> None:
-        """Let new modules take their device from this factory."""
+        """Use this factory's device for new modules."""
         set_default_factory(factory)
 
     @staticmethod
     def reset_default_factory() -> None:
-        """Let new modules take the best device."""
+        """Use the best device for new modules."""
         set_default_factory(None)
 
     @property
@@ -108,7 +108,7 @@ class NeuralModuleFactory(Actions):
         return logging
 
     def deployment_export(self, module: Any, output: str, *arguments: Any, **options: Any) -> NoReturn:
-        """Refuse: PyTorch exports a trained module."""
+        """Raise an error, since PyTorch exports trained modules."""
         raise NotImplementedError(
             f"deployment_export is not available. Call module.save_to({output!r}) for the weights, or torch.onnx.export or "
             "torch.export.export for another format; force_pt=True calls the module with tensors."

@@ -56,7 +56,7 @@ class Inference:
         batches: list[list[Any]] = []
 
         def compute(_: nn.Module, batch: Any) -> dict[str, Any]:
-            values = {name: one for name, one in batch.items() if name not in names} if use_cache else graph.read(batch)
+            values = {name: value for name, value in batch.items() if name not in names} if use_cache else graph.read(batch)
             graph.compute(values, tensors)
             if cache:
                 self._kept.append(moved(values, torch.device("cpu")) if offload else values)
@@ -70,7 +70,7 @@ class Inference:
         trainer.evaluate(loader, name="infer", compute=compute)
         if driver.world_size > 1:
             ranks = driver.gather_data(batches)
-            batches = [one[index] for index in range(max(map(len, ranks))) for one in ranks if index < len(one)]
+            batches = [rank[index] for index in range(max(map(len, ranks))) for rank in ranks if index < len(rank)]
         return [[batch[index] for batch in batches] for index in range(len(tensors))] if driver.is_main else None
 
     def _check(self, cache: bool, use_cache: bool, driver: Driver) -> None:
@@ -109,7 +109,7 @@ def restore(
     if wanted is None:
         wanted = [module for module in Graph(tensors).modules() if module.num_weights > 0]
     for module in wanted:
-        name = next((name for name, one in files.items() if one is module), str(module))
+        name = next((name for name, file in files.items() if file is module), str(module))
         _, file = newest(name, folder, pattern)
         logging.info("Restoring %s from %s", name, Path(file).name)
         module.restore_from(file)

@@ -37,7 +37,7 @@ class Optimization(Enum):
         """
         if isinstance(level, Optimization):
             return level
-        names = {f"O{one.value}": one for one in Optimization}
+        names = {f"O{level.value}": level for level in Optimization}
         if level not in names:
             raise ValueError(f"optimization_level must be one of {', '.join(names)}, or an Optimization; got {level!r}")
         return names[level]
@@ -76,7 +76,7 @@ class ModuleType(Enum):
 
 
 class WeightShareTransform(Enum):
-    """How a weight is changed when modules share it."""
+    """The transformation of a weight shared between modules."""
 
     SAME = 0
     TRANSPOSE = 1

@@ -140,7 +140,7 @@ class Logger(_logging.LoggerAdapter[_logging.Logger]):
 
     def keep_in(self, file: Path) -> None:
         """Write messages to a file from now on, and no longer to the file of an earlier factory."""
-        for earlier in [one for one in self.logger.handlers if isinstance(one, _File)]:
+        for earlier in [handler for handler in self.logger.handlers if isinstance(handler, _File)]:
             self.logger.removeHandler(earlier)
             earlier.close()
         self._add_file(_File(file, delay=True, encoding="utf-8"))

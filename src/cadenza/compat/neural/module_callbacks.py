@@ -60,7 +60,7 @@ class ModuleSaverCallback(ActionCallback):
 
     def _save(self) -> list[Path]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        files = [self.folder / f"{one}_{one.unique_instance_id}-STEP-{self.step}.pt" for one in self.modules]
+        files = [self.folder / f"{module}_{module.unique_instance_id}-STEP-{self.step}.pt" for module in self.modules]
         for module, file in zip(self.modules, files, strict=True):
             module.save_to(str(file))
             logging.info("Saved module %s in %s", module, file)
@@ -139,7 +139,7 @@ class ValueSetterCallback(ActionCallback):
     Args:
         module: The module, or any other object.
         arg_name: The name of the attribute.
-        policies: What value it has in which steps, without gaps; None keeps its value. After the last step it does not change.
+        policies: Its value for each range of steps, without gaps; None keeps its value. It is constant after the last step.
         total_steps: The number of steps of the training.
         tb_writer: A SummaryWriter, which gets the scalar ``param/<Class>.<arg_name>`` for each step.
 
@@ -163,11 +163,11 @@ class ValueSetterCallback(ActionCallback):
             raise ValueError(f"total_steps must be the number of steps of the training; got {total_steps!r}")
         value = getattr(module, arg_name)  # an error now if there is none
         self.policies: list[StepPolicy] = [
-            _whole(one, total_steps) for one in policies or [StepPolicy(_Const(value), 0.0, 1.0)]
+            _whole(policy, total_steps) for policy in policies or [StepPolicy(_Const(value), 0.0, 1.0)]
         ]
-        starts = [one.start for one in self.policies]
-        if starts != [0, *(one.end for one in self.policies[:-1])] or self.policies[-1].end != total_steps:
-            covered = ", ".join(f"{one.start} to {one.end}" for one in self.policies)
+        starts = [policy.start for policy in self.policies]
+        if starts != [0, *(policy.end for policy in self.policies[:-1])] or self.policies[-1].end != total_steps:
+            covered = ", ".join(f"{policy.start} to {policy.end}" for policy in self.policies)
             raise ValueError(f"the policies must cover the steps 0 to {total_steps} without gaps; they cover {covered}")
         self.module: Any = module
         self.arg_name: str = arg_name
@@ -175,7 +175,7 @@ class ValueSetterCallback(ActionCallback):
         self.tb_writer: Any = tb_writer
 
     def on_iteration_start(self) -> None:
-        policy = next((one for one in self.policies if self.step < one.end), None)
+        policy = next((policy for policy in self.policies if self.step < policy.end), None)
         if policy is None:
             return
         value = policy.method(self.step - int(policy.start), int(policy.end - policy.start))

@@ -97,7 +97,7 @@ class TrainableNM(NeuralModule, nn.Module):
 class NonTrainableNM(NeuralModule):
     """A module without weights. A subclass defines ``input_ports``, ``output_ports`` and ``forward``.
 
-    Gradients flow through it, as in NeMo 0.11. Through the one of NeMo 0.10 no gradient flows.
+    Gradients flow through it, as in NeMo 0.11. In NeMo 0.10, no gradient flows through them.
     """
 
     _module_type = ModuleType.nontrainable

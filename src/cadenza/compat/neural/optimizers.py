@@ -40,7 +40,7 @@ ABSENT = {
     "fused_novograd": "Use 'novograd'. Apex's FusedNovoGrad also corrects the bias and decays the weights inside the moment.",
     "fused_lamb": "Pass a LAMB optimizer as an object.",
 }
-"""NeMo's names that need Apex, and what to use."""
+"""NeMo's names that need Apex, and their replacements."""
 
 _WITH_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
@@ -106,7 +106,7 @@ def built(optimizer: str | Optimizer, parameters: Iterable[Parameter], params: M
     if "luc_eta" in settings:
         settings["luc_trust"] = settings.pop("luc_eta")
     weights = list(parameters)  # frozen ones too, as in NeMo: UnfreezeCallback may unfreeze them during the training
-    if not any(one.requires_grad for one in weights):
+    if not any(weight.requires_grad for weight in weights):
         raise ValueError("no module has a trainable weight; call unfreeze() on one of them")
     if kind in _WITH_FUSED:
         settings["fused"] = (

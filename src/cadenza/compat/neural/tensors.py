@@ -1,4 +1,4 @@
-"""A graph: neural modules, their calls, and the tensors that the calls give. Nothing is computed here."""
+"""A graph of neural modules, their calls, and the resulting tensors. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COUNTS: Counter[str] = Counter()  # for default names alone; two modules may ha
 _CALLS = count()
 
 LIVE_MODULES: WeakSet[NeuralModule] = WeakSet()
-"""For `AppState` alone. It keeps no module alive."""
+"""Used only by `AppState`. It holds weak references."""
 
 
 class StepModulePort(NamedTuple):
@@ -58,17 +58,17 @@ class Call:
         made = [NmTensor(self, port, type) for port, type in outputs.items()]
         self.made: list[NmTensor] | None = made
         """The tensors of its outputs, until they are returned to the user."""
-        self.names: list[tuple[str, str]] = [(one.output_port_name, one.unique_name) for one in made]
+        self.names: list[tuple[str, str]] = [(tensor.output_port_name, tensor.unique_name) for tensor in made]
         """The port and the unique name of each output, in order."""
-        self._outputs = [ref(one) for one in made]
+        self._outputs = [ref(tensor) for tensor in made]
         for tensor in dict.fromkeys(self.inputs.values()):  # each once, though it may go into two ports
             tensor._uses.append(ref(self))
-            tensor.consumers += [self.port(port) for port, one in self.inputs.items() if one is tensor]
+            tensor.consumers += [self.port(port) for port, source in self.inputs.items() if source is tensor]
 
     @property
     def outputs(self) -> list[NmTensor]:
-        """Those of its outputs that the user, or another call, still refers to."""
-        return [tensor for one in self._outputs if (tensor := one()) is not None]
+        """Its outputs that the user or another call still references."""
+        return [tensor for output in self._outputs if (tensor := output()) is not None]
 
     def port(self, name: str) -> StepModulePort:
         """Return one of its ports."""
@@ -78,7 +78,7 @@ class Call:
 class NmTensor(NeuralType):
     """A description of a value that a module will compute; it holds no data. It has the type of its port.
 
-    It refers to its call, and a call to its inputs; the other way round weakly. There is no registry.
+    It references its call, and a call its inputs; reverse references are weak. There is no registry.
     """
 
     def __init__(self, call: Call, port: str, ntype: NeuralType) -> None:
@@ -88,7 +88,7 @@ class NmTensor(NeuralType):
         self.output_port_name: str = port
         self._uses: list[ref[Call]] = []
         self.consumers: list[StepModulePort] = []
-        """The input ports that it goes to, in the order of the calls."""
+        """The input ports that consume it, in call order."""
         self.unique_name: str = f"{port}~~~{call.module.name}~~~{uuid.uuid4()}"
         """Unique and constant."""
         self.user_name: str | None = None
@@ -102,7 +102,7 @@ class NmTensor(NeuralType):
     @property
     def uses(self) -> list[Call]:
         """The calls that need it."""
-        return [call for one in self._uses if (call := one()) is not None]
+        return [call for reference in self._uses if (call := reference()) is not None]
 
     @property
     def producer(self) -> NeuralModule:
@@ -164,7 +164,7 @@ def tensor_list(name: str, given: object) -> list[NmTensor]:
         TypeError: It is neither.
     """
     tensors = [given] if isinstance(given, NmTensor) else given
-    if isinstance(tensors, list | tuple) and all(isinstance(one, NmTensor) for one in tensors):
+    if isinstance(tensors, list | tuple) and all(isinstance(tensor, NmTensor) for tensor in tensors):
         return list(tensors)
     raise TypeError(f"{name} must be a list of NmTensors, which calls of modules return; got {given!r}")
 
@@ -195,8 +195,8 @@ def _needed(tensor: NmTensor, known: set[str], done: set[Call]) -> Iterator[Call
     if tensor.unique_name in known or call in done:
         return
     done.add(call)
-    for one in call.inputs.values():
-        yield from _needed(one, known, done)
+    for source in call.inputs.values():
+        yield from _needed(source, known, done)
     yield call
 
 
@@ -235,10 +235,10 @@ class NeuralModule(Configurable):
         return {}
 
     @abstractmethod
-    def _compute_outputs(self, **values: Any) -> Any:  # not a public name, which a subclass may use for its own attribute
+    def _compute_outputs(self, **values: Any) -> Any:  # private, since a subclass may use the public name for an attribute
         """Compute the outputs, in the order of the ports."""
 
-    # -- facts ------------------------------------------------------------------------------------------
+    # -- attributes ------------------------------------------------------------------------------------------
 
     @property
     def type(self) -> Any:  # not ModuleType: nn.Module has a method of this name
@@ -259,7 +259,7 @@ class NeuralModule(Configurable):
         """The default factory; None without one."""
         return default_factory()
 
-    # Private names of NeMo's base class, which modules of its users read.
+    # private names of NeMo's base class that user modules read
 
     @property
     def _factory(self) -> Factory | None:
@@ -328,7 +328,7 @@ class NeuralModule(Configurable):
     def tie_weights_with(
         self, module: Any, weight_names: Iterable[str], name2name_and_transform: Renames | None = None
     ) -> None:
-        """Use weights of another module instead of its own."""
+        """Use weights of another module."""
 
     def save_to(self, path: str) -> None:
         """Write its weights to a file."""
@@ -382,4 +382,4 @@ def _with_default(module: NeuralModule) -> set[str]:
     """Return the inputs that have a default: a call may leave them out, even if their ports are not optional."""
     compute = getattr(module, "forward", None) or getattr(module, "_loss_function", None)
     known = {} if compute is None else signature_of(compute).parameters
-    return {name for name, one in known.items() if one.default is not Parameter.empty}
+    return {name for name, parameter in known.items() if parameter.default is not Parameter.empty}

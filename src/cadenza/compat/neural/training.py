@@ -163,7 +163,7 @@ def model_of(tensors: Sequence[NmTensor]) -> GraphModel:
 def in_order(pairs: Sequence[Pair], created: Sequence[Optimizer]) -> list[Optimizer]:
     """Return the optimizers of the pairs, each once: those of `created` in its order, as in NeMo's files, then the others."""
     used = dict.fromkeys(optimizer for optimizer, _ in pairs)
-    return [one for one in dict.fromkeys([*created, *used]) if one in used]
+    return [tensor for tensor in dict.fromkeys([*created, *used]) if tensor in used]
 
 
 def pairs_of(tensors: Sequence[Any]) -> list[Pair]:
@@ -174,16 +174,16 @@ def pairs_of(tensors: Sequence[Any]) -> list[Pair]:
     """
     if isinstance(tensors, NmTensor | str) or not tensors:
         raise TypeError(f"tensors_to_optimize must be a list of losses; got {tensors!r}")
-    if all(isinstance(one, NmTensor) for one in tensors):
+    if all(isinstance(tensor, NmTensor) for tensor in tensors):
         return []
     pairs: list[Pair] = []
-    for one in tensors:
-        match one:
+    for tensor in tensors:
+        match tensor:
             case (Optimizer() as optimizer, [*losses]) if losses and all(isinstance(loss, NmTensor) for loss in losses):
                 pairs.append((optimizer, losses))
             case _:
                 raise TypeError(
                     f"tensors_to_optimize must be a list of losses, or of pairs (optimizer, [loss, ...]) with an optimizer of "
-                    f"nf.create_optimizer; got {one!r} in it"
+                    f"nf.create_optimizer; got {tensor!r} in it"
                 )
     return pairs

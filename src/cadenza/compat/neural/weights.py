@@ -48,7 +48,7 @@ def _copy(module: nn.Module, name: str, weight: Tensor) -> None:
 
 
 def tie_weights(module: nn.Module, other: nn.Module, names: Iterable[str], renames: Renames | None = None) -> None:
-    """Let a module use weights of another one. Each is one parameter afterwards, which both modules train.
+    """Make a module use weights of another module. Each then becomes a single parameter that both train.
 
     Raises:
         KeyError: One of the modules has no such weight.

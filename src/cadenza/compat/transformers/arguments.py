@@ -1,12 +1,12 @@
-"""The ``args`` of events: the ``TrainingArguments`` that a run was made of, or a view of a native run with their names."""
+"""The ``args`` of events: the ``TrainingArguments`` of a run, or a view of a native run with the same names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cadenza.compat.transformers.arguments_view import ArgumentsView
-from cadenza.compat.transformers.given import Given, given_in
+from cadenza.compat.transformers.fixed_arguments import FixedArguments, fixed_arguments_of
 from cadenza.errors import AdapterError, nearest
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.status.shown import brief
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Arguments(Given):
-    """The ``args`` that callbacks of transformers receive. Put one into the list of callbacks.
+class Arguments(FixedArguments):
+    """The ``args`` that callbacks of transformers receive. Add one to the list of callbacks.
 
     Args:
         arguments: A ``TrainingArguments``, which callbacks receive unchanged. None: a view of the native run.
@@ -49,12 +49,12 @@ def arguments_of(run: Run) -> Any:
     """Return the ``args`` of events in a run.
 
     Raises:
-        AdapterError: The list has two `Arguments`, or a field does not exist, or a callback needs one that is not given.
+        AdapterError: The list has two `Arguments`, a field does not exist, or a callback needs a field that is missing.
     """
-    several = [name for name, one in hooks_of(run).callbacks.items() if isinstance(one, Given)]
+    several = [name for name, callback in hooks_of(run).callbacks.items() if isinstance(callback, FixedArguments)]
     if len(several) > 1:
         raise AdapterError(f"callbacks has several Arguments(...): {', '.join(several)}. Keep one.")
-    given = given_in(run)
+    given = fixed_arguments_of(run)
     if given is not None and given.arguments is not None:
         return given.arguments
     values = given.values if isinstance(given, Arguments) else {}
@@ -71,14 +71,14 @@ def _check_fields(values: Mapping[str, Any]) -> None:
 
     known = [field.name for field in fields(TrainingArguments)]
     for name in values:
-        if name not in known and (meant := nearest(name, known)):  # else a field of another trainer's arguments
+        if name not in known and (meant := nearest(name, known)):  # otherwise a field of another trainer's arguments
             raise AdapterError(f"Arguments({name}=...): TrainingArguments has no field {name!r}.{meant}")
 
 
 def _check_best(run: Run, view: ArgumentsView) -> None:
-    needs: Callable[[Any], bool] = lambda one: any(base.__name__ == "EarlyStoppingCallback" for base in type(one).__mro__)  # noqa: E731
-    callbacks = [getattr(one, "callback", None) for one in hooks_of(run).callbacks.values()]
-    if view.metric_for_best_model is None and any(map(needs, callbacks)):
+    callbacks = [getattr(callback, "callback", None) for callback in hooks_of(run).callbacks.values()]
+    classes = {base.__name__ for callback in callbacks for base in type(callback).__mro__}
+    if view.metric_for_best_model is None and "EarlyStoppingCallback" in classes:
         raise AdapterError(
             "EarlyStoppingCallback needs args.metric_for_best_model, but no callback of the list watches a result. Add "
             'Arguments(metric_for_best_model="loss") of cadenza.compat.transformers, or '

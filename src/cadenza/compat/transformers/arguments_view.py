@@ -16,6 +16,7 @@ from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.callbacks.evaluate import Evaluate
 from cadenza.callbacks.log_training import LogTraining
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.compat.adapter.view import View, refuse
 from cadenza.compat.transformers.logs import evaluation_prefix
 from cadenza.engine.monitor import monitors_in
@@ -44,11 +45,11 @@ _OFF: Mapping[str, Any] = {
     "eval_delay": 0,
     "log_level": "passive",
 }
-"""Fields with one value in each native run: what it does not do, and what its callbacks do instead."""
+"""Fields with a constant value in native runs, which lack the feature or provide it through callbacks."""
 
 
 class argument(property):  # noqa: N801  # used as `property` is
-    """A field of the view. A value of `Arguments` replaces it."""
+    """A field of the view, which a value of `Arguments` overrides."""
 
     def __get__(self, view: Any, kind: type | None = None, /) -> Any:
         name = getattr(self.fget, "__name__", "")
@@ -56,7 +57,7 @@ class argument(property):  # noqa: N801  # used as `property` is
 
 
 class ArgumentsView(View):
-    """The ``args`` of a run that was not made of ``TrainingArguments``.
+    """The ``args`` of a run without ``TrainingArguments``.
 
     Args:
         run: The run.
@@ -91,7 +92,7 @@ class ArgumentsView(View):
             return values[name] if name in values else _OFF[name]
         refuse(self._run, self, name, "reads", advice=self._advice(name))
 
-    # -- where and how long ------------------------------------------------------------------------
+    # -- directory and limits ------------------------------------------------------------------------
 
     @argument
     def output_dir(self) -> str:
@@ -180,7 +181,7 @@ class ArgumentsView(View):
     @argument
     def max_grad_norm(self) -> float:
         """The norm of `ClipGradients`; 0 without one."""
-        found = [one.max_norm for one in self._all(ClipGradients) if one.max_norm is not None]
+        found = [clip.max_norm for clip in callbacks_of(self._run, ClipGradients) if clip.max_norm is not None]
         return found[0] if found else 0.0
 
     @argument
@@ -238,7 +239,7 @@ class ArgumentsView(View):
 
     @argument
     def greater_is_better(self) -> bool | None:
-        """Whether this result is to be large; without one, for another result than a loss."""
+        """Whether larger values of this result are better; by default, unless it is a loss."""
         watched, best = self.metric_for_best_model, self._best
         if "metric_for_best_model" in self._values or best is None:
             return None if watched is None else not watched.endswith("loss")
@@ -247,8 +248,8 @@ class ArgumentsView(View):
     @argument
     def load_best_model_at_end(self) -> bool:
         """Whether `BestWeights` or `EarlyStopping` loads the best weights at the end."""
-        stopping = any(one.best is not None for one in self._all(EarlyStopping))
-        return stopping or any(one.restore for one in self._all(BestWeights))
+        stopping = any(callback.best is not None for callback in callbacks_of(self._run, EarlyStopping))
+        return stopping or any(callback.restore for callback in callbacks_of(self._run, BestWeights))
 
     # -- processes ---------------------------------------------------------------------------------
 
@@ -299,7 +300,7 @@ class ArgumentsView(View):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields with plain values. ``output_dir`` is None without a directory."""
-        names = [name for name, one in vars(ArgumentsView).items() if isinstance(one, argument)]
+        names = [name for name, attribute in vars(ArgumentsView).items() if isinstance(attribute, argument)]
         here = self._run.info.directory is not None or "output_dir" in self._values
         values = {name: getattr(self, name) if here or name != "output_dir" else None for name in names}
         merged = {**_OFF, **values, **self._values}
@@ -332,7 +333,7 @@ class ArgumentsView(View):
         given = {name: value for name in (*names, *numbers) if (value := getattr(self, name)) is not None}
         return TrainingArguments(output_dir=self.output_dir, report_to="none", use_cpu=self.device.type == "cpu", **given)
 
-    # -- where they come from ----------------------------------------------------------------------
+    # -- sources ----------------------------------------------------------------------
 
     @property
     def _group(self) -> Mapping[str, Any]:
@@ -342,25 +343,22 @@ class ArgumentsView(View):
     def _best(self) -> Mapping[str, str] | None:
         return next(iter(monitors_in(hooks_of(self._run))), None)
 
-    def _all(self, kind: type[Any]) -> list[Any]:
-        return [one for one in hooks_of(self._run).callbacks.values() if isinstance(one, kind)]
-
     def _first(self, kind: type[Any]) -> Any:
-        return next(iter(self._all(kind)), None)
+        return next(iter(callbacks_of(self._run, kind)), None)
 
     def _schedule(self, kind: type[Any]) -> Schedule | None:
         return getattr(self._first(kind), "every", None)
 
 
 def local_rank(run: Run) -> int:
-    """Return the rank of this process on its machine, as torchrun says it."""
+    """Return the rank of this process on its machine, as set by torchrun."""
     import os
 
     return int(os.environ.get("LOCAL_RANK", "0")) if run.driver.world_size > 1 else 0
 
 
 def _cadence(schedule: Schedule | None) -> tuple[str, int | None]:
-    """Return the strategy of transformers for a schedule, and its steps. Those of other schedules are never due."""
+    """Return the strategy of transformers for a schedule, and its steps. Other schedules are reported as never due."""
     if schedule is None:
         return "", None
     if isinstance(schedule, Every) and schedule.unit == "step":

@@ -13,7 +13,7 @@ _SPEEDS = ("_runtime", "_per_second")
 
 
 def note_best(state: Any, args: Any, metrics: Mapping[str, Any], prefix: str, evaluations: Collection[str]) -> None:
-    """Note a result in ``state`` if it is the best of those that ``args.metric_for_best_model`` names.
+    """Record the result named by ``args.metric_for_best_model`` in ``state`` if it is the best so far.
 
     Args:
         state: The ``TrainerState``.
@@ -23,7 +23,7 @@ def note_best(state: Any, args: Any, metrics: Mapping[str, Any], prefix: str, ev
         evaluations: The names of all evaluations of the run.
 
     Raises:
-        MonitorError: This evaluation does not report the result, and neither can another one.
+        MonitorError: No evaluation can report the result.
     """
     watched = args.metric_for_best_model
     if watched is None:
@@ -45,7 +45,7 @@ def note_best(state: Any, args: Any, metrics: Mapping[str, Any], prefix: str, ev
 def _check_other(watched: str, whole: str, metrics: Mapping[str, Any], prefix: str, evaluations: Collection[str]) -> None:
     """Check that another evaluation reports the result: the one with the longest prefix that fits."""
     prefixes = {evaluation_prefix(name, evaluations) for name in evaluations}
-    fitting = [one for one in prefixes if whole.startswith(f"{one}_")]
+    fitting = [prefix for prefix in prefixes if whole.startswith(f"{prefix}_")]
     if fitting and max(fitting, key=len) != prefix:
         return
     reported = [name for name in metrics if name.startswith("eval") and not name.endswith(_SPEEDS)]

@@ -13,9 +13,9 @@ from cadenza.compat.adapter.event import Event
 from cadenza.compat.adapter.foreign import ForeignCallback
 from cadenza.compat.transformers.companions import Control, State
 from cadenza.compat.transformers.events import EVENTS
+from cadenza.compat.transformers.fixed_arguments import FixedArguments
 from cadenza.compat.transformers.flags import COLLECTIVE, flags_of
 from cadenza.compat.transformers.flow import Flow, exports
-from cadenza.compat.transformers.given import Given
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
@@ -35,21 +35,22 @@ class TransformersCallback(ForeignCallback):
     events: ClassVar[Mapping[str, Event]] = EVENTS
 
     flow: Flow
-    """What all callbacks of transformers in a list share; see `companions`."""
+    """The state shared by all transformers callbacks in a list; see `companions`."""
 
     def __init__(self, callback: Any, base: type[Any]) -> None:
         super().__init__(callback, base)
         self.flow = Flow()
         self._restored: dict[str, tuple[Any, Any]] = {}
         events = self.overridden()
-        self.shows_progress: bool = any(one.__name__ in _PROGRESS for one in type(callback).__mro__)
+        self.shows_progress: bool = any(base.__name__ in _PROGRESS for base in type(callback).__mro__)
         self.after: Relation = (Phase.CLIP,) if "on_pre_optimizer_step" in events else ()
         early = {Phase.SCHEDULE: {"on_optimizer_step"}, Phase.EVALUATE: {"on_step_end", "on_epoch_end"}}
         self.before: Relation = tuple(phase for phase, names in early.items() if names.intersection(events))
 
     def surface(self, hooks: Hooks) -> Surface | None:
-        """Return what the callback uses, with the ``args`` that the list gives to callbacks of transformers."""
-        found, given = super().surface(hooks), next((one for one in hooks.callbacks.values() if isinstance(one, Given)), None)
+        """Return the callback's surface, with the ``args`` that the list provides."""
+        found = super().surface(hooks)
+        given = next((callback for callback in hooks.callbacks.values() if isinstance(callback, FixedArguments)), None)
         if found is None or given is None:
             return found
         values = getattr(given, "values", {})
@@ -57,20 +58,21 @@ class TransformersCallback(ForeignCallback):
 
     @classmethod
     def companions(cls, callbacks: list[Any]) -> list[Any]:
-        """Return the list with the two callbacks that its callbacks of transformers share, if any of these has a hook."""
-        members = [one for one in callbacks if isinstance(one, cls)]
-        present = next((one for one in callbacks if isinstance(one, State)), None)
+        """Return the list with the two shared callbacks added, if any of its transformers callbacks has a hook."""
+        members = [callback for callback in callbacks if isinstance(callback, cls)]
+        present = next((callback for callback in callbacks if isinstance(callback, State)), None)
         flow = Flow() if present is None else present.flow
-        for one in members:
-            one.flow = flow
+        for member in members:
+            member.flow = flow
         flow.members = members
-        flags = {id(one): flags_of(one) for one in members}
+        flags = {id(member): flags_of(member) for member in members}
         flow.asks = any(flags.values())
         flow.reads = any(not named.isdisjoint(("should_evaluate", "should_save")) for named in flags.values())
-        alike = [one for one in members if type(one.callback).__name__ == "DefaultFlowCallback"]  # the same on all ranks
-        flow.may_differ = any(flags[id(one)].intersection(COLLECTIVE) for one in members if one not in alike)
-        if present is not None:  # of another trainer's list, to which callbacks were added
-            return [*(one for one in callbacks if not isinstance(one, Control)), Control(flow)]
+        # its flags are equal on all ranks
+        alike = [member for member in members if type(member.callback).__name__ == "DefaultFlowCallback"]
+        flow.may_differ = any(flags[id(member)].intersection(COLLECTIVE) for member in members if member not in alike)
+        if present is not None:  # from the list of another trainer, to which callbacks were added
+            return [*(callback for callback in callbacks if not isinstance(callback, Control)), Control(flow)]
         return [State(flow), *callbacks, Control(flow)] if any(map(_has_hook, members)) else callbacks
 
     def listeners(self) -> list[Listener]:
@@ -97,8 +99,8 @@ class TransformersCallback(ForeignCallback):
             return dict(self.callback.state())
         self.warn_of_left_out()
         changed = changed_since(self._at_start, self.callback).keys() | self._restored.keys()
-        now = {name: one for name, one in vars(self.callback).items() if name in changed and not _is_of_model(one)}
-        return {name: one for name, one in plain_attributes(self.callback).items() if name in now}
+        now = {name: value for name, value in vars(self.callback).items() if name in changed and not _is_of_model(value)}
+        return {name: attribute for name, attribute in plain_attributes(self.callback).items() if name in now}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if exports(self.callback):
@@ -109,9 +111,9 @@ class TransformersCallback(ForeignCallback):
 
 
 def _is_of_model(value: object) -> bool:
-    """Return whether an attribute holds parameters: of the model, which the new process has made again."""
+    """Return whether an attribute holds parameters of the model, which the new process recreates."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(one, nn.Parameter) for one in parts)
+    return any(isinstance(part, nn.Parameter) for part in parts)
 
 
 def _has_hook(adapter: TransformersCallback) -> bool:

@@ -1,4 +1,4 @@
-"""The two callbacks that the callbacks of transformers in a list share: one before them, and one after all others."""
+"""The two callbacks shared by the transformers callbacks in a list: one before them and one after all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class State(BaseCallback):
-    """Keeps ``state``, ``control`` and the other arguments of events up to date. It comes first in the list.
+    """Updates ``state``, ``control`` and the other event arguments. It comes first in the list.
 
     Args:
         flow: What the callbacks share.
@@ -51,7 +51,7 @@ class State(BaseCallback):
 
     def _begin_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         flow = self.flow
-        if not flow.is_of(run):  # of Trainer.evaluate or Trainer.predict, which have a run of their own
+        if not flow.is_of(run):  # Trainer.evaluate or Trainer.predict, which create a separate run
             self._outer = dict(vars(flow)) if flow.opened else {}
             flow.open(run, alone=True)
         flow.keywords["eval_dataloader"] = evaluation.loader
@@ -68,14 +68,14 @@ class State(BaseCallback):
         self._outer = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return self.flow.state_dict() if self.flow.opened else {}  # there is none in a run that is over already
+        return self.flow.state_dict() if self.flow.opened else {}  # missing in a run that is already complete
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.flow.load_state_dict(state)
 
 
 class Control(BaseCallback):
-    """Makes requests of the flags of ``control``. It comes last in the list.
+    """Turns flags of ``control`` into requests. It comes last in the list.
 
     Args:
         flow: What the callbacks share.

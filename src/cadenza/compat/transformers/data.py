@@ -22,8 +22,8 @@ class Data:
 
     Args:
         arguments: The ``TrainingArguments``.
-        model: The model. Its ``forward`` says which columns stay.
-        collator: The collator; None takes that of their trainer.
+        model: The model. Its ``forward`` determines the kept columns.
+        collator: The collator; None takes transformers' default.
         processing_class: The tokenizer or processor.
     """
 
@@ -86,20 +86,20 @@ class Data:
         return sampler(group, dataset=dataset, lengths=kept, model_input_name=first, generator=generator)
 
     def _without_unused_columns(self, dataset: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Return a data set without the columns that the model does not take, and the collator for it."""
+        """Return a data set without columns unknown to the model, and its collator."""
         if not self.arguments.remove_unused_columns:
             return dataset, self.collator
         named = getattr(dataset, "column_names", None)
         if isinstance(named, list) and hasattr(dataset, "remove_columns"):  # of the package datasets
-            kept = [one for one in named if one in self.columns]
+            kept = [column for column in named if column in self.columns]
             if not kept:
                 raise no_columns(self._model_name, self.columns, named)
-            return dataset.remove_columns([one for one in named if one not in kept]), self.collator
+            return dataset.remove_columns([column for column in named if column not in kept]), self.collator
         return dataset, UsedColumns(self.collator, self.columns, self._model_name)
 
 
 class UsedColumns:
-    """A collator for samples without the entries that the model does not take."""
+    """A collator that drops entries unknown to the model."""
 
     def __init__(self, collator: Callable[[Any], Any], columns: Iterable[str], model: str = "the model") -> None:
         self.collator: Callable[[Any], Any] = collator
@@ -107,7 +107,7 @@ class UsedColumns:
         self.model: str = model
 
     def __call__(self, samples: list[Any]) -> Any:
-        return self.collator([self._used(one) for one in samples])
+        return self.collator([self._used(sample) for sample in samples])
 
     def _used(self, sample: Any) -> Any:
         if not isinstance(sample, Mapping):
@@ -119,7 +119,7 @@ class UsedColumns:
 
 
 class Stacked:
-    """The collator of their trainer without a tokenizer: it stacks samples, and an error says how to pad them."""
+    """transformers' collator without a tokenizer, with an error that explains how to pad samples."""
 
     def __call__(self, samples: list[Any]) -> Any:
         try:
@@ -135,7 +135,7 @@ class Stacked:
 
 
 def no_columns(model: str, expected: Iterable[str], got: Iterable[str]) -> DataError:
-    """Return the error for data of which the model takes nothing."""
+    """Return the error for data without any column that the model accepts."""
     return DataError(
         f"no column of the data set is an argument of {model}.forward: expected some of {[*expected]}; got {[*got]}. Rename "
         "the columns, or give TrainingArguments(remove_unused_columns=False)."
@@ -143,7 +143,7 @@ def no_columns(model: str, expected: Iterable[str], got: Iterable[str]) -> DataE
 
 
 def label_names(arguments: Any, model: nn.Module) -> list[str]:
-    """Return the names of the labels in a batch: those of the arguments, or else of the model's ``forward``."""
+    """Return the names of the labels in a batch: those of the arguments, or of the model's ``forward``."""
     given: list[str] | None = arguments.label_names
     return list(original("utils.find_labels")(type(base_model(model)))) if given is None else given
 

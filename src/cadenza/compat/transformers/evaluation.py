@@ -14,7 +14,7 @@ from cadenza.compat.transformers.originals import original
 
 
 def check_metrics(arguments: Any, compute_metrics: Callable[..., Any] | None) -> None:
-    """Check that `compute_metrics` takes what the arguments call it with.
+    """Check that `compute_metrics` accepts the arguments that `TrainingArguments` requires.
 
     Raises:
         TypeError: It does not.
@@ -22,7 +22,7 @@ def check_metrics(arguments: Any, compute_metrics: Callable[..., Any] | None) ->
     if compute_metrics is None or not arguments.batch_eval_metrics:
         return
     names = inspect.signature(compute_metrics).parameters
-    if "compute_result" not in names and not any(one.kind is one.VAR_KEYWORD for one in names.values()):
+    if "compute_result" not in names and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
         raise TypeError(
             "TrainingArguments(batch_eval_metrics=True) needs compute_metrics(prediction, compute_result); got "
             f"compute_metrics{inspect.signature(compute_metrics)}. Add the argument: it is True for the last batch."
@@ -30,14 +30,14 @@ def check_metrics(arguments: Any, compute_metrics: Callable[..., Any] | None) ->
 
 
 class Predict:
-    """Compute the loss, the predictions and the labels of a batch, as their ``prediction_step`` does.
+    """Compute the loss, the predictions and the labels of a batch, like transformers' ``prediction_step``.
 
     Args:
         arguments: The ``TrainingArguments``.
         model: The model.
         loss: The loss of the training.
         label_names: The names of the labels in a batch.
-        preprocess: ``preprocess(logits, labels)`` returns what `compute_metrics` receives as predictions.
+        preprocess: ``preprocess(logits, labels)`` returns the predictions for `compute_metrics`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Predict:
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         labels: Any = tuple(batch.get(name) for name in self.label_names)
-        labelled = bool(self.label_names) and all(one is not None for one in labels)
+        labelled = bool(self.label_names) and all(label is not None for label in labels)
         if labelled or self._has_own_loss:
             outputs = self.loss(model, batch)
         else:
@@ -71,7 +71,7 @@ class Predict:
         found = {} if outputs.get("loss") is None else {"loss": outputs["loss"].detach().mean()}
         if self._loss_only:
             return found
-        predictions: Any = tuple(one for name, one in outputs.items() if name not in self._ignored and one is not None)
+        predictions: Any = tuple(output for name, output in outputs.items() if name not in self._ignored and output is not None)
         predictions = predictions[0] if len(predictions) == 1 else predictions
         labels = (labels[0] if len(labels) == 1 else labels) if labelled else None
         if self._preprocess is not None:
@@ -86,7 +86,7 @@ class Predict:
 
 
 class ComputeMetrics:
-    """A ``compute_metrics`` of transformers as a metric: it receives the predictions and labels of all batches and ranks.
+    """A ``compute_metrics`` of transformers as a metric over the predictions and labels of all batches and ranks.
 
     Its results are those of the evaluation, such as ``eval/accuracy``.
 
@@ -106,7 +106,7 @@ class ComputeMetrics:
         self._concatenates, self._to_host_every = arguments.eval_do_concat_batches, arguments.eval_accumulation_steps
         self._by_batch = arguments.batch_eval_metrics
         self._extras = {"inputs": "inputs" in arguments.include_for_metrics, "losses": "loss" in arguments.include_for_metrics}
-        self._told: set[str] = set()
+        self._warned_of: set[str] = set()
         self.reset()
 
     def __repr__(self) -> str:
@@ -119,22 +119,22 @@ class ComputeMetrics:
         self._last: Any = None
 
     def update(self, predictions: Any, targets: Any, inputs: Any, loss: Any) -> None:
-        """Add the predictions and labels of a batch. A batch without labels is left out."""
+        """Add the predictions and labels of a batch. Batches without labels are skipped."""
         if targets is None or predictions is None:
             return
         losses = loss.repeat(_size_of(targets)) if isinstance(loss, Tensor) else None
         given = {"predictions": predictions, "label_ids": targets, "inputs": inputs, "losses": losses}
         detached, container = original("trainer_pt_utils.nested_detach"), original("trainer_pt_utils.EvalLoopContainer")
-        used = {key: detached(one) for key, one in given.items() if one is not None and self._extras.get(key, True)}
+        used = {key: detached(value) for key, value in given.items() if value is not None and self._extras.get(key, True)}
         if self._by_batch:
             if self._last is not None:
                 self.function(self._last, compute_result=False)
             self._last = _prediction(used)
             return
         self._batches += 1
-        for key, one in used.items():
+        for key, value in used.items():
             held = self._held.setdefault(key, container(self._concatenates, padding_index=-100))
-            held.add(one)
+            held.add(value)
             if self._to_host_every is not None and self._batches % self._to_host_every == 0:
                 held.to_cpu_and_numpy()
 
@@ -154,11 +154,11 @@ class ComputeMetrics:
         return {name.removeprefix(f"{self._name}_"): value for name, value in plain.items() if self._is_number(name, value)}
 
     def _is_number(self, name: str, value: Any) -> bool:
-        """Return whether a result is a number. Warn once of any other one: trackers of transformers leave it out as well."""
+        """Return whether a result is a number. Warn once about other values, which transformers' trackers drop as well."""
         if isinstance(value, int | float):
             return True
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._warned_of:
+            self._warned_of.add(name)
             warnings.warn(
                 f"compute_metrics returned {name!r}, a {type(value).__name__}: only numbers are results, so it is left out. "
                 "Return numbers, or write it to a file.",

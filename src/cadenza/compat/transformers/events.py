@@ -15,14 +15,17 @@ if TYPE_CHECKING:
 Hook = Callable[..., Any]
 
 POSITION = Progress.position_reader()
-"""Reads a position with one call."""
+"""Returns a position with a single call."""
 
 
 class Events(Callback, declares=True):
     """The events without a native moment at the same point of the run. The adapter fires them."""
 
     def on_logs(self, run: Run, logs: dict[str, Any], /) -> None:
-        """Called on every rank with values under the names of transformers. A record has native names, on the main process."""
+        """Called on every rank with values under the names of transformers.
+
+        Records have native names and exist only on the main process.
+        """
 
     def on_evaluated(self, run: Run, metrics: dict[str, Any], /) -> None:
         """Called after the results of an evaluation were logged."""

@@ -1,4 +1,4 @@
-"""What becomes of each field of ``TrainingArguments``: the table that `trainer` acts on and the guide shows."""
+"""The handling of each field of ``TrainingArguments``: the table used by `trainer` and shown in the guide."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cadenza.errors import AdapterError
 
 
 class Field(NamedTuple):
-    """What becomes of a field."""
+    """The handling of a field."""
 
     how: Literal["used", "no effect", "warning", "error"]
-    """``used``; ``no effect``, here as there or as nothing depends on it; a warning or an error if it is not the default."""
+    """``used``; ``no effect``; or a warning or an error for values other than the default."""
     says: str
 
 
@@ -24,21 +24,21 @@ def _table(name: str) -> Mapping[str, Field]:
 
 
 VERSION = "5.23"
-"""The version of transformers that the table follows."""
+"""The transformers version of the table."""
 
 FIELDS: Mapping[str, Field] = _table("fields")
-"""By name of the field, in the order of ``TrainingArguments``."""
+"""By field name, in the order of ``TrainingArguments``."""
 
 OF_SUBCLASSES: Mapping[str, Field] = _table("of_subclasses")
-"""Fields of subclasses of ``TrainingArguments`` that would change the results. Others of them are warnings."""
+"""Fields of ``TrainingArguments`` subclasses that would change results. Other such fields only warn."""
 
 
 def check_fields(arguments: Any) -> None:
-    """Warn about each field that is given and not used, or raise an error if results would differ.
+    """Warn about each unused field that is set, or raise an error if results would differ.
 
     Raises:
-        AdapterError: A field that this trainer cannot use is not the default; the message has a line for each. Or the arguments
-            are those of another version of transformers, without some fields that are used.
+        AdapterError: A field that this trainer cannot use is not the default; the message has a line for each. Or the installed
+            transformers version lacks fields that are used.
     """
     present = {field.name for field in dataclasses.fields(arguments)}
     if missing := [name for name, known in FIELDS.items() if known.how == "used" and name not in present]:
@@ -63,7 +63,7 @@ def _is_default(arguments: Any, field: dataclasses.Field[Any]) -> bool:
     value, default = getattr(arguments, field.name), field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
-    if field.name == "accelerator_config":  # TrainingArguments makes one where none is given
+    if field.name == "accelerator_config":  # TrainingArguments creates one by default
         return value is None or value == type(value)()
     return value == default or (not value and not default)
 

@@ -1,4 +1,4 @@
-"""The flags of ``control``: which of them the code of a callback may set, and their exchange between ranks."""
+"""The flags of ``control``: detection of those that a callback may set, and their synchronization between ranks."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from cadenza.drivers.base import Driver
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 IDLE = dict.fromkeys(FLAGS, False)
-"""The flags of a control with which no callback makes a request."""
+"""The flags of a control that carry no request."""
 
 COLLECTIVE = ("should_save", "should_evaluate", "should_log")
-"""The flags with an effect in which all ranks take part. One rank is enough for the others: `run.stop` and `run.end_epoch`."""
+"""The flags with a collective effect. For the others, `run.stop` and `run.end_epoch`, one rank is enough."""
 
 
 def flags_of(adapter: ForeignCallback) -> frozenset[str]:
-    """Return the flags that the code of a callback may set: those that it mentions, or all if it passes ``control`` on."""
+    """Return the flags that a callback may set: those that it mentions, or all if it passes ``control`` to other code."""
     kind: Any = type(adapter.callback)
     above = kind.__mro__[: kind.__mro__.index(adapter.base)]
     hooks = [getattr(getattr(adapter.callback, name), "__func__", None) for name in adapter.overridden()]
-    methods = [getattr(one, "__func__", one) for base in above for one in vars(base).values()]
-    functions = [inspect.unwrap(one) for one in (*hooks, *methods) if isinstance(one, FunctionType)]
-    if not all(isinstance(one, FunctionType) for one in hooks) or any(map(_passes_on, functions)):
+    methods = [getattr(attribute, "__func__", attribute) for base in above for attribute in vars(base).values()]
+    functions = [inspect.unwrap(hook) for hook in (*hooks, *methods) if isinstance(hook, FunctionType)]
+    if not all(isinstance(hook, FunctionType) for hook in hooks) or any(map(_passes_on, functions)):
         return frozenset(FLAGS)
-    return frozenset(name for one in functions for name in _names(one.__code__) if name in FLAGS)
+    return frozenset(name for function in functions for name in _names(function.__code__) if name in FLAGS)
 
 
 def of_other_ranks(driver: Driver, own: Collection[str], authors: Mapping[str, str]) -> dict[str, str]:
-    """Return the author of each collective flag that other ranks have set, and this rank has not. Every rank must call this.
+    """Return the author of each collective flag set on other ranks but not on this one. Every rank must call this.
 
     Args:
         driver: The driver of the run.
@@ -55,8 +55,8 @@ def of_other_ranks(driver: Driver, own: Collection[str], authors: Mapping[str, s
 
 
 def _passes_on(function: FunctionType) -> bool:
-    """Return whether a hook gives ``control``, the fourth of its arguments, or all of them to other code."""
-    if str(function.__module__).startswith("transformers."):  # gives it to its own methods alone
+    """Return whether a hook passes ``control``, its fourth argument, or all arguments to other code."""
+    if str(function.__module__).startswith("transformers."):  # passed only to its own methods
         return False
     code = function.__code__
     count = code.co_argcount + code.co_kwonlyargcount
@@ -73,6 +73,6 @@ def _passes_on(function: FunctionType) -> bool:
 
 def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _names(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

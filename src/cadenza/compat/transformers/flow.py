@@ -1,4 +1,4 @@
-"""What the callbacks of transformers in a list share: the arguments of events, and the work of its trainer around them."""
+"""State shared by the transformers callbacks in a list: event arguments, and the trainer's work around events."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from weakref import ref
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.clip_gradients import ClipGradients
 from cadenza.callbacks.evaluate import Evaluate
-from cadenza.compat.adapter.foreign import ForeignCallback
+from cadenza.compat.adapter.foreign import ForeignCallback, callbacks_of
 from cadenza.compat.adapter.requests import evaluate_now
 from cadenza.compat.adapter.view import OfRun
 from cadenza.compat.transformers.arguments import arguments_of
 from cadenza.compat.transformers.arguments_view import ArgumentsView, local_rank
 from cadenza.compat.transformers.best import note_best
 from cadenza.compat.transformers.events import OWN, POSITION, Events
+from cadenza.compat.transformers.fixed_arguments import fixed_arguments_of
 from cadenza.compat.transformers.flags import COLLECTIVE, FLAGS, of_other_ranks
-from cadenza.compat.transformers.given import given_in
 from cadenza.compat.transformers.logs import MOST_PENDING, NO_INPUT, SPEEDS, TrainingLogs, as_logs, prefix_of
 from cadenza.compat.transformers.saves import Saves
 from cadenza.engine.evaluation import Prediction
@@ -45,9 +45,9 @@ KEY = "transformers"
 
 
 class Flow(OfRun):
-    """The arguments of events, and the work of transformers's trainer around them: logs, the best result, requests.
+    """The event arguments and the work of transformers' trainer around events: logs, best result, requests.
 
-    One for each trainer. It is opened for each run.
+    One per trainer, opened for each run.
     """
 
     held: Callable[[], Session | None] = staticmethod(lambda: None)
@@ -61,25 +61,25 @@ class Flow(OfRun):
     def __init__(self) -> None:
         self._members: Sequence[Callable[[], ForeignCallback | None]] = ()
         self.asks: bool = True
-        """Whether one of them may set flags of ``control`` in a step."""
+        """Whether a callback may set flags of ``control`` in a step."""
         self.may_differ: bool = True
-        """Whether one of them may set, on some ranks alone, a flag with an effect in which all ranks take part."""
+        """Whether a callback may set a flag with a collective effect on only some ranks."""
         self.logs_epochs: bool = False
         """Whether the training is logged at the end of each epoch."""
         self.reads: bool = True
-        """Whether one of them may read the flags of evaluations and saves."""
+        """Whether a callback may read the flags of evaluations and saves."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Flow, ()  # copies and pickles are new: a trainer fills them
+        return Flow, ()  # copies and unpickled objects are empty until a trainer fills them
 
     @property
     def members(self) -> list[ForeignCallback]:
-        """The callbacks of transformers in the list. Each refers to the flow."""
-        return [one for member in self._members if (one := member()) is not None]
+        """The transformers callbacks in the list. Each references the flow."""
+        return [callback for member in self._members if (callback := member()) is not None]
 
     @members.setter
     def members(self, members: Sequence[ForeignCallback]) -> None:
-        self._members = [ref(one) for one in members]
+        self._members = [ref(member) for member in members]
 
     @property
     def opened(self) -> bool:
@@ -89,8 +89,8 @@ class Flow(OfRun):
     # -- the arguments of events -----------------------------------------------------------------------------------
 
     def open(self, run: Run, *, alone: bool = False) -> None:
-        """Make the arguments for a run. With `alone`, it only evaluates, and the state of the last fit stays."""
-        from transformers.trainer_callback import TrainerControl, TrainerState  # of the package of the callbacks
+        """Create the arguments for a run. With `alone`, the run only evaluates, and the state of the last fit is kept."""
+        from transformers.trainer_callback import TrainerControl, TrainerState  # from the callbacks' package
 
         fresh = not (alone and self.opened)
         super().__init__(run)
@@ -104,11 +104,11 @@ class Flow(OfRun):
         self.scheduled: set[str] = set()
         self.reported: set[str] = set()
         self.evaluating_since: float = 0.0
-        self._stops = self._ends_epoch = self._told = False
+        self._stops = self._ends_epoch = self._warned = False
         if fresh:
             self.control = TrainerControl()
             world, here = run.driver.rank == 0, local_rank(run) == 0
-            exported = [one.callback for one in self.members if exports(one.callback)]
+            exported = [member.callback for member in self.members if exports(member.callback)]
             self.state = TrainerState(
                 is_world_process_zero=world, is_local_process_zero=here, stateful_callbacks=[*exported, self.control]
             )
@@ -120,7 +120,7 @@ class Flow(OfRun):
         self.rates = run.optimizers[0].param_groups[0] if run.optimizers else {"lr": 0.0}
         self.seen: dict[str, Any] = dict(self.control.__dict__)
         self._every = 0
-        self._listeners = {id(one): _listener_of(self.session.hooks.name_of(one)) for one in self.members}
+        self._listeners = {id(member): _listener_of(self.session.hooks.name_of(member)) for member in self.members}
         self.session.hooks.fired.update(OWN)  # they are not expected in each run
 
     def begin(self, run: Run) -> None:
@@ -143,25 +143,26 @@ class Flow(OfRun):
         self._begin_logging(args)
         if not self.logs.by_batch:
             self.session.hooks.remove(Callback.on_batch_end, self.count_tokens)
-        if any("on_save" in one.overridden() for one in self.members):
+        if any("on_save" in member.overridden() for member in self.members):
             self.saves.wait()
         self.session.metrics.readers.append(self.read)
 
     def _begin_logging(self, args: Any) -> None:
-        default = any(one.__name__ == "DefaultFlowCallback" for member in self.members for one in type(member.callback).__mro__)
+        classes = {base.__name__ for member in self.members for base in type(member.callback).__mro__}
+        default = "DefaultFlowCallback" in classes
         strategy = "no" if default else str(getattr(args.logging_strategy, "value", args.logging_strategy))
         self._every = self.state.logging_steps if strategy == "steps" else 0
         self._first = not default and bool(args.logging_first_step)
         self.logs_epochs = strategy == "epoch"
 
     def begin_epoch(self, run: Run) -> None:
-        """Reset what holds for one epoch."""
+        """Reset the state of an epoch."""
         self.rate = self.rates["lr"]
         self.control.should_epoch_stop = self._ends_epoch = False
         self.seen = dict(self.control.__dict__)
 
     def count_tokens(self, run: Run, *_: Any) -> None:
-        """Count the tokens of a batch, for ``total_flos``, if a step has several batches."""
+        """Count the tokens of a batch for ``total_flos`` if a step has multiple batches."""
         logs = self.logs
         try:
             logs.shapes[self.step.batch[logs.main_input].shape] += 1
@@ -169,7 +170,7 @@ class Flow(OfRun):
             logs.main_input = None
 
     def end_step(self, run: Run) -> None:
-        """Count the step, and take its loss. This is part of each step, so it calls nothing."""
+        """Count the step and store its loss. Runs in each step, so it makes no calls."""
         if self.scene.unwinding is not None:
             return
         state, logs = self.state, self.logs
@@ -193,14 +194,14 @@ class Flow(OfRun):
             self.show_scheduled(Callback.on_step_end)
 
     def goes_on(self) -> bool:
-        """Return whether no error and no signal ends the run."""
+        """Return whether the run ends without an error or a signal."""
         outcome = self.session.outcome
         return self.scene.unwinding is None and (outcome is None or outcome.kind in COMPLETE)
 
     # -- flags -----------------------------------------------------------------------------------------------------
 
     def show_scheduled(self, moment: Moment) -> None:
-        """Set the flags of what native schedules do after the callbacks of this moment, as ``DefaultFlowCallback`` does."""
+        """Set the flags of work due by native schedules after the callbacks of this hook, like ``DefaultFlowCallback``."""
         hooks, progress = self.session.hooks, self.run.progress
         at_end = progress.step >= self.state.max_steps  # a run ends with a checkpoint
         flags = {Evaluate: "should_evaluate", Checkpoint: "should_save"}
@@ -214,13 +215,13 @@ class Flow(OfRun):
         self.seen = dict(self.control.__dict__)
 
     def note_flags(self, adapter: ForeignCallback) -> None:
-        """Note which callback has set a flag. Warn of an attribute that is none, and is named almost like one."""
+        """Record the callback that set a flag. Warn about an unknown attribute with a name close to a flag's."""
         now, author = dict(self.control.__dict__), self._listeners[id(adapter)]
         for flag in FLAGS:
             if now[flag] and not self.seen.get(flag):
                 self.authors[flag] = author
-        if any(not now[flag] for flag in self.scheduled) and not self._told:
-            self._told = True
+        if any(not now[flag] for flag in self.scheduled) and not self._warned:
+            self._warned = True
             self.run.warn(
                 f"{author.owner} resets a flag of control at step {self.state.global_step}, where a schedule is due. "
                 "This has no effect: schedules hold. Give Evaluate or Checkpoint another every="
@@ -231,10 +232,10 @@ class Flow(OfRun):
         self.seen = now
 
     def replace_control(self, adapter: ForeignCallback, control: Any) -> None:
-        """Take the control that an event returned.
+        """Accept the control returned by an event.
 
         Raises:
-            AdapterError: It is none.
+            AdapterError: It is not a control.
         """
         if not all(hasattr(control, flag) for flag in FLAGS):
             who = self._listeners[id(adapter)].owner
@@ -245,14 +246,14 @@ class Flow(OfRun):
         """Set the flags that need all ranks as soon as one rank has set them. Every rank must call this."""
         if self.trained and self.session.sync.together:
             own = [flag for flag in COLLECTIVE if getattr(self.control, flag) and flag not in self.scheduled]
-            authors = {flag: one.owner for flag, one in self.authors.items()}
+            authors = {flag: author.owner for flag, author in self.authors.items()}
             for flag, author in of_other_ranks(self.session.driver, own, authors).items():
                 setattr(self.control, flag, True)
                 self.scheduled.discard(flag)
                 self.authors[flag] = _listener_of(author)
 
     def carry_out(self) -> None:
-        """Make requests of the flags that are set. Called again if a signal interrupts the evaluation."""
+        """Turn the set flags into requests. Called again if a signal interrupts the evaluation."""
         run, control = self.run, self.control
         if control.should_log:
             self.log_training()
@@ -265,7 +266,7 @@ class Flow(OfRun):
         self.session.acts.after_step(self._reset_flags)
 
     def _end_early(self) -> None:
-        """Make a request of a flag that ends the epoch or the run."""
+        """Turn a flag that ends the epoch or the run into a request."""
         run, control = self.run, self.control
         if control.should_epoch_stop and not self._ends_epoch:
             self._ends_epoch = True
@@ -288,13 +289,13 @@ class Flow(OfRun):
         self.seen = dict(control.__dict__)
 
     def _done(self, flag: str) -> None:
-        """Reset the flag of a request that is carried out, before the event that reports it."""
+        """Reset the flag of a completed request, before the event that reports it."""
         setattr(self.control, flag, False)
         self.scheduled.discard(flag)
         self.seen[flag] = False
 
     def _as_author(self, flag: str, act: Any) -> None:
-        """Let the callback that set a flag be the author of the decisions in `act`."""
+        """Make the callback that set a flag the author of the decisions in `act`."""
         author = self.authors.pop(flag, None)
         scene, outer = self.scene, self.scene.listener
         if author is not None:
@@ -317,7 +318,7 @@ class Flow(OfRun):
         self.session.hooks.fire(Events.on_logs, self.run, logs)
 
     def log_training(self) -> None:
-        """Log the mean loss since the last time, the norm of the gradients if it is known, and the learning rate."""
+        """Log the mean loss since the last log, the gradient norm if known, and the learning rate."""
         state, logs = self.state, self.logs
         if self.trained and state.global_step > logs.logged_at:
             values = logs.take(state.global_step)
@@ -328,9 +329,9 @@ class Flow(OfRun):
             self.log(values)
 
     def read(self, run: Run, record: Record) -> None:
-        """Pass a native record on to ``on_log``, without what the callbacks have got already."""
+        """Pass a native record to ``on_log``, without values that the callbacks have already received."""
         given = set(self.reported)
-        made = not isinstance(self.args, ArgumentsView)  # of TrainingArguments, which say when the training is logged
+        made = not isinstance(self.args, ArgumentsView)  # set by TrainingArguments, which determine when the training is logged
         if made or record.at.step == self.logs.logged_at:
             given |= {name for name in record.values if name in self.logs.names or name.startswith("train/lr/")}
         if made:
@@ -348,7 +349,7 @@ class Flow(OfRun):
     # -- evaluations -----------------------------------------------------------------------------------------------
 
     def end_evaluation(self, evaluation: Evaluation) -> None:
-        """Log the results under the names of transformers, call ``on_evaluate``, and note the best result."""
+        """Log the results under transformers' names, call ``on_evaluate``, and record the best result."""
         run, hooks = self.run, self.session.hooks
         prefix = prefix_of(evaluation, run.evaluations.keys())
         metrics: dict[str, Any] = {f"{prefix}_{_rest(name)}": value for name, value in evaluation.results.items()}
@@ -370,7 +371,8 @@ class Flow(OfRun):
     def save(self, run: Run, _: Any) -> None:
         """Prepare the state for a checkpoint, and ``on_save`` after it is written."""
         states = self.state.stateful_callbacks
-        states.update({one.callback.__class__.__name__: one.callback.state() for one in self.members if exports(one.callback)})
+        exported = [member.callback for member in self.members if exports(member.callback)]
+        states.update({callback.__class__.__name__: callback.state() for callback in exported})
         states["TrainerControl"] = self.control.state()
         if self.goes_on() and self.session.sync.together:
             self.logs.average()
@@ -380,7 +382,9 @@ class Flow(OfRun):
             self.session.acts.after_step(self._after_save)
 
     def _after_save(self) -> None:
-        """Call ``on_save``. As there, a stop that it requests holds from this step on, and its other flags have no effect.
+        """Call ``on_save``.
+
+        As in transformers, a stop requested in it takes effect at this step, and its other flags are ignored.
 
         Every rank must call this.
         """
@@ -394,8 +398,8 @@ class Flow(OfRun):
             sync.take_requests()
 
     def saved(self) -> None:
-        """Call ``on_save``, if the checkpoint is written."""
-        wanted = any("on_save" in one.overridden() for one in self.members)
+        """Call ``on_save`` if the checkpoint is written."""
+        wanted = any("on_save" in member.overridden() for member in self.members)
         if self.saves.written(getattr(self.args, "output_dir", None) if wanted else None, self.state):
             self._done("should_save")
             self.session.hooks.fire(Events.on_saved, self.run)
@@ -409,7 +413,7 @@ class Flow(OfRun):
         samples = progress.samples - progress.origin.samples
         metrics = _speed("train", time.time() - progress.elapsed_s, num_samples=samples, num_steps=steps)
         state.total_flos = metrics["total_flos"] = logs.flos(state.total_flos)
-        metrics["train_loss"] = logs.mean_of_all(state.global_step)  # of the whole run, also after a resume
+        metrics["train_loss"] = logs.mean_of_all(state.global_step)  # for the whole run, including before a resume
         self.log(metrics)
         self.session.hooks.fire(Events.on_trained, run)
         self.ended = True
@@ -417,7 +421,7 @@ class Flow(OfRun):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs that continues."""
+        """Return the state that a resumed run needs."""
         return {
             "state": self.saves.within(dataclasses.asdict(self.state)),
             "control": self.control.state()["args"],
@@ -425,7 +429,7 @@ class Flow(OfRun):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what `state_dict` returned."""
+        """Continue from a state of `state_dict`."""
         here = ("is_world_process_zero", "is_local_process_zero")
         for name, value in self.saves.placed(state["state"]).items():
             if hasattr(self.state, name) and name not in here:
@@ -437,8 +441,8 @@ class Flow(OfRun):
 
 
 def exports(callback: object) -> bool:
-    """Return whether a callback is an ``ExportableState``, which says what of it a checkpoint holds."""
-    return any(one.__name__ == "ExportableState" for one in type(callback).__mro__)
+    """Return whether a callback is an ``ExportableState``, which defines its state in checkpoints."""
+    return any(base.__name__ == "ExportableState" for base in type(callback).__mro__)
 
 
 def _listener_of(owner: str) -> Listener:
@@ -466,7 +470,7 @@ def _speed(split: str, began: float, *, num_samples: int | None, num_steps: int)
 
 
 def keywords_of(run: Run, *, alone: bool = False) -> dict[str, Any]:
-    """Return the keywords that each event gets. With `alone`, nothing is trained yet."""
+    """Return the keyword arguments of each event. With `alone`, nothing is trained yet."""
     keywords = {
         "model": run.model,
         "processing_class": _processing_class(run),
@@ -478,7 +482,8 @@ def keywords_of(run: Run, *, alone: bool = False) -> dict[str, Any]:
     if alone:
         return keywords
     optimizer = run.optimizers[0]
-    schedulers = [one for one in hooks_of(run).callbacks.values() if isinstance(one, SetsRates) and one.drives(optimizer)]
+    callbacks = hooks_of(run).callbacks.values()
+    schedulers = [setter for setter in callbacks if isinstance(setter, SetsRates) and setter.drives(optimizer)]
     keywords.update(
         optimizer=optimizer,
         lr_scheduler=getattr(schedulers[0], "scheduler", None) if schedulers else None,
@@ -489,13 +494,11 @@ def keywords_of(run: Run, *, alone: bool = False) -> dict[str, Any]:
 
 def gradient_norm(run: Run) -> float | None:
     """Return the norm of the gradients in the last step before they were clipped; None if no `ClipGradients` knows it."""
-    for one in hooks_of(run).callbacks.values():
-        if isinstance(one, ClipGradients) and one.norm is not None:
-            return float(one.norm)
-    return None
+    norms = [clip.norm for clip in callbacks_of(run, ClipGradients) if clip.norm is not None]
+    return float(norms[0]) if norms else None
 
 
 def _processing_class(run: Run) -> Any:
-    given = given_in(run)
+    given = fixed_arguments_of(run)
     own = None if given is None else given.processing_class
     return getattr(getattr(run.loader, "collate_fn", None), "tokenizer", None) if own is None else own

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 _NAMES = {"train/loss": "loss", "train/lr": "learning_rate", "train/grad_norm": "grad_norm"}
 
 SPEEDS = frozenset(f"train/{name}" for name in ("samples_per_s", "steps_per_s", "tokens_per_s"))
-"""What `LogTraining` logs besides, and transformers does not."""
+"""Values that `LogTraining` logs and transformers does not."""
 
 MOST_PENDING = 512
-"""The number of steps after which their losses are added up, so that the lists stay short."""
+"""The number of steps after which losses are summed, to keep the lists short."""
 
 NO_INPUT = (TypeError, KeyError, IndexError, AttributeError)
-"""What reading the main input of a batch raises if the batch has none."""
+"""The errors of reading the main input of a batch that has none."""
 
 
 def as_logs(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -62,17 +62,17 @@ class TrainingLogs(OfRun):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.total: Tensor = torch.zeros((), device=run.device)
-        """The sum of the losses of the steps since the last log, on this rank, as far as they are added up."""
+        """The sum of the losses of the steps since the last log, on this rank, of steps already summed."""
         self.losses: list[tuple[list[Tensor], list[float | Tensor]]] = []
-        """The losses and the weights of the batches, of the steps that are not added up."""
+        """The losses and weights of batches of steps not yet summed."""
         self.shapes: defaultdict[torch.Size, int] = defaultdict(int)
-        """The shapes of the main inputs with elements that are not added up, and how many batches have each."""
+        """The shapes of main inputs with elements not yet summed, with the number of batches of each shape."""
         self.logged_at: int = 0
         """The step of the last log."""
         self.main_input: str | None = None
-        """The name of the input of which the elements are counted; None for a model without ``num_parameters``."""
+        """The name of the input with counted elements; None for a model without ``num_parameters``."""
         self.by_batch: bool = False
-        """Whether a step may have several batches with elements to count."""
+        """Whether a step may have multiple batches with elements to count."""
         self._all = 0.0
         self._tokens = 0
         self._flops = 0.0
@@ -97,7 +97,7 @@ class TrainingLogs(OfRun):
             if not losses:
                 continue
             (loss, *others), weight = losses, weights[0] if weights else 1.0
-            if not others and type(weight) is float:  # most steps: without a call
+            if not others and type(weight) is float:  # most steps return here without a call
                 self.total = self.total + loss if weight else self.total
             else:
                 self.total = self.total + (_mean_or_0(losses, weights) if weights else sum(losses) / len(losses))
@@ -141,7 +141,7 @@ class TrainingLogs(OfRun):
         return before + self._flops * tokens
 
     def average(self) -> None:
-        """Make the sum equal on all ranks, for a checkpoint: that of the main process is saved. Every rank must call this."""
+        """Make the sum equal on all ranks for a checkpoint, which saves the main process's. Every rank must call this."""
         driver = self.session.driver
         self.add_up()
         if driver.world_size > 1:
@@ -153,7 +153,7 @@ class TrainingLogs(OfRun):
         return float((driver.reduce(self.total, "mean") if driver.world_size > 1 else self.total).item())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs that continues."""
+        """Return the state that a resumed run needs."""
         self.add_up()
         state = {"total": self.total, "all": self._all, "logged_at": self.logged_at, "tokens": self._tokens}
         session = self.session
@@ -162,12 +162,12 @@ class TrainingLogs(OfRun):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what `state_dict` returned."""
+        """Continue from a state of `state_dict`."""
         driver, state = self.session.driver, dict(state)
         ranks = state.get("ranks", [])
         if len(ranks) == driver.world_size:
             state["total"], state["tokens"] = ranks[driver.rank]
-        elif ranks:  # of another number of ranks: the mean, and the sum
+        elif ranks:  # the number of ranks differs: use the mean and the sum
             state["total"] = torch.stack([total for total, _ in ranks]).mean(0)
             state["tokens"] = sum(tokens for _, tokens in ranks) if driver.is_main else 0
         self.total = state["total"].to(self.session.driver.device)

@@ -29,8 +29,8 @@ class ModelLoss:
     Args:
         model: The model, or a PEFT model around it.
         label_smoothing: Mix the labels with the uniform distribution by this factor, as ``label_smoothing_factor`` does.
-        compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=...)`` returns the loss. The number
-            is that of this batch alone.
+        compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=...)`` returns the loss. The number covers
+            only this batch.
 
     >>> ModelLoss(nn.Linear(1, 1)).weighted
     False
@@ -118,7 +118,7 @@ def parts_of(outputs: Any) -> dict[str, Any]:
 def _takes_count(model: nn.Module) -> bool:
     if hasattr(model, "accepts_loss_kwargs"):
         return bool(model.accepts_loss_kwargs)
-    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(model.forward).parameters.values())
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Optimizer and learning rate of ``TrainingArguments``, made by the methods of their trainer."""
+"""Optimizer and learning rate of ``TrainingArguments``, created by methods of transformers' trainer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _OWN_STEP = ("lomo", "layerwise", "schedule_free")
 
 
 def optimizer_for(arguments: Any, model: nn.Module, given: Optimizer | None, class_and_options: Any = None) -> Optimizers:
-    """Return the given optimizer, or a function that makes the one of the arguments for `model`.
+    """Return the given optimizer, or a function that creates the arguments' optimizer for `model`.
 
     Raises:
-        AdapterError: The optimizer needs the training step of their trainer.
+        AdapterError: The optimizer needs the training step of transformers' trainer.
     """
     if given is not None:
         return given
     name = str(getattr(arguments.optim, "value", arguments.optim))
-    if class_and_options is None and any(one in name for one in _OWN_STEP):
+    if class_and_options is None and any(optimizer_name in name for optimizer_name in _OWN_STEP):
         raise AdapterError(
             f"TrainingArguments(optim={name!r}) cannot be used: this optimizer needs the training step of their trainer. Use "
             "another one, such as 'adamw_torch_fused' or 'adafactor', or pass optimizers=(optimizer, scheduler)."
@@ -36,24 +36,24 @@ def optimizer_for(arguments: Any, model: nn.Module, given: Optimizer | None, cla
         bare = _bare_trainer(arguments, model)
         bare.optimizer_cls_and_kwargs = class_and_options
         optimizer: Optimizer = bare.create_optimizer()
-        for group in optimizer.param_groups:  # an optimizer that is not fused there is not fused here
+        for group in optimizer.param_groups:  # keep optimizers unfused that transformers does not fuse
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = any(one.is_cuda for one in group["params"])
+                group["foreach"] = any(parameter.is_cuda for parameter in group["params"])
         return optimizer
 
     return make
 
 
 def schedule_for(arguments: Any, scheduler: LRScheduler | None, monitor: str | None) -> LearningRate:
-    """Return the callback that steps the given scheduler, or the one of the arguments.
+    """Return the callback that steps the given scheduler or the arguments' scheduler.
 
     Args:
         arguments: The ``TrainingArguments``.
-        scheduler: The given scheduler; None makes one.
+        scheduler: The given scheduler; None creates one.
         monitor: The name of the result for ``reduce_lr_on_plateau``.
 
     Raises:
-        AdapterError: The schedule needs a step of its own.
+        AdapterError: The schedule needs a custom step.
     """
     if scheduler is not None:
         return LearningRate(scheduler)
@@ -77,7 +77,7 @@ def _made(arguments: Any, optimizer: Optimizer, total: int) -> LRScheduler:
 
 
 def _bare_trainer(arguments: Any, model: nn.Module | None) -> Any:
-    """Return a trainer of transformers that can only make an optimizer or a scheduler: nothing of it is set up."""
+    """Return a transformers trainer without setup, which can only create an optimizer or a scheduler."""
     bare: Any = object.__new__(original("Trainer"))
     bare.args, bare.model = arguments, model
     bare.optimizer = bare.lr_scheduler = bare.optimizer_cls_and_kwargs = None

@@ -1,4 +1,4 @@
-"""Functions and classes of transformers, imported when they are needed."""
+"""Functions and classes of transformers, imported on demand."""
 
 from __future__ import annotations
 

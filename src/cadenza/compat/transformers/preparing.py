@@ -1,4 +1,4 @@
-"""What their trainer does to a model before the training, and the callbacks that do the rest."""
+"""Model preparation by transformers' trainer before the training, and callbacks for the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cadenza.run import Run
 
 
 def seeded(arguments: Any) -> None:
-    """Seed all generators, and set the verbosity of transformers, as their trainer does first."""
+    """Seed all generators and set transformers' verbosity, as its trainer does first."""
     original("enable_full_determinism" if arguments.full_determinism else "set_seed")(arguments.seed)
     original("utils.logging.set_verbosity")(arguments.get_process_log_level())
 
@@ -36,7 +36,7 @@ def model_of(model: nn.Module | None, model_init: Callable[[], nn.Module] | None
 
     Raises:
         ValueError: Both `model` and `model_init` are given, or none.
-        TypeError: The model is no module.
+        TypeError: The model is not a module.
     """
     if (model is None) == (model_init is None):
         raise ValueError(f"expected either model or model_init; got {'both' if model is not None else 'none'}")
@@ -49,7 +49,7 @@ def model_of(model: nn.Module | None, model_init: Callable[[], nn.Module] | None
     if arguments.activation_checkpointing:
         _checkpoint_activations(found, arguments)
     _align_tokens(found, processing_class)
-    if any(getattr(one, "value", one) == "underflow_overflow" for one in arguments.debug):
+    if any(getattr(option, "value", option) == "underflow_overflow" for option in arguments.debug):
         original("debug_utils.DebugUnderflowOverflow")(found)
     return found
 
@@ -70,10 +70,10 @@ def _align_tokens(model: Any, processing_class: Any) -> None:
 
 
 def driver_for(arguments: Any, given: str | Driver, device: Any, model: nn.Module) -> Driver:
-    """Return the driver of the run: that of their trainer, unless one is given.
+    """Return the driver of the run: the given one, or the equivalent of transformers' choice.
 
     Raises:
-        AdapterError: There are multiple ranks, and each asks for a mean of its own.
+        AdapterError: On multiple ranks, the arguments request a separate mean for each.
     """
     device = "cpu" if device is None and arguments.use_cpu else device
     if given in ("auto", "ddp") and launched():
@@ -98,13 +98,13 @@ def driver_for(arguments: Any, given: str | Driver, device: Any, model: nn.Modul
 
 
 class EvaluateOnRequest(Evaluate):
-    """Evaluate if a callback sets ``control.should_evaluate``, and at no other time: the ``eval_strategy`` is ``no``."""
+    """Evaluate only if a callback sets ``control.should_evaluate``, since ``eval_strategy`` is ``no``."""
 
     def __init__(self, loader: Iterable[Any], **options: Any) -> None:
         super().__init__(loader, ~Every("1 epoch"), **options)
 
     def listeners(self) -> list[Listener]:
-        return [one for one in super().listeners() if one.schedule is None]
+        return [listener for listener in super().listeners() if listener.schedule is None]
 
 
 class EvaluateOnStart(Callback):
@@ -118,7 +118,7 @@ class EvaluateOnStart(Callback):
 
 
 class Modes(Callback):
-    """Set the modes of modules as their trainer: all train, and an evaluation after the last step leaves evaluation mode."""
+    """Set module modes like transformers' trainer: training, and evaluation mode after a final evaluation."""
 
     def __init__(self) -> None:
         self._evaluated: int | None = None  # the step of the last evaluation
@@ -139,7 +139,7 @@ class Modes(Callback):
 
 
 class ClipModelGradients(ClipGradients):
-    """Clip by the norm of all gradients of the model, as their trainer does.
+    """Clip by the norm of all gradients of the model, like transformers' trainer.
 
     A callback may unfreeze parameters that the optimizer does not have. Their gradients are part of the norm, and each update
     drops them.
@@ -153,11 +153,11 @@ class ClipModelGradients(ClipGradients):
     def on_fit_start(self, run: Run) -> None:
         super().on_fit_start(run)
         held = set(map(id, parameters_of(run.optimizers)))
-        self._others = [one for one in run.model.parameters() if id(one) not in held]
+        self._others = [parameter for parameter in run.model.parameters() if id(parameter) not in held]
 
     def on_before_optimizer_step(self, run: Run) -> None:
         window = session_of(run).step.window
-        if not window.complete and (gradients := [one.grad for one in self._others if one.grad is not None]):
+        if not window.complete and (gradients := [other.grad for other in self._others if other.grad is not None]):
             torch._foreach_mul_(gradients, window.correction(run.driver.data_world_size))  # as those of the optimizer
         super().on_before_optimizer_step(run)
 
@@ -165,12 +165,12 @@ class ClipModelGradients(ClipGradients):
         return [*super()._clipped(run), *self._others]
 
     def _drop(self, run: Run) -> None:
-        for one in self._others:
-            one.grad = None
+        for other in self._others:
+            other.grad = None
 
 
 class Neftune(Callback):
-    """Add noise to the embeddings while the run trains (Jain et al. 2023), as their ``neftune_noise_alpha`` does.
+    """Add noise to the embeddings during training (Jain et al. 2023), like ``neftune_noise_alpha``.
 
     Args:
         alpha: The size of the noise.

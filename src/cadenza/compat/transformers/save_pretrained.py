@@ -30,10 +30,10 @@ class SavePretrained(Callback):
 
     A checkpoint then has a folder ``pretrained`` with the weights, the configuration, the generation configuration, and the
     tokenizer. ``AutoModel.from_pretrained("runs/a/checkpoints/last/pretrained")`` reads the newest, and ``best`` instead of
-    ``last`` the best. The folder appears with its checkpoint, whole or not at all, and is verified and deleted with it. Of a
-    PEFT model it has the adapter alone.
+    ``last`` the best. The folder is committed, verified and deleted with its checkpoint. For a PEFT model it holds only the
+    adapter.
 
-    The files are written before the training goes on, and by the main process. With FSDP, it gathers the weights. The list of
+    The main process writes the files before the training continues. With FSDP, the weights are gathered. The list of
     callbacks needs a `Checkpoint`.
 
     Args:
@@ -43,7 +43,7 @@ class SavePretrained(Callback):
         **options: Passed to the ``save_pretrained`` of the model, such as ``max_shard_size="2GB"``.
 
     Raises:
-        ValueError: `folder` is no name of a folder. At the start of a run: no callback writes checkpoints, or none holds
+        ValueError: `folder` is not the name of a folder. At the start of a run: no callback writes checkpoints, or none holds
             `weights`.
         TypeError: At the start of a run: the model has no ``save_pretrained``.
     """
@@ -82,10 +82,10 @@ class SavePretrained(Callback):
         folder = _new_folder(run)
         try:
             model: Any = run.model
-            model.save_pretrained(str(folder), **gathered, **self.options)  # a text, as their trainer gives
+            model.save_pretrained(str(folder), **gathered, **self.options)  # a string, as passed by transformers' trainer
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(str(folder))
-        except OSError as error:  # as a write of the checkpoint that fails: the training goes on
+        except OSError as error:  # like a failed checkpoint write: the training continues
             step = run.progress.step
             decide(run, "not saved", f"{self.folder} of step {step}: {error!r}", data={"step": step, "error": repr(error)})
             run.warn(f"the checkpoint of step {step} has no {self.folder}, which could not be written: {error!r}")
@@ -99,12 +99,12 @@ class SavePretrained(Callback):
 
 def _whole_weights(run: Run) -> dict[str, Any]:
     """Return the weights of a sharded model, on the main process. Every rank must call this."""
-    copies = ((name, whole(one)) for name, one in run.model.state_dict().items() if isinstance(one, Tensor))
-    return {"state_dict": {name: host_copy(one) for name, one in copies if run.is_main}}
+    copies = ((name, whole(tensor)) for name, tensor in run.model.state_dict().items() if isinstance(tensor, Tensor))
+    return {"state_dict": {name: host_copy(tensor) for name, tensor in copies if run.is_main}}
 
 
 def _new_folder(run: Run) -> Path:
-    """Return a new folder on the disk of the checkpoints, which a killed process leaves to be deleted by the next one."""
+    """Return a new folder on the disk of the checkpoints. If the process is killed, the next process deletes it."""
     for saver in session_of(run).savers:
         if isinstance(saver, CheckpointWriter) and isinstance(saver.store.files, LocalFiles):
             name = saver.store.hidden("tmp", saver.store.next_name(run.progress.step).name)

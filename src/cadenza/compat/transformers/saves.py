@@ -1,4 +1,4 @@
-"""Checkpoints for callbacks of transformers: when one is written, and the name under which they look for it."""
+"""Checkpoints for transformers callbacks: when they are written, and under which name callbacks find them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Saves(OfRun):
         """The checkpoints of this fit, by step."""
 
     def wait(self) -> None:
-        """Write checkpoints before the training goes on, as transformers does."""
+        """Write checkpoints before the training continues, as transformers does."""
         for saver in self.session.savers:
             if hasattr(saver, "background"):
                 saver.background = False
 
     def written(self, folder: str | None, state: Any) -> bool:
-        """Return whether the pending checkpoint is written; note it in the state. Every rank must call this.
+        """Return whether the pending checkpoint is written, and record it in the state. Every rank must call this.
 
         Args:
             folder: Where integrations look for ``checkpoint-STEP``; None if the list has none.
@@ -48,25 +48,28 @@ class Saves(OfRun):
         if step is None:
             return False
         path = self._path(step)
-        if path is not None and "://" not in path and self.session.is_main:
+        if path is not None and "://" not in path and self.session.driver.is_main:
             path = self._shown(path, folder, step)
         path = self._of_main(path)
         if path is None:
             return False
         self.paths[step] = path
         state.best_model_checkpoint = self.paths.get(state.best_global_step, state.best_model_checkpoint)
-        if self.session.is_main and folder is not None and _is_ours(shown := Path(folder) / f"checkpoint-{step}"):
+        if self.session.driver.is_main and folder is not None and _is_ours(shown := Path(folder) / f"checkpoint-{step}"):
             state.save_to_json(str(shown / "trainer_state.json"))
         if self._several:
-            self.session.driver.barrier()  # the other ranks go on when the folder is there
+            self.session.driver.barrier()  # other ranks continue once the folder exists
         return True
 
     def note_best(self, state: Any) -> None:
-        """Note the path of the best checkpoint in the state, if it was written in the background. Every rank must call this."""
+        """Record the path of the best checkpoint in the state if it was written in the background.
+
+        Every rank must call this.
+        """
         step = state.best_global_step
         if step is None or step in self.paths:
             return
-        path = self._path(step) if self.session.is_main else None
+        path = self._path(step) if self.session.driver.is_main else None
         if path is not None and "://" not in path:
             path = str(_pretrained(Path(path)) or path) if Path(path).is_dir() else None
         state.best_model_checkpoint = self._of_main(path) or state.best_model_checkpoint
@@ -79,7 +82,7 @@ class Saves(OfRun):
         return {**state, "best_model_checkpoint": path}
 
     def placed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `within` was given, in the present directory of the run."""
+        """Return the original path of `within`, in the current directory of the run."""
         path, directory = state["best_model_checkpoint"], self.session.directory
         if path is not None and directory is not None and "://" not in path:
             path = str(directory / path)
@@ -87,17 +90,18 @@ class Saves(OfRun):
 
     @property
     def _several(self) -> bool:
-        """Whether all of multiple ranks are here."""
+        """Whether all of multiple ranks are participating."""
         return self.session.sync.together and self.session.driver.world_size > 1
 
     def _of_main(self, path: str | None) -> str | None:
-        """Return the path that the main process knows."""
+        """Return the main process's path."""
         given: str | None = self.session.driver.broadcast(path) if self._several else path
         return given
 
     def _path(self, step: int) -> str | None:
-        names = [one.data["checkpoint"] for one in self.session.decisions if one.what == "saved" and one.data["step"] == step]
-        savers: list[Any] = [one for one in self.session.savers if hasattr(one, "store")]
+        saved = [decision.data for decision in self.session.run.decisions if decision.what == "saved"]
+        names = [data["checkpoint"] for data in saved if data["step"] == step]
+        savers: list[Any] = [saver for saver in self.session.savers if hasattr(saver, "store")]
         savers.sort(key=lambda saver: saver.weights_only)
         return f"{savers[0].store.files}/{names[-1]}" if names and savers else None
 
@@ -123,13 +127,13 @@ class Saves(OfRun):
 
 def _pretrained(checkpoint: Path) -> Path | None:
     """Return the folder in a checkpoint that ``from_pretrained`` reads; None if it has none."""
-    return next((one.parent for one in checkpoint.glob("*/*config.json") if one.name in _CONFIGURATIONS), None)
+    return next((path.parent for path in checkpoint.glob("*/*config.json") if path.name in _CONFIGURATIONS), None)
 
 
 def _fill(folder: Path, checkpoint: Path, pretrained: Path | None) -> None:
-    """Make a folder with links to the files, so that a callback may write files of its own beside them."""
+    """Make a folder with links to the files, so that a callback may add files."""
     folder.mkdir(exist_ok=True)
-    for name, target in [(LINK, checkpoint), *((one.name, one) for one in (pretrained or checkpoint).iterdir())]:
+    for name, target in [(LINK, checkpoint), *((path.name, path) for path in (pretrained or checkpoint).iterdir())]:
         link = folder / name
         link.unlink(missing_ok=True)
         link.symlink_to(os.path.relpath(target, folder), target_is_directory=target.is_dir())
@@ -141,6 +145,6 @@ def _is_ours(folder: Path) -> bool:
 
 def _remove_old(root: Path) -> None:
     """Remove the folders of checkpoints that were deleted."""
-    for one in root.glob("checkpoint-*"):
-        if _is_ours(one) and not (one / LINK).exists():
-            shutil.rmtree(one, ignore_errors=True)
+    for path in root.glob("checkpoint-*"):
+        if _is_ours(path) and not (path / LINK).exists():
+            shutil.rmtree(path, ignore_errors=True)

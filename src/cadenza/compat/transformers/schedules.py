@@ -1,4 +1,4 @@
-"""When to log, evaluate and save: the strategies of ``TrainingArguments`` as schedules."""
+"""The logging, evaluation and save strategies of ``TrainingArguments`` as schedules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(arguments: Any, batches: int | None) -> Limits:
-    """Return the limits of a run with so many batches in an epoch on each rank.
+    """Return the limits of a run with this many batches per epoch on each rank.
 
     Raises:
         AdapterError: The run has no end.
@@ -49,13 +49,13 @@ def logging_schedule(arguments: Any, limits: Limits) -> Schedule | None:
     """Return when to log; None for never."""
     found = _strategy(arguments.logging_strategy, arguments.logging_steps, limits)
     if found is not None and limits.cut and _name(arguments.logging_strategy) == "epoch":
-        found = found | At(f"{limits.total} steps")  # the end of an epoch that is cut short, as there
+        found = found | At(f"{limits.total} steps")  # the end of an epoch that is cut short, as in transformers
     first = At("1 step") if arguments.logging_first_step else None
     return found if first is None else first if found is None else found | first
 
 
 def evaluation_schedule(arguments: Any, limits: Limits) -> Schedule | None:
-    """Return when to evaluate; None for never. The end of a run is evaluated as well, as there."""
+    """Return when to evaluate; None for never. The end of a run is evaluated as well, as in transformers."""
     strategy, delay = _name(arguments.eval_strategy), arguments.eval_delay
     found = _strategy(strategy, arguments.eval_steps, limits)
     if found is None:

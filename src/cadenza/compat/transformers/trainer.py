@@ -1,4 +1,4 @@
-"""A native trainer made of the arguments of ``transformers.Trainer``."""
+"""Creates a native trainer from the arguments of ``transformers.Trainer``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cadenza.compat.adapter.foreign import listed
 from cadenza.compat.transformers.data import Data
 from cadenza.compat.transformers.evaluation import ComputeMetrics, Predict, check_metrics
 from cadenza.compat.transformers.fields import check_fields
-from cadenza.compat.transformers.given import Given
+from cadenza.compat.transformers.fixed_arguments import FixedArguments
 from cadenza.compat.transformers.loss import ModelLoss, base_model, count_tokens
 from cadenza.compat.transformers.optimization import optimizer_for, schedule_for
 from cadenza.compat.transformers.originals import original
@@ -55,7 +55,7 @@ _MADE: Mapping[str, str] = {
     "optimizer": "Give optimizers=(optimizer, scheduler).",
     "loader": "Give train_dataset, or call cadenza.Trainer itself.",
 }
-"""What `trainer` makes itself, and how to say it."""
+"""Arguments that `trainer` sets itself, and how to specify them."""
 
 
 def trainer(
@@ -75,9 +75,9 @@ def trainer(
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     **native: Any,
 ) -> Trainer:
-    """Return a native `Trainer` that trains a model of transformers as ``transformers.Trainer`` does with the same arguments.
+    """Return a native `Trainer` that trains like ``transformers.Trainer`` with the same arguments.
 
-    Call ``.fit(resume="auto")`` on the result. The guide lists what becomes of each field of ``TrainingArguments``. The loss of
+    Call ``.fit(resume="auto")`` on the result. The guide lists the handling of each field of ``TrainingArguments``. The loss of
     a step is the mean over the labels of all its batches and ranks. Each checkpoint has a folder ``pretrained``; see
     `SavePretrained`. Results have native names, such as ``eval/accuracy``; callbacks of transformers see ``eval_accuracy``.
 
@@ -86,7 +86,8 @@ def trainer(
         args: The ``TrainingArguments``. Callbacks of transformers receive this object.
         train_dataset: A data set of the package datasets or of torch; also one without a length.
         eval_dataset: A data set, or several by name, such as ``{"a": ..., "b": ...}`` for ``eval_a/loss`` and ``eval_b/loss``.
-        data_collator: Makes a batch of samples. None: that of their trainer, which pads if `processing_class` is a tokenizer.
+        data_collator: Collates samples into a batch. None takes transformers' default, which pads if `processing_class` is a
+            tokenizer.
         processing_class: The tokenizer or processor.
         model_init: A function that returns the model, called after the generators are seeded. Instead of `model`.
         compute_loss_func: ``compute_loss_func(outputs, labels, num_items_in_batch=...)`` returns the loss of a batch.
@@ -94,7 +95,8 @@ def trainer(
         callbacks: Callbacks of transformers, native ones, and those of other systems.
         optimizers: An optimizer and a scheduler, instead of those of `args`. Each may be None.
         optimizer_cls_and_kwargs: The class of the optimizer and its options, instead of those of `args`.
-        preprocess_logits_for_metrics: ``preprocess_logits_for_metrics(logits, labels)`` returns what `compute_metrics` gets.
+        preprocess_logits_for_metrics: ``preprocess_logits_for_metrics(logits, labels)`` returns the predictions for
+            `compute_metrics`.
         **native: Arguments of `Trainer`, such as ``max_tokens``, ``driver`` or ``directory``. They replace those of `args`.
 
     Raises:
@@ -116,16 +118,17 @@ def trainer(
     loss = ModelLoss(found, label_smoothing=args.label_smoothing_factor, compute_loss_func=compute_loss_func)
     predict = Predict(args, found, loss, data.label_names, preprocess_logits_for_metrics)
     parts = [
-        Given(args, processing_class),
+        FixedArguments(args, processing_class),
         Modes(),
         *_updates(args, limits, optimizers[1], eval_dataset),
         *_evaluations(args, limits, data, eval_dataset, predict, compute_metrics),
         *_saves(args, limits, found, processing_class, eval_dataset, shards=driver.shards),
-        *_trackers(args),
+        *(make() for make in original("integrations.get_reporting_integration_callbacks")(args.report_to)),
         *_instances(callbacks),
     ]
     optimizer = optimizer_for(args, found, optimizers[0], optimizer_cls_and_kwargs)
-    options = {**_options(args, found), **_limits_in(native, limits), **native}
+    limited = {"max_epochs", "max_steps"} & native.keys()
+    options = {**_options(args, found), **({} if limited else limits.arguments), **native}
     return Trainer(found, optimizer, loader, loss, callbacks=parts, driver=driver, **options)
 
 
@@ -135,7 +138,7 @@ def _check(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
     if train_dataset is None:
         raise TypeError("trainer(...) needs train_dataset; got None. Give a data set of the package datasets or of torch.")
     given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    if name := next((name for name, one in given.items() if isinstance(one, DataLoader)), None):
+    if name := next((name for name, value in given.items() if isinstance(value, DataLoader)), None):
         raise TypeError(
             f"{name} must be a data set; got a DataLoader. Give its data set, the batch size as per_device_..._batch_size of "
             "TrainingArguments, and its collate_fn as data_collator."
@@ -165,15 +168,11 @@ def _options(args: Any, model: nn.Module) -> dict[str, Any]:
         "seed": args.seed,
         "directory": args.output_dir,
         "progress": not args.disable_tqdm,
-        "compile": {name: one for name, one in compiled.items() if one is not None} if args.torch_compile else False,
+        "compile": {name: value for name, value in compiled.items() if value is not None} if args.torch_compile else False,
     }
     if getattr(model, "main_input_name", None) == "input_ids":
         options["tokens"] = partial(count_tokens, padding=args.include_num_input_tokens_seen != "non_padding")
     return options
-
-
-def _limits_in(native: Mapping[str, Any], limits: Limits) -> dict[str, int]:
-    return {} if {"max_epochs", "max_steps"} & native.keys() else limits.arguments
 
 
 def _updates(args: Any, limits: Limits, scheduler: LRScheduler | None, eval_dataset: Any) -> list[Any]:
@@ -218,7 +217,7 @@ def _saves(args: Any, limits: Limits, model: nn.Module, processing_class: Any, e
         kept: dict[str, Any] = {"keep_last": None} if rules is None else {"keep": rules}
         found.append(Checkpoint(every, weights_only=args.save_only_model, **kept))
         found += [SavePretrained(processing_class)] if hasattr(model, "save_pretrained") else []
-        adapts = base_model(model) is not model and not all(one.requires_grad for one in model.parameters())
+        adapts = base_model(model) is not model and not all(parameter.requires_grad for parameter in model.parameters())
         found += [OmitFrozen()] if adapts and not shards else []
     return [*found, *([BestWeights(pair)] if args.load_best_model_at_end and pair is not None else [])]
 
@@ -242,27 +241,22 @@ def _monitor(args: Any, eval_dataset: Any) -> tuple[str, Mode] | None:
         return None
     whole = name if name.startswith("eval_") else f"eval_{name}"
     evaluations = sorted(_named(eval_dataset), key=len, reverse=True)
-    prefix = next((one for one in evaluations if whole.startswith(f"{one}_")), "eval")
+    prefix = next((evaluation for evaluation in evaluations if whole.startswith(f"{evaluation}_")), "eval")
     return f"{prefix}/{whole.removeprefix(f'{prefix}_')}", "max" if args.greater_is_better else "min"
 
 
 def _named(eval_dataset: Any) -> dict[str, Any]:
     """Return the data sets by the names of their evaluations."""
     if isinstance(eval_dataset, dict):
-        return {f"eval_{name}": one for name, one in eval_dataset.items()}
+        return {f"eval_{name}": value for name, value in eval_dataset.items()}
     return {} if eval_dataset is None else {"eval": eval_dataset}
 
 
 def _instances(callbacks: Iterable[AnyCallback | type[Any]] | None) -> list[Any]:
     """Return the given callbacks, each class as an instance, after a check of them: their indices are those of the caller."""
-    found = [one() if isinstance(one, type) else one for one in listed(callbacks or ())]
+    found = [callback() if isinstance(callback, type) else callback for callback in listed(callbacks or ())]
     checked(adapted(found))
     return found
-
-
-def _trackers(args: Any) -> list[Any]:
-    """Return the callbacks of transformers for the trackers in ``report_to``."""
-    return [make() for make in original("integrations.get_reporting_integration_callbacks")(args.report_to)]
 
 
 class _Module(ModuleType):

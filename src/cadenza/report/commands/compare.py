@@ -25,7 +25,7 @@ from cadenza.commands.output import (
 )
 from cadenza.report.best import best_of
 from cadenza.report.commands.directories import RunFolder, last_of, read
-from cadenza.report.fingerprints import FILE, Parting, Row, parting, read_fingerprints
+from cadenza.report.fingerprints import FILE, FirstDifference, Row, first_difference, read_fingerprints
 from cadenza.report.settings import differing, text_of
 from cadenza.report.story import name_distinctly
 from cadenza.status.formats import counted, precise, shown_date
@@ -219,7 +219,7 @@ def _fingerprints(runs: Sequence[RunFolder]) -> None:
         say(f"fingerprints{f' of {clean(run.story.name)}' if len(runs) > 2 else ''}: {told}")
 
 
-def _partings(runs: Sequence[RunFolder]) -> list[tuple[Mapping[int, Row], Parting | None]]:
+def _partings(runs: Sequence[RunFolder]) -> list[tuple[Mapping[int, Row], FirstDifference | None]]:
     """Return the fingerprints of each run, and where it parts from the first run."""
     read: list[Mapping[int, Row]] = []
     for run in runs:
@@ -227,7 +227,7 @@ def _partings(runs: Sequence[RunFolder]) -> list[tuple[Mapping[int, Row], Partin
         read.append(read_fingerprints(run.path / FILE, broken=broken))
         if broken:
             complain(f"{run.path / FILE}: {counted(len(broken), 'line')} cannot be read, the first is line {broken[0]}")
-    return [(rows, parting(read[0], rows)) for rows in read]
+    return [(rows, first_difference(read[0], rows)) for rows in read]
 
 
 def _data(runs: Sequence[RunFolder], metrics: Sequence[str], *, everything: bool) -> dict[str, Any]:

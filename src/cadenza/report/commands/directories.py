@@ -13,7 +13,7 @@ from cadenza.commands.output import complain
 from cadenza.errors import DirectoryError
 from cadenza.files.locking import is_held
 from cadenza.report.best import best_of
-from cadenza.report.evaluations import judged
+from cadenza.report.evaluations import evaluation_results
 from cadenza.report.settings import settings_of
 from cadenza.report.story import Series, Story, story_at
 from cadenza.status.formats import local_date
@@ -96,7 +96,7 @@ def found(folders: Iterable[Path]) -> Iterator[Path]:
 def values_of(folder: RunFolder, name: str) -> tuple[float | None, float | None]:
     """Return the best and the last value of a metric. No callback watched it: no best. It was not logged: no last."""
     story = folder.story
-    best, results = best_of(story, name), [row[name] for row in judged(story).rows.values() if name in row]
+    best, results = best_of(story, name), [row[name] for row in evaluation_results(story).rows.values() if name in row]
     last = last_of(story.series.get(name)) if name in story.series else None
     return None if best is None else best.value, results[-1] if last is None and results else last
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from cadenza.commands.output import add_json, clean, complain, cut, cut_at_start, fitting, print_json, print_rows, say, width
 from cadenza.errors import CadenzaError, nearest
-from cadenza.report.best import kept_in
+from cadenza.report.best import best_checkpoints
 from cadenza.report.commands.directories import RunFolder, found, read, values_of
-from cadenza.report.evaluations import judged
+from cadenza.report.evaluations import evaluation_results
 from cadenza.report.settings import differing, text_of
 from cadenza.status.formats import counted, parsed_date, precise, shown_date
 
@@ -79,7 +79,7 @@ def show(arguments: argparse.Namespace) -> None:
 def _shown(runs: Sequence[RunFolder]) -> list[str]:
     """Return the metrics that callbacks watched; without any the results of evaluations, and without these the loss."""
     watched = [name for run in runs for name in run.watched]
-    results = watched or [name for run in runs for name in judged(run.story).names]
+    results = watched or [name for run in runs for name in evaluation_results(run.story).names]
     return results or [LOSS for run in runs if LOSS in run.story.series]
 
 
@@ -171,7 +171,7 @@ def _data(run: RunFolder, metrics: Sequence[str]) -> dict[str, Any]:
         "ended": story.info.get("ended"),
         "duration_s": story.duration_s,
         "best": {name: best for name, (best, _) in values.items() if best is not None},
-        "kept": kept_in(story),
+        "kept": best_checkpoints(story),
         "last": {name: last for name, (_, last) in values.items() if last is not None},
         "arguments": run.settings,
         "problems": story.problems,

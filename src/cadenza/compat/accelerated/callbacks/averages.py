@@ -1,4 +1,4 @@
-"""Averaged weights, evaluated besides the model's own."""
+"""Averaged weights, evaluated in addition to the model's weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 from cadenza.compat.accelerated.callbacks.saving import SaveBestModelCallback
 from cadenza.compat.accelerated.handler import CallbackHandler
 from cadenza.compat.accelerated.utils import ModelEma
-from cadenza.hooks.held_weights import HeldWeights
-from cadenza.hooks.moments import BaseCallback
+from cadenza.hooks.moments import BaseCallback, HeldWeights
 
 
 class ModelEmaCallback(SaveBestModelCallback):
@@ -27,7 +26,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         watch_metric: The name of the metric in the run history.
         greater_is_better: Whether a larger value is better.
         model_ema: `ModelEma` or a subclass.
-        callbacks: Called in its evaluations by the adapter's `Trainer`. A native trainer calls the callbacks of its own list.
+        callbacks: Called in these evaluations by the adapter's `Trainer`. A native trainer calls the callbacks in its list.
     """
 
     _track_prefix = "ema_model_"
@@ -59,9 +58,9 @@ class ModelEmaCallback(SaveBestModelCallback):
         self.evaluate_during_training: bool = evaluate_during_training
         self.model_ema_cls: type[ModelEma] = model_ema
         self.ema_model: ModelEma | None = None
-        """The average of the current training, or of the last one."""
+        """The average of the current or the last training."""
         self.callback_handler: CallbackHandler = CallbackHandler(callbacks)
-        """The callbacks of its own evaluations."""
+        """The callbacks of the average's evaluations."""
         self._loaded: Mapping[str, Any] | None = None
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
@@ -107,7 +106,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         return {**super().state_dict(), **({} if ema is None else {"ema": dict(ema)})}
 
     def held_weights(self) -> dict[str, HeldWeights | None]:
-        """Return where the state has the average; `load_weights` calls it ``"ema_model"``."""
+        """Return the location of the average in the state; `load_weights` calls it ``"ema_model"``."""
         return {"ema_model": None if self.ema_model is None else HeldWeights("ema", "module.")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ _READING = (
 
 
 class TrainerCallback(AcceleratedCallback):
-    """Your own code at the 15 events of pytorch-accelerated; override those you need.
+    """Base class with the 15 events of pytorch-accelerated; override those you need.
 
     It works in the adapter's `Trainer` and in a native one. In a native trainer, ``trainer`` is a view on the run. Its
     ``run_history`` has ``train_loss_epoch``, and, if there is an ``Evaluate``, ``eval_loss_epoch`` and the results of that
@@ -50,7 +50,7 @@ class TrainerCallback(AcceleratedCallback):
     after: Relation = (Phase.EVALUATE,)
 
     absent: ClassVar[Mapping[str, str]] = {}
-    """Attributes of the original's callback that this one does not have, and what to use instead."""
+    """Attributes that only the original's callback has, and their replacements."""
 
     def on_init_end(self, trainer: Any, **kwargs: Any) -> None:
         """Called when the trainer is created; ``trainer.run_config`` is None. In a native trainer: when a run is set up."""
@@ -151,7 +151,7 @@ class TrainerCallback(AcceleratedCallback):
         return [name for name in EVENTS if getattr(getattr(self, name), "__func__", None) is not getattr(TrainerCallback, name)]
 
     def _doubtful(self) -> list[str]:
-        """Return a warning for each method with a name close to an event: a custom event, or a misspelled one."""
+        """Return a warning for each method named like an event, as it may be misspelled."""
         others = [name for name in dir(type(self)) if name.startswith("on_") and name not in (*EVENTS, "on_fault")]
         close = [(name, get_close_matches(name, EVENTS, n=1, cutoff=0.85)) for name in others]
         return [

@@ -77,7 +77,7 @@ class LimitEvalStepsCallback(TrainerCallback):
     def _limit(self, run: Run, evaluation: Evaluation) -> None:
         self._limits[evaluation] = evaluation.limit
         if is_intermediate(run, evaluation) or not self.limit_intermediate_only:
-            ranks = run.driver.data_world_size  # a limit counts the batches of all ranks, and each rank does the same number
+            ranks = run.driver.data_world_size  # the limit counts the batches of all ranks, which evaluate equally many
             steps = max(self.num_eval_steps // ranks, 1) * ranks
             evaluation.limit = min(steps, evaluation.limit or steps)
             run.print(f"Limiting evaluation to {steps // ranks} steps per process")

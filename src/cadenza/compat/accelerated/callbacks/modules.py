@@ -1,4 +1,4 @@
-"""Modules besides the model, and batch normalization over all processes."""
+"""Modules other than the model, and batch normalization over all processes."""
 
 from __future__ import annotations
 

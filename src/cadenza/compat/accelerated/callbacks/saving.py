@@ -42,7 +42,7 @@ class SaveBestModelCallback(TrainerCallback):
         save_scheduler: bool = True,
         load_saved_checkpoint: bool = True,
     ) -> None:
-        os.fspath(save_path)  # a wrong type is an error now, not after the first epoch
+        os.fspath(save_path)  # raises for a wrong type now rather than after the first epoch
         self.save_path: str | os.PathLike[str] = save_path
         self.watch_metric: str = watch_metric
         self.greater_is_better: bool = greater_is_better
@@ -156,7 +156,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._saved_checkpoints = [self.save_dir / name for name in state["saved"]]
-        self._global_step = state.get("step", -1)  # states of an earlier cadenza do not have it
+        self._global_step = state.get("step", -1)  # missing in states of earlier versions of Cadenza
 
     def _save(self, trainer: Any, name: str) -> None:
         folder = self.save_dir / name

@@ -16,7 +16,7 @@ from cadenza.optim.finite import first_not_finite
 
 
 class TerminateOnNaNCallback(TrainerCallback):
-    """End the training and the process when a loss is NaN or infinite. The weights are not updated with it.
+    """End the training and the process when a loss is NaN or infinite. The weights are not updated with this loss.
 
     Reading the loss waits for the device in every batch.
 
@@ -60,7 +60,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
     Args:
         early_stopping_patience: Stop after this many epochs without improvement; 0 stops after the first epoch.
-        early_stopping_threshold: Only a change of more than this is an improvement.
+        early_stopping_threshold: The minimum change that counts as an improvement, exclusive.
         watch_metric: The name of the metric in the run history.
         greater_is_better: Whether a larger value is better. NaN is never better.
         reset_on_train: Forget the best value when another training starts.

@@ -20,8 +20,8 @@ class WSDCheckpointCallback(TrainerCallback):
     writes the file ``checkpoint_<n>_wsd_post_decay.pt``, with `Trainer.save_checkpoint`.
 
     To train longer, pass one of them as `initial_checkpoint`, and create the schedule with
-    ``is_continuation_from_checkpoint=True``. Without that argument the schedule continues where the checkpoint left it. To
-    continue an interrupted training, pass the folder to ``Trainer.train(resume_from=...)`` instead.
+    ``is_continuation_from_checkpoint=True``. Without that argument, the schedule continues from its position in the checkpoint.
+    To continue an interrupted training, pass the folder to ``Trainer.train(resume_from=...)`` instead.
 
     Args:
         save_dir: The folder for the checkpoints. It is created at once.
@@ -69,8 +69,8 @@ class WSDCheckpointCallback(TrainerCallback):
         self._save_if_due(trainer)  # a decay may begin with the first update
 
     def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
-        self._save_if_due(trainer)  # only if something else than the last update moved the schedule
-        updates = trainer.scheduler.get_current_step() + 2  # when the present step is complete
+        self._save_if_due(trainer)  # only if the schedule advanced without an update
+        updates = trainer.scheduler.get_current_step() + 2  # once the current step is complete
         period = trainer.scheduler.get_phase_info(updates)
         if updates in (period["pre_decay_step"], period["period_end"]):
             trainer.native_run.after_step(partial(self._save_if_due, trainer))
@@ -93,7 +93,7 @@ class WSDCheckpointCallback(TrainerCallback):
             trainer.native_run.warn(f"{os.fspath(path)!r} does not exist, so the training starts without it")
             return None
         if path.is_dir():
-            history, trainer.run_history = trainer.run_history, InMemoryRunHistory()  # a new training has its own history
+            history, trainer.run_history = trainer.run_history, InMemoryRunHistory()  # a new training starts a new history
             try:
                 content = trainer.load_training_state(str(path))
             finally:
@@ -107,7 +107,7 @@ class WSDCheckpointCallback(TrainerCallback):
     def _save_if_due(self, trainer: Any) -> None:
         """Save if a decay begins or ends here. Every process must call this."""
         updates, last = trainer.scheduler.get_current_step() + 1, self.last_checkpoint_step
-        if last is not None and updates < last:  # the schedule has begun anew
+        if last is not None and updates < last:  # the schedule has restarted
             self.last_checkpoint_step = None
         if updates == last:
             return
@@ -132,7 +132,7 @@ class WSDCheckpointCallback(TrainerCallback):
         trainer.print(f"The decay ends after {updates} updates: saved {path}")
 
     def _facts(self, trainer: Any, updates: int, kind: str) -> dict[str, Any]:
-        """Return the further entries of a checkpoint, with the names of pytorch-accelerated."""
+        """Return the additional entries of a checkpoint under pytorch-accelerated's names."""
         return {
             "step": updates,
             "checkpoint_type": kind,

@@ -38,7 +38,7 @@ _UNRELEASED = {
     "k_decay": "k_decay",
     "num_updates": "_num_updates",
 }
-"""By key, the key in states that cadenza wrote before it used the names of pytorch-accelerated."""
+"""Maps each key to its name in states of early Cadenza versions, which did not use pytorch-accelerated's names."""
 
 
 class CosineLrScheduler(StatefulSchedulerBase):
@@ -64,9 +64,11 @@ class CosineLrScheduler(StatefulSchedulerBase):
     """
 
     as_original: ClassVar[bool] = False
-    """Set this to True, in the class or in a subclass, for the rates of pytorch-accelerated after a warm-up too. There, the
-    decay ends as many updates early as the warm-up takes, with a jump to the final rate, and with
-    `warmup_starting_lr_ratio` the warm-up rises above the optimizer's learning rate."""
+    """Set this to True, in the class or in a subclass, to reproduce pytorch-accelerated's rates after a warm-up as well.
+
+    There, the decay ends as many updates early as the warm-up takes, with a jump to the final rate, and with
+    `warmup_starting_lr_ratio` the warm-up rises above the optimizer's learning rate.
+    """
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class CosineLrScheduler(StatefulSchedulerBase):
 
 
 def _converted(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with other names in the present form. The resumed training keeps the rates of the interrupted one."""
+    """Convert a state with old names to the current form. The resumed training keeps the rates of the interrupted one."""
     renamed = {key: state[earlier] for key, earlier in _UNRELEASED.items() if earlier in state}
     if "total_updates" in state and "decay_end" in state:
         renamed["num_cooldown_iterations"] = state["total_updates"] - state["decay_end"]

@@ -12,11 +12,11 @@ Values = float | Sequence[float] | None
 
 
 class ScheduleError(ValueError, AssertionError):
-    """An argument or a state of a schedule is wrong. It is also an ``AssertionError``, which pytorch-accelerated raises."""
+    """An argument or a state of a schedule is invalid. Also an ``AssertionError``, as in pytorch-accelerated."""
 
 
 class SchedulerBase(ABC):
-    """A schedule that is a function of the number of updates, without a counter of its own.
+    """A schedule that is a function of the number of updates and has no counter.
 
     Args:
         optimizer: The optimizer with the parameter groups.
@@ -101,7 +101,7 @@ def check_length(name: str, length: object) -> None:
 def check_keys(owner: object, state: Mapping[str, Any], required: Collection[str], optional: Collection[str] = ()) -> None:
     """Raise `ScheduleError` if a state lacks a required key, or has one that is neither required nor optional.
 
-    The name of an attribute is a known key: a subclass may add it to its state.
+    Names of attributes are also allowed, because a subclass may add them to its state.
     """
     missing = sorted(set(required) - set(state))
     unknown = sorted(name for name in set(state) - set(required) - set(optional) if not hasattr(owner, name))

@@ -154,9 +154,9 @@ class WSDLrScheduler(StatefulSchedulerBase):
             passed, start = num_updates / self.num_warmup_steps, self.warmup_starting_lr
             return [start + passed * (rate - start) for rate in self.base_lr_values]
         infos = self.checkpoint_decay_info
-        period = next((one for one in infos if num_updates < one["period_end"]), None)
+        period = next((info for info in infos if num_updates < info["period_end"]), None)
         if period is None:  # after the last checkpoint
-            decays = any(one["decay_steps"] for one in infos)
+            decays = any(info["decay_steps"] for info in infos)
             return [self._decayed(rate, 1.0) for rate in self.base_lr_values] if decays else self._stable()
         into_decay = num_updates - period["pre_decay_step"]
         if into_decay == -1 and not self.is_continuation_from_checkpoint:

@@ -1,1 +1,1 @@
-"""What a callback class of another system uses, read from its source: without a run, and without an instance."""
+"""Static analysis of a foreign callback class: which attributes it uses, without a run or an instance."""

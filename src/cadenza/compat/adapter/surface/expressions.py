@@ -1,4 +1,4 @@
-"""Reads expressions: which objects that a callback received they use."""
+"""Analyses expressions for uses of the objects that a callback receives."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from cadenza.compat.adapter.description import Description
 from cadenza.compat.adapter.surface.notes import Notes, concerns
-from cadenza.compat.adapter.surface.values import Function, Keywords, Kind, Many, Self, Several, Thing, Value
+from cadenza.compat.adapter.surface.values import Function, Items, Keywords, Kind, Self, Tracked, Value, Views
 
 Names = dict[str, Value]
 
 _NO_METHOD = object()
 REST = "**"
-"""The key of ``**kwargs`` among the arguments of a call, if they are those of an event."""
+"""The key of ``**kwargs`` in the arguments of a call, if they are an event's."""
 _LEFT = {*sys.stdlib_module_names, "torch", "numpy"}
-"""Packages of which the functions are not followed."""
+"""Packages with functions that are not analysed."""
 
 
 class Expressions(Notes):
@@ -29,7 +29,7 @@ class Expressions(Notes):
     Args:
         kind: The callback class.
         base: The base class of the other system.
-        description: What the callbacks of that system receive.
+        description: The objects that callbacks of that system receive.
     """
 
     def __init__(self, kind: type[Any], base: type[Any], description: Description) -> None:
@@ -37,16 +37,16 @@ class Expressions(Notes):
         self.base: type[Any] = base
         self.description: Description = description
         self.parts: Mapping[str, type[Any]] = description.parts
-        self.classes: list[type[Any]] = [one for one in kind.__mro__ if one not in base.__mro__]
-        """The class and its bases before the one of the other system."""
+        self.classes: list[type[Any]] = [class_ for class_ in kind.__mro__ if class_ not in base.__mro__]
+        """The class and its bases up to the foreign base class."""
         self.owner: type[Any] = kind
         """The class of the method that is being read."""
         self.scope: Mapping[str, Any] = {}
-        """The names of the module of the function that is being read, and those around the function."""
+        """The globals and enclosing names of the function being analysed."""
 
     @abstractmethod
     def follow(self, function: Function, given: list[Value], named: Mapping[str, Value] = {}) -> Value:
-        """Read a function with these arguments; return the object that it returns, if that is known."""
+        """Analyse a function with these arguments. Return its result if known."""
 
     @abstractmethod
     def can_follow(self, function: Function) -> bool:
@@ -55,15 +55,15 @@ class Expressions(Notes):
     def owner_of(self, name: str, after: type[Any] | None = None) -> type[Any] | None:
         """Return the class that defines a method, before the base class; with `after`, as ``super()`` finds it there."""
         start = 0 if after is None else self.classes.index(after) + 1
-        return next((one for one in self.classes[start:] if name in vars(one)), None)
+        return next((class_ for class_ in self.classes[start:] if name in vars(class_)), None)
 
     def argument(self, name: str) -> Value:
         """Return an argument of events by name."""
         arguments = self.description.arguments
-        return Thing(name, arguments[name]) if name in arguments else None
+        return Tracked(name, arguments[name]) if name in arguments else None
 
     def value(self, node: ast.expr, names: Names) -> Value:
-        """Note the uses in an expression, and return its value if that is an object the callback received."""
+        """Record the uses in an expression. Return its value if it is an object that the callback received."""
         match node:
             case ast.Name(id=name):
                 return names[name] if name in names else self._outside(node, names)
@@ -77,7 +77,7 @@ class Expressions(Notes):
             case ast.Call():
                 return self._call(node, names)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                return Several(tuple(self._arguments(parts, names)))
+                return Items(tuple(self._arguments(parts, names)))
             case ast.NamedExpr(target=target, value=expression):
                 value = self.value(expression, names)
                 self.assign(target, value, names)
@@ -85,18 +85,18 @@ class Expressions(Notes):
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 self.value(test, names)
                 with self.only_sometimes(tried=self.tried_in(test, names)):
-                    one = self.value(body, names)
+                    result = self.value(body, names)
                 with self.only_sometimes(tried=self.tried_in(test, names, holds=False)):
                     other = self.value(orelse, names)
-                return one or other
+                return result or other
             case ast.BoolOp(values=[first, *others], op=operator):
                 value = self.value(first, names)
                 with self.only_sometimes(tried=self.tried_in(first, names, holds=isinstance(operator, ast.And))):
-                    rest = [self.value(one, names) for one in others]
-                return next((one for one in (value, *rest) if one is not None), None)
+                    rest = [self.value(other, names) for other in others]
+                return next((known for known in (value, *rest) if known is not None), None)
             case ast.Lambda():
                 with self.only_sometimes():
-                    self._children(node, {**names, **dict.fromkeys(one.arg for one in node.args.args)})
+                    self._children(node, {**names, **dict.fromkeys(argument.arg for argument in node.args.args)})
                 return Function(node, self.owner, names=names, scope=self.scope)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 with self.only_sometimes():
@@ -106,37 +106,38 @@ class Expressions(Notes):
         return None
 
     def elements(self, node: ast.expr, names: Names) -> Value:
-        """Note the uses in the expression after ``in``, and return its elements if these are objects the callback received."""
+        """Record the uses in an iterable. Return its elements if they are objects that the callback received."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in names and node.args:
             if node.func.id == "enumerate":
-                return Several((None, self.elements(node.args[0], names)))
+                return Items((None, self.elements(node.args[0], names)))
             if node.func.id == "zip":
-                return Several(tuple(self.elements(one, names) for one in node.args if not isinstance(one, ast.Starred)))
+                parts = [part for part in node.args if not isinstance(part, ast.Starred)]
+                return Items(tuple(self.elements(part, names) for part in parts))
             if node.func.id in ("list", "tuple", "reversed", "iter", "sorted"):
                 return self.elements(node.args[0], names)
         value = self.value(node, names)
-        if isinstance(value, Several):  # of several objects, one that is checked
-            return next((one for one in value.parts if concerns([one])), None)
-        return value.element if isinstance(value, Many) else None
+        if isinstance(value, Items):  # of several objects, the first that is checked
+            return next((part for part in value.parts if concerns([part])), None)
+        return value.element if isinstance(value, Views) else None
 
     def _children(self, node: ast.AST, names: Names) -> None:
-        for one in ast.iter_child_nodes(node):
-            if isinstance(one, ast.comprehension):
-                self.assign(one.target, self.elements(one.iter, names), names)
-        for one in ast.iter_child_nodes(node):
-            if isinstance(one, ast.expr):
-                self.value(one, names)
-            elif isinstance(one, ast.comprehension):
-                for test in one.ifs:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.comprehension):
+                self.assign(child.target, self.elements(child.iter, names), names)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.value(child, names)
+            elif isinstance(child, ast.comprehension):
+                for test in child.ifs:
                     self.value(test, names)
-            elif isinstance(one, ast.keyword | ast.FormattedValue):
-                self.value(one.value, names)
+            elif isinstance(child, ast.keyword | ast.FormattedValue):
+                self.value(child.value, names)
 
     def _attribute(self, value: Value, name: str, kind: Kind, node: ast.AST) -> Value:
         match value:
             case Self(after=None):
                 return self._own(self._mangled(name))
-            case Thing():
+            case Tracked():
                 return self.use(value, name, kind, node)
         return None
 
@@ -147,7 +148,7 @@ class Expressions(Notes):
     def _own(self, name: str) -> Value:
         """Return an attribute of the callback: one of its base class, one that it has set, or the result of a property."""
         if name in self.description.attributes:
-            return Thing(f"self.{name}", self.description.attributes[name])
+            return Tracked(f"self.{name}", self.description.attributes[name])
         if name in self.found.own:
             return self.found.own[name]
         if (owner := self.owner_of(name)) is None:
@@ -167,21 +168,21 @@ class Expressions(Notes):
         return Function(found, self.owner) if is_followed else None
 
     def imported(self, statement: ast.Import | ast.ImportFrom) -> None:
-        """Note the functions and modules that a method imports, if they are imported already."""
+        """Record the functions and modules that a method imports, if already imported."""
         found = dict[str, Any]()
         if isinstance(statement, ast.Import):
-            for one in statement.names:
-                name = one.name if one.asname else one.name.partition(".")[0]
-                found[one.asname or name] = sys.modules.get(name)
+            for alias in statement.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                found[alias.asname or name] = sys.modules.get(name)
         else:
             package, path = self.scope.get("__package__") or "", "." * statement.level + (statement.module or "")
             module = sys.modules.get(resolve_name(path, package) if package or not statement.level else path)
-            for one in statement.names:
-                found[one.asname or one.name] = None if module is None else vars(module).get(one.name)
+            for alias in statement.names:
+                found[alias.asname or alias.name] = None if module is None else vars(module).get(alias.name)
         self.scope = {**self.scope, **found}
 
     def _object(self, node: ast.expr, names: Names) -> Any:
-        """Return the object that a name, or an attribute of a module or a class, stands for outside of the method, or None."""
+        """Resolve a name, or an attribute of a module or class, defined outside the method; None if unknown."""
         match node:
             case ast.Name(id=name) if name not in names:
                 return self.scope.get(name)
@@ -194,11 +195,11 @@ class Expressions(Notes):
         match value, index:
             case Keywords(), ast.Constant(value=str() as name):
                 return self.argument(name)
-            case Thing(), ast.Constant(value=str() as name):
+            case Tracked(), ast.Constant(value=str() as name):
                 return self.use(value, f"[{name!r}]", "reads", node)
-            case Several(parts=parts), ast.Constant(value=int() as number) if number < len(parts):
+            case Items(parts=parts), ast.Constant(value=int() as number) if number < len(parts):
                 return parts[number]
-            case Many(element=element), _:
+            case Views(element=element), _:
                 return value if isinstance(index, ast.Slice) else element
         return None
 
@@ -206,7 +207,7 @@ class Expressions(Notes):
         found = list[Value]()
         for node in nodes:
             value = self.value(node.value if isinstance(node, ast.Starred) else node, names)
-            found += value.parts if isinstance(node, ast.Starred) and isinstance(value, Several) else (value,)
+            found += value.parts if isinstance(node, ast.Starred) and isinstance(value, Items) else (value,)
         return found
 
     def _call(self, node: ast.Call, names: Names) -> Value:
@@ -214,16 +215,16 @@ class Expressions(Notes):
         if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr", "setattr", "delattr"):
             return self._by_name(function.id, node, names)
         given = self._arguments(node.args, names)
-        named = {one.arg or REST: self.value(one.value, names) for one in node.keywords}
+        named = {keyword.arg or REST: self.value(keyword.value, names) for keyword in node.keywords}
         callee: Value = None
         if isinstance(function, ast.Attribute):
             holder, name = self._holder(function.value, names), self._mangled(function.attr)
             if isinstance(holder, Self) and (result := self._method(holder, name, given, named)) is not _NO_METHOD:
                 return result  # type: ignore[return-value]
-            of_mapping = isinstance(holder, Keywords) or (isinstance(holder, Thing) and holder.view is None)
+            of_mapping = isinstance(holder, Keywords) or (isinstance(holder, Tracked) and holder.view is None)
             if of_mapping and node.args and function.attr in ("get", "pop", "setdefault"):
                 return self._item(holder, node.args[0], node)
-            if isinstance(holder, Thing):
+            if isinstance(holder, Tracked):
                 result = self.use(holder, function.attr, "calls", node)
                 self.pass_on(ast.unparse(function), given, named, node)
                 return result
@@ -236,10 +237,10 @@ class Expressions(Notes):
         return None
 
     def _of_class(self, node: ast.Attribute, names: Names) -> Value:
-        """Return the function that ``module.function`` or ``Class.method`` names; the class is one of the callback."""
+        """Return the function for ``module.function`` or ``Class.method``, for classes of the callback."""
         holder = self._object(node.value, names)
         if isinstance(holder, type):
-            owner = next((one for one in holder.__mro__ if node.attr in vars(one)), None)
+            owner = next((base for base in holder.__mro__ if node.attr in vars(base)), None)
             own = owner in self.classes and isinstance(vars(owner)[node.attr], FunctionType)
             return Function(vars(owner)[node.attr], owner) if own and owner is not None else None
         return self._outside(node, names)
@@ -250,17 +251,17 @@ class Expressions(Notes):
         return self.value(node, names)
 
     def _method(self, holder: Self, name: str, given: list[Value], named: Mapping[str, Value]) -> object:
-        """Read a method of the callback that is called; the result is `_NO_METHOD` if its class has none of this name."""
+        """Analyse a call to a method of the callback; return `_NO_METHOD` if its class has no such method."""
         owner = self.owner_of(name, holder.after)
         if owner is None or not callable(getattr(found := vars(owner)[name], "__func__", found)):
-            known = holder.after is not None or hasattr(self.base, name)  # a method of the base class: of no interest
+            known = holder.after is not None or hasattr(self.base, name)  # methods of the base class are not analysed
             return None if known else _NO_METHOD
         return self.follow(Function(found, owner, bound=True), given, named)
 
     def _by_name(self, function: str, node: ast.Call, names: Names) -> Value:
-        """Note a use by ``getattr``, ``hasattr`` or ``setattr``."""
+        """Record a use through ``getattr``, ``hasattr`` or ``setattr``."""
         first, *rest = node.args or [ast.Constant(None)]
-        value, others = self.value(first, names), [self.value(one, names) for one in rest[1:]]
+        value, others = self.value(first, names), [self.value(argument, names) for argument in rest[1:]]
         name = self._text(rest[0], names) if rest else None
         if isinstance(value, Self) and function == "setattr":
             self.found.hooks |= {name} if name else set()
@@ -269,13 +270,13 @@ class Expressions(Notes):
                 self.found.own.setdefault(name, others[0])
         if name is None:
             self.pass_on(function, [value], {}, node)
-        if not (isinstance(value, Thing) and name is not None):
+        if not (isinstance(value, Tracked) and name is not None):
             return self._own(name) if isinstance(value, Self) and name is not None else None
         with self.guarded(function == "hasattr" or (function == "getattr" and bool(others))):
             return self.use(value, name, "sets" if function == "setattr" else "reads", node)
 
     def _text(self, node: ast.expr, names: Names) -> str | None:
-        """Return a string that the source writes out, or a constant of the module."""
+        """Return a string literal or a string constant of the module."""
         found = node.value if isinstance(node, ast.Constant) else self._object(node, names)
         return found if isinstance(found, str) else None
 
@@ -287,34 +288,34 @@ class Expressions(Notes):
                 match self.value(expression, names):
                     case Self():
                         self.found.hooks.add(name)
-                        if isinstance(value, Thing) or concerns([value]):
+                        if isinstance(value, Tracked) or concerns([value]):
                             self.found.own.setdefault(self._mangled(name), value)
-                    case Thing() as thing:
+                    case Tracked() as thing:
                         self.use(thing, name, "sets", target)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                given = value.parts if isinstance(value, Several) and len(value.parts) == len(parts) else [None] * len(parts)
-                for part, one in zip(parts, given, strict=True):
-                    self.assign(part, one, names)
+                given = value.parts if isinstance(value, Items) and len(value.parts) == len(parts) else [None] * len(parts)
+                for part, argument in zip(parts, given, strict=True):
+                    self.assign(part, argument, names)
             case ast.Starred(value=part):
                 self.assign(part, None, names)
             case ast.Subscript(value=expression, slice=index):
                 self.value(index, names)
                 holder = self.value(expression, names)
-                if isinstance(holder, Thing) and isinstance(index, ast.Constant):
+                if isinstance(holder, Tracked) and isinstance(index, ast.Constant):
                     self.use(holder, f"[{index.value!r}]", "sets", target)
 
     def tried_in(self, test: ast.expr, names: Names, *, holds: bool = True) -> tuple[str, ...]:
-        """Return the attributes that exist where a condition holds, or fails, as text; after ``isinstance(x, ...)``, ``x.*``.
+        """Return the attributes implied by a condition being true or false, as text; for ``isinstance(x, ...)``, ``x.*``.
 
-        A view is of none of the classes that a callback of another system asks for.
+        A view is never an instance of the classes that a foreign callback tests for.
         """
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return self.tried_in(operand, names, holds=not holds)
             case ast.BoolOp(op=operator, values=parts) if isinstance(operator, ast.And) is holds:
-                return tuple(one for part in parts for one in self.tried_in(part, names, holds=holds))
+                return tuple(value for part in parts for value in self.tried_in(part, names, holds=holds))
             case ast.Call(func=ast.Name(id="hasattr" | "isinstance" as function), args=[thing, name]) if holds:
                 value = self.value(thing, names)
                 asked = "*" if function == "isinstance" else self._text(name, names)
-                return (f"{value.text}.{asked}",) if isinstance(value, Thing) else ()
+                return (f"{value.text}.{asked}",) if isinstance(value, Tracked) else ()
         return ()

@@ -1,4 +1,4 @@
-"""Notes of the uses that a reader of source finds, with the conditions under which they happen."""
+"""Records of the uses found by the analyser, with their conditions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cadenza.compat.adapter.description import advice_for, element_of, part_of, provides, sets
-from cadenza.compat.adapter.surface.values import Function, Keywords, Kind, Many, PassedOn, Self, Several, Thing, Use, Value
+from cadenza.compat.adapter.surface.values import Access, Function, Items, Keywords, Kind, PassedOn, Self, Tracked, Value, Views
 
 _HARMLESS = {"isinstance", "len", "print", "str", "repr", "type", "id", "bool", "int", "float", "callable", "issubclass"}
 
 
 @dataclass
-class Found:
-    """What the methods of a class use."""
+class Accesses:
+    """Uses recorded for the methods of a class."""
 
-    uses: list[Use] = field(default_factory=list)
+    uses: list[Access] = field(default_factory=list)
     passed_on: list[PassedOn] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     own: dict[str, Value] = field(default_factory=dict)
@@ -28,25 +28,25 @@ class Found:
     """Names that the callback sets on itself: ``self.on_epoch_end = ...``."""
 
     dynamic: bool = False
-    """Whether it sets attributes on itself under names that the source does not say."""
+    """Whether it sets attributes on itself with names computed at run time."""
 
 
 class Notes:
-    """Takes notes of uses."""
+    """Records uses."""
 
     def __init__(self) -> None:
-        self.found: Found = Found()
+        self.found: Accesses = Accesses()
         self.event: str = ""
-        """The event that is being read."""
+        """The event being analysed."""
         self.conditions: int = 0
-        """How many conditions stand before the present statement."""
+        """The number of conditions around the current statement."""
         self.parts: Mapping[str, type[Any]] = {}
-        """The classes of views by the attribute that returns them, where its annotation does not say."""
+        """Classes of views by the attribute that returns them, if not given by its annotation."""
         self._guards = 0
         self._tried: list[str] = []
 
-    def use(self, thing: Thing, name: str, kind: Kind, node: ast.AST) -> Value:
-        """Note a use; return the part of the object, if it is one to follow."""
+    def use(self, thing: Tracked, name: str, kind: Kind, node: ast.AST) -> Value:
+        """Record a use. Return the attribute's value if it should be tracked."""
         if not thing.followed or name.startswith("__"):
             return None
         view, key = thing.view, name.startswith("[")
@@ -61,13 +61,13 @@ class Notes:
         line = getattr(node, "lineno", 0)
         certain = not self.conditions and not guarded
         if view is None or not key:
-            self.found.uses.append(Use(self.event, thing.text, name, kind, line, provided, advice, guarded, certain))
+            self.found.uses.append(Access(self.event, thing.text, name, kind, line, provided, advice, guarded, certain))
         if view is None or key or not provided:
-            return Thing(f"{thing.text}.{name}", followed=False)
+            return Tracked(f"{thing.text}.{name}", followed=False)
         if (element := element_of(view, name)) is not None:  # type: ignore[arg-type]  # mypy does not know that a class is hashable
-            return Many(Thing(str(getattr(element, "title", f"{thing.text}.{name}[]")), element))
+            return Views(Tracked(str(getattr(element, "title", f"{thing.text}.{name}[]")), element))
         part = self.parts.get(f"{view.__name__}.{name}") or part_of(view, name)  # type: ignore[arg-type]
-        return Thing(f"{thing.text}.{name}" + "()" * (kind == "calls"), part, followed=part is not None)
+        return Tracked(f"{thing.text}.{name}" + "()" * (kind == "calls"), part, followed=part is not None)
 
     def pass_on(self, function: str, given: list[Value], named: Mapping[str, Value], node: ast.Call) -> None:
         for value in things_in((*given, *named.values())):
@@ -77,7 +77,7 @@ class Notes:
 
     @contextmanager
     def only_sometimes(self, tried: tuple[str, ...] = ()) -> Iterator[None]:
-        """Read a part that not each call reaches; `tried` are attributes that it only reads where they exist."""
+        """Analyse code that some calls skip. `tried` are attributes that it reads only if they exist."""
         before, self.conditions = self.conditions, self.conditions + 1
         self._tried.extend(tried)
         try:
@@ -88,7 +88,7 @@ class Notes:
 
     @contextmanager
     def guarded(self, guarded: bool) -> Iterator[None]:
-        """Read a part that is prepared for an attribute that is absent."""
+        """Analyse code that handles a missing attribute."""
         self._guards += guarded
         try:
             yield
@@ -96,14 +96,14 @@ class Notes:
             self._guards -= guarded
 
 
-def things_in(values: Iterable[Value]) -> list[Thing]:
-    """Return the objects among arguments of which the uses are checked."""
-    flat = [part for value in values for part in (value.parts if isinstance(value, Several) else (value,))]
-    things = [value.element if isinstance(value, Many) else value for value in flat]
-    return [value for value in things if isinstance(value, Thing) and value.view is not None]
+def things_in(values: Iterable[Value]) -> list[Tracked]:
+    """Return the arguments that are checked objects."""
+    flat = [part for value in values for part in (value.parts if isinstance(value, Items) else (value,))]
+    things = [value.element if isinstance(value, Views) else value for value in flat]
+    return [value for value in things if isinstance(value, Tracked) and value.view is not None]
 
 
 def concerns(values: Iterable[Value]) -> bool:
-    """Return whether a function may use an object that is checked, if it gets these arguments."""
+    """Return whether a function called with these arguments may use a checked object."""
     values = list(values)
     return bool(things_in(values)) or any(isinstance(value, Self | Keywords | Function) for value in values)

@@ -1,4 +1,4 @@
-"""Reads the methods of a callback class, and notes what each event uses of its arguments."""
+"""Analyses the methods of a callback class and records how each event uses its arguments."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from cadenza.compat.adapter.description import Description
 from cadenza.compat.adapter.surface.expressions import REST, Expressions, Names
 from cadenza.compat.adapter.surface.source import Body, name_of, names_around, parameters_of, source_of
-from cadenza.compat.adapter.surface.values import Function, Keywords, Self, Several, Value
+from cadenza.compat.adapter.surface.values import Function, Items, Keywords, Self, Value
 
 _CATCHING = {"AttributeError", "Exception", "BaseException"}
 _LEAVING = ast.Return | ast.Raise | ast.Continue | ast.Break
-_DEPTH = 12  # of helper methods that call each other
+_DEPTH = 12  # maximum depth of nested helper calls
 
 
 class Reader(Expressions):
-    """Follows the arguments of the events through the methods of a class."""
+    """Tracks the arguments of events through the methods of a class."""
 
     event: str
     conditions: int
@@ -28,15 +28,16 @@ class Reader(Expressions):
 
     def __init__(self, kind: type[Any], base: type[Any], description: Description) -> None:
         super().__init__(kind, base, description)
-        self._calls: list[tuple[str, str]] = []  # the methods that are being read, with their arguments
-        self._read: dict[tuple[str, str], tuple[int, Value]] = {}  # those of the event that were, with conditions and results
+        self._calls: list[tuple[str, str]] = []  # the methods being analysed, with their arguments
+        # the analysed methods of the event, with conditions and results
+        self._read: dict[tuple[str, str], tuple[int, Value]] = {}
 
     def read(self, event: str, function: Callable[..., Any] | None = None) -> None:
-        """Note what an event uses.
+        """Record the uses of an event.
 
         Args:
             event: The name of the event, or of another method.
-            function: The function of an instance that has its own; None for the method of the class.
+            function: The instance's own function; None for the method of the class.
         """
         self.event, self.conditions, self._calls, self._read = event, 0, [], {}
         roles = self._roles(event)
@@ -51,11 +52,11 @@ class Reader(Expressions):
             parameters = [*inspect.signature(getattr(self.base, event)).parameters.values()][1:]
         except (AttributeError, ValueError, TypeError):
             return []
-        by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-        return [self.argument(one.name) for one in by_position]
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return [self.argument(parameter.name) for parameter in parameters if parameter.kind in positional]
 
     def follow(self, function: Function, given: list[Value], named: Mapping[str, Value] = {}) -> Value:
-        """Read a function with these arguments; return the object that it returns, if that is known."""
+        """Analyse a function with these arguments. Return its result if known."""
         source, label = _source(function), _label(function)
         if source is None:
             if label not in self.found.unreadable:
@@ -82,12 +83,12 @@ class Reader(Expressions):
     def _names(self, source: Body, values: list[Value], named: Mapping[str, Value]) -> Names:
         parameters, rest = parameters_of(source), source.args
         names: Names = dict(zip(parameters, values, strict=False))
-        others = [*parameters[len(values) :], *(one.arg for one in rest.kwonlyargs)]
-        # The arguments of an event may come by name; those of a helper are the ones given.
+        others = [*parameters[len(values) :], *(parameter.arg for parameter in rest.kwonlyargs)]
+        # arguments of an event may be passed by name; those of a helper are as passed
         by_name = len(self._calls) == 0 or isinstance(named.get(REST), Keywords)
         names |= {name: named.get(name, self.argument(name) if by_name else None) for name in others}
         if rest.vararg is not None:
-            names[rest.vararg.arg] = Several(tuple(values[len(parameters) :]))
+            names[rest.vararg.arg] = Items(tuple(values[len(parameters) :]))
         if rest.kwarg is not None:
             names[rest.kwarg.arg] = Keywords()
         return names
@@ -104,7 +105,7 @@ class Reader(Expressions):
     def _statements(self, body: list[ast.stmt], names: Names, returned: list[Value]) -> None:
         for index, statement in enumerate(body):
             self._statement(statement, names, returned)
-            if _may_leave(statement):  # the method may have ended here
+            if _may_leave(statement):  # the method may have returned here
                 tried = self.tried_in(statement.test, names, holds=False) if _leaves(statement) else ()  # type: ignore[attr-defined]
                 with self.only_sometimes(tried=tried):
                     self._statements(body[index + 1 :], names, returned)
@@ -132,7 +133,7 @@ class Reader(Expressions):
                 with self.guarded(any(map(_catches, handlers))):
                     self._statements(body, names, returned)
                 with self.only_sometimes():
-                    for part in (*(one.body for one in handlers), orelse):
+                    for part in (*(handler.body for handler in handlers), orelse):
                         self._statements(part, names, returned)
                 self._statements(final, names, returned)
             case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
@@ -148,7 +149,7 @@ class Reader(Expressions):
                 self._simple(statement, names, returned)
 
     def _several(self, statement: ast.stmt, names: Names, returned: list[Value]) -> None:
-        """Read a statement that may run one part of several, or one part several times."""
+        """Analyse a branch or a loop."""
         match statement:
             case ast.For(target=target, iter=expression, body=body, orelse=orelse):
                 self.assign(target, self.elements(expression, names), names)
@@ -191,7 +192,7 @@ def _source(function: Function) -> Body | None:
 
 
 def _label(function: Function) -> str:
-    """Return the name of a function: of a method with its class, of another one with its module."""
+    """Return the qualified name of a function, with its class or module."""
     found = getattr(function.function, "__func__", function.function)
     if isinstance(found, Body):
         return f"{function.owner.__name__}.{name_of(found)}:{found.lineno}"
@@ -200,19 +201,19 @@ def _label(function: Function) -> str:
 
 
 def _leaves(statement: ast.stmt) -> bool:
-    """Return whether a statement is a condition with a body that leaves the block."""
+    """Return whether a statement is an ``if`` with a body that always leaves the block."""
     return isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[-1], _LEAVING)
 
 
 @lru_cache(maxsize=8192)
 def _may_leave(statement: ast.stmt) -> bool:
-    """Return whether a method may end inside a statement, so that the next one is not always reached."""
+    """Return whether a method may return inside a statement, so that the next one may not run."""
     return not isinstance(statement, _LEAVING) and any(isinstance(node, _LEAVING) for node in ast.walk(statement))
 
 
 def _catches(handler: ast.ExceptHandler) -> bool:
-    """Return whether a handler catches the error for an attribute that is absent, and does not raise again."""
-    names = {one.id for one in ast.walk(handler.type) if isinstance(one, ast.Name)} if handler.type else {"BaseException"}
+    """Return whether a handler catches ``AttributeError`` without re-raising it."""
+    names = {child.id for child in ast.walk(handler.type) if isinstance(child, ast.Name)} if handler.type else {"BaseException"}
     return bool(names & _CATCHING) and not any(isinstance(node, ast.Raise) for node in ast.walk(handler))
 
 

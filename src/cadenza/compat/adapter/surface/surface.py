@@ -1,4 +1,4 @@
-"""The surface of a callback class of another system: which events it overrides, and what it uses of their arguments."""
+"""The surface of a foreign callback class: the events that it overrides and its uses of their arguments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from cadenza.compat.adapter.description import description_of
 from cadenza.compat.adapter.event import Event
 from cadenza.compat.adapter.surface.reader import Reader
-from cadenza.compat.adapter.surface.values import PassedOn, Use
+from cadenza.compat.adapter.surface.values import Access, PassedOn
 from cadenza.loops.foreign import ADAPTERS, base_of, title_of
 
 SYSTEMS: Mapping[str, str] = {title: target.split(".")[2] for title, target in ADAPTERS.items()}
-"""The system of each base class: a folder of `cadenza.compat`."""
+"""The system of each base class, which is a folder of `cadenza.compat`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,55 +37,56 @@ class OverriddenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """What a callback of another system uses, as its source says."""
+    """The uses found in the source of a foreign callback."""
 
     name: str
     module: str
     system: str
     refused: str
-    """Why a native run does not accept it; empty if it does."""
+    """Why a native run rejects it; empty if accepted."""
     events: tuple[OverriddenEvent, ...]
     state: tuple[str, ...]
     """The methods for checkpoints that it overrides."""
-    uses: tuple[Use, ...]
+    uses: tuple[Access, ...]
     passed_on: tuple[PassedOn, ...]
     unreadable: tuple[str, ...]
-    """Methods without a source that can be read."""
+    """Methods without readable source."""
     dynamic: bool
-    """Whether its events depend on arguments of its constructor."""
+    """Whether its events depend on constructor arguments."""
 
     @property
-    def missing(self) -> list[Use]:
-        """What it uses in events that are called, and a native run does not provide."""
-        return [use for use in self.uses if use.provided is False and not use.guarded and self._is_called(use.event)]
+    def missing(self) -> list[Access]:
+        """Uses in called events that a native run does not provide."""
+        skipped = {event.name for event in self.events if not event.called}
+        return [use for use in self.uses if use.provided is False and not use.guarded and use.event not in skipped]
 
     @property
     def never_called(self) -> list[OverriddenEvent]:
-        """The events that it overrides, and a native run never calls."""
-        return [one for one in self.events if not one.called]
+        """Overridden events that a native run never calls."""
+        return [event for event in self.events if not event.called]
 
     @property
     def mapped(self) -> bool:
-        """Whether a native run calls all its events, and provides all that they use."""
+        """Whether a native run calls all its events and provides everything they use."""
         return not (self.refused or self.missing or self.never_called or self.unreadable)
 
     def providing(self, thing: str, provides: Callable[[str], bool]) -> Surface:
-        """Return the surface for a run that provides further attributes of one object."""
-        uses = (replace(one, provided=True) if one.thing == thing and provides(one.name) else one for one in self.uses)
+        """Return the surface for a run that provides additional attributes of an object."""
+        uses = (replace(use, provided=True) if use.thing == thing and provides(use.name) else use for use in self.uses)
         return replace(self, uses=tuple(uses))
 
     def certain_errors(self) -> list[str]:
-        """Return a sentence for each use that fails in each call of an event."""
+        """Return a sentence for each use that fails on every call."""
         return [sentence(use) for use in distinct(self.missing) if use.certain]
 
     def notes(self, name: str = "") -> Iterator[str]:
-        """Yield a line for the plan for each thing that is not mapped; `name` is that of the callback in the run."""
+        """Yield a line for the plan for each unmapped item. `name` is the callback's name in the run."""
         name = name or self.name
         for use in distinct(self.missing):
             yield f"! {name} {sentence(use)}"
-        reasons = dict.fromkeys(one.event.note for one in self.never_called)
+        reasons = dict.fromkeys(handler.event.note for handler in self.never_called)
         for reason in reasons:
-            names = [one.name for one in self.never_called if one.event.note == reason]
+            names = [handler.name for handler in self.never_called if handler.event.note == reason]
             verb = "is" if len(names) == 1 else "are"
             yield f"! {name} overrides {', '.join(names)}, which {verb} never called{f': {reason}' if reason else ''}"
         if self.unreadable:
@@ -99,28 +100,25 @@ class Surface:
             "system": self.system,
             "mapped": self.mapped,
             "refused": self.refused or None,
-            "events": [{"event": one.name, "moment": one.moment, "note": one.event.note or None} for one in self.events],
+            "events": [{"event": each.name, "moment": each.moment, "note": each.event.note or None} for each in self.events],
             "state": list(self.state),
             "uses": [
                 {
-                    "event": one.event, "what": one.text, "does": one.kind, "line": one.line, "provided": one.provided,
-                    "guarded": one.guarded, "advice": one.advice or None,
+                    "event": use.event, "what": use.text, "does": use.kind, "line": use.line, "provided": use.provided,
+                    "guarded": use.guarded, "advice": use.advice or None,
                 }
-                for one in self.uses
+                for use in self.uses
             ],
-            "passed_on": [{"event": one.event, "call": one.text, "line": one.line} for one in self.passed_on],
+            "passed_on": [{"event": call.event, "call": call.text, "line": call.line} for call in self.passed_on],
             "unreadable": list(self.unreadable),
             "depends_on_arguments": self.dynamic,
         }  # fmt: skip
 
-    def _is_called(self, event: str) -> bool:
-        return all(one.called for one in self.events if one.name == event)
-
 
 def surface_of(callback: Any) -> Surface | None:
-    """Return what a callback class, or an instance, of another system uses; None if it has no base class of another system.
+    """Analyse a foreign callback class or instance; None if it has no foreign base class.
 
-    The source of the class is read. Nothing of it is called.
+    Only the source of the class is read; no method is called.
     """
     kind = callback if isinstance(callback, type) else type(callback)
     if (base := base_of(kind)) is None or title_of(base) not in SYSTEMS:
@@ -128,21 +126,21 @@ def surface_of(callback: Any) -> Surface | None:
     surface = _surface(kind, base)  # type: ignore[arg-type]  # mypy does not know that a class is hashable
     if kind is callback:
         return surface
-    own = {name: one for name, one in getattr(callback, "__dict__", {}).items() if callable(one)}
+    own = {name: value for name, value in getattr(callback, "__dict__", {}).items() if callable(value)}
     if own.keys() & description_of(surface.system).events.keys() or surface.dynamic:
         return _read(kind, base, own)
     return surface
 
 
-def sentence(use: Use) -> str:
-    """Return what a callback does with an attribute that a native run does not provide, and what to use instead."""
+def sentence(use: Access) -> str:
+    """Return a sentence about a use that a native run does not provide, with its replacement."""
     return f"{use.kind} {use.text} in {use.event}. {use.advice or 'A native run does not provide it.'}"
 
 
-def distinct(uses: list[Use]) -> list[Use]:
-    """Return each attribute once, with the first event that uses it; a use that always fails comes before others."""
-    first: dict[str, Use] = {}
-    for use in sorted(uses, key=lambda one: not one.certain):
+def distinct(uses: list[Access]) -> list[Access]:
+    """Return each attribute once, with the first event that uses it. Uses that always fail come first."""
+    first: dict[str, Access] = {}
+    for use in sorted(uses, key=lambda use: not use.certain):
         first.setdefault(use.text, use)
     return [use for use in uses if first.get(use.text) is use]
 
@@ -168,7 +166,7 @@ def _read(kind: type[Any], base: type[Any], own: dict[str, Any] | None) -> Surfa
     overridden = _overridden(kind, base, [*description.events, *description.state])
     for name in overridden:
         reader.read(name)
-    if reader.found.own:  # objects that one method keeps are known in all of them now
+    if reader.found.own:  # objects stored by one method are now known in all methods
         reader.found = replace(reader.found, uses=[], passed_on=[])
         for name in overridden:
             reader.read(name)

@@ -1,4 +1,4 @@
-"""The values that a reader of source follows, and the uses of them that it finds."""
+"""Values tracked by the source analyser, and the uses it records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Kind = Literal["reads", "sets", "calls"]
 
 
 @dataclass(frozen=True, slots=True)
-class Thing:
+class Tracked:
     """An object that a callback receives, such as ``trainer``, or a part of it, such as ``trainer.strategy``."""
 
     text: str
@@ -18,7 +18,7 @@ class Thing:
     """The class of the view; None for an object that is not checked."""
 
     followed: bool = True
-    """Whether uses of it are noted: not those of the parts of an object that is not checked."""
+    """Whether its uses are recorded. False for parts of unchecked objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +28,31 @@ class Keywords:
 
 @dataclass(frozen=True, slots=True)
 class Self:
-    """The callback. ``after`` is the class behind which ``super()`` looks; None for ``self``."""
+    """The callback. ``after`` is the class after which ``super()`` searches; None for ``self``."""
 
     after: type[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
-    """A tuple or a list that the source writes out, or the arguments that a method takes as ``*args``."""
+class Items:
+    """A tuple or list literal, or the ``*args`` of a method."""
 
     parts: tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Many:
-    """A list of which all elements are views of one class, such as ``trainer.loggers``."""
+class Views:
+    """A list of views of one class, such as ``trainer.loggers``."""
 
-    element: Thing
+    element: Tracked
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of which the calls are followed: a method of the callback, or one that its module or a method defines."""
+    """A function with analysed calls: a method of the callback, or one defined in its module or in a method."""
 
     function: Any
-    """The function, or the syntax tree of one that is defined inside a method."""
+    """The function, or the syntax tree of one defined inside a method."""
 
     owner: type[Any]
     """The class of the method."""
@@ -61,24 +61,24 @@ class Function:
     """Whether the callback is its first argument."""
 
     names: dict[str, Value] = field(default_factory=dict, repr=False, compare=False)
-    """The names around a function that is defined inside a method."""
+    """The enclosing names of a function defined inside a method."""
 
     scope: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The names of the module of such a function."""
+    """The globals of such a function."""
 
 
-Value = Thing | Keywords | Self | Several | Many | Function | None
+Value = Tracked | Keywords | Self | Items | Views | Function | None
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class Access:
     """A use of an attribute of an object that a callback receives."""
 
     event: str
     """The event in which it happens."""
 
     thing: str
-    """The object as the other system calls it, such as ``trainer.strategy``."""
+    """The object's name in the other system, such as ``trainer.strategy``."""
 
     name: str
     """The attribute; of a mapping, the key in brackets."""
@@ -90,16 +90,16 @@ class Use:
     """The line in its file."""
 
     provided: bool | None
-    """Whether a native run provides it; None for an object of the user's own."""
+    """Whether a native run provides it; None for a user object."""
 
     advice: str = ""
-    """What to use instead, if it is not provided."""
+    """The replacement, if it is not provided."""
 
     guarded: bool = False
-    """Whether the callback is prepared for its absence: ``hasattr``, ``getattr`` with a default, ``except AttributeError``."""
+    """Whether the callback handles its absence: ``hasattr``, ``getattr`` with a default, ``except AttributeError``."""
 
     certain: bool = False
-    """Whether each call of the event comes here: there is no condition before it."""
+    """Whether every call of the event reaches it unconditionally."""
 
     @property
     def text(self) -> str:

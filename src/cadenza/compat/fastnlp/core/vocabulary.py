@@ -95,7 +95,7 @@ class Vocabulary:
         names = [field_name] if isinstance(field_name, str) else list(field_name)
         given = no_create_entry_dataset
         rest = [] if given is None else [given] if isinstance(given, DataSet) else list(given)
-        for dataset, no_entry in [*((one, False) for one in datasets), *((one, True) for one in rest)]:
+        for dataset, no_entry in [*((data, False) for data in datasets), *((data, True) for data in rest)]:
             for name in names:
                 for value in _checked(dataset).get_field(name):
                     self.update(_words_in(value, name), no_entry)

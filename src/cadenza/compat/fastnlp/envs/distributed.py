@@ -43,8 +43,8 @@ def get_global_rank() -> int:
 def rank_zero_call(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
     """Return a function that calls `fn` on the main process, and returns None on the others.
 
-    Inside, metrics and drivers of fastNLP do not wait for other ranks or exchange objects with them, because those do not take
-    part.
+    Inside, metrics and drivers of fastNLP do not wait for other ranks or exchange objects with them, because those do not
+    participate.
 
     >>> rank_zero_call(max)(1, 2)
     2
@@ -79,7 +79,7 @@ def all_rank_call_context() -> Iterator[None]:
 
 
 def rank_zero_rm(path: str | Path | None) -> None:
-    """Remove a file or a folder, on the main process only. A missing path is no error."""
+    """Remove a file or a folder, on the main process only. A missing path is ignored."""
     if path is None or get_global_rank() != 0:
         return
     path = Path(path)

@@ -1,4 +1,4 @@
-"""Arguments of Lightning's ``Trainer`` that `Trainer.from_lightning` answers. The guide has the same table."""
+"""Advice for arguments of Lightning's ``Trainer`` passed to `Trainer.from_lightning`. The guide has the same table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from cadenza.compat.absent import facts_of
 
 ADVICE: Mapping[str, str] = facts_of("lightning", "advice.toml")["arguments"]
-"""By argument of Lightning's trainer, or of a native one that the module replaces, what to use instead."""
+"""Replacements of arguments of Lightning's trainer, and of native arguments that the module replaces."""
 
 _PRECISIONS: Mapping[Any, str] = {
     **dict.fromkeys(("bf16-mixed",), 'Use precision="bf16".'),
@@ -20,7 +20,7 @@ _PRECISIONS: Mapping[Any, str] = {
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise an error for arguments that only Lightning's trainer has, or that a LightningModule replaces.
+    """Raise an error for arguments that exist only in Lightning's trainer or that a LightningModule replaces.
 
     Raises:
         TypeError: The module or native arguments replace some; the message names all of them.

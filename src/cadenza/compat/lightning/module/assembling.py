@@ -27,7 +27,7 @@ from cadenza.optim.rates import SetsRates
 
 
 class HasFacts(Protocol):
-    """A trainer, as far as it keeps facts about its module."""
+    """The part of a trainer that keeps data about its module."""
 
     _facts: dict[str, Any]
 
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=HasFacts)
 
 
 def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str, Any]) -> R:
-    """Return a trainer of `module`. The hooks that build the module and its data are called.
+    """Return a trainer of `module`, after calling the hooks that build the module and its data.
 
     These are ``prepare_data``, ``setup("fit")`` and ``configure_model``, in the order of Lightning. Every rank must call this.
 
@@ -56,8 +56,9 @@ def assembled(make: Callable[..., R], module: Any, data: Any, given: Mapping[str
     attached.loaders = ModuleLoaders(attached, data)
     attached.attach(TrainerBeforeRun(attached))
     callbacks = _clipping(attached, _with_own(given.get("callbacks", ()), attached.call("configure_callbacks")))
-    attached.limit = min((one.train for one in callbacks if isinstance(one, Limit) and one.train), default=None)
-    attached.rate_setters = [one for one in callbacks if isinstance(one, SetsRates)]
+    limits = [callback.train for callback in callbacks if isinstance(callback, Limit) and callback.train]
+    attached.limit = min(limits, default=None)
+    attached.rate_setters = [callback for callback in callbacks if isinstance(callback, SetsRates)]
     prepare(attached)
     attached.configure_model()
     transfer.install(attached)
@@ -86,31 +87,33 @@ def _arguments(attached: Attached, callbacks: Iterable[Any], evaluations: Iterab
 
 
 def _with_own(callbacks: Iterable[Any], own: Any) -> list[Any]:
-    """Return the callbacks of the trainer and those of ``configure_callbacks``, which replace others of their class."""
+    """Return the callbacks of the trainer and of ``configure_callbacks``, which replace others of the same class."""
     given = listed(callbacks)
     if not own:
         return given
     added = [*own] if isinstance(own, Sequence) else [own]
-    return [one for one in given if not any(issubclass(type(new), type(one)) for new in added)] + added
+    return [callback for callback in given if not any(issubclass(type(new), type(callback)) for new in added)] + added
 
 
 def _clipping(attached: Attached, callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks without `ClipGradients` if the module decides about clipping: it gets the bound, as in Lightning.
+    """Return the callbacks without `ClipGradients` if the module overrides clipping.
+
+    It then receives the bound, as in Lightning.
 
     Raises:
-        CallbackError: The bound is more than a number.
+        CallbackError: `ClipGradients` has more arguments than a bound.
     """
-    found = [one for one in callbacks if isinstance(one, ClipGradients)]
+    found = [callback for callback in callbacks if isinstance(callback, ClipGradients)]
     if not (found and attached.automatic and attached.overrides("configure_gradient_clipping")):
         return callbacks
-    one = found[0]
-    if len(found) > 1 or one.parameters is not None or one.norm_type != 2.0 or one.log is not None:
+    clip = found[0]
+    if len(found) > 1 or clip.parameters is not None or clip.norm_type != 2.0 or clip.log is not None:
         raise CallbackError(
             f"{type(attached.module).__name__}.configure_gradient_clipping decides about clipping, so that ClipGradients in "
             "callbacks can only give it max_norm or max_value. Leave its other arguments out, or remove the method."
         )
-    attached.clip = (one.max_value, "value") if one.max_norm is None else (one.max_norm, "norm")
-    return [other for other in callbacks if other is not one]
+    attached.clip = (clip.max_value, "value") if clip.max_norm is None else (clip.max_norm, "norm")
+    return [other for other in callbacks if other is not clip]
 
 
 REMOVED: Mapping[str, str] = {
@@ -118,13 +121,13 @@ REMOVED: Mapping[str, str] = {
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
 }
-"""Methods of Lightning 1 that nothing calls, by the hook that replaces them."""
+"""Methods of Lightning 1 that are never called, with their replacements."""
 
 
 def _check(attached: Attached) -> None:
     """Raise an error for methods that are not called, and for manual optimization of a sharded model.
 
-    The weights of a sharded model are whole during a forward pass only.
+    The weights of a sharded model are complete only during a forward pass.
     """
     for name, instead in REMOVED.items():
         if callable(getattr(attached.module, name, None)):
@@ -157,16 +160,16 @@ def _half_of_an_evaluation(attached: Attached) -> list[str]:
 
 
 def _hyperparameters(attached: Attached) -> dict[str, Any]:
-    """Return what ``save_hyperparameters`` has kept, as plain data."""
+    """Return the values stored by ``save_hyperparameters`` as plain data."""
     kept: dict[str, Any] = {}
-    for one in (attached.loaders.datamodule, attached.module):
-        kept |= getattr(one, "hparams", {})
+    for source in (attached.loaders.datamodule, attached.module):
+        kept |= getattr(source, "hparams", {})
     return {"hparams": {name: _plain(value) for name, value in kept.items()}} if kept else {}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value if isinstance(value, bool | int | float | str | None) else repr(value)

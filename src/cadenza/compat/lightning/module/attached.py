@@ -1,4 +1,4 @@
-"""What the parts of a run of a LightningModule share: the module, its data, and the state of the run."""
+"""State shared by the parts of a LightningModule's run: the module, its data and the state of the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Attached:
         self.driver: Driver = driver
         self.arguments: Mapping[str, Any] = arguments
         self.loaders: Loaders
-        """The loaders. They are made after ``setup`` was called."""
+        """The loaders, created after ``setup``."""
         self.log: Any = None
         """The `ModuleLog`: the values of ``self.log``."""
         self._session: Callable[[], Session | None] = lambda: None
@@ -52,24 +52,24 @@ class Attached:
         self.limit: int | None = None
         """The number of batches in an epoch that `Limit` sets."""
         self.plateau_listeners: list[Listener] = []
-        """The listeners for plateau schedules. Plans show them if there is such a schedule."""
+        """The listeners for plateau schedules, shown in plans if such a schedule exists."""
         self.rate_setters: Sequence[SetsRates] = ()
         """The callbacks of the list that set learning rates."""
         self.doubts: list[str] = []
-        """Warnings of what may be a mistake, such as methods that nothing calls."""
+        """Warnings about likely mistakes, such as methods that are never called."""
         self.clip: tuple[float | None, str | None] = (None, None)
-        """What ``configure_gradient_clipping`` gets: the bound of `ClipGradients`, and ``"norm"`` or ``"value"``."""
+        """The arguments of ``configure_gradient_clipping``: the bound of `ClipGradients`, and ``"norm"`` or ``"value"``."""
         self.left: int | None = None
-        """The epoch that ``on_train_batch_start`` ended."""
+        """The epoch ended by ``on_train_batch_start``."""
         self.manual: ManualSteps = ManualSteps()
         self.output: Any = None
-        """What ``training_step`` returned for the current batch."""
+        """The result of ``training_step`` for the current batch."""
         self.backward_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        """What ``manual_backward`` got besides the loss."""
+        """The extra arguments of ``manual_backward``."""
         self.backward_losses: list[Tensor] = []
-        """What ``manual_backward`` got for the current batch, without graph."""
+        """The losses passed to ``manual_backward`` for the current batch, without graph."""
         self.again: bool = False
-        """Whether ``training_step`` is called again for a batch that is counted."""
+        """Whether ``training_step`` is being called again for a counted batch."""
         self._wrapped: dict[int, Any] = {}
         self._is_set_up = True
 
@@ -80,54 +80,54 @@ class Attached:
         return None if session is None else session.run
 
     def attach(self, trainer: Any) -> None:
-        """Set ``trainer`` and ``device`` of the module and of the LightningModules inside, and the trainer of its data."""
-        for one in self.module.modules():
-            if isinstance(one, self.base):
-                one._trainer, one._device = trainer, self.driver.device
+        """Set ``trainer`` and ``device`` of the module and of nested LightningModules, and the trainer of its data."""
+        for module in self.module.modules():
+            if isinstance(module, self.base):
+                module._trainer, module._device = trainer, self.driver.device
         if self.loaders.datamodule is not None:
             self.loaders.datamodule.trainer = trainer
 
     def configure_model(self) -> None:
-        """Call the hook that builds the model, if there is one."""
+        """Call the hook that builds the model, if defined."""
         for name in ("configure_sharded_model", "configure_model"):
             if self.overrides(name):
                 self.call(name)
 
     def configure(self, optimizers: Sequence[Optimizer], schedules: Sequence[ScheduleConfig]) -> None:
-        """Take what ``configure_optimizers`` returned."""
+        """Store the result of ``configure_optimizers``."""
         self.optimizers, self.schedules, self.configured = optimizers, list(schedules), schedules
         self.show_plateaus(self.plateau_listeners)
 
     def show_plateaus(self, listeners: list[Listener]) -> None:
-        """Let plans show the listeners for plateau schedules if there is such a schedule."""
+        """Show the listeners for plateau schedules in plans if such a schedule exists."""
         self.plateau_listeners = listeners
-        for one in listeners:
-            one.inner = not any(config.reduce_on_plateau for config in self.configured)
+        for listener in listeners:
+            listener.inner = not any(config.reduce_on_plateau for config in self.configured)
 
     def begin(self, run: Run) -> None:
-        """Take a run that starts."""
+        """Attach to a run that starts."""
         session = session_of(run)
         self._session = ref(session)
         self.output, self.left, self.manual, self._wrapped = None, None, ManualSteps(), {}
         session.adapters[KEY] = self
 
     def tear_down(self, stage: str) -> None:
-        """Call ``teardown`` of the datamodule and of the module. A further fit calls ``setup`` again."""
+        """Call ``teardown`` of the datamodule and of the module. The next fit calls ``setup`` again."""
         self._is_set_up = False
-        for one in (self.loaders.datamodule, self.module):
-            if one is not None:
-                one.teardown(self.fn(stage))
+        for holder in (self.loaders.datamodule, self.module):
+            if holder is not None:
+                holder.teardown(self.fn(stage))
 
     def set_up(self, stage: str) -> None:
-        """Call ``setup`` of the datamodule and of the module, unless this was done."""
+        """Call ``setup`` of the datamodule and of the module, unless already called."""
         if not self._is_set_up:
             self._is_set_up = True
-            for one in (self.loaders.datamodule, self.module):
-                if one is not None:
-                    one.setup(self.fn(stage))
+            for holder in (self.loaders.datamodule, self.module):
+                if holder is not None:
+                    holder.setup(self.fn(stage))
 
     def fn(self, stage: str) -> Any:
-        """Return a stage as Lightning gives it to ``setup`` and ``teardown``: a ``TrainerFn``, which equals its name."""
+        """Return a stage as passed to ``setup`` and ``teardown`` by Lightning: a ``TrainerFn``, which equals its name."""
         return self.home("trainer.states").TrainerFn(stage)
 
     def wrapped(self, optimizer: Optimizer, strategy: Any) -> Any:
@@ -151,7 +151,7 @@ class Attached:
 
     @property
     def automatic(self) -> bool:
-        """Whether the loop does the backward pass and the update."""
+        """Whether the loop performs the backward pass and the update."""
         return bool(self.module.automatic_optimization)
 
     @property
@@ -165,12 +165,12 @@ class Attached:
         return 0 if self.run is None else self.run.progress.batch_in_epoch
 
     def overrides(self, name: str) -> bool:
-        """Return whether the module has a hook or method of its own, in its class or in the instance."""
+        """Return whether the module overrides a hook or method, in its class or in the instance."""
         own = getattr(self.module, name, None)
         return own is not None and getattr(own, "__func__", own) is not getattr(self.base, name, None)
 
     def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call a hook of the module. ``self.log`` needs to know its name."""
+        """Call a hook of the module, recording its name for ``self.log``."""
         module = self.module
         before, module._current_fx_name = module._current_fx_name, name
         try:
@@ -184,7 +184,7 @@ class Attached:
 
 
 def attached_to(run: Run) -> Attached | None:
-    """Return the LightningModule of a run; None if the run was not made by ``Trainer.from_lightning``."""
+    """Return the LightningModule of a run; None if the run was not created by ``Trainer.from_lightning``."""
     found: Attached | None = session_of(run).adapters.get(KEY)
     return found
 
@@ -193,11 +193,11 @@ def base_of_module(module: object) -> type[Any]:
     """Return the class LightningModule of `module`.
 
     Raises:
-        TypeError: `module` is no LightningModule.
+        TypeError: `module` is not a LightningModule.
     """
-    for one in classes_of_lightning(type(module)):
-        if one.__name__ == "LightningModule":
-            return one
+    for base in classes_of_lightning(type(module)):
+        if base.__name__ == "LightningModule":
+            return base
     if isinstance(module, type):
         name = module.__name__
         raise TypeError(f"Trainer.from_lightning takes a LightningModule; got the class {name}. Give an instance: {name}(...)")

@@ -23,7 +23,7 @@ class FitLoopBeforeRun:
     """``trainer.fit_loop`` before the first step.
 
     Args:
-        trainer: What the LightningModule reads of its trainer.
+        trainer: The trainer that the LightningModule reads.
     """
 
     def __init__(self, trainer: TrainerBeforeRun) -> None:
@@ -37,7 +37,7 @@ class FitLoopBeforeRun:
 
 
 class TrainerBeforeRun(CallbackLists):
-    """What a LightningModule can read of its trainer before the first step."""
+    """The part of the trainer that a LightningModule can read before the first step."""
 
     title: ClassVar[str] = "trainer"
     _attached: Weak[Attached] = Weak()
@@ -63,11 +63,11 @@ class TrainerBeforeRun(CallbackLists):
     def num_training_batches(self) -> float:
         """The number of batches in an epoch on this rank; infinite if the loader has no length."""
         batches = num_batches(self.train_dataloader, self._attached.driver.data_shard())
-        return min(one for one in (math.inf, batches, self._attached.limit) if one is not None)
+        return min(limit for limit in (math.inf, batches, self._attached.limit) if limit is not None)
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """The number of steps of the run; infinite if it is not known."""
+        """The number of steps of the run; infinite if unknown."""
         batches = self.num_training_batches
         limits = Progress(
             max_epochs=self._attached.arguments.get("max_epochs"),
@@ -196,7 +196,7 @@ class TrainerBeforeRun(CallbackLists):
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader. In ``setup``, it is made when this is read."""
+        """The training loader. In ``setup``, it is created on first read."""
         return self._attached.loaders.training()
 
     @property
@@ -238,7 +238,7 @@ class TrainerBeforeRun(CallbackLists):
 
     @property
     def precision(self) -> str:
-        """The precision, as Lightning names it."""
+        """The precision under Lightning's name."""
         return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(self._attached.arguments.get("precision", "fp32"), "32-true")
 
     @property
@@ -250,7 +250,7 @@ class TrainerBeforeRun(CallbackLists):
 
     @property
     def callbacks(self) -> list[Any]:
-        """The callbacks that the user gives."""
+        """The user's callbacks."""
         return list(self._attached.arguments.get("callbacks", ()))
 
     @property
@@ -321,7 +321,7 @@ class TrainerBeforeRun(CallbackLists):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        known = [one for one in dir(type(self)) if not one.startswith("_")]
+        known = [name for name in dir(type(self)) if not name.startswith("_")]
         raise AdapterError(
             f"{type(self._attached.module).__name__} reads trainer.{name} before the run, when it is not known. Known are: "
             f"{', '.join(known)}.{nearest(name, known)}",

@@ -1,4 +1,4 @@
-"""The loaders of a LightningModule: its own, those of a LightningDataModule, or those that the user gives."""
+"""The loaders of a LightningModule, of a LightningDataModule, or passed by the user."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cadenza.loading.mixture import Mixture
 from cadenza.run import Run
 
 STAGES: Mapping[str, str] = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-"""By stage, the first part of the name of its ``*_dataloader`` method, and its name in a mapping of loaders."""
+"""For each stage, the prefix of its ``*_dataloader`` method and its name in a mapping of loaders."""
 
 _HOME = (".core.module", ".core.datamodule", ".core.hooks")
 
 
 class ModuleLoaders(Loaders):
-    """Where the loaders of a run come from.
+    """The source of a run's loaders.
 
     Args:
         attached: The LightningModule.
@@ -34,7 +34,7 @@ class ModuleLoaders(Loaders):
 
     Raises:
         TypeError: `data` is a class.
-        DataError: It is a tuple or a mapping of another form.
+        DataError: It is a tuple or a mapping of an unsupported form.
     """
 
     _attached: Weak[Attached] = Weak()
@@ -49,41 +49,41 @@ class ModuleLoaders(Loaders):
         self._setup: set[str] = set()
 
     def setup(self, stage: str) -> None:
-        """Call ``prepare_data`` once for the machine, and ``setup(stage)`` on each rank. Every rank must call this."""
-        holders = [one for one in (self.datamodule, self._attached.module) if one is not None]
+        """Call ``prepare_data`` once per machine and ``setup(stage)`` on each rank. Every rank must call this."""
+        holders = [holder for holder in (self.datamodule, self._attached.module) if holder is not None]
         if not self._setup:
             self._prepare_data(holders)
         self._setup.add(stage)
-        for one in holders:
-            one.setup(self._attached.fn(stage))
+        for holder in holders:
+            holder.setup(self._attached.fn(stage))
 
     def _prepare_data(self, holders: list[Any]) -> None:
         driver, failed = self._attached.driver, list[BaseException]()
         try:
-            for one in holders:
-                if overrides(one, "prepare_data") and (
-                    driver.local_rank == 0 if getattr(one, "prepare_data_per_node", True) else driver.is_main
+            for holder in holders:
+                if overrides(holder, "prepare_data") and (
+                    driver.local_rank == 0 if getattr(holder, "prepare_data_per_node", True) else driver.is_main
                 ):
-                    one.prepare_data()
+                    holder.prepare_data()
         except BaseException as error:
             failed.append(error)
-        anywhere = driver.any_rank(bool(failed))  # also the barrier before setup
+        anywhere = driver.any_rank(bool(failed))  # also serves as the barrier before setup
         if failed:
             raise failed[0]
         if anywhere:
             raise DistributedError("prepare_data failed on another rank. The error of that rank says why.")
 
     def of(self, stage: str, given: Any = None) -> Iterable[Any] | None:
-        """Return the loader of a stage; several ones become a `Mixture`; None if there is none.
+        """Return the loader of a stage; multiple loaders become a `Mixture`; None if there is none.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            given: A loader, or several, that replace those of the module and its data.
+            given: One or more loaders that replace those of the module and its data.
         """
         name = self.method(stage)
         found = self._given.get(STAGES[stage]) if given is None else given
         if found is None:
-            holder = next((one for one in (self.datamodule, self._attached.module) if overrides(one, name)), None)
+            holder = next((each for each in (self.datamodule, self._attached.module) if overrides(each, name)), None)
             found = None if holder is None else getattr(holder, name)()
         if found is None or (isinstance(found, list | tuple | dict) and not found):
             return None
@@ -91,13 +91,13 @@ class ModuleLoaders(Loaders):
         return combined(found, combined_loader, training=stage == "fit")
 
     def training(self) -> Any:
-        """Return the training loader. The first call makes it."""
+        """Return the training loader, created on the first call."""
         if self.train is None:
             self.train: Any = self.of("fit")
         return self.train
 
     def method(self, stage: str) -> str:
-        """Return the name of the method that gives the loader of a stage, such as ``"val_dataloader"``."""
+        """Return the name of the method that returns the loader of a stage, such as ``"val_dataloader"``."""
         return f"{STAGES[stage]}_dataloader"
 
 
@@ -109,7 +109,7 @@ def loaders_of(attached: Attached) -> ModuleLoaders:
 
 
 def prepare(attached: Attached) -> None:
-    """Call ``prepare_data`` and ``setup("fit")``, and make the loaders. Every rank must call this.
+    """Call ``prepare_data`` and ``setup("fit")`` and create the loaders. Every rank must call this.
 
     Raises:
         DataError: There is no training loader.
@@ -125,18 +125,18 @@ def prepare(attached: Attached) -> None:
 
 
 def overrides(holder: Any, name: str) -> bool:
-    """Return whether a LightningModule or LightningDataModule has a method of its own."""
+    """Return whether a LightningModule or LightningDataModule overrides a method."""
     if holder is None:
         return False
-    classes = (one for one in type(holder).__mro__ if not one.__module__.endswith(_HOME))
-    return name in vars(holder) or any(name in vars(one) for one in classes)
+    classes = (base for base in type(holder).__mro__ if not base.__module__.endswith(_HOME))
+    return name in vars(holder) or any(name in vars(base) for base in classes)
 
 
 def _by_stage(data: Any) -> dict[str, Any]:
     """Return the loaders by stage.
 
     Raises:
-        DataError: It is a tuple that is no pair, or a mapping in which only some keys are stages.
+        DataError: It is a tuple other than a pair, or a mapping with only some keys that are stages.
     """
     if isinstance(data, tuple):
         if len(data) != 2:
@@ -161,7 +161,7 @@ def _by_stage(data: Any) -> dict[str, Any]:
 
 
 class CombinedBatches(Mixture):
-    """Several loaders of Lightning, in the order of a ``CombinedLoader``, with batches of the structure that the user gave.
+    """Multiple loaders in the order of a ``CombinedLoader``, with batches in the user's structure.
 
     Args:
         combined: A ``CombinedLoader`` with the mode ``"min_size"``, ``"max_size_cycle"`` or ``"sequential"``.
@@ -176,7 +176,7 @@ class CombinedBatches(Mixture):
         self._spec = combined._spec
 
     def batch_of(self, given: Mapping[int, Any]) -> Any:
-        """Return the batch of a round, in the structure of the loaders."""
+        """Return a combined batch in the structure of the loaders."""
         return tree_unflatten([*given.values()], self._spec) if self.mode == "zip" else super().batch_of(given)
 
     def parts_of(self, batch: Any) -> Mapping[str, Any]:
@@ -185,7 +185,7 @@ class CombinedBatches(Mixture):
 
 
 class PaddedBatches:
-    """Several loaders in the mode ``"max_size"``: a loader that is at its end gives None. A run cannot resume inside an epoch.
+    """Multiple loaders in the mode ``"max_size"``: an exhausted loader gives None. A run cannot resume inside an epoch.
 
     Args:
         combined: A ``CombinedLoader``.
@@ -195,18 +195,18 @@ class PaddedBatches:
         self._loaders, self._spec = list(combined.flattened), combined._spec
 
     def __len__(self) -> int:
-        lengths = [length_of(one) for one in self._loaders]
-        known = [one for one in lengths if one is not None]
+        lengths = [length_of(loader) for loader in self._loaders]
+        known = [length for length in lengths if length is not None]
         if len(known) < len(lengths):
             raise TypeError("a loader without a length has none here either")
         return max(known)
 
     def __iter__(self) -> Iterator[Any]:
-        iterators: list[Iterator[Any] | None] = [iter(one) for one in self._loaders]
+        iterators: list[Iterator[Any] | None] = [iter(loader) for loader in self._loaders]
         while True:
             batches = list[Any]()
-            for index, one in enumerate(iterators):
-                batch = None if one is None else next(one, None)
+            for index, iterator in enumerate(iterators):
+                batch = None if iterator is None else next(iterator, None)
                 if batch is None:
                     iterators[index] = None
                 batches.append(batch)
@@ -216,7 +216,7 @@ class PaddedBatches:
 
 
 def combined(loaders: Any, combined_loader: type[Any], *, training: bool) -> Iterable[Any]:
-    """Return one loader for what a ``*_dataloader`` method may return.
+    """Combine the result of a ``*_dataloader`` method into one loader.
 
     Args:
         loaders: A loader, a list or dict of loaders, or a ``CombinedLoader``.
@@ -226,8 +226,8 @@ def combined(loaders: Any, combined_loader: type[Any], *, training: bool) -> Ite
     given = loaders
     if not isinstance(given, combined_loader):
         if not isinstance(given, list | tuple | dict) or not _are_loaders(combined_loader(given).flattened):
-            one: Iterable[Any] = given
-            return one
+            loader: Iterable[Any] = given
+            return loader
         given = combined_loader(given, "max_size_cycle" if training else "sequential")
     flat = given.flattened
     if len(flat) == 1 and given._mode == "sequential":
@@ -237,20 +237,20 @@ def combined(loaders: Any, combined_loader: type[Any], *, training: bool) -> Ite
 
 
 def _are_loaders(leaves: list[Any]) -> bool:
-    """Return whether these are loaders, and not the batches of a list of batches."""
-    return all(hasattr(one, "__iter__") and not hasattr(one, "shape") and not isinstance(one, str) for one in leaves)
+    """Return whether these are loaders rather than the batches of a list of batches."""
+    return all(hasattr(leaf, "__iter__") and not hasattr(leaf, "shape") and not isinstance(leaf, str) for leaf in leaves)
 
 
 def _named(combined: Any) -> dict[str, Any]:
-    """Return the loaders by name: the keys of a dict, or numbers. An object that stands twice is copied."""
+    """Return the loaders by name: the keys of a dict, or numbers. An object that occurs twice is copied."""
     given, flat = combined.iterables, combined.flattened
     plain = isinstance(given, dict) and len(given) == len(flat) and all(isinstance(key, str) and key for key in given)
     names = [name.replace("/", "_") for name in given] if plain else [str(index) for index in range(len(flat))]
     if len(set(names)) < len(names):
         names = [str(index) for index in range(len(flat))]
     found: dict[str, Any] = {}
-    for name, one in zip(names, flat, strict=True):
-        found[name] = copy(one) if any(one is other for other in found.values()) else one
+    for name, loader in zip(names, flat, strict=True):
+        found[name] = copy(loader) if any(loader is other for other in found.values()) else loader
     return found
 
 

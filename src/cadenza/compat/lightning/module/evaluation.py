@@ -22,7 +22,7 @@ from cadenza.run import Run
 
 
 class ModuleEvaluate(Evaluate):
-    """Evaluate by ``validation_step`` at an interval, and log the results under their own names.
+    """Evaluate with ``validation_step`` at an interval and log the results under their names.
 
     Args:
         attached: The LightningModule.
@@ -53,7 +53,7 @@ class ModuleEvaluate(Evaluate):
 
 
 def evaluating(attached: Attached, every: Interval | None, sanity_batches: int) -> list[ModuleEvaluate]:
-    """Return the evaluation of the list; none if the module has no ``validation_step``, or the data no validation loader.
+    """Return the evaluation for the list; empty if the module has no ``validation_step`` or the data no validation loader.
 
     Args:
         attached: The LightningModule.
@@ -89,7 +89,7 @@ class EvaluationHooks(Conductor):
         moment: Moment = getattr(LightningMoments, name)
 
         def call(run: Run) -> None:
-            if isinstance(trainer_view(run)._evaluation, ModuleEvaluation):  # not of an Evaluate beside it
+            if isinstance(trainer_view(run)._evaluation, ModuleEvaluation):  # not of another Evaluate
                 self.attached.call(name)
 
         return Listener(moment, call)

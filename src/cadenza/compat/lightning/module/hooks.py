@@ -1,4 +1,4 @@
-"""The module's own hooks at the moments of a native run."""
+"""Calls the module's hooks in a native run."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ModuleHooks(Conductor):
             self.attached.call("on_train_epoch_start")
 
     def _renew(self, run: Run) -> None:
-        """Adapt the driver to parameters that the hooks of the module froze."""
+        """Adapt the driver to parameters frozen by the module's hooks."""
         trainer_view(run)._changes.renew()
 
     def _epoch_end(self, run: Run) -> None:
@@ -142,7 +142,7 @@ class ModuleHooks(Conductor):
         entries = content_of(self.attached.run, trainer_view(self.attached.run))
         before = dict(entries)
         self.attached.call("on_save_checkpoint", entries)
-        return {name: one for name, one in entries.items() if name not in before or one is not before[name]}
+        return {name: entry for name, entry in entries.items() if name not in before or entry is not before[name]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._entries, self.attached.manual.count = dict(state["checkpoint"]), state["optimizer_steps"]

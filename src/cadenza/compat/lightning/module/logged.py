@@ -1,4 +1,4 @@
-"""The values of ``self.log``, by hook and name, and their reduction over batches: the rules of Lightning."""
+"""The values of ``self.log`` by hook and name, reduced over batches by Lightning's rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TORCH: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"max": torch.max, "m
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of ``self.log`` that must be the same in each call with a name."""
+    """The arguments of ``self.log`` that must be equal in all calls with the same name."""
 
     fx: str
     name: str
@@ -41,7 +41,7 @@ class Arguments:
     group: Any = field(default=None, repr=False)
 
     def shown(self, *, on_step: bool) -> tuple[str, str]:
-        """Return the name, and the name with ``_step`` or ``_epoch`` if it is logged in both ways."""
+        """Return the name, and the name with ``_step`` or ``_epoch`` if both are logged."""
         both = self.on_step and self.on_epoch
         suffix = f"/dataloader_idx_{self.dataloader_idx}" if self.add_dataloader_idx and self.dataloader_idx is not None else ""
         forked = f"{self.name}_{'step' if on_step else 'epoch'}" if both else self.name
@@ -49,22 +49,22 @@ class Arguments:
 
 
 class Logged:
-    """The values of one name: the last one, and their reduction since the start of the epoch.
+    """The values of a name: the last one and the reduction since the start of the epoch.
 
     Args:
         arguments: The arguments of ``self.log``.
         driver: Reduces over ranks.
         device: The device of the values.
-        metric: The metric of torchmetrics, if that is the value.
+        metric: The torchmetrics metric, if that was logged.
     """
 
     def __init__(self, arguments: Arguments, driver: Driver, device: torch.device, metric: Any = None) -> None:
         self.arguments: Arguments = arguments
         self.metric: Any = metric
         self.restored: bool = False
-        """Whether it is of a checkpoint, and was not logged since."""
+        """Whether it was restored from a checkpoint and has not been logged since."""
         self.dropped: bool = False
-        """Whether it was reset, and was not logged since."""
+        """Whether it was reset and has not been logged since."""
         self._driver, self._device = driver, device
         self._start()
 
@@ -122,7 +122,7 @@ class Logged:
         return value if value is None or arguments.enable_graph else value.detach()
 
     def reset(self) -> None:
-        """Forget all values: another epoch begins."""
+        """Reset for a new epoch."""
         self._start()
         if self.metric is not None:
             self.metric.reset()
@@ -143,14 +143,14 @@ class Logged:
     # -- over all ranks, and in checkpoints ----------------------------------------------------------
 
     def plain(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
+        """Return the state for a checkpoint."""
         own = asdict(replace(self.arguments, group=None))
         last = self.last.detach() if isinstance(self.last, Tensor) else None
         state = {"total": self.total.detach(), "weight": self.weight, "last": last, "dropped": self.dropped}
         return {"arguments": own, "is_metric": self.metric is not None, **state}
 
     def put(self, state: Mapping[str, Any]) -> None:
-        """Add what another one, or this one in an earlier process, has added."""
+        """Merge the state of another instance or of an earlier process."""
         total, weight = state["total"].to(self._device), state["weight"].to(self._device)
         way = self.arguments.reduce_fx
         self.total = _TORCH[way](self.total, total) if way in _TORCH else self.total + total
@@ -158,7 +158,7 @@ class Logged:
         self.last = None if state["last"] is None else state["last"].to(self._device)
 
     def summary(self) -> tuple[str, float, float] | None:
-        """Return the way of reduction, value and weight, from which `reduced` makes the result of all ranks."""
+        """Return reduction, value and weight, which `reduced` combines over all ranks."""
         arguments = self.arguments
         if arguments.rank_zero_only and not self._driver.is_main:
             return None
@@ -177,8 +177,8 @@ def reduced(driver: Driver, own: Mapping[str, tuple[str, float, float]]) -> dict
         own: The `Logged.summary` of this rank, by name.
     """
     everyone = [dict(own)] if driver.world_size == 1 else driver.gather_data(dict(own))
-    names = dict.fromkeys(name for one in everyone for name in one)
-    return {name: _reduced([one[name] for one in everyone if name in one]) for name in names}
+    names = dict.fromkeys(name for values in everyone for name in values)
+    return {name: _reduced([values[name] for values in everyone if name in values]) for name in names}
 
 
 def _reduced(parts: list[tuple[str, float, float]]) -> float:
@@ -211,7 +211,7 @@ class LoggedValues(dict[str, Logged]):
         self.batch_size: int | None = None
         self.dataloader_idx: int | None = None
         self.muted: bool = False
-        """Whether values are dropped: those of a batch that another rank counts."""
+        """Whether values are dropped, because another rank counts the batch."""
         self._driver, self._error, self._size_of = driver, error, batch_size
 
     def log(
@@ -263,13 +263,14 @@ class LoggedValues(dict[str, Logged]):
 
     def current(self) -> Iterator[Logged]:
         """Yield the values of this epoch, and of this loader."""
-        return (one for one in self.values() if not one.dropped and one.arguments.dataloader_idx == self.dataloader_idx)
+        index = self.dataloader_idx
+        return (logged for logged in self.values() if not logged.dropped and logged.arguments.dataloader_idx == index)
 
     def metrics(self, *, on_step: bool) -> dict[str, dict[str, Any]]:
         """Return values by name, for ``callback``, ``log`` and ``pbar``."""
         found: dict[str, dict[str, Any]] = {"callback": {}, "log": {}, "pbar": {}}
-        for one in self.current():
-            value, arguments = one.current(on_step=on_step), one.arguments
+        for logged in self.current():
+            value, arguments = logged.current(on_step=on_step), logged.arguments
             if not isinstance(value, Tensor):
                 continue
             name, forked = arguments.shown(on_step=on_step)
@@ -285,15 +286,15 @@ class LoggedValues(dict[str, Logged]):
         """Return the summaries of the epoch, of all loaders, by name. Metrics of several numbers are left out.
 
         Args:
-            logger: Only of names with ``logger=True``.
+            logger: Only names with ``logger=True``.
         """
         found = {}
-        for one in self.current():
-            arguments = one.arguments
+        for logged in self.current():
+            arguments = logged.arguments
             if not arguments.on_epoch or (logger and not arguments.logger):
                 continue
-            value = one.current(on_step=False)
-            if isinstance(value, Tensor) and value.numel() == 1 and (summary := one.summary()) is not None:
+            value = logged.current(on_step=False)
+            if isinstance(value, Tensor) and value.numel() == 1 and (summary := logged.summary()) is not None:
                 name, forked = arguments.shown(on_step=False)
                 found[forked] = summary
                 if not logger:
@@ -304,9 +305,9 @@ class LoggedValues(dict[str, Logged]):
         """Reset the values; ``metrics`` True: only metrics, False: only others; ``fx``: only those of this hook."""
         if self.muted:
             return
-        for one in self.values():
-            if metrics in (None, one.metric is not None) and fx in (None, one.arguments.fx):
-                one.reset()
+        for logged in self.values():
+            if metrics in (None, logged.metric is not None) and fx in (None, logged.arguments.fx):
+                logged.reset()
 
 
 def _dtype() -> torch.dtype:

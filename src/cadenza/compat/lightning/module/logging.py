@@ -1,4 +1,4 @@
-"""``self.log`` in a native run: what its values become, when they are reset, and where they go."""
+"""``self.log`` in a native run: reduction, reset and destinations of its values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModuleLog:
         self.begin()
 
     def begin(self) -> None:
-        """Forget all values: another run begins."""
+        """Reset for a new run."""
         self._kept: dict[str, dict[str, Any]] = {"callback": {}, "log": {}, "pbar": {}}
         self.training: LoggedValues = self._new(training=True)
         self.values: LoggedValues = self.training
@@ -50,7 +50,7 @@ class ModuleLog:
         self.current_fx: str | None = None
         """The hook that logged last; ``LightningModule.log`` sets it."""
         self.warned: set[str] = set()
-        """The names that were in a warning."""
+        """The names that were warned about."""
         self._first: bool | None = None  # None: outside of batches; True in the first batch of an epoch
         self._in_batch = False
         self._fresh = False
@@ -69,12 +69,12 @@ class ModuleLog:
     # -- what LightningModule.log and views read ------------------------------------------------------
 
     def should_reset_tensors(self, fx: str) -> bool:
-        """Return whether the first value of a hook in an epoch resets those of the epoch before."""
+        """Return whether the first value of a hook in an epoch resets those of the previous epoch."""
         return self.current_fx != fx and self._first in (None, True)
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The newest value of each name: what callbacks may monitor."""
+        """The newest value of each name, for callbacks to monitor."""
         return self._newest("callback")
 
     @property
@@ -101,7 +101,7 @@ class ModuleLog:
     # -- batches and epochs ---------------------------------------------------------------------------
 
     def begin_batch(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        """Take the batch from which batch sizes are inferred."""
+        """Set the batch from which batch sizes are inferred."""
         self._first = self._first is None
         self.values.batch, self.values.batch_size, self.values.dataloader_idx = batch, None, dataloader_idx
         self._in_batch = True
@@ -114,13 +114,13 @@ class ModuleLog:
         return newest["log"]
 
     def keep(self) -> None:
-        """Keep the values of before a batch, for `put_back`."""
+        """Keep the values from before a batch for `put_back`."""
         kept = {kind: dict(values) for kind, values in self._kept.items()}
         values = {key: copy(logged) for key, logged in self.training.items()}
         self._before = values, kept, self._metric_states()
 
     def put_back(self) -> None:
-        """Continue with the values from before the batch, which is left out. It has no value of its own."""
+        """Continue with the values from before the batch, which is skipped and has no value."""
         values, self._kept, metrics = self._before
         self.training.clear()
         self.training.update(values)
@@ -130,11 +130,11 @@ class ModuleLog:
 
     @property
     def in_batch(self) -> bool:
-        """Whether a batch began and did not end."""
+        """Whether a batch has begun but not ended."""
         return self._in_batch
 
     def leave_batches(self) -> None:
-        """From here on, values are those of the epoch."""
+        """Treat subsequent values as those of the epoch."""
         self._first = None
 
     def end_loader(self) -> dict[str, float]:
@@ -163,7 +163,7 @@ class ModuleLog:
         """Collect the values of an evaluation; then continue with those of the training.
 
         Args:
-            trial: Whether it is a sanity check: nothing of it is kept.
+            trial: Whether it is a sanity check. Its values are discarded.
             silent: Whether ``self.log`` is an error, as in ``predict_step``.
         """
         before, first, kept = self.values, self._first, {kind: dict(own) for kind, own in self._kept.items()}
@@ -183,7 +183,7 @@ class ModuleLog:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Drop the values of a batch that another rank counts."""
+        """Drop the values of a batch that is counted by another rank."""
         self.mute()
         try:
             yield
@@ -191,7 +191,7 @@ class ModuleLog:
             self.unmute()
 
     def mute(self) -> None:
-        """Drop all values, also those in the metrics of the module, until `unmute`."""
+        """Drop all values until `unmute`, including those in the module's metrics."""
         self.values.muted = True
         self._put_aside = self._metric_states()
 
@@ -216,7 +216,7 @@ class ModuleLog:
         return {"ranks": ranks, "fx": self.current_fx, "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with a state. On another number of ranks, the first one takes the sums of all."""
+        """Continue with a state. If the number of ranks differs, the first rank takes the sums of all."""
         driver, ranks = self._attached.driver, state["ranks"]
         mine = [ranks[driver.rank]] if len(ranks) == driver.world_size else ranks if driver.is_main else []
         device = driver.device
@@ -247,11 +247,11 @@ class ModuleLog:
         return [(metric, state_of(metric)) for _, metric in self._module_metrics()]
 
     def _module_metrics(self) -> list[tuple[str, Any]]:
-        """Return the metrics of torchmetrics in the module by name; weights and buffers do not hold their state."""
+        """Return the module's torchmetrics by name, since weights and buffers do not hold their state."""
         if self._metrics is None:
             modules = self._attached.module.named_modules()
             self._metrics = [
-                (name, one) for name, one in modules if hasattr(one, "_defaults") and hasattr(one, "_update_count")
+                (name, part) for name, part in modules if hasattr(part, "_defaults") and hasattr(part, "_update_count")
             ]
         return self._metrics
 
@@ -340,9 +340,9 @@ class LogStep(_LogPart):
             log.end_batch()
             return
         only_here = {
-            one.arguments.shown(on_step=True)[1]
-            for one in log.training.values()
-            if one.arguments.rank_zero_only and not run.is_main
+            logged.arguments.shown(on_step=True)[1]
+            for logged in log.training.values()
+            if logged.arguments.rank_zero_only and not run.is_main
         }
         for name, value in log.end_batch().items():
             if name not in RESERVED and name not in only_here and value.numel() == 1:
@@ -375,7 +375,7 @@ class LogEpoch(_LogPart):
         self.log.reset()
 
     def _both(self, run: Run, values: Mapping[str, Any]) -> list[str]:
-        """Return the names that the validation of this epoch has logged, too; each name once in a run."""
+        """Return the names also logged by this epoch's validation, each once per run."""
         validation = run.evaluations.get("val")
         known = validation.results if validation is not None and validation.own_names else {}
         warned = self.log.warned
@@ -395,21 +395,21 @@ def _plain(value: Any) -> Any:
 def state_of(metric: Any) -> dict[str, Any]:
     """Return a copy of the state of a metric."""
     states = {name: getattr(metric, name) for name in metric._defaults}
-    plain = {name: list(one) if isinstance(one, list) else one.detach().clone() for name, one in states.items()}
+    plain = {name: list(state) if isinstance(state, list) else state.detach().clone() for name, state in states.items()}
     return {"count": metric._update_count, "states": plain}
 
 
 def put_state(metric: Any, kept: Mapping[str, Any], *, merge: bool) -> None:
     """Continue a metric with a state, or add it to those of other ranks."""
     states = {
-        name: [part.to(metric.device) for part in one] if isinstance(one, list | tuple) else one.to(metric.device)
-        for name, one in kept["states"].items()
+        name: [part.to(metric.device) for part in value] if isinstance(value, list | tuple) else value.to(metric.device)
+        for name, value in kept["states"].items()
     }
     if merge:
         metric.merge_state(states)
         metric._update_count += kept["count"] - 1
     else:
-        for name, one in states.items():
-            setattr(metric, name, one)
+        for name, state in states.items():
+            setattr(metric, name, state)
         metric._update_count = kept["count"]
     metric._computed = None

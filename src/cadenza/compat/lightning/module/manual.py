@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ManualStep:
-    """Call ``training_step``, which does the backward passes and the updates. This is the ``step_fn`` of the trainer."""
+    """The trainer's ``step_fn``: call ``training_step``, which performs backward passes and updates."""
 
     def __init__(self, attached: Attached, step: TrainingStep) -> None:
         self._attached, self._step = attached, step
@@ -26,7 +26,7 @@ class ManualStep:
         if isinstance(output, Tensor):
             return {"loss": output.detach()}
         if isinstance(output, Mapping):
-            parts = {name: one.detach() if isinstance(one, Tensor) else one for name, one in output.items()}
+            parts = {name: value.detach() if isinstance(value, Tensor) else value for name, value in output.items()}
             return {"loss": self._loss(), **parts}
         if output is None:
             return {"loss": self._loss()}

@@ -17,14 +17,14 @@ from cadenza.run import Run
 from cadenza.status.shown import signature_of
 
 NAMES: Mapping[str, str] = {"validate": "val", "test": "test", "predict": "predict"}
-"""By stage, the name of its evaluation."""
+"""The evaluation name of each stage."""
 
 HOOK_NAMES: Mapping[str, str] = {"validate": "validation", "test": "test", "predict": "predict"}
-"""By stage, its name in hooks."""
+"""The name of each stage in hooks."""
 
 
 class ModuleEvaluation(Evaluation):
-    """An evaluation by a method of a LightningModule. Its results have the names that ``self.log`` got.
+    """An evaluation by a method of a LightningModule. Its results have the names passed to ``self.log``.
 
     Args:
         attached: The LightningModule.
@@ -40,9 +40,9 @@ class ModuleEvaluation(Evaluation):
         self.attached: Attached = attached
         self.stage: str = stage
         self.outputs: list[dict[str, float]] = []
-        """For each loader, the values of its pass with ``logger=True``."""
+        """For each loader, its values with ``logger=True``."""
         self.predictions: list[list[Any]] = []
-        """For each loader, what ``predict_step`` returned for each batch of this rank, on the host."""
+        """For each loader, the result of ``predict_step`` for each batch of this rank, on the host."""
         self.batch_index: int = 0
         """The index of the current batch in its loader, on this rank."""
         self.loader_index: int = 0
@@ -84,15 +84,15 @@ class ModuleEvaluation(Evaluation):
         """Return the function that calls the step with a batch and its indices.
 
         Args:
-            model: The model of the run if the step must be called inside of it, because its weights are whole only there.
+            model: The model of the run if the step must be called inside its forward pass, where sharded weights are complete.
 
         Raises:
             AdapterError, RuntimeError: The method does not accept the arguments.
         """
         attached, name = self.attached, f"{self.hook}_step"
         parameters = signature_of(getattr(attached.module, name)).parameters
-        some = [one for one in parameters.values() if one.kind is not one.VAR_KEYWORD]
-        anything = any(one.kind is one.VAR_POSITIONAL for one in some)
+        some = [parameter for parameter in parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        anything = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in some)
         owner = f"{type(attached.module).__name__}.{name}"
         if "dataloader_iter" in parameters:
             raise AdapterError(f"{owner} takes dataloader_iter, but a native run reads the loader. Take (batch, batch_idx).")

@@ -28,10 +28,10 @@ Got {came!r}."""
 
 
 class ConfiguredOptimizers:
-    """The function that gives a trainer the optimizers of a LightningModule. Each run calls ``configure_optimizers`` anew."""
+    """The optimizer function of a trainer for a LightningModule. Each run calls ``configure_optimizers``."""
 
     as_given: bool = True
-    """The optimizers are not fused, may need closures, and round as in Lightning."""
+    """The optimizers are not fused, may need closures, and produce the same rounding as in Lightning."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
@@ -55,8 +55,8 @@ class ConfiguredOptimizers:
                 "`self.automatic_optimization = False`, then access your optimizers in `training_step` with "
                 "`opt1, opt2, ... = self.optimizers()`."
             )
-        optimizers = [getattr(one, "optimizer", one) for one in optimizers]  # a LightningOptimizer
-        schedules = [config_of(one, monitor, automatic=attached.automatic) for one in schedulers]
+        optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]  # a LightningOptimizer
+        schedules = [config_of(scheduler, monitor, automatic=attached.automatic) for scheduler in schedulers]
         _check(schedules, optimizers, own_step=not attached.automatic or attached.overrides("lr_scheduler_step"))
         _check_one_each(schedules, optimizers, attached)
         attached.configure(optimizers, schedules)
@@ -67,7 +67,7 @@ class ConfiguredOptimizers:
 
 
 def _check_overrides(attached: Attached) -> None:
-    """Raise `AdapterError` if a module lacks a method without which a fit would do nothing."""
+    """Raise `AdapterError` if a module lacks a method that a fit needs."""
     for name, advice in (
         ("training_step", "Write training_step(self, batch, batch_idx), which returns the loss."),
         ("configure_optimizers", "Return the optimizer from it, or None for a run without updates."),
@@ -91,7 +91,7 @@ def parsed(found: Any, name: str) -> tuple[list[Any], list[Any], str | None]:
     """Return the optimizers, the schedulers and the monitor that ``configure_optimizers`` returned.
 
     Raises:
-        TypeError: It has none of the forms of Lightning.
+        TypeError: Its form is not supported by Lightning.
     """
     if isinstance(found, Optimizer):
         return [found], [], None
@@ -99,13 +99,13 @@ def parsed(found: Any, name: str) -> tuple[list[Any], list[Any], str | None]:
         schedulers = [found["lr_scheduler"]] if "lr_scheduler" in found else []
         return [found["optimizer"]], schedulers, found.get("monitor")
     if isinstance(found, list | tuple):
-        if len(found) == 2 and isinstance(found[0], list) and all(isinstance(one, Optimizer) for one in found[0]):
+        if len(found) == 2 and isinstance(found[0], list) and all(isinstance(optimizer, Optimizer) for optimizer in found[0]):
             return found[0], found[1] if isinstance(found[1], list) else [found[1]], None
-        if found and all(isinstance(one, Mapping) and "optimizer" in one for one in found):
-            given = [one["lr_scheduler"] for one in found if "lr_scheduler" in one]
-            schedulers = [dict(one) if isinstance(one, Mapping) else {"scheduler": one} for one in given]
-            return [one["optimizer"] for one in found], schedulers, None
-        if found and all(isinstance(one, Optimizer) for one in found):
+        if found and all(isinstance(entry, Mapping) and "optimizer" in entry for entry in found):
+            given = [entry["lr_scheduler"] for entry in found if "lr_scheduler" in entry]
+            schedulers = [dict(each) if isinstance(each, Mapping) else {"scheduler": each} for each in given]
+            return [entry["optimizer"] for entry in found], schedulers, None
+        if found and all(isinstance(optimizer, Optimizer) for optimizer in found):
             return list(found), [], None
     raise TypeError(_FORMS.format(name=name, came=found))
 
@@ -133,12 +133,12 @@ def config_of(given: Any, monitor: str | None, *, automatic: bool) -> ScheduleCo
 
 def _check_one_each(schedules: Iterable[ScheduleConfig], optimizers: Sequence[Optimizer], attached: Attached) -> None:
     """Raise `CallbackError` if a callback sets the learning rate of an optimizer that has a schedule of the module."""
-    for one in attached.rate_setters:
-        aim = one.aim(optimizers)
+    for setter in attached.rate_setters:
+        aim = setter.aim(optimizers)
         for config in schedules:
             if aim in (held := getattr(config.scheduler, "optimizer", None), getattr(held, "optimizer", None)):
                 raise CallbackError(
-                    f"{one!r} in callbacks and the {type(config.scheduler).__name__} of {type(attached.module).__name__}."
+                    f"{setter!r} in callbacks and the {type(config.scheduler).__name__} of {type(attached.module).__name__}."
                     "configure_optimizers set the learning rate of the same optimizer. Keep one: remove LearningRate from "
                     "callbacks, or return the optimizer alone."
                 )
@@ -155,7 +155,7 @@ def _check(schedules: Iterable[ScheduleConfig], optimizers: Sequence[Any], *, ow
                 "then steps it."
             )
         held = getattr(config.scheduler, "optimizer", None)
-        if not any(held is one or getattr(held, "optimizer", None) is one for one in optimizers):
+        if not any(held is optimizer or getattr(held, "optimizer", None) is optimizer for optimizer in optimizers):
             raise ValueError(
                 f"{kind} belongs to an optimizer that configure_optimizers does not return. Return the optimizer, too."
             )

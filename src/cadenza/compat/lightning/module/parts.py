@@ -1,4 +1,4 @@
-"""Plain values that the parts of a run of a LightningModule share."""
+"""Plain values shared by the parts of a LightningModule's run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class ScheduleConfig:
-    """A scheduler, and when it is stepped: the entries of ``lr_scheduler`` with the defaults of Lightning."""
+    """A scheduler and its interval: the entries of ``lr_scheduler`` with Lightning's defaults."""
 
     scheduler: Any
     """An object with ``step``, ``state_dict`` and ``load_state_dict``."""
@@ -36,7 +36,7 @@ class ManualSteps:
 
 @dataclass
 class Loaders:
-    """Where the loaders of a run come from."""
+    """The source of a run's loaders."""
 
     datamodule: Any = None
     """The LightningDataModule; None if there is none."""
@@ -46,5 +46,5 @@ class Loaders:
     """The validation loader or loaders; None if there are none."""
 
     def training(self) -> Any:
-        """Return the training loader, which a subclass may make now."""
+        """Return the training loader, which a subclass may create on demand."""
         return self.train

@@ -41,7 +41,7 @@ def evaluate(session: Session, evaluation: ModuleEvaluation) -> list[dict[str, f
 
 
 def predict(session: Session, evaluation: ModuleEvaluation) -> list[Any]:
-    """Return what ``predict_step`` returned for each batch, in the order of the loader; with several loaders a list for each.
+    """Return the result of ``predict_step`` for each batch in loader order; with multiple loaders, a list for each.
 
     Every rank must call this.
     """
@@ -53,12 +53,12 @@ def predict(session: Session, evaluation: ModuleEvaluation) -> list[Any]:
     for index, name in enumerate(names):
         first = evaluation.first_ranks.get(name, 0)
         turns = zip_longest(*(rank[index] for rank in [*everyone[first:], *everyone[:first]]), fillvalue=NONE)
-        parts.append([one for turn in turns for one in turn if one is not NONE])
+        parts.append([output for turn in turns for output in turn if output is not NONE])
     return parts if evaluation.several else parts[0]
 
 
 def rehearse(session: Session, evaluation: ModuleEvaluation, batches: int) -> None:
-    """Try an evaluation on a few batches. The hooks of the module are called, and nothing of the results is kept."""
+    """Run a sanity check on a few batches. The module's hooks are called, and the results are discarded."""
     trial = evaluation.trial(batches * session.driver.data_world_size)
     attached = evaluation.attached
     with (
@@ -76,15 +76,15 @@ def rehearse(session: Session, evaluation: ModuleEvaluation, batches: int) -> No
 
 @contextmanager
 def _modes(session: Session, evaluation: ModuleEvaluation) -> Iterator[None]:
-    """Evaluation mode without gradient; the hooks of the module that set modes replace this."""
+    """Evaluation mode without gradients; replaced by the module's hooks that set modes."""
     attached, module = evaluation.attached, session.module
-    before = [(one, one.training) for one in module.modules()]
+    before = [(submodule, submodule.training) for submodule in module.modules()]
     if evaluation.stage == "validate" and attached.overrides("on_validation_model_zero_grad"):
         attached.call("on_validation_model_zero_grad")
     with undisturbed(session):
         if attached.overrides(f"on_{evaluation.hook}_model_eval"):
-            for one, training in before:
-                one.training = training
+            for submodule, training in before:
+                submodule.training = training
             attached.call(f"on_{evaluation.hook}_model_eval")
         yield
     if attached.overrides(f"on_{evaluation.hook}_model_train"):

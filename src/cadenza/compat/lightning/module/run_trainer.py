@@ -32,7 +32,7 @@ class ModuleTrainer(TrainerView):
         super().__init__(run)
         self._attached, self._log, self._owner = attached, attached.log, type(attached.module).__name__
         self._strategy: StrategyView = ModuleStrategy(self, attached)
-        loaders, schedules = attached.loaders, attached.schedules  # the list itself: a callback may change it
+        loaders, schedules = attached.loaders, attached.schedules  # the list itself, which a callback may change
         self.provide(datamodule=loaders.datamodule, train_dataloader=loaders.train, lr_scheduler_configs=schedules)
         if not attached.automatic:
             manual = attached.manual
@@ -61,13 +61,13 @@ class ModuleTrainer(TrainerView):
 
     @property
     def _results(self) -> Any:
-        # LightningModule.log reads this first. In a hook of a callback, the module does not know yet which one it is.
+        # LightningModule.log reads this first. In a hook of a callback, the module does not know the hook's name yet.
         if (name := self._hook_of_a_callback()) is not None:
             self._attached.module._current_fx_name = name
         return self._log.active
 
     def _hook_of_a_callback(self) -> str | None:
-        """Return the name of the hook of a callback of Lightning that is called now."""
+        """Return the name of the running hook of a Lightning callback."""
         session = self._of_run.held()
         listener = None if session is None else session.hooks.here().listener
         owner = None if session is None or listener is None else session.hooks.callbacks.get(listener.owner)
@@ -75,7 +75,7 @@ class ModuleTrainer(TrainerView):
 
     @property
     def gradient_clip_val(self) -> float | None:
-        """The bound of `ClipGradients` if the module decides about clipping; else None. ``module.clip_gradients`` reads it."""
+        """The bound of `ClipGradients` if the module overrides clipping, otherwise None. ``module.clip_gradients`` reads it."""
         return self._attached.clip[0]
 
     @property
@@ -85,14 +85,14 @@ class ModuleTrainer(TrainerView):
 
 
 class ModuleConnector(LoggerConnectorView):
-    """``trainer._logger_connector``: what ``LightningModule.log`` asks and sets."""
+    """The part of ``trainer._logger_connector`` used by ``LightningModule.log``."""
 
     def __init__(self, trainer: TrainerView, attached: Attached) -> None:
         super().__init__(trainer, trainer._logger)
         self._log = attached.log
 
     def should_reset_tensors(self, fx: str) -> bool:
-        """Return whether the first value of a hook in an epoch resets those of the epoch before."""
+        """Return whether the first value of a hook in an epoch resets those of the previous epoch."""
         reset: bool = self._log.should_reset_tensors(fx)
         return reset
 
@@ -107,7 +107,7 @@ class ModuleConnector(LoggerConnectorView):
 
 
 class ModuleStrategy(StrategyView):
-    """``trainer.strategy``, with what the methods of a LightningModule call for the backward pass and the update."""
+    """``trainer.strategy`` with the methods that a LightningModule calls for the backward pass and the update."""
 
     absent: ClassVar[Mapping[str, str]] = {
         name: advice for name, advice in StrategyView.absent.items() if name not in ("backward", "optimizer_step")
@@ -121,7 +121,7 @@ class ModuleStrategy(StrategyView):
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        return [self._attached.wrapped(one, self) for one in self._attached.optimizers]
+        return [self._attached.wrapped(optimizer, self) for optimizer in self._attached.optimizers]
 
     def backward(self, loss: Tensor, optimizer: object, *arguments: Any, **keywords: Any) -> None:
         """Add the gradients of `loss`, with the moments around it."""
@@ -133,12 +133,12 @@ class ModuleStrategy(StrategyView):
             self._attached.backward_arguments = ((), {})
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **keywords: Any) -> Any:
-        """Call the closure, then update the weights with `optimizer`. Gradients stay, as in Lightning."""
+        """Call the closure, then update the weights with `optimizer`. Gradients are kept, as in Lightning."""
         output = closure()
         session = session_of(self._run)
         if session.driver.reduces:
             held = {id(parameter) for parameter in parameters_of([optimizer])}
-            session.driver.average_gradients([one for one in session.module.parameters() if id(one) in held])
+            session.driver.average_gradients([parameter for parameter in session.module.parameters() if id(parameter) in held])
         with session.precision.disabled():
             updating.update_weights(session, [optimizer])
         self._attached.manual.count += 1
@@ -146,7 +146,7 @@ class ModuleStrategy(StrategyView):
 
 
 def attach(attached: Attached, run: Run) -> None:
-    """Give the module its trainer for a run that starts."""
+    """Set the module's trainer for a new run."""
     attached.begin(run)
     view = session_of(run).adapters[KEY] = ModuleTrainer(run, attached)
     attached.attach(view)

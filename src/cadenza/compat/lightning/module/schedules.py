@@ -1,4 +1,4 @@
-"""The learning rate schedules of a LightningModule, stepped at the moments of Lightning."""
+"""The learning rate schedules of a LightningModule, stepped at the same points as in Lightning."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModuleSchedules(BaseCallback):
         return [Listener(Callback.on_step_end, self._step_end), Listener(Callback.on_epoch_end, self._epoch_end)]
 
     def plateau_listeners(self) -> list[Listener]:
-        """Return the listeners for the schedulers that need a logged value. They come after all other hooks of the module."""
+        """Return the listeners for the schedulers that need a logged value. They run after all other hooks of the module."""
         if not self.attached.automatic:
             return []
         listeners = [Listener(Callback.on_step_end, self._plateau_step), Listener(Callback.on_epoch_end, self._plateau_epoch)]
@@ -67,7 +67,7 @@ class ModuleSchedules(BaseCallback):
                 self._end_of_epoch(run, run.progress.epoch + 1)
 
     def _epoch_end(self, run: Run) -> None:
-        """Step the schedulers if the loader has no length: the end of the epoch was not known at the last step."""
+        """Step the schedulers if the loader has no length, since the last step could not detect the end of the epoch."""
         if unwinding(run) is None and run.progress.epoch > self._epochs:
             self._end_of_epoch(run, run.progress.epoch)
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 _COUNTS = ("weight", "samples", "tokens")
-"""Outputs that have a meaning in a native loop, and none in Lightning."""
+"""Outputs that are meaningful only in a native loop."""
 
 
 class TrainingStep:
-    """Call ``training_step``. This is the ``compute_loss`` of the trainer."""
+    """The trainer's ``compute_loss``: call ``training_step``."""
 
     has_effects = True  # it logs and updates metrics, so `ReplayCheck` must not call it twice for a batch
 
@@ -52,7 +52,7 @@ class TrainingStep:
 
     @contextmanager
     def outside_fit(self, run: Run) -> Iterator[None]:
-        """Let the module be called without a fit: it gets a trainer with the counters of `run`, and what it logs is dropped."""
+        """Allow calls of the module outside a fit: set a trainer with the counters of `run`, and discard logged values."""
         log = self._attached.log
         attach(self._attached, run)
         log.begin()
@@ -61,7 +61,7 @@ class TrainingStep:
 
     @contextmanager
     def without_effects(self) -> Iterator[None]:
-        """Let the module be called once more for batches that were counted: what it logs is dropped, also in its metrics."""
+        """Allow repeated calls of the module for counted batches: discard logged values, including those in metrics."""
         attached = self._attached
         output = attached.output
         with attached.log.muted():
@@ -69,7 +69,7 @@ class TrainingStep:
         attached.output = output
 
     def run(self, model: nn.Module, batch: Any) -> Any:
-        """Return what ``training_step`` returns. A wrapped model is called itself, so that gradients are reduced."""
+        """Return the result of ``training_step``. A wrapped model is called as a whole, so that gradients are reduced."""
         attached = self._attached
         arguments = (batch, attached.batch_idx - attached.again) if self._takes_index else (batch,)
         if attached.driver.world_size == 1 or not attached.automatic:
@@ -81,13 +81,13 @@ class TrainingStep:
 
 
 def redirected(attached: Attached, name: str, model: nn.Module, arguments: tuple[Any, ...]) -> Any:
-    """Call a wrapped model, which calls a step of the module where it would call ``forward``.
+    """Call a wrapped model, which calls a step of the module instead of ``forward``.
 
     Args:
         attached: The LightningModule.
         name: The step, such as ``"training_step"``.
         model: The model of the run.
-        arguments: Those of the step.
+        arguments: The arguments of the step.
     """
     module = attached.module
     own = vars(module).get("forward")
@@ -113,7 +113,7 @@ def takes_index(module: Any) -> bool:
     """Return whether ``training_step`` takes the index of the batch.
 
     Raises:
-        AdapterError: It takes ``dataloader_iter`` or ``optimizer_idx``, which a native loop does not give.
+        AdapterError: It takes ``dataloader_iter`` or ``optimizer_idx``, which a native loop does not provide.
     """
     parameters = signature_of(module.training_step).parameters
     if "dataloader_iter" in parameters:
@@ -127,5 +127,6 @@ def takes_index(module: Any) -> bool:
             "argument from `training_step`, set `self.automatic_optimization = False` and access your optimizers in "
             "`training_step` with `opt1, opt2, ... = self.optimizers()`."
         )
-    names = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD]
-    return "batch_idx" in parameters or len(names) > 1 or any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+    names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    positional = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    return "batch_idx" in parameters or len(names) > 1 or positional

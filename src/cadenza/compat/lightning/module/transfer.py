@@ -18,7 +18,7 @@ class Transfer:
 
     Args:
         attached: The module.
-        move: What moves a batch without these hooks.
+        move: Moves a batch without these hooks.
     """
 
     _attached: Weak[Attached] = Weak()
@@ -48,7 +48,7 @@ class Transfer:
 
 
 def install(attached: Attached) -> None:
-    """Let the driver move batches with the hooks of the module, where it has some."""
+    """Make the driver move batches with the module's hooks, if overridden."""
     transfer = Transfer(attached, attached.driver.to_device)
     if any(transfer._holder(name) is not None for name in HOOKS):
         attached.driver.to_device = transfer

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def install(attached: Attached, run: Run) -> None:
-    """Let the loop call the overrides of the module, where there are some."""
+    """Make the loop call the module's overrides, if any."""
     session = session_of(run)
     if attached.overrides("backward") or not attached.automatic:
         session.precision.backward_pass = ModuleBackward(attached, session.precision.backward_pass)
@@ -32,7 +32,7 @@ def install(attached: Attached, run: Run) -> None:
 
 
 class ModuleBackward(BackwardPass):
-    """Call ``module.backward``, where the module overrides it or ``manual_backward`` got other arguments than the loss."""
+    """Call ``module.backward`` if the module overrides it or ``manual_backward`` had extra arguments."""
 
     def __init__(self, attached: Attached, inner: BackwardPass) -> None:
         super().__init__()
@@ -46,15 +46,15 @@ class ModuleBackward(BackwardPass):
         if not isinstance(scale, float):
             loss = loss * scale
         elif scale != 1.0:
-            loss = loss / self._attached.accumulate  # as Lightning does, to the bit
+            loss = loss / self._attached.accumulate  # bit-identical to Lightning
         self._attached.call("backward", loss, *arguments, **keywords)
 
 
 class ModulePrecision(Precision):
     """The precision of a run, in which ``module.optimizer_step`` updates the weights.
 
-    The backward pass of the batch is done when ``optimizer_step`` is called. The first call of its closure returns the loss of
-    the batch. Each further call computes loss and gradients again.
+    The backward pass of the batch precedes ``optimizer_step``. The first call of its closure returns the batch's loss. Further
+    calls recompute loss and gradients.
     """
 
     def __init__(self, attached: Attached, inner: Precision) -> None:
@@ -97,7 +97,7 @@ class ModulePrecision(Precision):
         return self._attached.module
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **keywords: Any) -> Any:
-        """Do what ``optimizer.step(closure)`` does in ``module.optimizer_step``."""
+        """Implement ``optimizer.step(closure)`` for ``module.optimizer_step``."""
         if self.name != "fp16":
             return optimizer.step(closure=closure, **keywords)
         if needs_closure(optimizer):
@@ -116,7 +116,7 @@ class ModulePrecision(Precision):
 
 
 class Closure:
-    """The closure that ``module.optimizer_step`` gets."""
+    """The closure passed to ``module.optimizer_step``."""
 
     def __init__(self, attached: Attached, run: Run) -> None:
         self._attached, self._run, self._called = attached, run, False

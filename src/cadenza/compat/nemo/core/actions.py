@@ -23,7 +23,7 @@ _KEY = "nemo.states"
 
 
 class Actions(_Actions):
-    """The actions of NeMo 0.11: `train` has the argument `training_graph`."""
+    """The actions of NeMo 0.11, with the argument `training_graph` of `train`."""
 
     def train(  # type: ignore[override]  # the second argument of 0.11 is not that of 0.10
         self, tensors_to_optimize: Sequence[Any] | None = None, training_graph: Any = None, *arguments: Any, **keywords: Any

@@ -13,9 +13,9 @@ from cadenza.compat.nemo.core.actions import State, TrainingState, state_of
 from cadenza.compat.neural.action import ActionCallback
 from cadenza.compat.neural.adapted import AdaptedRun, Entry, entries, labelled
 from cadenza.compat.neural.arguments import frequency
+from cadenza.compat.neural.checkpointing import CheckpointFiles
 from cadenza.compat.neural.evaluator import EvaluatorCallback
 from cadenza.compat.neural.events import EVENTS, listeners
-from cadenza.compat.neural.keeper import CheckpointFiles
 from cadenza.compat.neural.logs import is_main_here, logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
 from cadenza.compat.neural.module_callbacks import ModuleSaverCallback, UnfreezeCallback, ValueSetterCallback
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class NeMoCallback(BaseCallback):
-    """Your own code at NeMo's eight events; override those you need. It works in ``nf.train`` and in a native trainer."""
+    """Base class with NeMo's eight events; override those you need. It works in ``nf.train`` and in a native trainer."""
 
     def on_action_start(self, state: State) -> None:
         """Called before the first epoch."""

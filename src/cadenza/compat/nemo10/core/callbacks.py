@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cadenza.compat.neural.action import ActionCallback
+from cadenza.compat.neural.checkpointing import CheckpointFiles
 from cadenza.compat.neural.evaluator import EvaluatorCallback
-from cadenza.compat.neural.keeper import CheckpointFiles
 from cadenza.compat.neural.logs import logging
 from cadenza.compat.neural.loss_logger import SimpleLossLoggerCallback, WandbCallback
 from cadenza.compat.neural.module_callbacks import ModuleSaverCallback, UnfreezeCallback, ValueSetterCallback

@@ -23,7 +23,7 @@ logger: logging.Logger = logging.getLogger("cadenza")
 
 
 class Callback(ManagedCallback):
-    """Your own code at fastNLP's events; override those you need. It works in the adapter's `Trainer` and in a native one.
+    """Base class with fastNLP's events; override those you need. It works in the adapter's `Trainer` and in a native one.
 
     Counters such as ``trainer.cur_epoch_idx`` count completed work. Return values of hooks are ignored, except for
     `on_save_checkpoint`.
@@ -77,7 +77,7 @@ class Callback(ManagedCallback):
         """Called before a batch is fetched; N+1 times for N batches."""
 
     def on_fetch_data_end(self, trainer: TrainerView) -> None:
-        """Called after a batch was fetched, also when the loader is exhausted; N+1 times for N batches."""
+        """Called after a batch was fetched, and when the loader is exhausted; N+1 times for N batches."""
 
     def on_train_batch_begin(self, trainer: TrainerView, batch: Any, indices: list[int] | None) -> None:
         """Called with the batch on the device, after ``input_mapping``. Changes in place reach the model.
@@ -133,7 +133,7 @@ class Callback(ManagedCallback):
         """Return the states of this callback for a checkpoint: numbers, strings, tensors, lists, dicts."""
 
     def on_load_checkpoint(self, trainer: TrainerView, states: dict[str, Any] | None) -> None:
-        """Called after everything else was restored, with the states from `on_save_checkpoint`."""
+        """Called after all other state is restored, with the states from `on_save_checkpoint`."""
 
     # -- not events ------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Callback(ManagedCallback):
             self.restore_state(self._adapted.trainer, state)
 
     def saved_state(self, trainer: TrainerView) -> dict[str, Any]:
-        """Return the entry of this callback in a checkpoint: its own states, and the counters of its filters."""
+        """Return the entry of this callback in a checkpoint: its states and the counters of its filters."""
         save = self.hook_at("on_save_checkpoint")
         states = None if save is None else save(trainer)
         filters = {event: found.state_dict() for event in EVENTS if (found := filter_of(getattr(self, event)))}
@@ -182,7 +182,7 @@ class Callback(ManagedCallback):
 
 
 class _CallbackWrapper(Callback):
-    """A function at one event, with its own filter."""
+    """A function registered for an event, with a separate filter."""
 
     def __init__(self, event: Event, fn: Callable[..., Any]) -> None:
         self.fn, self.event = fn, event

@@ -78,9 +78,9 @@ class Event:
 
 
 class Filter:
-    """Passes some calls of a function. It is a decorator for functions and for methods of a `Callback`.
+    """Passes only some calls to a function. Use it as a decorator of functions and of methods of a `Callback`.
 
-    Each instance with a decorated method has its own counters.
+    Each instance with a decorated method has separate counters.
 
     Args:
         every: Pass every n-th call.
@@ -154,7 +154,7 @@ class Filter:
 
 
 class Filtered:
-    """A function with a filter. As a method it has its own filter in each instance."""
+    """A function with a filter. As a method, it has a separate filter in each instance."""
 
     def __init__(self, fn: Callable[..., Any], filter: Filter) -> None:
         self._fn = fn

@@ -123,7 +123,7 @@ class CheckpointCallback(Callback):
 def _checked(given: Any) -> tuple[type[BaseException], ...]:
     single = isinstance(given, type) or not isinstance(given, Iterable)
     classes: tuple[Any, ...] = () if given is None else (given,) if single else tuple(given)
-    for one in classes:
-        if not isinstance(one, type) or not issubclass(one, BaseException):
-            raise TypeError(f"on_exceptions must be classes of exceptions; got {one!r}")
+    for class_ in classes:
+        if not isinstance(class_, type) or not issubclass(class_, BaseException):
+            raise TypeError(f"on_exceptions must be classes of exceptions; got {class_!r}")
     return classes

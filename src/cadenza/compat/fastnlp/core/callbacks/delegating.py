@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class DelegatesToNative(Callback):
-    """Has the listeners of a native callback, and saves its state."""
+    """Registers the listeners of a native callback and saves its state."""
 
     native: moments.Callback
     """The native callback."""
 
-    _loaded: dict[str, Any] | None = None  # fastNLP loads before a run is set up, a native trainer after it
+    _loaded: dict[str, Any] | None = None  # fastNLP loads before the setup of a run, a native trainer after it
 
     def listeners(self) -> list[Listener]:
         kept = [Listener(moments.Callback.on_setup, self._restore), Listener(moments.Callback.on_fit_start, self._forget)]

@@ -42,7 +42,7 @@ class LoadBestModelCallback(HasMonitorCallback):
         RuntimeError: Neither this nor the trainer has a monitor.
     """
 
-    # What a native callback saves last are the weights of the last batch, with which the run could go on.
+    # The last native checkpoint holds the weights of the last batch, from which the run could continue.
     after: Relation = (Phase.SAVE,)
 
     def __init__(
@@ -133,7 +133,7 @@ class LoadBestModelCallback(HasMonitorCallback):
         elif self.real_save_folder is None and "model" in states:
             self.buffer = io.BytesIO(states["model"].numpy().tobytes())
         elif states["meta"]:
-            return  # the best model of then is lost: the next evaluation is the best
+            return  # the earlier best model is lost, so the next evaluation counts as the best
         self.monitor_value: Any = states["monitor_value"]
         self.meta = dict(states["meta"])
 

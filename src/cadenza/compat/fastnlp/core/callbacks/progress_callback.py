@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("cadenza")
 
-SIGNS = 10  # on each side of a headline
+SIGNS = 10  # width on each side of a headline
 
 
 @runtime_checkable
@@ -36,7 +36,7 @@ class ExtraInfo(Protocol):
         """Add the outputs of the model for a batch."""
 
     def get_stat(self) -> Mapping[str, Any]:
-        """Return the values to show by name, and start again."""
+        """Return the values to show by name, then reset."""
 
 
 class ExtraInfoStatistics:

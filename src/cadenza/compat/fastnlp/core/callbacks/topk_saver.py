@@ -87,7 +87,7 @@ class Saver:
         shutil.rmtree(self.timestamp_path / folder_name, ignore_errors=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         return {"timestamp_path": str(self.timestamp_path)}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Saver:
 
 
 class TopkSaver(ResultsMonitor, Saver):
-    """Saves after an evaluation if it is among the best so far, and deletes the folders of evaluations that no longer are.
+    """Saves after an evaluation if it is among the best so far, and deletes the folders of evaluations that no longer rank.
 
     Args:
         topk: The number of evaluations to keep; -1 all, 0 none.

@@ -10,18 +10,18 @@ from cadenza.compat.fastnlp.core.collators.padding import BACKENDS, padded
 from cadenza.compat.fastnlp.core.log.logger import logger
 
 Path = tuple[Hashable, ...]
-"""The names that lead to a field; () is the sample itself."""
+"""The path of names to a field; () is the sample itself."""
 
 
 class Batch(dict[str, Any]):
-    """A batch by field, with the indices of its samples, also from a worker process."""
+    """A batch by field, with the indices of its samples, which it keeps across worker processes."""
 
     indices: list[int] | None = None
     """The indices of the samples in the data set."""
 
 
 class _Setting(NamedTuple):
-    """How a field is padded."""
+    """The padding of a field."""
 
     pad_val: float | None
     dtype: Any

@@ -149,11 +149,11 @@ class Evaluator:
             print(json.dumps(results, default=str))  # noqa: T201  # documented by fastNLP
         return results
 
-    # -- for a loop or a step of the user's own --------------------------------------------------------
+    # -- for user-defined loops and steps --------------------------------------------------------
 
     @property
     def evaluate_batch_loop(self) -> Loop:
-        """The loop over the batches of a loader. Set another one, with a method ``run(evaluator, dataloader)``.
+        """The loop over the batches of a loader. Replace it with an object that has a method ``run(evaluator, dataloader)``.
 
         ``run`` returns the results by the names of the metrics.
         """

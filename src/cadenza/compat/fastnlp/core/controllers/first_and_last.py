@@ -115,7 +115,7 @@ class FirstCallback(Callback):
         epoch, inside, adapted = state.cur_epoch_idx, state.batch_idx_in_epoch, AdaptedRun.of(run)
         session = adapted.session
         adapted.began = True
-        if not plan.epochs:  # a native run has at least one epoch; this one is over before it begins
+        if not plan.epochs:  # a native run has at least one epoch; this run is complete before it begins
             adapted.empty = True
             run.progress.begin(Counters(1, 0, 0, 0, 0), plan.per_epoch)
             return
@@ -180,7 +180,7 @@ class FirstCallback(Callback):
         adapted.agree()
         if adapted.over or run.progress.batch_in_epoch:
             return
-        if adapted.own_loop:  # the loop evaluates itself
+        if adapted.own_loop:  # the loop runs the evaluation
             state = self._trainer.trainer_state
             state.cur_epoch_idx, state.batch_idx_in_epoch = state.cur_epoch_idx + 1, 0
             return
@@ -193,7 +193,7 @@ class FirstCallback(Callback):
         adapted.epoch_evaluated = False
 
     def _finish_window(self, adapted: AdaptedRun) -> None:
-        """Do the update that is left after the last batch of an epoch."""
+        """Perform the pending update after the last batch of an epoch."""
         if self._losses:  # saved after this batch, before the update
             session = adapted.session
             self._resume_window(session.step.window)

@@ -29,7 +29,7 @@ def whole_epoch(of: Callable[[], SteppingTrainer | None], loader: Any, plan: Pla
         trainer.train_batch_loop.run(trainer, _Rest(loader, done) if done else loader)
         if trainer.cur_epoch_idx + 1 == trainer.n_epochs:
             trainer.finish_window()
-        if not adapted.epoch_evaluated:  # as in fastNLP 1.0.1, in which loops do not do so
+        if not adapted.epoch_evaluated:  # as in fastNLP 1.0.1, where loops do not
             trainer.epoch_evaluate()
     except EarlyStopException as stop:
         adapted.take_stop(stop)
@@ -38,7 +38,7 @@ def whole_epoch(of: Callable[[], SteppingTrainer | None], loader: Any, plan: Pla
 
 
 class _Rest:
-    """A loader without the batches that a resumed training has done. They are read again, in the order of the loader."""
+    """A loader that skips the completed batches of a resumed training by reading them again in order."""
 
     def __init__(self, loader: Any, done: int) -> None:
         self._loader, self._done = loader, done

@@ -17,7 +17,7 @@ from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading.loaders import length_of
-from cadenza.status.state import State
+from cadenza.status.plain import State
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -58,7 +58,9 @@ class NativeRunView(TrainerView):
     @property
     def callback_manager(self) -> CallbackManager:  # type: ignore[override]  # as above
         """The callbacks of fastNLP in the list. Each refers to this view."""
-        return CallbackManager(one for one in hooks_of(self.live).callbacks.values() if isinstance(one, ManagedCallback))
+        return CallbackManager(
+            callback for callback in hooks_of(self.live).callbacks.values() if isinstance(callback, ManagedCallback)
+        )
 
     def carrying(self) -> Carried:
         return Carried.of(self.live)

@@ -52,7 +52,7 @@ class GatheredBatches:
         if driver.world_size == 1:
             return
         for batches_at in zip_longest(*driver.gather_data(batches), fillvalue=()):
-            for name, arguments in (one for batch in batches_at for one in batch):
+            for name, arguments in (call for batch in batches_at for call in batch):
                 metric = metrics[name]
                 update = metric.update if hasattr(metric, "update") else metric
                 update(**moved(arguments, driver.device))

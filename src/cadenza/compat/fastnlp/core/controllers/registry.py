@@ -1,4 +1,4 @@
-"""The functions of ``Trainer.on``, until a trainer takes them."""
+"""Functions registered with ``Trainer.on`` until a trainer is created."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class AddedFunctions(Callback):
 
         def call(trainer: Any, *arguments: Any) -> None:
             trainer.callback_manager.callback_counter[event] += 1
-            for added in functions:  # also functions that are added during the loop
+            for added in functions:  # includes functions added during the loop
                 getattr(added, event)(trainer, *arguments)
 
         return call

@@ -30,12 +30,12 @@ logger: logging.Logger = logging.getLogger("cadenza")
 
 
 class SteppingTrainer(TrainerView):
-    """The part of the trainer that a ``batch_step_fn``, or a loop of the user's own, calls during a training."""
+    """The part of the trainer that a ``batch_step_fn`` or a user-defined loop calls during a training."""
 
     group: AccumulationWindow
     """The accumulation window of a ``batch_step_fn``."""
     carried: Carried
-    """The values with which the next training continues."""
+    """The values from which the next training continues."""
     batch_step_fn: Callable[[Any, Any], object] | None
     evaluate_every: int | Callable[[Any], bool]
     input_mapping: Mapped | None
@@ -61,7 +61,7 @@ class SteppingTrainer(TrainerView):
 
     @property
     def train_batch_loop(self) -> Loop:
-        """The loop over the batches of an epoch. Set another one, with a method ``run(trainer, dataloader)``.
+        """The loop over the batches of an epoch. Replace it with an object that has a method ``run(trainer, dataloader)``.
 
         Such a loop calls the events, such as ``trainer.on_train_batch_begin(batch, indices)``, does the steps with
         ``trainer.train_step``, ``backward``, ``step`` and ``zero_grad``, raises ``trainer.batch_idx_in_epoch`` and
@@ -80,18 +80,18 @@ class SteppingTrainer(TrainerView):
 
     @property
     def runs_own_epochs(self) -> bool:
-        """Whether a loop of the user's own replaces the trainer's."""
+        """Whether a user-defined loop replaces the trainer's."""
         return type(self._loop).run is not TrainBatchLoop.run
 
     @property
     def runs_own_steps(self) -> bool:
-        """Whether the step of a batch is the user's own."""
+        """Whether the step is user-defined."""
         plain = TrainBatchLoop.batch_step_fn
         return getattr(self._loop, "batch_step_fn", plain) is not plain
 
     @property
     def accumulation_steps(self) -> int:
-        """The number of batches in an update. It can be set between trainings, and in one with a step of the user's own.
+        """The number of batches in an update. It can be set between trainings, and during a training with a user-defined step.
 
         Raises:
             RuntimeError: A training with the trainer's step is in progress.
@@ -123,7 +123,7 @@ class SteppingTrainer(TrainerView):
         return step
 
     def check_batch_step_fn(self) -> None:
-        """Warn, once, about events that callbacks override and that the user's own step did not cause."""
+        """Warn once about overridden events that the user-defined step did not trigger."""
         if self._checked_step or not self.runs_own_steps:
             return
         self._checked_step = True
@@ -211,7 +211,7 @@ class SteppingTrainer(TrainerView):
     def finish_window(self) -> None:
         """At the end of the training, update the weights from an accumulation window that is not complete.
 
-        It is normalised by its own length. fastNLP loses its gradients.
+        It is normalised by its length. fastNLP drops its gradients.
         """
         run = self.running()
         if not self._step_waits or not self.group.losses:
@@ -243,7 +243,7 @@ class SteppingTrainer(TrainerView):
         return {**run.outputs, "loss": torch.tensor(torch.nan) if loss is None else loss.detach()}
 
     def _note_outputs(self, outputs: Any) -> None:
-        """Let callbacks see outputs that are no dict unchanged."""
+        """Pass outputs that are not a dict to callbacks unchanged."""
         AdaptedRun.of(self.running()).outputs = None if isinstance(outputs, Mapping) else outputs
 
     def _forward(self, batch: Any) -> Any:

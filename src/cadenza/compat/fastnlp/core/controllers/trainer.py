@@ -357,7 +357,7 @@ class Trainer(SteppingTrainer):
             error.add_note(f"while training on the samples {indices}")
 
     def _carry_on(self) -> None:
-        """Keep the state with which a next training, or a later checkpoint, continues."""
+        """Keep the state for the next training or a later checkpoint."""
         if self.live is not None and AdaptedRun.of(self.live).began:
             self.carried = self.carrying()
             self.carried.streams = None  # the next training takes the current RNG states

@@ -53,7 +53,7 @@ class TrainerView(ABC):
     trainer_state: TrainerState
     """The counters."""
     state: dict[str, Any]
-    """The user's own values: saved in checkpoints and restored."""
+    """User values, saved in checkpoints and restored."""
     model: nn.Module
     """The user's own module."""
     optimizers: Any
@@ -171,20 +171,20 @@ class TrainerView(ABC):
         self.driver.barrier()
 
     def _kept(self) -> dict[str, Any]:
-        """Return the content of a checkpoint besides the states of callbacks."""
+        """Return the content of a checkpoint except the states of callbacks."""
         carried = self.carrying()
         size = getattr(self.train_dataloader, "batch_size", None)
         return {
             "trainer_state": self.trainer_state.state_dict(),
             "sampler_states": {"batch_size": size},
-            "optimizers_state_dict": {f"optimizer{i}": one.state_dict() for i, one in enumerate(self.driver.optimizers)},
+            "optimizers_state_dict": {f"optimizer{i}": each.state_dict() for i, each in enumerate(self.driver.optimizers)},
             "grad_scaler_state_dict": carried.scaler,
             "cadenza": {"state": dict(self.state), **vars(carried)},
         }
 
     @abstractmethod
     def carrying(self) -> Carried:
-        """Return the values with which a training continues, besides fastNLP's own counters."""
+        """Return the values from which a training continues, in addition to fastNLP's counters."""
 
     def save_model(
         self,
@@ -205,7 +205,7 @@ class TrainerView(ABC):
             RuntimeError: `model_save_fn` with a stream.
         """
         self.callback_manager.fire("on_save_model", self)
-        if self.driver.is_global_zero() or hasattr(folder, "write"):  # each process has its own stream
+        if self.driver.is_global_zero() or hasattr(folder, "write"):  # each process has a separate stream
             saving.write_model(self.model, folder, only_state_dict=only_state_dict, save_fn=model_save_fn)
         self.driver.barrier()
 

@@ -77,7 +77,7 @@ class DataSet(Operations):
     @overload
     def __getitem__(self, index: slice | Sequence[int]) -> DataSet: ...
     def __getitem__(self, index: Any) -> Any:
-        """Return a row (number), a field (name), or the rows of a slice or a list of numbers as a data set of its own."""
+        """Return a row (number), a field (name), or the rows of a slice or a list of numbers as a new data set."""
         if isinstance(index, str):
             return self.get_field(index)
         if isinstance(index, int):
@@ -180,7 +180,7 @@ class DataSet(Operations):
     # -- new fields ---------------------------------------------------------------------
 
     def add_seq_len(self, field_name: str, new_field_name: str = "seq_len") -> DataSet:
-        """Add a field with the lengths of another one's values. Return self."""
+        """Add a field with the lengths of another field's values. Return self."""
         return self.add_field(new_field_name, [len(value) for value in self.get_field(field_name)])
 
     def split(self, ratio: float, shuffle: bool = True) -> tuple[DataSet, DataSet]:

@@ -23,7 +23,7 @@ class FieldArray:
         self.content: list[Any] = list(content)
 
     def append(self, value: Any) -> None:
-        """Add the value of one more row."""
+        """Append the value of a row."""
         self.content.append(value)
 
     def pop(self, index: Index) -> None:

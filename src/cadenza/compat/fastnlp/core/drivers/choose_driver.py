@@ -29,7 +29,7 @@ REFUSED: Mapping[str, str] = {
     "jittor": _TORCH_ONLY,
     "oneflow": _TORCH_ONLY,
 }
-"""The names of fastNLP's other drivers, and what to use instead."""
+"""The names of fastNLP's other drivers and their replacements."""
 
 _WITHOUT_EFFECT = {
     "ddp_kwargs": "pass driver=cadenza.drivers.DdpDriver(...), which takes the arguments of DDP",
@@ -81,7 +81,7 @@ def around(native: drivers.Driver, model: nn.Module, optimizers: Any = None, **k
         drivers.FsdpDriver: TorchFSDPDriver,
         drivers.DdpDriver: TorchDDPDriver,
     }
-    kind = next((kinds[one] for one in kinds if isinstance(native, one)), TorchDriver)
+    kind = next((kinds[native_kind] for native_kind in kinds if isinstance(native, native_kind)), TorchDriver)
     return kind.around(native, model, optimizers, **kwargs)
 
 
@@ -117,7 +117,7 @@ def _one_device(device: Any) -> str | torch.device:
         if not device:
             raise ValueError("device=-1 means all GPUs, but there is none. Pass device='cpu'.")
     if isinstance(device, Sequence) and not isinstance(device, str):
-        if wrong := [one for one in device if not isinstance(one, int) or isinstance(one, bool) or one < 0]:
+        if wrong := [index for index in device if not isinstance(index, int) or isinstance(index, bool) or index < 0]:
             raise ValueError(f"a list of devices must hold the indices of GPUs; got {wrong[0]!r} in {device!r}")
         device = sorted(set(device))
         if len(device) != 1:

@@ -37,7 +37,7 @@ REFUSED: Mapping[str, str] = {
     "open_subprocess": "start the processes with torchrun",
     "init_process_group": "start the processes with torchrun",
 }
-"""The methods of fastNLP's drivers that are not provided, and what to use instead."""
+"""Methods of fastNLP's drivers that are not provided, and their replacements."""
 
 
 class Driver:
@@ -233,7 +233,7 @@ class Driver:
         self.precision.backward(loss)
 
     def step(self) -> None:
-        """Let all optimizers step. No event fires."""
+        """Step all optimizers. No event fires."""
         scaler = self.grad_scaler
         for optimizer in self.optimizers:
             scaler.step(optimizer)

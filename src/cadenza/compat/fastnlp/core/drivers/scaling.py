@@ -36,12 +36,12 @@ class LossScaler:
         return self._precision.scaler.scale(outputs) if isinstance(self._precision, Scaled) else outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of an optimizer by the loss scale, unless the update in progress has done that."""
+        """Divide the gradients of an optimizer by the loss scale, unless the update in progress has already done so."""
         if isinstance(self._precision, Scaled) and not self._precision.is_unscaled(optimizer):
             self._precision.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Let an optimizer step, unless a gradient is not finite."""
+        """Step an optimizer unless a gradient is not finite."""
         if isinstance(self._precision, Scaled):
             self._precision.scaler.step(optimizer)
         else:

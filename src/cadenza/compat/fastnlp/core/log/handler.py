@@ -7,7 +7,7 @@ import sys
 
 
 class StdoutStreamHandler(logging.Handler):
-    """Writes messages to the current ``sys.stdout``, also after it was replaced."""
+    """Writes messages to the current ``sys.stdout``, even if it was replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

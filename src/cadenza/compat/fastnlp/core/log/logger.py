@@ -59,8 +59,8 @@ class FastNLPLogger(logging.Logger):
         if mode not in ("w", "a"):
             raise ValueError(f"mode must be 'w' or 'a'; got {mode!r}")
         file = _log_file(path)
-        known = (one for one in self.handlers if isinstance(one, logging.FileHandler))
-        if any(one.baseFilename == os.path.abspath(file) for one in known):
+        known = (handler for handler in self.handlers if isinstance(handler, logging.FileHandler))
+        if any(handler.baseFilename == os.path.abspath(file) for handler in known):
             return None
         if file.exists() and get_global_rank() == 0:
             warnings.warn(f"the log file {file} exists already", stacklevel=2)
@@ -71,7 +71,7 @@ class FastNLPLogger(logging.Logger):
         self.addHandler(handler)
         if remove_other_handlers:
             self._has_stdout = True
-            self.handlers: list[logging.Handler] = [one for one in self.handlers if isinstance(one, logging.FileHandler)]
+            self.handlers: list[logging.Handler] = [each for each in self.handlers if isinstance(each, logging.FileHandler)]
         return handler
 
     def set_stdout(self, stdout: Stdout = "raw", level: Level = "AUTO") -> logging.Handler | None:
@@ -87,7 +87,7 @@ class FastNLPLogger(logging.Logger):
         """
         if stdout not in ("rich", "tqdm", "naive", "raw", "none"):
             raise ValueError(f"stdout must be 'rich', 'tqdm', 'naive', 'raw' or 'none'; got {stdout!r}")
-        self.handlers = [one for one in self.handlers if not hasattr(one, "_shows_messages")]
+        self.handlers = [handler for handler in self.handlers if not hasattr(handler, "_shows_messages")]
         self._has_stdout, handler = True, _shower(stdout)
         if handler is not None:
             vars(handler)["_shows_messages"] = True
@@ -97,7 +97,7 @@ class FastNLPLogger(logging.Logger):
         return handler
 
     def warning_once(self, msg: str, *args: Any, **kwargs: Any) -> None:
-        """Warn, unless the same text was a warning already."""
+        """Warn unless the same text was already logged as a warning."""
         if msg not in self._warning_msgs:
             self._warning_msgs.add(msg)
             self.warning(msg, *args, **_one_deeper(kwargs))

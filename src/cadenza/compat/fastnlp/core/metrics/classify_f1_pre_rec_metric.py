@@ -56,8 +56,8 @@ class FPreRec(Metric):
             whole.add(counts)
         return whole.results(beta=self.beta, macro=self.f_type == "macro", only_gross=self.only_gross, name_of=self._name_of)
 
-    def _name_of(self, one: Any) -> object:
-        return one
+    def _name_of(self, label: Any) -> object:
+        return label
 
 
 class ClassifyFPreRecMetric(FPreRec):
@@ -112,11 +112,11 @@ class ClassifyFPreRecMetric(FPreRec):
         inside = torch.ones_like(target, dtype=torch.bool)
         if seq_len is not None and target.ndim > 1:
             inside = seq_len_to_mask(torch.as_tensor(seq_len, device=target.device), target.shape[-1])
-        for one in torch.cat([pred.flatten(), target.flatten()]).unique().tolist():
-            predicted, correct = (pred == one) & inside, (target == one) & inside
-            self._counts.tp[one] += int((predicted & correct).sum())
-            self._counts.fp[one] += int((predicted & ~correct).sum())
-            self._counts.fn[one] += int((correct & ~predicted).sum())
+        for label in torch.cat([pred.flatten(), target.flatten()]).unique().tolist():
+            predicted, correct = (pred == label) & inside, (target == label) & inside
+            self._counts.tp[label] += int((predicted & correct).sum())
+            self._counts.fp[label] += int((predicted & ~correct).sum())
+            self._counts.fn[label] += int((correct & ~predicted).sum())
 
-    def _name_of(self, one: Any) -> object:
-        return int(one) if self.tag_vocab is None else self.tag_vocab.to_word(one)
+    def _name_of(self, label: Any) -> object:
+        return int(label) if self.tag_vocab is None else self.tag_vocab.to_word(label)

@@ -64,11 +64,11 @@ class Counts:
             name_of: The name of a class. A class without a name has no results of its own.
         """
         found = self.tp.keys() | self.fp.keys() | self.fn.keys()
-        each = {one: self._scores(beta, one) for one in sorted(found)}
+        each = {label: self._scores(beta, label) for label in sorted(found)}
         results: dict[str, float] = {}
-        for one, scores in each.items() if not only_gross else ():
-            if any(counter[one] for counter in (self.tp, self.fp, self.fn)) and one != "":
-                results |= {f"{key}-{name_of(one)}": score for key, score in zip(("f", "pre", "rec"), scores, strict=True)}
+        for label, scores in each.items() if not only_gross else ():
+            if any(counter[label] for counter in (self.tp, self.fp, self.fn)) and label != "":
+                results |= {f"{key}-{name_of(label)}": score for key, score in zip(("f", "pre", "rec"), scores, strict=True)}
         if macro:
             totals = [sum(column) / len(each) for column in zip(*each.values(), strict=True)] or [0.0, 0.0, 0.0]
         else:
@@ -76,8 +76,8 @@ class Counts:
         results |= zip(("f", "pre", "rec"), totals, strict=True)
         return {key: round(score, 6) for key, score in results.items()}
 
-    def _scores(self, beta: float, one: Hashable) -> tuple[float, float, float]:
-        return _scores(beta, self.tp[one], self.fp[one], self.fn[one])
+    def _scores(self, beta: float, label: Hashable) -> tuple[float, float, float]:
+        return _scores(beta, self.tp[label], self.fp[label], self.fn[label])
 
 
 def _scores(beta: float, tp: int, fp: int, fn: int) -> tuple[float, float, float]:

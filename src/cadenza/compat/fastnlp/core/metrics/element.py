@@ -22,8 +22,8 @@ class Element:
     Args:
         name: The metric's attribute.
         value: The initial value, which `reset` restores.
-        aggregate_method: How the values of the ranks become one: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; None: each rank
-            has its own.
+        aggregate_method: How the values of the ranks become one: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; None: no
+            aggregation.
         backend: ``"auto"``, ``"torch"`` or a backend.
     """
 
@@ -84,7 +84,7 @@ class Element:
         self._value = self.backend.move_tensor_to_device(self._value, device)
 
     def aggregate(self) -> None:
-        """Replace the value by the aggregation of all ranks' values. Every rank must call this."""
+        """Replace the value with the aggregation of all ranks' values. Every rank must call this."""
         self._value = self.backend.aggregate(self._value, self.aggregate_method)
 
     # -- calculations ------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class Element:
         return value.tolist()
 
     def _both(self, other: Any) -> tuple[Tensor, Any]:
-        """Return the own value and another one, on the same device."""
+        """Return the value and another value on the same device."""
         other = _plain(other)
         if isinstance(other, Tensor):
             return self.backend.move_tensor_to_device(self._value, other.device), other

@@ -28,7 +28,7 @@ class Metric:
     """
 
     _gathers: ClassVar[bool] = False
-    """Whether `get_metric` collects its own objects with `all_gather_object`, also without registered numbers."""
+    """Whether `get_metric` collects objects with `all_gather_object`, even without registered numbers."""
 
     def __init__(self, backend: str | Backend | None = "auto", aggregate_when_get_metric: bool | None = None) -> None:
         self.backend: AutoBackend = AutoBackend(backend)
@@ -91,7 +91,7 @@ class Metric:
         raise NotImplementedError(f"{type(self).__name__} needs a method get_metric")
 
     def reset(self) -> None:
-        """Forget all batches. Registered numbers are always reset, also if a subclass does not call this."""
+        """Forget all batches. Registered numbers are always reset, even if a subclass does not call this."""
         _forget(self)
 
     def compute(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Metric:
         return Backend().tensor2numpy(tensor)
 
     def all_gather_object(self, obj: Any, group: Any = None) -> list[Any]:
-        """Return the objects of all ranks; only the own one if `get_metric` does not aggregate. Every rank must call this.
+        """Return the objects of all ranks; only this rank's if `get_metric` does not aggregate. Every rank must call this.
 
         Args:
             obj: An object that can be pickled.
@@ -129,7 +129,7 @@ class Metric:
         """Inside, the registered numbers are the aggregation over all ranks. Every rank must enter.
 
         Args:
-            recover: Restore each rank's own numbers afterwards.
+            recover: Restore each rank's numbers afterwards.
             aggregate: False: change nothing.
         """
         if not aggregate or not may_exchange():

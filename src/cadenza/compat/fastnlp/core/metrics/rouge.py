@@ -114,7 +114,7 @@ class ROUGE(Metric):
 
     def _of_all(self, scores: list[Scores]) -> Scores:
         if self.accumulate == "best":
-            return max([(0.0, 0.0, 0.0), *scores], key=lambda one: one[0])
+            return max([(0.0, 0.0, 0.0), *scores], key=lambda score: score[0])
         fmeasure, precision, recall = (sum(column) / len(scores) for column in zip(*scores, strict=True))
         return fmeasure, precision, recall
 

@@ -28,11 +28,11 @@ def paired(predictions: Texts, references: References) -> list[tuple[str, Sequen
     given: list[Sequence[str]]
     if isinstance(references, str):
         given = [[references]]
-    elif all(isinstance(one, str) for one in references):
-        plain = [str(one) for one in references]
-        given = [plain] if len(texts) == 1 else [[one] for one in plain]
+    elif all(isinstance(reference, str) for reference in references):
+        plain = [str(reference) for reference in references]
+        given = [plain] if len(texts) == 1 else [[text] for text in plain]
     else:
-        given = [list(one) for one in references]
+        given = [list(reference) for reference in references]
     if len(texts) != len(given):
         raise AssertionError(f"each prediction needs its references; got {len(texts)} predictions and {len(given)} references")
     return list(zip(texts, given, strict=True))

@@ -49,7 +49,7 @@ class Positioned:
 
         Args:
             num_replicas: The number of ranks.
-            rank: The own one, from 0.
+            rank: The rank of this process, from 0.
             pad: Repeat samples, so that all shards have the same size; False drops some instead.
 
         Raises:

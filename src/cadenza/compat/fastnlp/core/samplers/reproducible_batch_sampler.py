@@ -347,7 +347,7 @@ class ReproduceBatchSampler(ReproducibleBatchSampler):
             set_epoch(epoch)
 
     def _read(self) -> array[int]:
-        indices = (one if isinstance(one, list) else [one] for one in self.batch_sampler)
+        indices = (item if isinstance(item, list) else [item] for item in self.batch_sampler)
         return array("Q", chain.from_iterable(indices))
 
     def _batches_of(self, samples: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class EarlyStopException(BaseException):
-    r"""Raised in a hook to end the training: ``on_exception`` and ``on_train_end`` are called, and no error is raised.
+    r"""Raise it in a hook to end the training. ``on_exception`` and ``on_train_end`` are called, and no error is raised.
 
     In a native trainer it becomes ``run.stop(msg)``.
     """

@@ -36,7 +36,7 @@ def torch_move_data_to_device(batch: Any, device: torch.device | str | None = No
         if isinstance(part, torch.Tensor):
             return part.to(device, non_blocking=bool(non_blocking))
         result = part.to(device)
-        return part if result is None else result  # a method that changes its own object
+        return part if result is None else result  # an in-place method
 
     return apply_to_collection(batch, TorchTransferableDataType, moved)
 

@@ -61,9 +61,9 @@ def auto_param_call(
     >>> auto_param_call(lambda a: a, {"x": 1}, mapping={"x": "a"})
     1
     """
-    if wrong := [type(one).__name__ for one in args if not isinstance(one, Mapping)]:
+    if wrong := [type(argument).__name__ for argument in args if not isinstance(argument, Mapping)]:
         raise TypeError(f"the arguments of {plain_name(fn)} must be given as dicts; got {wrong}")
-    named = args if mapping is None else [apply_mapping(mapping, one) for one in args]
+    named = args if mapping is None else [apply_mapping(mapping, argument) for argument in args]
     return fn(**Wanted(signature_fn or fn).of(*named))
 
 
@@ -120,9 +120,9 @@ class Wanted:
         self._name, self._file = plain_name(function), _file_of(function)
         if inspect.Parameter.VAR_POSITIONAL in kinds:
             raise ValueError(f"{self._name} takes *args, but arguments are passed by name. Name them in the signature.")
-        named = {key: one for key, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
+        named = {key: parameter for key, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
         self._names = None if inspect.Parameter.VAR_KEYWORD in kinds else named.keys()
-        self._needed = [key for key, one in named.items() if one.default is one.empty]
+        self._needed = [key for key, parameter in named.items() if parameter.default is parameter.empty]
 
     def of(self, *given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the given arguments that match the names of the function.
@@ -132,8 +132,8 @@ class Wanted:
         """
         names = self._names
         taken: dict[str, Any] = {}
-        for one in given:
-            for key, value in one.items():
+        for mapping in given:
+            for key, value in mapping.items():
                 if names is not None and key not in names:
                     continue
                 if key in taken and taken[key] is not value:
@@ -142,7 +142,7 @@ class Wanted:
                     )
                 taken[key] = value
         if missing := [key for key in self._needed if key not in taken]:
-            there = sorted({key for one in given for key in one})
+            there = sorted({key for mapping in given for key in mapping})
             raise ValueError(
                 f"{self._name} needs {missing}; got {there}. Rename entries with input_mapping or output_mapping.{self._file}"
             )

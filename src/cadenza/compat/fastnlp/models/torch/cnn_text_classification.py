@@ -78,8 +78,8 @@ class ConvMaxpool(nn.Module):
         """Return the maxima, shape (B, sum of channels); where `mask` is false is padding."""
         found = [functional.relu(conv(features.transpose(1, 2))) for conv in self.convs]
         if mask is not None:
-            found = [one.masked_fill(~mask.unsqueeze(1), float("-inf")) for one in found]
-        return torch.cat([one.amax(-1) for one in found], dim=-1)
+            found = [features.masked_fill(~mask.unsqueeze(1), float("-inf")) for features in found]
+        return torch.cat([features.amax(-1) for features in found], dim=-1)
 
 
 def _embedding(embed: Any) -> nn.Embedding:

@@ -34,7 +34,7 @@ class TorchGradClipCallback(DelegatesToNative):
         if not isinstance(clip_value, int | float) or not clip_value > 0:
             raise ValueError(f"clip_value must be a number greater than 0; got {clip_value!r}")
         given = [parameters] if isinstance(parameters, Tensor) else None if parameters is None else list(parameters)
-        chosen = None if given is None else lambda name, parameter: any(parameter is one for one in given)
+        chosen = None if given is None else lambda name, parameter: any(parameter is clipped for clipped in given)
         by_norm = clip_type == "norm"
         self.native: ClipGradients = ClipGradients(
             max_norm=clip_value if by_norm else None, max_value=None if by_norm else clip_value, parameters=chosen

@@ -81,7 +81,7 @@ def named_loaders(given: Any) -> dict[str, Any]:
         raise ValueError("dataloaders must be a loader, or a dict of loaders; got None")
     loaders = dict(given) if isinstance(given, Mapping) else {"": given}
     for loader in loaders.values():
-        several = isinstance(loader, list | tuple) and any(isinstance(one, DataLoader) for one in loader)
+        several = isinstance(loader, list | tuple) and any(isinstance(part, DataLoader) for part in loader)
         if several or isinstance(loader, str) or not isinstance(loader, Iterable):
             raise TypeError(f"dataloaders must be a loader, or a dict of loaders by name; got {given!r}")
     return loaders
@@ -112,9 +112,9 @@ def mappings(name: str, common: Mapped | None, kwargs: Mapping[str, Any]) -> tup
         ValueError: The common one and one of the others are given, or a value is not a mapping.
     """
     own = [kwargs.get(f"train_{name}"), kwargs.get(f"evaluate_{name}")]
-    if common is not None and any(one is not None for one in own):
+    if common is not None and any(value is not None for value in own):
         raise ValueError(f"expected {name}=, or train_{name}= and evaluate_{name}=; got both")
-    train, evaluate = [common if one is None else one for one in own]
+    train, evaluate = [common if value is None else value for value in own]
     check_mapping(train, name)
     check_mapping(evaluate, name)
     return train, evaluate
@@ -123,7 +123,7 @@ def mappings(name: str, common: Mapped | None, kwargs: Mapping[str, Any]) -> tup
 def checked_optimizers(optimizers: object) -> list[Optimizer]:
     """Return a list of optimizers; raise `TypeError` for anything else."""
     several: list[Any] = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-    if not several or not all(isinstance(one, Optimizer) for one in several):
+    if not several or not all(isinstance(optimizer, Optimizer) for optimizer in several):
         raise TypeError(f"optimizers must be a torch optimizer, or a list of them; got {optimizers!r}")
     return several
 

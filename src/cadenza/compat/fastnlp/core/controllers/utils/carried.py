@@ -1,4 +1,4 @@
-"""The state with which a training continues, besides fastNLP's counters."""
+"""The state from which a training continues, in addition to fastNLP's counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Carried:
-    """The state from a checkpoint or an earlier training, besides fastNLP's counters."""
+    """The state from a checkpoint or an earlier training, in addition to fastNLP's counters."""
 
     steps: int = 0
     samples: int = 0
@@ -32,7 +32,7 @@ class Carried:
     callbacks: dict[str, Any] = field(default_factory=dict)
     """The states of native callbacks, by name."""
     losses: list[Tensor] = field(default_factory=list)
-    """The losses of the accumulation window that waits for its update."""
+    """The losses of the accumulation window that awaits its update."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """The gradients of these batches, by the index of the parameter among those of the optimizers."""
 
@@ -53,7 +53,7 @@ class Carried:
         begun = group is not None and 0 < len(group.losses) < group.size
         parameters = enumerate(parameters_of(run.optimizers)) if begun else ()
         native = {
-            name: one.state_dict() for name, one in session.hooks.callbacks.items() if not isinstance(one, ManagedCallback)
+            name: each.state_dict() for name, each in session.hooks.callbacks.items() if not isinstance(each, ManagedCallback)
         }
         return cls(
             steps=run.progress.step,
@@ -65,5 +65,5 @@ class Carried:
             scaler=session.precision.state_dict(),
             callbacks={name: state for name, state in native.items() if state},
             losses=[loss.detach() for loss in group.losses] if group is not None and begun else [],
-            gradients={index: one.grad for index, one in parameters if one.grad is not None},
+            gradients={index: parameter.grad for index, parameter in parameters if parameter.grad is not None},
         )

@@ -1,4 +1,4 @@
-"""``fastNLP.core.controllers.utils.state``: the trainer's counters, and the user's own values."""
+"""``fastNLP.core.controllers.utils.state``: the trainer's counters and user values."""
 
 from __future__ import annotations
 

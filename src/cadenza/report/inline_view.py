@@ -1,4 +1,4 @@
-"""The view of a run in a notebook: its outcome and a small curve for each value. No script, so the saved file keeps it."""
+"""The view of a run in a notebook: outcome and a small curve per value. It has no script, so saved notebooks keep it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def small(run: Run) -> str:
     far = ", ".join(counted(amount, unit) for unit, amount in amounts.items() if amount is not None)
     ending = story.ending if story.kind else "in progress"
     lines = [element("div", element("b", story.name), f" · {ending} · {far}")]
-    for one in story.faults:
-        what = "was disabled" if one.what == "disabled" else one.what
-        lines.append(element("div", f"{one.who} {what}: {one.why}", style=_FAULT))
+    for fault in story.faults:
+        what = "was disabled" if fault.what == "disabled" else fault.what
+        lines.append(element("div", f"{fault.who} {what}: {fault.why}", style=_FAULT))
     names = list(story.series)
     if names:
         head = element("tr", *(element("th", text, scope="col", style=_CELL) for text in ("", "", "last", "min", "max")))

@@ -25,8 +25,8 @@ from cadenza.compat.accelerated.schedulers.wsd_scheduler import WSDLrScheduler
 from cadenza.compat.accelerated.tracking import (
     LossTracker,
     RunHistory,
+    as_python_number,
     loss_of_rank,
-    plain,
     plain_history,
     restore_history,
 )
@@ -47,7 +47,7 @@ STATE = "accelerated"
 """The key of this adapter's state in a checkpoint."""
 
 
-class TrainerFace:
+class TrainerApi:
     """The part of a trainer that callbacks may use."""
 
     model: nn.Module
@@ -136,7 +136,7 @@ class TrainerFace:
         name = self.run_history.metric_name_prefix + kind
         known = run.evaluations.get(name)
         if not isinstance(known, EvalEpoch) or known.loader is not valid_dl:
-            native = next((one for one in run.evaluations.values() if one.loader is valid_dl), None)
+            native = next((evaluation for evaluation in run.evaluations.values() if evaluation.loader is valid_dl), None)
             metrics, compute = (None, None) if native is None else (native.given_metrics, native.compute)
             known = EvalEpoch(valid_dl, name=name, compute=self._eval_compute or compute, metric=metric, metrics=metrics)
         tracker, session = self._loss_tracker, session_of(run)
@@ -185,14 +185,14 @@ class TrainerFace:
         elif save_scheduler and self.scheduler is not None:
             self.print(f"{type(self.scheduler).__name__} has no state_dict, so its state is not saved")
         refuse_shards(content, "save_checkpoint")
-        content |= {name: plain(value) for name, value in (checkpoint_kwargs or {}).items()}
+        content |= {name: as_python_number(value) for name, value in (checkpoint_kwargs or {}).items()}
         accelerator = self._accelerator
         if accelerator.is_local_main_process if save_per_node else accelerator.is_main_process:
             path = Path(save_path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_name(f".{path.name}.{os.getpid()}")
-            torch.save(content, beside)
-            beside.replace(path)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            torch.save(content, temporary)
+            temporary.replace(path)
         accelerator.wait_for_everyone()  # so that every process can load it next
 
     def load_checkpoint(
@@ -298,43 +298,43 @@ def _training_state(folder: str | os.PathLike[str], rank: int) -> str | Accelera
     raise FileNotFoundError(f"{os.fspath(folder)!r} holds no training state. Expected a folder of save_training_state.")
 
 
-def state_of(face: TrainerFace) -> dict[str, Any]:
+def state_of(trainer: TrainerApi) -> dict[str, Any]:
     """Return the state of a trainer for a checkpoint, besides the state of the native run.
 
     Raises:
         StateError: The scheduler has no state.
     """
-    if face.scheduler is not None and not hasattr(face.scheduler, "state_dict"):
+    if trainer.scheduler is not None and not hasattr(trainer.scheduler, "state_dict"):
         raise StateError(
-            f"{type(face.scheduler).__name__} has no state_dict, so a training cannot resume with it. Add state_dict and "
+            f"{type(trainer.scheduler).__name__} has no state_dict, so a training cannot resume with it. Add state_dict and "
             "load_state_dict to it."
         )
-    scheduler = {} if face.scheduler is None else {"scheduler": face.scheduler.state_dict()}
-    return {"history": plain_history(face.run_history), "loss": face._loss_tracker.state_dict(), **scheduler}
+    scheduler = {} if trainer.scheduler is None else {"scheduler": trainer.scheduler.state_dict()}
+    return {"history": plain_history(trainer.run_history), "loss": trainer._loss_tracker.state_dict(), **scheduler}
 
 
-def restore_state(face: TrainerFace, state: Mapping[str, Any], *, resume: bool) -> None:
+def restore_state(trainer: TrainerApi, state: Mapping[str, Any], *, resume: bool) -> None:
     """Restore the state that `state_of` returned; `resume`: to continue the same training."""
-    restore_history(face.run_history, state["history"])
-    driver = face._accelerator.driver
-    face._loss_tracker.load_state_dict(loss_of_rank(state.get("losses") or [state["loss"]], driver.rank, driver.world_size))
-    if face.scheduler is not None and "scheduler" in state:
-        now = face.scheduler.state_dict()
+    restore_history(trainer.run_history, state["history"])
+    driver = trainer._accelerator.driver
+    trainer._loss_tracker.load_state_dict(loss_of_rank(state.get("losses") or [state["loss"]], driver.rank, driver.world_size))
+    if trainer.scheduler is not None and "scheduler" in state:
+        now = trainer.scheduler.state_dict()
         # A checkpoint holds plain dicts only, and MultiStepLR counts its milestones with a Counter.
-        saved = {key: Counter(one) if isinstance(now.get(key), Counter) else one for key, one in state["scheduler"].items()}
-        load = (
-            face.scheduler.resume if resume and isinstance(face.scheduler, WSDLrScheduler) else face.scheduler.load_state_dict
-        )
-        load(saved)
+        saved = {key: Counter(v) if isinstance(now.get(key), Counter) else v for key, v in state["scheduler"].items()}
+        if resume and isinstance(trainer.scheduler, WSDLrScheduler):
+            trainer.scheduler.resume(saved)
+        else:
+            trainer.scheduler.load_state_dict(saved)
 
 
 def _write_state(run: Run, folder: Path, own: dict[str, Any]) -> None:
     taken = snapshot.take(session_of(run), "a training state")
-    taken.extra["checkpoint_kwargs"] = {name: plain(value) for name, value in own.items()}
+    taken.extra["checkpoint_kwargs"] = {name: as_python_number(value) for name, value in own.items()}
     store = Store(folder)
     earlier = store.saved()
     store.write_together(taken.content(), run.driver.meeting) if run.driver.world_size > 1 else store.write(taken.content())
     if run.is_main:
-        for one in earlier:  # a folder holds one state
-            shutil.rmtree(folder / one.name)
+        for checkpoint in earlier:  # a folder holds one state
+            shutil.rmtree(folder / checkpoint.name)
     run.driver.barrier()  # so that every process can read it next

@@ -1,10 +1,10 @@
-"""What a run was made of that callbacks of transformers receive unchanged, instead of a view."""
+"""Objects that transformers callbacks receive unchanged instead of a view."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cadenza.hooks.dispatch import hooks_of
+from cadenza.compat.adapter.foreign import callbacks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Given(BaseCallback):
+class FixedArguments(BaseCallback):
     """The ``TrainingArguments`` and the tokenizer of a run. It has no hooks.
 
     Args:
@@ -31,6 +31,6 @@ class Given(BaseCallback):
         return []
 
 
-def given_in(run: Run) -> Given | None:
-    """Return what a run was made of; None for a run without ``TrainingArguments``."""
-    return next((one for one in hooks_of(run).callbacks.values() if isinstance(one, Given)), None)
+def fixed_arguments_of(run: Run) -> FixedArguments | None:
+    """Return the `FixedArguments` of a run; None for a run without ``TrainingArguments``."""
+    return next(iter(callbacks_of(run, FixedArguments)), None)

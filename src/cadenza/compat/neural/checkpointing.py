@@ -1,4 +1,4 @@
-"""The work of ``CheckpointCallback`` in both versions: when to write which files, which to keep, and the restore."""
+"""The implementation of ``CheckpointCallback`` in both versions: saving, retention and restoring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Keeper:
+class CheckpointWriter:
     """Writes and restores the files of one training.
 
     Args:
@@ -65,7 +65,7 @@ class Keeper:
         self.strict: bool = strict
         self._marks: list[Mark] = []
 
-    # -- saving: requested in a hook, done at the next step boundary --------------------
+    # -- saving: requested in a hook, performed at the next step boundary --------------------
 
     def save(self, run: Run, kind: Kind, number: int, step: int, epoch: int) -> None:
         """Write the files of a mark at the next step boundary. They get `step` and `epoch`."""
@@ -94,8 +94,8 @@ class Keeper:
         self._marks.append(mark)
         if self.keep > 0 and run.is_main:
             gone, self._marks = self._marks[: -self.keep], self._marks[-self.keep :]
-            for one in gone:
-                self.folder.remove(one, checkpoints.modules_of(run))
+            for checkpoint in gone:
+                self.folder.remove(checkpoint, checkpoints.modules_of(run))
 
     # -- restoring ------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class CheckpointFiles:
         force_load: bool = False,
     ) -> None:
         super().__init__()
-        self._files = Keeper(
+        self._files = CheckpointWriter(
             folder,
             load_from_folder,
             step_freq,

@@ -1,0 +1,128 @@
+"""The side of the teller: write an act into the directory of a run, and wait for its result."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from cadenza.steering.acts import FOLDER, KEY, LARGEST, LISTENING, VERBS, WAITING, Act, file_of, log_of, new_act
+from cadenza.steering.facts import Facts
+from cadenza.steering.run_reader import SCHEMA
+from cadenza.steering.tail import opened
+
+_LOOK_S = 0.02
+
+
+def tell(
+    run: str | os.PathLike[str],
+    verb: str,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    reason: str = "",
+    author: str = "",
+    wait_s: float = 5.0,
+) -> dict[str, Any]:
+    """Tell a run to do something at its next step boundary, and return what became of it.
+
+    The answer has a ``state``: ``"done"`` with a ``result``; ``"refused"`` with ``why``; ``"waiting"`` if the run has not come
+    to a step boundary in time: the act stays, and is carried out at the next one, also by the process that continues the run.
+
+    Args:
+        run: The run directory.
+        verb: One of stop, pause, resume, save, evaluate, set, note and attach.
+        arguments: Plain values by name: ``{"lr": 1e-4}`` for set, ``{"text": ...}`` for note, ``{"callback": ...}`` for attach.
+        reason: Why, for the decision.
+        author: Who acts; empty: the user of this process and the machine.
+        wait_s: How long to wait for the result, in seconds.
+
+    Raises:
+        DirectoryError: The directory holds no run.
+    """
+    path = os.fspath(run)
+    facts = Facts(path)
+    act = new_act(str(facts.info.get("id", "")), verb, arguments or {}, reason, author)
+    try:
+        _send(path, act, _checked(facts, act))
+    except _RefusedError as error:
+        return _answer(path, act, {"state": "refused", "why": str(error)})
+    end = time.monotonic() + wait_s
+    while (found := _result(path, act)) is None and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+    return _answer(path, act, found or _late(path, act))
+
+
+class _RefusedError(Exception):
+    """The act is not sent."""
+
+
+def _checked(facts: Facts, act: Act) -> bytes:
+    """Return the key for an act."""
+    if act.verb not in VERBS:
+        raise _RefusedError(f"{act.verb!r} is not a verb. Use one of {', '.join(VERBS)}.")
+    if not facts.goes_on:
+        raise _RefusedError(f"no process trains the run: {facts.ending}")
+    folder = os.path.join(facts.path, FOLDER)
+    if not os.path.exists(os.path.join(folder, LISTENING)):
+        raise _RefusedError(
+            "the run takes no acts. Start it with Steering() in callbacks=[...], or with CADENZA_STEERING=1 in its environment."
+        )
+    try:
+        with opened(os.path.join(folder, KEY)) as file:
+            return file.read(LARGEST)
+    except OSError as error:
+        raise _RefusedError(
+            f"the key of the run cannot be read ({error.strerror or error}). Act as the user that trains it."
+        ) from None
+
+
+def _send(path: str, act: Act, key: bytes) -> None:
+    """Write the file of an act: under a name that no run reads, then under its own."""
+    content = file_of(act, key)
+    if len(content) > LARGEST:
+        raise _RefusedError(f"the act has {len(content)} bytes; at most {LARGEST} are possible. Shorten its text.")
+    folder = os.path.join(path, FOLDER, WAITING)
+    beside = os.path.join(folder, f".{act.id}")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(beside, os.path.join(folder, f"{act.id}.json"))
+        except BaseException:
+            os.unlink(beside)
+            raise
+    except OSError as error:
+        raise _RefusedError(f"the act cannot be written into {folder!r}: {error.strerror or error}") from None
+
+
+def _late(path: str, act: Act) -> dict[str, Any]:
+    """Return what became of an act without a result: it waits, unless the run is over. Then it is withdrawn."""
+    facts = Facts(path)
+    if facts.state in ("finished", "stopped"):
+        try:
+            os.unlink(os.path.join(path, FOLDER, WAITING, f"{act.id}.json"))
+        except OSError:  # it was taken in between
+            return _result(path, act) or {"state": "waiting"}
+        return {"state": "refused", "why": f"the run is over: {facts.ending}"}
+    return {"state": "waiting"}
+
+
+def _result(path: str, act: Act) -> dict[str, Any] | None:
+    """Return what the log says about an act; None if it has no result yet."""
+    for row in log_of(path):
+        if row["id"] == act.id and ("result" in row or "refused" in row):
+            at = {"step": row.get("step"), "epoch": row.get("epoch")}
+            if "refused" in row:
+                return {"state": "refused", "why": str(row["refused"]), **at}
+            return {"state": "done", "result": str(row["result"]), **at}
+    return None
+
+
+def _answer(path: str, act: Act, found: Mapping[str, Any]) -> dict[str, Any]:
+    given = act.plain()
+    del given["run"]
+    return {"schema": SCHEMA, "run": os.path.abspath(path), "act": given, "step": None, "epoch": None, **found}
